@@ -1,0 +1,131 @@
+"""A cache as people use it: sequences with their ids and relations. See `open_cache`."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from minilm_cache.codecs.chain import build_codec
+from minilm_cache.errors import CacheIncompleteError
+from minilm_cache.relations import to_dense
+from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind
+from minilm_cache.store.layout import shard_of
+from minilm_cache.store.reader import CacheReader, Shard
+
+_SHARDS_KEPT = 2
+
+
+class Cache:
+    """Sequences of one cache, by number. The last `manifest.num_held_out` are never trained on."""
+
+    def __init__(self, reader: CacheReader) -> None:
+        """Look at a cache through its reader."""
+        self.reader = reader
+        self.codec = build_codec(self.manifest.identity.codec, self.manifest.identity.packing.max_length)
+        self._shards: OrderedDict[int, Shard] = OrderedDict()
+
+    @property
+    def manifest(self) -> CacheManifest:
+        """All that describes the cache."""
+        return self.reader.manifest
+
+    def __len__(self) -> int:
+        """Return the number of sequences, held-out ones counted."""
+        return self.manifest.num_sequences
+
+    def __getitem__(self, number: int) -> "CachedSequence":
+        """Return a sequence; reads and checks its whole shard, and keeps the last two shards.
+
+        Raises:
+            IndexError: there is no such sequence.
+            CacheCorruptError: its shard is damaged.
+        """
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sequence {number} of a cache of {len(self)}")
+        number %= len(self)
+        return CachedSequence(self, number, self._shard(shard_of(self.manifest.shards, number)))
+
+    def _shard(self, number: int) -> Shard:
+        if number not in self._shards:
+            self._shards[number] = self.reader.shard(number)
+            if len(self._shards) > _SHARDS_KEPT:
+                self._shards.popitem(last=False)
+        self._shards.move_to_end(number)
+        return self._shards[number]
+
+
+class CachedSequence:
+    """One sequence: its token ids and what the teacher says about them."""
+
+    def __init__(self, cache: Cache, number: int, shard: Shard) -> None:
+        """Take a sequence out of its shard."""
+        self.number = number
+        self._cache = cache
+        self._rows = shard.sequence(number)
+
+    @property
+    def input_ids(self) -> Int[Tensor, " length"]:
+        """Token ids, int64, special tokens counted."""
+        return torch.from_numpy(self._rows["tokens"].astype(np.int64))
+
+    def relation(self, kind: str | RelationKind) -> Float[Tensor, "heads query key"]:
+        """Return the stored estimate of a relation, float32, dense.
+
+        Raises:
+            ValueError: the cache holds no such relation.
+        """
+        chosen = RelationKind(kind)
+        if chosen not in self._cache.manifest.identity.relations:
+            raise ValueError(f"this cache holds no {chosen} relation")
+        lengths = torch.tensor([len(self._rows["tokens"])])
+        rows = self._cache.codec.decode(
+            {name: torch.from_numpy(rows[None]) for name, rows in relation_rows(self._rows, chosen).items()},
+            lengths,
+        )
+        return to_dense(rows, lengths, int(lengths))[0]
+
+
+def relation_rows(
+    rows: Mapping[str, npt.NDArray[np.generic]], kind: RelationKind
+) -> dict[str, npt.NDArray[np.generic]]:
+    """Return the arrays of one relation by their names within it (`gap`, `weight`, ...)."""
+    prefix = f"relations/{kind}/"
+    return {path.removeprefix(prefix): array for path, array in rows.items() if path.startswith(prefix)}
+
+
+def open_cache(path: str | Path) -> Cache:
+    """Open a finished cache.
+
+    Raises:
+        CacheNotFoundError: there is none.
+        CacheIncompleteError: its dump has not finished.
+        CacheCorruptError: it is damaged.
+        UnsupportedFormatError: a newer release wrote it.
+    """
+    return Cache(CacheReader(Path(path)))
+
+
+def newest_cache(home: Path) -> Path:
+    """Return the complete cache below `home` that was finished last.
+
+    Raises:
+        CacheIncompleteError: there is none.
+    """
+    found = []
+    for manifest in home.glob("caches/*/manifest.json"):
+        try:
+            if CacheReader(manifest.parent, partial=True).manifest.complete:
+                found.append((manifest.stat().st_mtime, manifest.parent))
+        except (ValueError, OSError, CacheIncompleteError):
+            continue
+    if not found:
+        raise CacheIncompleteError(
+            f"no complete cache in {home / 'caches'}. Make one with `minilm-cache dump`, or name one: "
+            "`minilm-cache train CACHE`."
+        )
+    return max(found)[1]

@@ -1,0 +1,1 @@
+"""How relations become rows of arrays and come back. Knows tensors, not files."""

@@ -1,0 +1,126 @@
+"""Settings of the two stages: frozen, validated once, units beside each field."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from minilm_cache.errors import InvalidConfigError
+
+Settings = TypeVar("Settings", bound="FrozenSettings")
+
+MIN_SHARD_TOKENS = 64
+
+
+class FrozenSettings(BaseModel):
+    """Base of settings: frozen, unknown names refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DumpConfig(FrozenSettings):
+    """Everything that stage one is told."""
+
+    teacher: str
+    """`mini`, an alias, a folder or a hub id."""
+    corpus: str = "python-docs"
+    """`python-docs`, a file, a folder, or `hf:ID[:CONFIG][:SPLIT]`."""
+    text_column: str = "text"
+    """Column of the text in records."""
+    packing: Literal["packed", "records"] = "packed"
+    """Join documents to full length, or one sequence per document."""
+    max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
+    """Tokens per sequence at most, special tokens counted."""
+    max_tokens: Annotated[int, Field(ge=4)] | None = None
+    """Tokens at most; none: the whole corpus."""
+    codec: Literal["topk", "dense"] = "topk"
+    k: Annotated[int, Field(ge=1)] = 16
+    """Entries per row of codec `topk`."""
+    select: Literal["pps", "largest"] = "pps"
+    tail: Literal["uniform", "renormalise"] | None = None
+    """For select=largest; none: uniform."""
+    shard_tokens: Annotated[int, Field(ge=MIN_SHARD_TOKENS, le=2**26)] | None = None
+    """Tokens per shard, a power of two; none: 2**18, less where that would decode to over 256 MiB."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Sequences per forward pass of the teacher."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of the order of documents and of what `pps` draws."""
+    rank: Annotated[int, Field(ge=0)] = 0
+    world_size: Annotated[int, Field(ge=1)] = 1
+    """This process writes the shards whose number is `rank` modulo `world_size`."""
+    revision: str | None = None
+    """Revision of a teacher from the hub."""
+    device: str | None = None
+    """torch device; none: a GPU where there is one."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "DumpConfig":
+        if self.codec == "topk" and self.k > self.max_length:
+            raise ValueError(f"--k {self.k} is above --max-length {self.max_length}: a row has no more entries")
+        if self.tail is not None and (self.codec != "topk" or self.select != "largest"):
+            raise ValueError("--tail goes with --codec topk --select largest, and only with it")
+        if self.rank >= self.world_size:
+            raise ValueError(f"--rank {self.rank} is not below --world-size {self.world_size}")
+        if self.shard_tokens is not None and self.shard_tokens & (self.shard_tokens - 1):
+            raise ValueError(f"--shard-tokens {self.shard_tokens} is not a power of two")
+        if self.shard_tokens is not None and self.shard_tokens < self.max_length:
+            raise ValueError(f"--shard-tokens {self.shard_tokens} is below --max-length {self.max_length}")
+        return self
+
+
+class TrainConfig(FrozenSettings):
+    """Everything that stage two is told, the cache and the folder of the run apart."""
+
+    arch: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Shapes of the students, all trained in one pass."""
+    objective: Literal["minilm"] = "minilm"
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the sequences; with neither steps nor epochs: 5 epochs."""
+    batch_size: Annotated[int, Field(ge=1)] = 16
+    """Sequences per step."""
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
+    """Peak learning rate of AdamW."""
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the steps over which the learning rate rises; then it falls linearly to 0."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Of initial weights, dropout and order."""
+    buffer_shards: Annotated[int, Field(ge=1)] = 4
+    """Shards whose sequences are shuffled together."""
+    checkpoint_steps: Annotated[int, Field(ge=1)] = 500
+    """Steps between checkpoints."""
+    device: str | None = None
+    """torch device; none: a GPU where there is one."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "TrainConfig":
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("--steps and --epochs exclude each other")
+        doubled = sorted({arch for arch in self.arch if self.arch.count(arch) > 1})
+        if doubled:
+            raise ValueError(f"--arch {doubled[0]} is given twice")
+        return self
+
+
+def make_config(model: type[Settings], **values: Any) -> Settings:  # noqa: ANN401 - values of any field
+    """Build settings.
+
+    Raises:
+        InvalidConfigError: a value is out of range or settings contradict each other; names the option.
+    """
+    try:
+        return model(**values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        if not problem["loc"]:
+            raise InvalidConfigError(problem["msg"].removeprefix("Value error, ") + ".") from error
+        option = "--" + str(problem["loc"][0]).replace("_", "-")
+        message = problem["msg"][0].lower() + problem["msg"][1:]
+        raise InvalidConfigError(f"{option} {problem['input']}: {message}.") from error
+
+
+def cache_home(override: str | None) -> Path:
+    """Return the folder of caches and runs: the override, else `~/.cache/minilm-cache`."""
+    return Path(override).expanduser() if override else Path.home() / ".cache" / "minilm-cache"

@@ -1,0 +1,1 @@
+"""Stage one: corpus -> sequences -> teacher -> codec -> shards."""

@@ -1,0 +1,96 @@
+"""Fidelity of a dump: the bytes on disk against the teacher, run again on held-out sequences."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from minilm_cache.cache import Cache
+from minilm_cache.dump.teacher import Teacher
+from minilm_cache.relations import key_mask
+from minilm_cache.storage_schema.manifest import Fidelity, RelationKind
+
+MAX_SEQUENCES = 64
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums over heads and valid rows."""
+
+    rows: int = 0
+    kl_teacher_to_stored: float = 0.0
+    kl_stored_to_teacher: float = 0.0
+    mass_kept: float = 0.0
+    cross_entropy_bias: float = 0.0
+
+    def add(
+        self,
+        teacher: Float[Tensor, "heads query key"],
+        stored: Float[Tensor, "heads query key"],
+    ) -> None:
+        """Add one sequence without padding."""
+        # A log of zero weighs nothing where its factor is zero, and makes a KL infinite where it is not.
+        log_teacher = teacher.clamp(min=torch.finfo(teacher.dtype).tiny).log()
+        self.rows += teacher.shape[0] * teacher.shape[1]
+        self.kl_teacher_to_stored += float((torch.special.xlogy(teacher, teacher / stored)).sum())
+        self.kl_stored_to_teacher += float((torch.special.xlogy(stored, stored) - stored * log_teacher).sum())
+        self.mass_kept += float(teacher[stored > 0].sum())
+        self.cross_entropy_bias += float(((stored - teacher) * log_teacher).sum())
+
+    def fidelity(self) -> Fidelity:
+        """Return the means."""
+        forward = self.kl_teacher_to_stored / self.rows
+        return Fidelity(
+            kl_teacher_to_stored=forward if math.isfinite(forward) else None,
+            kl_stored_to_teacher=self.kl_stored_to_teacher / self.rows,
+            mass_kept=self.mass_kept / self.rows,
+            cross_entropy_bias=self.cross_entropy_bias / self.rows,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Audit:
+    """What an audit found."""
+
+    num_sequences: int
+    fidelity: dict[RelationKind, Fidelity] = field(default_factory=dict)
+
+
+def audit_sequences(cache: Cache) -> range:
+    """Return the sequences an audit looks at: held-out ones, or the last one where none is held out."""
+    first = min(cache.manifest.num_train, len(cache) - 1)
+    return range(first, min(first + MAX_SEQUENCES, len(cache)))
+
+
+def audit(cache: Cache, teacher: Teacher, batch_size: int) -> Audit:
+    """Run the teacher again on held-out sequences and compare with what was stored.
+
+    Raises:
+        CacheCorruptError: a shard is damaged.
+    """
+    numbers = audit_sequences(cache)
+    kinds = cache.manifest.identity.relations
+    sums = {kind: _Sums() for kind in kinds}
+    for start in range(0, len(numbers), batch_size):
+        sequences = [cache[number] for number in numbers[start : start + batch_size]]
+        ids, lengths = pad([sequence.input_ids for sequence in sequences], teacher.tokenizer.pad_token_id)
+        relations = teacher.relations(ids.to(teacher.device), lengths.to(teacher.device), kinds)
+        for kind in kinds:
+            for at, sequence in enumerate(sequences):
+                length = len(sequence.input_ids)
+                live = relations[kind][at, :, :length, :length].cpu()
+                sums[kind].add(live, sequence.relation(kind))
+    return Audit(num_sequences=len(numbers), fidelity={kind: sums[kind].fidelity() for kind in kinds})
+
+
+def pad(
+    ids: Sequence[Int[Tensor, " _"]], pad_token: int
+) -> tuple[Int[Tensor, "batch length"], Int[Tensor, " batch"]]:
+    """Return sequences as one padded batch, and their lengths."""
+    lengths = torch.tensor([len(row) for row in ids])
+    batch = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True, padding_value=pad_token)
+    assert bool((key_mask(lengths, batch.shape[1]).sum(-1) == lengths).all())
+    return batch, lengths

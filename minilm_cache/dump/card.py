@@ -1,0 +1,85 @@
+"""What a finished cache shows to people: a preview table and a dataset card."""
+
+import pyarrow as pa
+from huggingface_hub import DatasetCardData
+from transformers import PreTrainedTokenizerFast
+
+from minilm_cache.cache import Cache
+from minilm_cache.storage_schema.manifest import CacheManifest, DenseParameters, Measured, RelationKind
+
+PREVIEW_SEQUENCES = 8
+
+
+def preview_table(cache: Cache, tokenizer: PreTrainedTokenizerFast) -> pa.Table:
+    """Return the first sequences with their text, and the attention of head 0 from [CLS]."""
+    rows = []
+    for number in range(min(PREVIEW_SEQUENCES, len(cache))):
+        sequence = cache[number]
+        ids = sequence.input_ids.tolist()
+        rows.append(
+            {
+                "sequence": number,
+                "text": tokenizer.decode(ids),
+                "tokens": tokenizer.convert_ids_to_tokens(ids),
+                "attention_head0_row0": sequence.relation(RelationKind.ATTENTION)[0, 0].tolist(),
+            }
+        )
+    return pa.Table.from_pylist(rows)
+
+
+def cache_card(manifest: CacheManifest, measured: Measured) -> str:
+    """Return the dataset card: metadata for hubs, then what the cache holds and how to read it."""
+    data = DatasetCardData(
+        pretty_name=f"Last-layer relations of {manifest.labels.teacher} on {manifest.labels.corpus}",
+        tags=["minilm-cache", "zarr", "knowledge-distillation"],
+        configs=[
+            {"config_name": "preview", "data_files": "preview/*.parquet", "default": True},
+            {"config_name": "sequences", "data_files": "sequences/*.parquet"},
+        ],
+    )
+    identity = manifest.identity
+    codec = identity.codec
+    if isinstance(codec, DenseParameters):
+        setting = "dense"
+    else:
+        setting = f"topk, k={codec.k}, select={codec.select}" + (f", tail={codec.tail}" if codec.tail else "")
+    rows = [
+        f"| {kind} | {fidelity.kl_stored_to_teacher:.4f} | {fidelity.mass_kept:.3f} "
+        f"| {fidelity.cross_entropy_bias:+.4f} |"
+        for kind, fidelity in measured.fidelity.items()
+    ]
+    return "\n".join(
+        [
+            "---",
+            data.to_yaml(),
+            "---",
+            f"# {data.pretty_name}",
+            "",
+            "Attention distributions and value relations of a teacher's last layer, for distilling students",
+            "offline with minilm-cache. Format version "
+            f"{manifest.format_version}; every array opens with plain `zarr.open_group`.",
+            "",
+            f"- teacher: {manifest.labels.teacher} ({identity.teacher.model_type}, weights SHA-256 "
+            f"`{identity.teacher.weights_sha256}`)",
+            f"- corpus: {manifest.labels.corpus} ({identity.corpus.num_documents:,} documents, SHA-256 "
+            f"`{identity.corpus.sha256}`)",
+            f"- {manifest.num_sequences:,} sequences of at most {identity.packing.max_length} tokens "
+            f"({identity.packing.mode}), {manifest.num_tokens:,} tokens; the last {manifest.num_held_out:,} "
+            "sequences are held out",
+            f"- codec: {setting}; {measured.bytes_per_token:.1f} bytes per token",
+            f"- fingerprint: `{manifest.fingerprint}`",
+            "",
+            f"Measured on {measured.fidelity_sequences} held-out sequences, from the bytes on disk:",
+            "",
+            "| relation | KL(stored, teacher), nats | mass kept | cross-entropy bias, nats |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            "```python",
+            "from minilm_cache import open_cache",
+            "cache = open_cache(path)",
+            'cache[0].input_ids, cache[0].relation("attention")',
+            "```",
+            "",
+        ]
+    )

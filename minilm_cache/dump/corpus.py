@@ -1,0 +1,198 @@
+"""From a corpus's name to its documents: one text each, in an order that is the same everywhere.
+
+`datasets` reads every format and keeps the text in Arrow files on disk, so a corpus may be larger than
+memory. Documents: a record of .jsonl, .csv, .parquet or a hub data set; in .txt a paragraph block, that
+is, what stands between blank lines; in `python-docs` a docstring or a topic of `pydoc`.
+"""
+
+import ast
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets.exceptions import DatasetsError
+from pydoc_data.topics import topics
+
+from minilm_cache.errors import CorpusError, MiniLMCacheError
+from minilm_cache.fingerprint import sha256_texts
+from minilm_cache.storage_schema.manifest import CorpusIdentity
+
+PYTHON_DOCS: Final = "python-docs"
+HUB_PREFIX: Final = "hf:"
+_BUILDERS: Final = {".txt": "text", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+_NOT_DOCUMENTED: Final = frozenset(
+    {"site-packages", "test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "__pycache__"}
+)
+_BATCH: Final = 1000
+"""Documents looked at in one go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Documents of a corpus, those without text left out."""
+
+    name: str
+    documents: datasets.Dataset
+    """One column, `text`."""
+    identity: CorpusIdentity
+
+
+def load_corpus(name: str, text_column: str = "text") -> Corpus:
+    """Load a corpus.
+
+    Args:
+        name: `python-docs`, a .txt, .jsonl, .csv or .parquet file, a folder of such files, or
+            `hf:ID[:CONFIG][:SPLIT]`.
+        text_column: column that holds the text.
+
+    Raises:
+        CorpusError: it is not there, cannot be read, lacks the column, or holds no text.
+    """
+    datasets.disable_progress_bars()
+    try:
+        documents = _load(name, text_column)
+        _refuse_missing_texts(documents, name)
+        documents = documents.filter(_has_text, batched=True, load_from_cache_file=False)
+    except MiniLMCacheError:
+        raise
+    except (DatasetsError, OSError, ValueError, pa.ArrowException) as error:
+        raise CorpusError(f"cannot read corpus {name}: {_reason(error)}") from error
+    if len(documents) == 0:
+        raise CorpusError(f"corpus {name} is empty: it holds no text. Choose another --corpus.")
+    identity = CorpusIdentity(sha256=sha256_texts(_texts(documents)), num_documents=len(documents))
+    return Corpus(name=name, documents=documents, identity=identity)
+
+
+def _load(name: str, text_column: str) -> datasets.Dataset:
+    if name == PYTHON_DOCS:
+        return datasets.Dataset.from_dict({"text": list(_python_docs())})
+    if name.startswith(HUB_PREFIX):
+        return _only_text(_load_hub(name), name, text_column)
+    path = Path(name)
+    if not path.exists():
+        raise CorpusError(
+            f"corpus {name} does not exist. Give a file, a folder, {HUB_PREFIX}ID, or {PYTHON_DOCS}."
+        )
+    files = _files(path)
+    parts = [_only_text(_load_file(file), str(file), text_column) for file in files]
+    return datasets.concatenate_datasets(parts)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        if path.suffix not in _BUILDERS:
+            raise CorpusError(
+                f"corpus {path} has the ending {path.suffix!r}; known are {', '.join(_BUILDERS)}. "
+                "Convert it to one of them."
+            )
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.suffix in _BUILDERS and file.is_file())
+    if not files:
+        raise CorpusError(f"corpus {path} is empty: no {', '.join(_BUILDERS)} file in this folder.")
+    return files
+
+
+def _load_file(file: Path) -> datasets.Dataset:
+    if file.stat().st_size == 0:
+        raise CorpusError(f"corpus {file} is empty: the file has no bytes.")
+    options: dict[str, object] = {"sample_by": "paragraph"} if file.suffix == ".txt" else {}
+    # An absolute pattern is taken literally once its own special characters are escaped.
+    pattern = re.sub(r"([*?\[\]])", r"[\1]", str(file.resolve()))
+    try:
+        loaded = datasets.load_dataset(
+            _BUILDERS[file.suffix], data_files={"train": pattern}, split="train", **options
+        )
+    except (DatasetsError, OSError, ValueError, pa.ArrowException) as error:
+        raise CorpusError(f"cannot read corpus {file}: {_reason(error)}") from error
+    assert isinstance(loaded, datasets.Dataset)
+    return loaded
+
+
+def _load_hub(name: str) -> datasets.Dataset:
+    identifier, *rest = name.removeprefix(HUB_PREFIX).split(":")
+    if not identifier or len(rest) > 2:  # noqa: PLR2004 - config and split
+        raise CorpusError(f"corpus {name}: write {HUB_PREFIX}ID, {HUB_PREFIX}ID:CONFIG or {HUB_PREFIX}ID:CONFIG:SPLIT.")
+    config = rest[0] if rest and rest[0] else None
+    split = rest[1] if len(rest) > 1 else "train"
+    try:
+        loaded = datasets.load_dataset(identifier, config, split=split)
+    except (DatasetsError, OSError, ValueError) as error:
+        raise CorpusError(f"cannot load corpus {name} from the hub: {_reason(error)}") from error
+    assert isinstance(loaded, datasets.Dataset)
+    return loaded
+
+
+def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Dataset:
+    if column not in loaded.column_names:
+        raise CorpusError(
+            f"corpus {where} has no column {column!r}; it has {', '.join(loaded.column_names)}. "
+            "Name the one with the text: --text-column."
+        )
+    only = loaded.select_columns([column])
+    if column != "text":
+        only = only.rename_column(column, "text")
+    kind = getattr(only.features["text"], "dtype", "")
+    if kind == "null":
+        _refuse_missing_texts(only, where)
+    if kind not in {"string", "large_string", "string_view"}:
+        raise CorpusError(f"corpus {where}: column {column!r} holds {kind or 'no text'}, not text. Name another: --text-column.")
+    return only.cast_column("text", datasets.Value("string"))
+
+
+def _refuse_missing_texts(documents: datasets.Dataset, where: str) -> None:
+    for first, column in _text_batches(documents):
+        if column.null_count:
+            at = first + pc.index(column.is_null(), True).as_py()
+            raise CorpusError(
+                f"corpus {where}: record {at} (counted from 0) has no text. "
+                "Give it one, remove it, or name another column: --text-column."
+            )
+
+
+def _text_batches(documents: datasets.Dataset) -> Iterator[tuple[int, pa.ChunkedArray]]:
+    arrow = documents.with_format("arrow")
+    for first in range(0, len(documents), _BATCH):
+        yield first, arrow[first : first + _BATCH]["text"]
+
+
+def _has_text(batch: dict[str, list[str]]) -> list[bool]:
+    return [not text.isspace() and text != "" for text in batch["text"]]
+
+
+def _texts(documents: datasets.Dataset) -> Iterator[str]:
+    for _, column in _text_batches(documents):
+        yield from column.to_pylist()
+
+
+def _python_docs() -> Iterator[str]:
+    """Yield the docstrings of the standard library, parsed and never imported, then `pydoc`'s topics."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for file in sorted(root.rglob("*.py")):
+        if _NOT_DOCUMENTED.isdisjoint(file.relative_to(root).parts):
+            yield from _docstrings(file)
+    for name in sorted(topics):
+        yield topics[name]
+
+
+def _docstrings(file: Path) -> Iterator[str]:
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, documented):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of the innermost cause: what the reader of a file really stumbled over."""
+    causes: Sequence[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes = [*causes, cause]
+    text = str(causes[-1]).strip() or type(causes[-1]).__name__
+    return text.splitlines()[0].rstrip(".") + ". Check the file or choose another --corpus."

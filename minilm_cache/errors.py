@@ -1,0 +1,145 @@
+"""Every error this project raises on purpose.
+
+    MiniLMCacheError
+    |-- InvalidConfigError (ValueError)         a value that cannot be meant: misuse, exit code 2
+    |   `-- CodecRangeError                     a value outside what a codec can hold
+    |-- CorpusError (ValueError)                text that cannot be read or is not there
+    |-- TeacherError (ValueError)               a model that cannot be a teacher
+    |-- CacheNotFoundError (FileNotFoundError)  no cache at this place
+    |-- CacheIncompleteError                    a dump that has not finished
+    |-- CacheCorruptError                       bytes that are not what was committed
+    |   `-- VerificationError                   what `verify` found: exit code 3
+    |-- IdentityMismatchError                   two things that must be the same are not
+    |-- UnsupportedFormatError                  written by a format this release cannot read
+    |-- StorageError (OSError)                  the disk said no
+    |   `-- ShardBusyError                      another writer holds the shard
+    |-- DivergedError (ArithmeticError)         a loss that is no longer finite
+    `-- InterruptedRunError                     stopped by the user, state kept: exit code 130
+
+Grouped by what a handler would do about them.
+Messages say what failed, what was expected and found, where, and what to do; always one line.
+"""
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class ErrorKind(StrEnum):
+    """Machine-readable kind of an error. Codes are append-only."""
+
+    INVALID_CONFIG = "invalid_config"
+    CODEC_RANGE = "codec_range"
+    CORPUS = "corpus"
+    TEACHER = "teacher"
+    CACHE_NOT_FOUND = "cache_not_found"
+    CACHE_INCOMPLETE = "cache_incomplete"
+    CACHE_CORRUPT = "cache_corrupt"
+    VERIFICATION_FAILED = "verification_failed"
+    IDENTITY_MISMATCH = "identity_mismatch"
+    UNSUPPORTED_FORMAT = "unsupported_format"
+    STORAGE = "storage"
+    SHARD_BUSY = "shard_busy"
+    DIVERGED = "diverged"
+    INTERRUPTED = "interrupted"
+
+
+class MiniLMCacheError(Exception):
+    """Base of all errors of this project; `str(error)` is one line for the user."""
+
+    kind: ClassVar[ErrorKind]
+    exit_code: ClassVar[int] = 1
+
+
+class InvalidConfigError(MiniLMCacheError, ValueError):
+    """A setting that cannot be meant."""
+
+    kind = ErrorKind.INVALID_CONFIG
+    exit_code = 2
+
+
+class CodecRangeError(InvalidConfigError):
+    """A codec setting that does not fit the relations it is asked to hold."""
+
+    kind = ErrorKind.CODEC_RANGE
+
+
+class CorpusError(MiniLMCacheError, ValueError):
+    """Text that is missing, unreadable or empty."""
+
+    kind = ErrorKind.CORPUS
+
+
+class TeacherError(MiniLMCacheError, ValueError):
+    """A model that is not there, or that cannot be tapped safely and exactly."""
+
+    kind = ErrorKind.TEACHER
+
+
+class CacheNotFoundError(MiniLMCacheError, FileNotFoundError):
+    """No cache where one was expected."""
+
+    kind = ErrorKind.CACHE_NOT_FOUND
+
+    def __str__(self) -> str:
+        """Show the message alone: OSError would format its own."""
+        return str(self.args[0])
+
+
+class CacheIncompleteError(MiniLMCacheError):
+    """A cache whose dump has not finished."""
+
+    kind = ErrorKind.CACHE_INCOMPLETE
+
+
+class CacheCorruptError(MiniLMCacheError):
+    """Bytes of a cache that are missing or differ from what was committed."""
+
+    kind = ErrorKind.CACHE_CORRUPT
+
+
+class VerificationError(CacheCorruptError):
+    """The verdict of `verify` on a damaged cache."""
+
+    kind = ErrorKind.VERIFICATION_FAILED
+    exit_code = 3
+
+
+class IdentityMismatchError(MiniLMCacheError):
+    """A cache or run folder that belongs to something else."""
+
+    kind = ErrorKind.IDENTITY_MISMATCH
+
+
+class UnsupportedFormatError(MiniLMCacheError):
+    """A format version or codec that this release does not know."""
+
+    kind = ErrorKind.UNSUPPORTED_FORMAT
+
+
+class StorageError(MiniLMCacheError, OSError):
+    """The file system refused: full, read-only, no permission."""
+
+    kind = ErrorKind.STORAGE
+
+    def __str__(self) -> str:
+        """Show the message alone: OSError would format its own."""
+        return str(self.args[0])
+
+
+class ShardBusyError(StorageError):
+    """Another writer holds this shard."""
+
+    kind = ErrorKind.SHARD_BUSY
+
+
+class DivergedError(MiniLMCacheError, ArithmeticError):
+    """A student whose loss is no longer finite."""
+
+    kind = ErrorKind.DIVERGED
+
+
+class InterruptedRunError(MiniLMCacheError):
+    """Stopped by the user; everything finished so far is kept."""
+
+    kind = ErrorKind.INTERRUPTED
+    exit_code = 130

@@ -1,0 +1,56 @@
+"""Hashes of content: files, texts, JSON. What a cache is made of is named by these, never by paths."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+
+from minilm_cache.storage_schema.manifest import FileDigest
+
+
+def sha256_file(path: Path) -> str:
+    """Return the SHA-256 (hex) of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_files(paths: Iterable[Path]) -> str:
+    """Return one SHA-256 (hex) for a set of files.
+
+    One file: its own digest, so that it can be compared with published ones. Several: the digest over
+    their names and digests, sorted by name.
+    """
+    ordered = sorted(paths)
+    if len(ordered) == 1:
+        return sha256_file(ordered[0])
+    lines = "".join(f"{sha256_file(path)}  {path.name}\n" for path in ordered)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def sha256_json(document: object) -> str:
+    """Return the SHA-256 (hex) of a document's canonical JSON: sorted keys, no spaces."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sha256_texts(texts: Iterable[str]) -> str:
+    """Return the SHA-256 (hex) over UTF-8 texts, each preceded by its length (8 bytes, little-endian)."""
+    digest = hashlib.sha256()
+    for text in texts:
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.hexdigest()
+
+
+def xxh3(content: bytes | memoryview) -> str:
+    """Return the XXH3-128 (hex) of bytes: fast enough to check every read, not proof against malice."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def digest_bytes(content: bytes) -> FileDigest:
+    """Return size and both hashes of a file's content."""
+    return FileDigest(
+        size=len(content), sha256=hashlib.sha256(content).hexdigest(), xxh3_128=xxh3(content)
+    )

@@ -1,0 +1,1 @@
+"""Caches on disk: layout, writing, reading, verifying. Knows files and zarr, not models."""

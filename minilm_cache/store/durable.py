@@ -1,0 +1,79 @@
+"""Writes that survive a kill and a power cut, and refusals of the file system told in one line."""
+
+import errno
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from minilm_cache.errors import StorageError
+
+_REMEDIES = {
+    errno.ENOSPC: "Free some space and run the same command again: what is committed is kept",
+    errno.EDQUOT: "Free some quota and run the same command again: what is committed is kept",
+    errno.EROFS: "Choose a folder on a writable file system",
+    errno.EACCES: "Choose a folder you may write to, or change its permissions",
+    errno.EPERM: "Choose a folder you may write to, or change its permissions",
+}
+
+
+@contextmanager
+def storage_errors(doing: str, where: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a StorageError that says what was being done, where, and a remedy."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "Check the disk and run the same command again")
+        place = error.filename or where
+        raise StorageError(f"cannot {doing} {place}: {error.strerror or error}. {remedy}.") from error
+
+
+def sync_directories(paths: Iterable[Path]) -> None:
+    """Make the entries of directories durable."""
+    for path in sorted(set(paths)):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's content durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file durably: whole or not at all, replacing an older one."""
+    with _temporary(path, content) as temporary:
+        temporary.replace(path)
+    sync_directories([path.parent])
+
+
+def create_file(path: Path, content: bytes) -> None:
+    """Write a file durably if it does not exist yet.
+
+    Raises:
+        FileExistsError: it exists; its content is left alone.
+    """
+    with _temporary(path, content) as temporary:
+        os.link(temporary, path)
+    sync_directories([path.parent])
+
+
+@contextmanager
+def _temporary(path: Path, content: bytes) -> Iterator[Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)

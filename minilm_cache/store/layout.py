@@ -1,0 +1,77 @@
+"""Where everything lies below a cache's root, and how sequences fall into shards. Pure: no I/O."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from minilm_cache.storage_schema.arrays import array_specs
+from minilm_cache.storage_schema.manifest import CacheManifest, ShardRange
+
+MANIFEST: Final = "manifest.json"
+CARD: Final = "README.md"
+PREVIEW: Final = "preview/sequences.parquet"
+SEAL_LOCK: Final = "locks/seal.lock"
+
+
+def commit_path(shard: int) -> str:
+    """Path of a shard's commit record."""
+    return f"commits/{shard:05d}.json"
+
+
+def sequences_path(shard: int) -> str:
+    """Path of a shard's sequence table."""
+    return f"sequences/part-{shard:05d}.parquet"
+
+
+def lock_path(shard: int) -> str:
+    """Path of the lock that a shard's writer holds."""
+    return f"locks/{shard:05d}.lock"
+
+
+def shard_files(manifest: CacheManifest, shard: int) -> tuple[str, ...]:
+    """Return the files of a shard, exactly those that its commit record must list."""
+    arrays = tuple(spec.shard_path(shard) for spec in array_specs(manifest))
+    return (*arrays, sequences_path(shard))
+
+
+def split_into_shards(lengths: npt.NDArray[np.int64], shard_tokens: int) -> tuple[ShardRange, ...]:
+    """Fill shards with whole sequences, in order.
+
+    Args:
+        lengths: tokens of each sequence, `(sequences,)`; none longer than `shard_tokens`.
+        shard_tokens: rows that a shard has room for.
+
+    Returns:
+        Ranges that cover every sequence once.
+    """
+    ends = np.cumsum(lengths)
+    ranges = []
+    first, taken = 0, 0
+    while first < len(lengths):
+        last = int(np.searchsorted(ends, taken + shard_tokens, side="right"))
+        num_tokens = int(ends[last - 1]) - taken
+        ranges.append(ShardRange(first_sequence=first, num_sequences=last - first, num_tokens=num_tokens))
+        first, taken = last, taken + num_tokens
+    return tuple(ranges)
+
+
+def shard_of(shards: Sequence[ShardRange], sequence: int) -> int:
+    """Return the number of the shard that holds a sequence."""
+    firsts = np.asarray([shard.first_sequence for shard in shards])
+    return int(np.searchsorted(firsts, sequence, side="right")) - 1
+
+
+def default_shard_tokens(row_bytes: int, max_length: int) -> int:
+    """Return rows per shard: 2**18, or fewer where a shard would decode to more than 256 MiB."""
+    tokens = 2**18
+    while tokens > max_length and tokens * row_bytes > 2**28:
+        tokens //= 2
+    return tokens
+
+
+def below(root: Path, path: str) -> Path:
+    """Join a path of the format to the root."""
+    return root.joinpath(*path.split("/"))

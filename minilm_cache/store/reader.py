@@ -1,0 +1,262 @@
+"""Read a cache: whole shards, their bytes checked against the commit record before they are decoded.
+
+The records, not the directory, say what is there. Whatever is listed and missing, short or changed is an
+error that names the file and the remedy; nothing is ever filled in.
+"""
+
+import asyncio
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zarr
+from zarr.abc.store import ByteRequest, RangeByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import LocalStore, WrapperStore
+
+from minilm_cache.errors import CacheCorruptError, CacheIncompleteError, CacheNotFoundError
+from minilm_cache.fingerprint import xxh3
+from minilm_cache.storage_schema.arrays import array_specs, zarr_documents
+from minilm_cache.storage_schema.manifest import (
+    MAX_MANIFEST_BYTES,
+    MAX_RECORD_BYTES,
+    CacheManifest,
+    CommitRecord,
+    FileDigest,
+)
+from minilm_cache.storage_schema.problems import parse
+from minilm_cache.storage_schema.sequences import sequence_columns
+from minilm_cache.store.layout import MANIFEST, below, commit_path, sequences_path, shard_files
+
+_REMEDY = (
+    "Run `minilm-cache verify --full` for the extent of the damage, then `minilm-cache dump --resume` "
+    "with the settings of the first dump to write damaged shards again, or fetch the cache again."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One decoded shard."""
+
+    number: int
+    first_sequence: int
+    rows: Mapping[str, npt.NDArray[np.generic]]
+    """Array path to rows, `(tokens of the shard, ...)`, without slack."""
+    starts: npt.NDArray[np.int64]
+    """First row of each sequence within `rows`, `(sequences,)`."""
+    lengths: npt.NDArray[np.int64]
+    """Tokens of each sequence, `(sequences,)`."""
+    table: pa.Table
+    """The sequence table."""
+
+    def sequence(self, number: int) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the rows of one sequence by its number in the cache: array path to `(length, ...)`."""
+        at = number - self.first_sequence
+        start = int(self.starts[at])
+        stop = start + int(self.lengths[at])
+        return {path: rows[start:stop] for path, rows in self.rows.items()}
+
+
+class CacheReader:
+    """Reader of one cache. Threads may share it."""
+
+    def __init__(self, root: Path, *, partial: bool = False) -> None:
+        """Open a cache.
+
+        Args:
+            root: its folder.
+            partial: also open a cache whose dump has not finished; only committed shards can be read.
+
+        Raises:
+            CacheNotFoundError: there is none.
+            CacheIncompleteError: its dump has not finished, and `partial` is false.
+            CacheCorruptError: its manifest, metadata or commit records are damaged.
+            UnsupportedFormatError: a newer release wrote it.
+        """
+        self.root = root
+        self.manifest = read_manifest(root)
+        if not (self.manifest.complete or partial):
+            committed = sum(below(root, commit_path(n)).is_file() for n in range(len(self.manifest.shards)))
+            raise CacheIncompleteError(
+                f"{root} is incomplete: {committed} of {len(self.manifest.shards)} shards are committed. "
+                "Finish it with the same `minilm-cache dump` command; it resumes."
+            )
+        self._check_metadata()
+        self.records = self._read_records()
+
+    def _check_metadata(self) -> None:
+        for path, expected in zarr_documents(self.manifest).items():
+            found = read_checked(self.root, path, self.manifest.files.get(path))
+            if found != expected:
+                raise CacheCorruptError(
+                    f"{self.root / path} is not the metadata that the manifest implies. {_REMEDY}"
+                )
+
+    def _read_records(self) -> dict[int, CommitRecord]:
+        records = {}
+        for shard in range(len(self.manifest.shards)):
+            path = below(self.root, commit_path(shard))
+            if path.is_file():
+                records[shard] = read_record(self.root, self.manifest, shard)
+            elif self.manifest.complete:
+                raise CacheCorruptError(f"{path} is missing: shard {shard} was committed once. {_REMEDY}")
+        return records
+
+    @cached_property
+    def _arrays(self) -> dict[str, zarr.Array]:
+        digests = dict(self.manifest.files)
+        for record in self.records.values():
+            digests |= record.files
+        store = _GuardStore(self.root, digests)
+        return {
+            spec.path: zarr.open_array(store, path=spec.path, mode="r", zarr_format=3)
+            for spec in array_specs(self.manifest)
+        }
+
+    def attachment(self, path: str) -> bytes:
+        """Return the checked content of a file outside the shards, such as `teacher/config.json`."""
+        return read_checked(self.root, path, self.manifest.files.get(path))
+
+    def shard(self, number: int) -> Shard:
+        """Read one shard whole.
+
+        Raises:
+            CacheIncompleteError: it is not committed.
+            CacheCorruptError: one of its files is missing or changed.
+        """
+        self._require(number)
+        size = self.manifest.shard_tokens
+        used = self.manifest.shards[number].num_tokens
+        rows = {
+            path: np.asarray(array[number * size : (number + 1) * size])[:used]
+            for path, array in self._arrays.items()
+        }
+        table = self.table(number)
+        return Shard(
+            number=number,
+            first_sequence=self.manifest.shards[number].first_sequence,
+            rows=rows,
+            starts=table["offset"].to_numpy() - number * size,
+            lengths=table["length"].to_numpy().astype(np.int64),
+            table=table,
+        )
+
+    def table(self, number: int) -> pa.Table:
+        """Read the sequence table of one shard, checked to describe the shard that was committed."""
+        record = self._require(number)
+        path = sequences_path(number)
+        content = read_checked(self.root, path, record.files[path])
+        try:
+            table = pq.read_table(io.BytesIO(content))
+        except (pa.ArrowException, OSError) as error:
+            raise CacheCorruptError(f"{self.root / path} is no Parquet file: {error}. {_REMEDY}") from error
+        wanted = sequence_columns(self.manifest.identity.relations)
+        types = {field.name: str(field.type) for field in table.schema}
+        if types != {name: str(pa.type_for_alias(kind)) for name, kind in wanted.items()}:
+            raise CacheCorruptError(f"{self.root / path} has other columns than the format. {_REMEDY}")
+        self._check_table(table, number)
+        return table
+
+    def _check_table(self, table: pa.Table, number: int) -> None:
+        expected = self.manifest.shards[number]
+        lengths = table["length"].to_numpy().astype(np.int64)
+        offsets = number * self.manifest.shard_tokens + np.cumsum(lengths) - lengths
+        first = expected.first_sequence
+        valid = (
+            table.num_rows == expected.num_sequences
+            and all(column.null_count == 0 for column in table.columns)
+            and int(lengths.sum()) == expected.num_tokens
+            and int(lengths.min()) >= 1
+            and int(lengths.max()) <= self.manifest.identity.packing.max_length
+            and np.array_equal(table["offset"].to_numpy(), offsets)
+            and np.array_equal(table["sequence"].to_numpy(), np.arange(first, first + len(lengths)))
+        )
+        if not valid:
+            raise CacheCorruptError(
+                f"{self.root / sequences_path(number)} does not describe shard {number}. {_REMEDY}"
+            )
+
+    def _require(self, number: int) -> CommitRecord:
+        if number not in self.records:
+            raise CacheIncompleteError(
+                f"shard {number} of {self.root} is not committed. "
+                "Finish the cache with the same `minilm-cache dump` command; it resumes."
+            )
+        return self.records[number]
+
+
+def read_manifest(root: Path) -> CacheManifest:
+    """Read and check a cache's manifest.
+
+    Raises:
+        CacheNotFoundError: there is none.
+        CacheCorruptError: it is damaged.
+        UnsupportedFormatError: a newer release wrote it.
+    """
+    path = root / MANIFEST
+    if not path.is_file():
+        raise CacheNotFoundError(
+            f"no cache at {root}: {MANIFEST} is not there. "
+            "Make one with `minilm-cache dump`, or check the path."
+        )
+    return parse(CacheManifest, path.read_bytes(), str(path), MAX_MANIFEST_BYTES)
+
+
+def read_record(root: Path, manifest: CacheManifest, shard: int) -> CommitRecord:
+    """Read a shard's commit record and check that it belongs to this cache and this shard."""
+    path = below(root, commit_path(shard))
+    record = parse(CommitRecord, path.read_bytes(), str(path), MAX_RECORD_BYTES)
+    belongs = (
+        record.fingerprint == manifest.fingerprint
+        and record.shard == shard
+        and record.range == manifest.shards[shard]
+        and set(record.files) == set(shard_files(manifest, shard))
+    )
+    if not belongs:
+        raise CacheCorruptError(f"{path} is the record of another cache or shard. {_REMEDY}")
+    return record
+
+
+def read_checked(root: Path, path: str, expected: FileDigest | None) -> bytes:
+    """Read a file whole and compare its size (before reading) and XXH3-128 with what was committed.
+
+    Raises:
+        CacheCorruptError: the file is not listed, missing, not a regular file, or differs.
+    """
+    file = below(root, path)
+    if expected is None:
+        raise CacheCorruptError(f"{file} is not listed in the cache. {_REMEDY}")
+    if file.is_symlink() or not file.is_file():
+        raise CacheCorruptError(f"{file} is missing. {_REMEDY}")
+    size = file.stat().st_size
+    if size != expected.size:
+        raise CacheCorruptError(f"{file} is damaged: {size} bytes, committed {expected.size}. {_REMEDY}")
+    content = file.read_bytes()
+    if xxh3(content) != expected.xxh3_128:
+        raise CacheCorruptError(f"{file} is damaged: its bytes are not those committed. {_REMEDY}")
+    return content
+
+
+class _GuardStore(WrapperStore[LocalStore]):
+    """A store that hands zarr only files that are listed and unchanged."""
+
+    def __init__(self, root: Path, digests: Mapping[str, FileDigest]) -> None:
+        super().__init__(LocalStore(root, read_only=True))
+        self._root = root
+        self._digests = digests
+
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        content = await asyncio.to_thread(read_checked, self._root, key, self._digests.get(key))
+        if byte_range is not None:
+            if not isinstance(byte_range, RangeByteRequest):
+                raise CacheCorruptError(f"{key}: only whole shards are read")
+            content = content[byte_range.start : byte_range.end]
+        return prototype.buffer.from_bytes(content)

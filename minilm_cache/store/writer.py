@@ -1,0 +1,278 @@
+"""Write a cache: identity first, then shard by shard, each made to exist by its commit record.
+
+Protocol of a shard: array files and sequence table, fsync of files and directories, then the record by
+put-if-absent. All files of a shard come from one attempt; what an interrupted attempt left behind is
+written again, never adopted.
+"""
+
+import io
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zarr
+from filelock import FileLock, Timeout
+
+from minilm_cache.errors import IdentityMismatchError, ShardBusyError, StorageError
+from minilm_cache.fingerprint import digest_bytes, xxh3
+from minilm_cache.storage_schema.arrays import ArraySpec, array_specs, zarr_documents
+from minilm_cache.storage_schema.manifest import (
+    MAX_MANIFEST_BYTES,
+    CacheManifest,
+    CommitRecord,
+    FileDigest,
+    Measured,
+)
+from minilm_cache.storage_schema.problems import parse
+from minilm_cache.storage_schema.sequences import sequence_columns
+from minilm_cache.store.durable import create_file, storage_errors, sync_directories, sync_file, write_file
+from minilm_cache.store.layout import (
+    CARD,
+    MANIFEST,
+    PREVIEW,
+    SEAL_LOCK,
+    below,
+    commit_path,
+    lock_path,
+    sequences_path,
+)
+
+
+class CacheWriter:
+    """Writer of one cache. Several processes may write one cache, each its own shards."""
+
+    def __init__(self, root: Path, manifest: CacheManifest, attachments: Mapping[str, bytes]) -> None:
+        """Create the cache, or take up an unfinished one of the same identity.
+
+        Args:
+            root: folder of the cache.
+            manifest: what the cache will be, with complete=False and with `files` naming exactly the
+                array metadata and the attachments.
+            attachments: content of files outside the arrays: path below the root to bytes.
+
+        Raises:
+            IdentityMismatchError: the folder holds another cache, or something that is no cache.
+            StorageError: the file system refused.
+        """
+        self.root = root
+        self.manifest = manifest
+        with storage_errors("create the cache", root):
+            self._create_or_adopt()
+            for path, content in (attachments | zarr_documents(manifest)).items():
+                self._put(path, content)
+            with zarr.config.set({"array.write_empty_chunks": True}):
+                self._arrays = {
+                    spec.path: zarr.open_array(str(root), path=spec.path, mode="r+", zarr_format=3)
+                    for spec in array_specs(manifest)
+                }
+
+    def _create_or_adopt(self) -> None:
+        path = self.root / MANIFEST
+        if not path.exists():
+            if self.root.is_dir() and any(self.root.iterdir()):
+                raise IdentityMismatchError(
+                    f"{self.root} is not empty and is no cache. Choose another --out."
+                )
+            self.root.mkdir(parents=True, exist_ok=True)
+            try:
+                create_file(path, self.manifest.model_dump_json(indent=1).encode())
+            except FileExistsError:  # another rank of this dump was first
+                pass
+            else:
+                return
+        found = parse(CacheManifest, path.read_bytes(), str(path), MAX_MANIFEST_BYTES)
+        differing = differing_fields(found, self.manifest)
+        if differing:
+            raise IdentityMismatchError(
+                f"{self.root} holds another cache, which differs in {', '.join(differing)}. "
+                "Choose another --out, or repeat the settings of the first dump."
+            )
+        self.manifest = found
+
+    def _put(self, path: str, content: bytes) -> None:
+        """Write a file that the manifest names, unless it is there as named."""
+        target = below(self.root, path)
+        expected = self.manifest.files[path]
+        if digest_bytes(content) != expected:
+            raise IdentityMismatchError(
+                f"{path} of {self.root} would differ from the one that its manifest names. "
+                "Use the release of minilm-cache and transformers that began this dump, or another --out."
+            )
+        if not (target.is_file() and digest_bytes(target.read_bytes()) == expected):
+            write_file(target, content)
+
+    @property
+    def is_complete(self) -> bool:
+        """True when the cache is sealed."""
+        return self.manifest.complete
+
+    def is_committed(self, shard: int) -> bool:
+        """Return whether a shard exists."""
+        return below(self.root, commit_path(shard)).is_file()
+
+    def missing_shards(self) -> list[int]:
+        """Return the shards that are not committed yet."""
+        return [shard for shard in range(len(self.manifest.shards)) if not self.is_committed(shard)]
+
+    @contextmanager
+    def claim(self, shard: int) -> Iterator[None]:
+        """Hold a shard for writing. The lock goes with the process, so a kill leaves none behind.
+
+        Raises:
+            ShardBusyError: another process holds it.
+        """
+        path = below(self.root, lock_path(shard))
+        with storage_errors("lock", path):
+            path.parent.mkdir(exist_ok=True)
+            lock = FileLock(path, timeout=0)
+            try:
+                lock.acquire()
+            except Timeout:
+                raise ShardBusyError(
+                    f"shard {shard} of {self.root} is being written by another process. "
+                    "Wait for it, or give each process its own --rank."
+                ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def write_shard(
+        self, shard: int, rows: Mapping[str, npt.NDArray[np.generic]], table: pa.Table, rank: int = 0
+    ) -> None:
+        """Write and commit one shard; the caller holds its claim.
+
+        Args:
+            shard: its number.
+            rows: array path to rows, `(tokens of the shard, ...)`, without slack.
+            table: its sequence table.
+            rank: recorded in the commit record.
+
+        Raises:
+            StorageError: the file system refused; the shard does not exist then.
+        """
+        with storage_errors("write", self.root):
+            files = [self._write_rows(spec, shard, rows[spec.path]) for spec in array_specs(self.manifest)]
+            files.append(self._write_table(shard, table))
+            self._make_durable(files)
+            record = CommitRecord(
+                fingerprint=self.manifest.fingerprint,
+                shard=shard,
+                attempt=uuid.uuid4().hex,
+                rank=rank,
+                range=self.manifest.shards[shard],
+                tokens_xxh3=xxh3(np.ascontiguousarray(rows["tokens"]).data.cast("B")),
+                files={path: self._digest(path) for path in files},
+            )
+            path = below(self.root, commit_path(shard))
+            try:
+                create_file(path, record.model_dump_json(indent=1).encode())
+            except FileExistsError:
+                raise ShardBusyError(
+                    f"{path} appeared while the shard was being written: the lock is not honoured by "
+                    "this file system. Run `minilm-cache verify --full` and use one writer."
+                ) from None
+
+    def _write_rows(self, spec: ArraySpec, shard: int, rows: npt.NDArray[np.generic]) -> str:
+        size = self.manifest.shard_tokens
+        array = self._arrays[spec.path]
+        whole = np.full((size, *spec.row_shape), array.fill_value, dtype=spec.dtype)
+        whole[: len(rows)] = rows
+        array[shard * size : (shard + 1) * size] = whole
+        return spec.shard_path(shard)
+
+    def _write_table(self, shard: int, table: pa.Table) -> str:
+        fields = sequence_columns(self.manifest.identity.relations).items()
+        schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in fields])
+        buffer = io.BytesIO()
+        pq.write_table(table.cast(schema), buffer, compression="zstd", write_page_checksum=True)
+        path = sequences_path(shard)
+        write_file(below(self.root, path), buffer.getvalue())
+        return path
+
+    def _make_durable(self, files: list[str]) -> None:
+        directories = set()
+        for path in files:
+            file = below(self.root, path)
+            sync_file(file)
+            while file != self.root:
+                file = file.parent
+                directories.add(file)
+        sync_directories(directories)
+
+    def _digest(self, path: str) -> FileDigest:
+        return digest_bytes(below(self.root, path).read_bytes())
+
+    @contextmanager
+    def sealing(self) -> Iterator[bool]:
+        """Hold the right to seal; yields whether there is anything left to seal."""
+        path = below(self.root, SEAL_LOCK)
+        with storage_errors("lock", path):
+            path.parent.mkdir(exist_ok=True)
+        with FileLock(path):
+            found = parse(
+                CacheManifest, (self.root / MANIFEST).read_bytes(), MANIFEST, MAX_MANIFEST_BYTES
+            )
+            self.manifest = found
+            yield not found.complete and not self.missing_shards()
+
+    def seal(self, measured: Measured, preview: pa.Table, card: str) -> None:
+        """Declare the cache complete; the manifest is written last.
+
+        Raises:
+            StorageError: a shard is missing, or the file system refused.
+        """
+        missing = self.missing_shards()
+        if missing:
+            raise StorageError(f"{self.root} cannot be sealed: shards {missing} are not committed.")
+        complete = self.manifest.model_copy(update={"complete": True, "measured": measured})
+        buffer = io.BytesIO()
+        pq.write_table(preview, buffer, compression="zstd")
+        with storage_errors("seal the cache", self.root):
+            write_file(below(self.root, PREVIEW), buffer.getvalue())
+            write_file(self.root / CARD, card.encode())
+            write_file(self.root / MANIFEST, complete.model_dump_json(indent=1).encode())
+            for lock in (self.root / "locks").glob("[0-9]*.lock"):
+                lock.unlink(missing_ok=True)
+        self.manifest = complete
+
+
+def differing_fields(found: CacheManifest, expected: CacheManifest) -> list[str]:
+    """Return, as `name (found instead of expected)`, what keeps two manifests from being one cache's."""
+    pairs = [
+        ("", found.identity.model_dump(mode="json"), expected.identity.model_dump(mode="json")),
+        ("", {"shard_tokens": found.shard_tokens}, {"shard_tokens": expected.shard_tokens}),
+    ]
+    differing = [text for prefix, left, right in pairs for text in _differing(prefix, left, right)]
+    if not differing and found.shards != expected.shards:
+        differing.append("the sequences of its shards")
+    return differing
+
+
+def _differing(prefix: str, found: Mapping[str, object], expected: Mapping[str, object]) -> Iterator[str]:
+    for name in sorted(found.keys() | expected.keys()):
+        left, right = found.get(name), expected.get(name)
+        if isinstance(left, dict) and isinstance(right, dict):
+            yield from _differing(f"{prefix}{name}.", left, right)
+        elif left != right:
+            yield f"{prefix}{name} ({_short(left)} there, {_short(right)} asked)"
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 16 else f"{text[:12]}..."
+
+
+def free_bytes(root: Path) -> int:
+    """Return the bytes free for a cache at `root`, existing or not."""
+    place = root.absolute()
+    while not place.exists():
+        place = place.parent
+    statistics = os.statvfs(place)
+    return statistics.f_bavail * statistics.f_frsize

@@ -1,0 +1,151 @@
+"""Q, K, V of chosen layers out of any forward pass, teacher's or student's.
+
+The only file that knows transformers' internals. One attention function is registered with transformers'
+`AttentionInterface`, its mask function with `AttentionMaskInterface` (without it the mask is silently
+None). A recorder travels as a forward keyword to every attention call; after the last chosen one an
+exception ends the forward pass, caught inside `TappedModel.forward`. No model code is changed, and
+layers are found by counting calls, because families name and share their modules differently.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from minilm_cache.errors import TeacherError
+from minilm_cache.relations import Vectors
+
+ATTENTION = "minilm_cache"
+"""Name of the attention implementation to load a model with."""
+
+
+_USE = "Use an encoder such as BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT or ModernBERT."
+
+
+class _Stop(Exception):  # noqa: N818 - not an error: it ends a forward pass early
+    """Everything asked for has been recorded."""
+
+
+class _Recorder:
+    """What one forward pass hands out."""
+
+    def __init__(self, layers: Sequence[int] | None) -> None:
+        """Record the attention calls numbered `layers` and stop; none: only count."""
+        self.layers = layers
+        self.num_calls = 0
+        self.vectors: dict[int, Vectors] = {}
+
+    def __call__(self, vectors: Vectors) -> None:
+        number = self.num_calls
+        self.num_calls += 1
+        if self.layers is None:
+            return
+        if number in self.layers:
+            self.vectors[number] = vectors
+            if len(self.vectors) == len(self.layers):
+                raise _Stop
+
+
+def _tapped_attention(  # noqa: PLR0913 - the signature is transformers'
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    minilm_tap: _Recorder | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    if minilm_tap is not None:
+        _refuse_inexact(module, query, key, kwargs)
+        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+        minilm_tap(Vectors(query, key, value, attention_mask, factor))
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+
+
+def _refuse_inexact(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, object]) -> None:
+    """Refuse attention that is more than softmax(QK^T), or whose heads do not pair up."""
+    if kwargs.get("position_bias") is not None:
+        reason = "it adds a position bias to its scores"
+    elif kwargs.get("softcap") is not None:
+        reason = "it caps its scores"
+    elif key.shape[1] != query.shape[1]:
+        reason = "its keys have fewer heads than its queries"
+    elif getattr(module, "is_causal", False):
+        reason = "it is a decoder: its attention is causal"
+    else:
+        return
+    raise TeacherError(f"{type(module).__name__} cannot be tapped exactly: {reason}. {_USE}")
+
+
+AttentionInterface.register(ATTENTION, _tapped_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def refuse_untapped(model: PreTrainedModel) -> None:
+    """Raise TeacherError for a family that does not use the attention interface.
+
+    transformers takes the name of an implementation for such a family, too, and keeps its own attention.
+    """
+    served = type(model)._supports_attention_backend  # noqa: SLF001 - the only place that tells
+    if not served or model.config._attn_implementation != ATTENTION:  # noqa: SLF001 - likewise
+        raise TeacherError(
+            f"model family {model.config.model_type!r} does not use transformers' attention interface, "
+            f"so its Q, K, V cannot be tapped exactly. {_USE}"
+        )
+
+
+class TappedModel(nn.Module):
+    """A model whose forward pass returns Q, K, V of chosen layers and stops there."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int] = (-1,)) -> None:
+        """Wrap a model loaded with `attn_implementation=ATTENTION`.
+
+        Args:
+            model: the model.
+            layers: attention calls to hand out, counted from 0; negative from the end.
+
+        Raises:
+            TeacherError: the family cannot be tapped exactly.
+        """
+        super().__init__()
+        refuse_untapped(model)
+        self.model = model
+        self.num_layers = _count_attention_calls(model)
+        self.layers = [layer % self.num_layers for layer in layers]
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> list[Vectors]:
+        """Run the model up to the last chosen layer's Q, K, V.
+
+        Args:
+            input_ids: `(batch, length)` int64.
+            attention_mask: `(batch, length)`, 1 at tokens and 0 at padding.
+
+        Returns:
+            Vectors of each chosen layer, in the order chosen.
+        """
+        recorder = _Recorder(self.layers)
+        try:
+            self.model(input_ids=input_ids, attention_mask=attention_mask, minilm_tap=recorder)
+        except _Stop:
+            return [recorder.vectors[layer] for layer in self.layers]
+        raise AssertionError("the forward pass ended before the tapped layer")
+
+
+def _count_attention_calls(model: PreTrainedModel) -> int:
+    """Count a forward pass's attention calls; module lists would miss layers that share one module."""
+    recorder = _Recorder(None)
+    device = next(model.parameters()).device
+    ids = torch.zeros((1, 4), dtype=torch.int64, device=device)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), minilm_tap=recorder)
+    model.train(was_training)
+    return recorder.num_calls

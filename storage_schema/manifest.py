@@ -1,0 +1,251 @@
+"""The two documents of a cache: the manifest (one per cache) and the commit record (one per shard).
+
+Both come from disk, possibly from a stranger, so every field is typed strictly and unknown fields are
+refused. What determines the content of a cache is gathered in `CacheIdentity`, whose canonical JSON is
+hashed into the fingerprint.
+"""
+
+import hashlib
+import json
+from enum import StrEnum
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from minilm_cache.storage_schema.versions import FORMAT_VERSION
+
+MAX_MANIFEST_BYTES: Final = 64 * 2**20
+MAX_RECORD_BYTES: Final = 64 * 2**10
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
+RelativePath = Annotated[
+    str, Field(max_length=128, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$")
+]
+"""A path below the cache's root: no `..`, no leading slash, no hidden names, no backslash."""
+
+MAX_TOKENS: Final = 2**44
+"""Far above any corpus; keeps arithmetic on hostile sizes small."""
+
+
+class RelationKind(StrEnum):
+    """Which relation of the last layer (MiniLM, Wang et al. 2020, section 3)."""
+
+    ATTENTION = "attention"
+    """softmax(Q K^T / sqrt(d_k)), eq. 3."""
+    VALUE = "value"
+    """softmax(V V^T / sqrt(d_k)), eq. 7."""
+
+
+class StoredModel(BaseModel):
+    """Base of everything read from a cache: frozen, strict, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileDigest(StoredModel):
+    """Size and hashes of one file."""
+
+    size: int = Field(ge=0, le=2**40)
+    """Bytes."""
+    sha256: Sha256
+    xxh3_128: Xxh3
+
+
+class TeacherIdentity(StoredModel):
+    """The teacher, by content."""
+
+    model_type: Name
+    """Family, as transformers names it: `bert`, `xlm-roberta`, ..."""
+    weights_sha256: Sha256
+    """One safetensors file: its SHA-256. Several: SHA-256 over their names and digests, sorted by name."""
+    config_sha256: Sha256
+    """SHA-256 over the canonical JSON of the model's configuration."""
+    num_layers: int = Field(ge=1, le=1024)
+    hidden_size: int = Field(ge=1, le=2**16)
+    num_heads: int = Field(ge=1, le=1024)
+    vocab_size: int = Field(ge=1, le=2**24)
+
+
+class CorpusIdentity(StoredModel):
+    """The text, by content."""
+
+    sha256: Sha256
+    """SHA-256 over the UTF-8 bytes of every record, each preceded by its length (8 bytes, little-endian)."""
+    num_documents: int = Field(ge=1, le=2**40)
+    """Records that hold text."""
+
+
+class Packing(StoredModel):
+    """How text became sequences."""
+
+    mode: Literal["packed", "records"]
+    """`packed`: documents joined by the separator and cut to full length; `records`: one document each."""
+    max_length: int = Field(ge=4, le=2**16)
+    """Tokens per sequence at most, special tokens counted."""
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """Tokens at most, special tokens counted; none: the whole corpus."""
+    seed: int = Field(ge=0, lt=2**63)
+    """Seed of the order in which documents are taken."""
+
+
+class TopKParameters(StoredModel):
+    """Codec `topk`: k entries per row and relation."""
+
+    name: Literal["topk"] = "topk"
+    k: int = Field(ge=1, le=4096)
+    """Entries per row."""
+    select: Literal["pps", "largest"]
+    """`pps`: unbiased systematic sampling, probability proportional to size; `largest`: the k largest."""
+    tail: Literal["uniform", "renormalise"] | None
+    """What `largest` makes of the mass it left out; none for `pps`, which leaves none out."""
+    weight_ratio: float = Field(gt=1.0, le=2.0)
+    """Ratio of neighbouring values of the weight scale."""
+    seed: int = Field(ge=0, lt=2**63)
+    """Seed of the draw; with the sequence's number it makes a dump reproducible."""
+
+    @model_validator(mode="after")
+    def _tail_belongs_to_largest(self) -> "TopKParameters":
+        if (self.tail is None) == (self.select == "largest"):
+            raise ValueError("`tail` goes with select=largest, and only with it")
+        return self
+
+
+class DenseParameters(StoredModel):
+    """Codec `dense`: every probability as float16, the exact reference."""
+
+    name: Literal["dense"] = "dense"
+
+
+CodecParameters = Annotated[TopKParameters | DenseParameters, Field(discriminator="name")]
+
+
+class CacheIdentity(StoredModel):
+    """What determines the content of a cache, and nothing else."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    teacher: TeacherIdentity
+    tokenizer_sha256: Sha256
+    corpus: CorpusIdentity
+    packing: Packing
+    layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=1024)], ...], Field(min_length=1, max_length=1)]
+    """Tapped layers, counted from 0. Format 1 with these codecs: exactly one."""
+    relation_heads: int = Field(ge=1, le=1024)
+    relations: Annotated[tuple[RelationKind, ...], Field(min_length=1, max_length=2)]
+    codec: CodecParameters
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 (hex) over this identity's canonical JSON: sorted keys, no spaces."""
+        content = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+class ShardRange(StoredModel):
+    """Which sequences a shard holds."""
+
+    first_sequence: int = Field(ge=0, le=MAX_TOKENS)
+    num_sequences: int = Field(ge=1, le=MAX_TOKENS)
+    num_tokens: int = Field(ge=1, le=MAX_TOKENS)
+
+
+class Fidelity(StoredModel):
+    """What was stored against what the teacher says, on held-out sequences read back from disk.
+
+    Means over relation heads and valid rows, in nats.
+    """
+
+    kl_teacher_to_stored: float | None
+    """KL(teacher || stored); none where it is infinite, because a sparse row leaves out what the teacher has."""
+    kl_stored_to_teacher: float
+    """KL(stored || teacher)."""
+    mass_kept: float
+    """Teacher's probability on the stored columns."""
+    cross_entropy_bias: float
+    """Mean of sum_j (stored_j - teacher_j) log teacher_j: 0 in expectation where the codec is unbiased."""
+
+
+class Measured(StoredModel):
+    """What a finished dump measured of itself."""
+
+    bytes_per_token: float = Field(gt=0)
+    """Bytes of all shard files (arrays and sequence tables) per token."""
+    total_bytes: int = Field(ge=0)
+    """Bytes of all shard files."""
+    fidelity_sequences: int = Field(ge=1)
+    """Held-out sequences that the fidelity was measured on."""
+    fidelity: dict[RelationKind, Fidelity]
+
+
+class Labels(StoredModel):
+    """Names for people; they do not enter the fingerprint."""
+
+    teacher: Name
+    corpus: Name
+    created_by: Name
+
+
+class CacheManifest(StoredModel):
+    """All that describes a cache."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    fingerprint: Sha256
+    complete: bool
+    """True only when every shard is committed."""
+    labels: Labels
+    identity: CacheIdentity
+    num_tokens: int = Field(ge=1, le=MAX_TOKENS)
+    """Tokens of all sequences; without the slack at the end of each shard."""
+    num_sequences: int = Field(ge=1, le=MAX_TOKENS)
+    num_held_out: int = Field(ge=0, le=MAX_TOKENS)
+    """The last so many sequences are never trained on."""
+    shard_tokens: int = Field(ge=64, le=2**26)
+    """Rows that a shard takes in every array; a power of two."""
+    shards: Annotated[tuple[ShardRange, ...], Field(min_length=1, max_length=2**20)]
+    files: dict[RelativePath, FileDigest]
+    """Files outside the shards: array metadata, and the teacher's configuration and tokenizer."""
+    measured: Measured | None = None
+    """Present when complete."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "CacheManifest":
+        if self.fingerprint != self.identity.fingerprint():
+            raise ValueError("fingerprint is not the hash of the identity")
+        if self.shard_tokens & (self.shard_tokens - 1):
+            raise ValueError("shard_tokens is not a power of two")
+        if self.shard_tokens < self.identity.packing.max_length:
+            raise ValueError("shard_tokens is less than max_length")
+        following = 0
+        for shard in self.shards:
+            if shard.first_sequence != following:
+                raise ValueError("shards do not follow each other without gap or overlap")
+            if not shard.num_sequences <= shard.num_tokens <= self.shard_tokens:
+                raise ValueError("a shard holds more tokens than it has room for, or empty sequences")
+            following += shard.num_sequences
+        if following != self.num_sequences or self.num_tokens != sum(s.num_tokens for s in self.shards):
+            raise ValueError("the shards do not add up to the totals")
+        if self.num_held_out >= self.num_sequences:
+            raise ValueError("every sequence is held out")
+        if self.complete != (self.measured is not None):
+            raise ValueError("`measured` goes with complete=true, and only with it")
+        return self
+
+    @property
+    def num_train(self) -> int:
+        """Sequences that may be trained on: numbers 0 to num_train - 1."""
+        return self.num_sequences - self.num_held_out
+
+
+class CommitRecord(StoredModel):
+    """The only thing that makes a shard exist."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    fingerprint: Sha256
+    shard: int = Field(ge=0, lt=2**20)
+    attempt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    """Identifies the one attempt that wrote every file of this record."""
+    rank: int = Field(ge=0, lt=2**20)
+    range: ShardRange
+    tokens_xxh3: Xxh3
+    """XXH3-128 of the shard's token ids as the `tokens` array's dtype, little-endian, without slack."""
+    files: dict[RelativePath, FileDigest]

@@ -1,0 +1,84 @@
+"""Problems found in a document from disk: all of them at once, not only the first."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
+from minilm_cache.storage_schema.versions import READABLE_VERSIONS
+
+Document = TypeVar("Document", bound=BaseModel)
+
+_SHOWN = 3
+"""Problems quoted in an error line; the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a document: where (`loc`), which sort (`kind`), in words (`message`)."""
+
+    loc: str
+    kind: str
+    message: str
+
+    def __str__(self) -> str:
+        """Render as `loc: message`."""
+        return f"{self.loc}: {self.message}"
+
+
+def find_problems(model: type[BaseModel], document: bytes) -> Sequence[Problem]:
+    """Return every problem that keeps `document` (JSON) from being a `model`; empty if it is one."""
+    try:
+        model.model_validate_json(document)
+    except ValidationError as error:
+        return [
+            Problem(".".join(map(str, item["loc"])) or "document", item["type"], item["msg"])
+            for item in error.errors(include_url=False, include_input=False)
+        ]
+    return []
+
+
+def parse(model: type[Document], document: bytes, where: str, max_bytes: int) -> Document:
+    """Read `document` as a `model`.
+
+    Args:
+        model: the pydantic model expected.
+        document: JSON text as read from disk, untrusted.
+        where: path shown in errors.
+        max_bytes: longer documents are refused before they are parsed.
+
+    Raises:
+        UnsupportedFormatError: the document names a format version that this release cannot read.
+        CacheCorruptError: the document is too long, is not JSON, or is not a `model`.
+    """
+    if len(document) > max_bytes:
+        raise CacheCorruptError(
+            f"{where} is {len(document)} bytes long, more than the {max_bytes} a cache may have. "
+            "Fetch the cache again or redo the dump."
+        )
+    version = _format_version(document)
+    if version is not None and version not in READABLE_VERSIONS:
+        raise UnsupportedFormatError(
+            f"{where} has format version {version!r}; this release reads "
+            f"{sorted(READABLE_VERSIONS)}. Install a newer minilm-cache."
+        )
+    problems = find_problems(model, document)
+    if problems:
+        shown = "; ".join(str(problem).replace("\n", " ") for problem in problems[:_SHOWN])
+        more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
+        raise CacheCorruptError(
+            f"{where} is damaged: {shown}{more}. Fetch the cache again or redo the dump."
+        )
+    return model.model_validate_json(document)
+
+
+def _format_version(document: bytes) -> object:
+    """Read the version apart from the rest: a newer format may differ in every other field."""
+    try:
+        content = json.loads(document)
+    except (ValueError, RecursionError):
+        return None
+    return content.get("format_version") if isinstance(content, dict) else None
