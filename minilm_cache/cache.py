@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minilm_cache.codecs.chain import build_codec
 from minilm_cache.errors import CacheIncompleteError
-from minilm_cache.relations import to_dense
+from minilm_cache.relations import RowTargets, to_dense
 from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind
 from minilm_cache.store.layout import shard_of
 from minilm_cache.store.reader import CacheReader, Shard
@@ -79,15 +79,24 @@ class CachedSequence:
         Raises:
             ValueError: the cache holds no such relation.
         """
+        rows = self.target_rows(kind)
+        lengths = torch.tensor([len(self._rows["tokens"])])
+        return to_dense(rows, lengths, int(lengths))[0]
+
+    def target_rows(self, kind: str | RelationKind) -> RowTargets:
+        """Return a relation as the codec decodes it, a batch of one.
+
+        Raises:
+            ValueError: the cache holds no such relation.
+        """
         chosen = RelationKind(kind)
         if chosen not in self._cache.manifest.identity.relations:
             raise ValueError(f"this cache holds no {chosen} relation")
         lengths = torch.tensor([len(self._rows["tokens"])])
-        rows = self._cache.codec.decode(
+        return self._cache.codec.decode(
             {name: torch.from_numpy(rows[None]) for name, rows in relation_rows(self._rows, chosen).items()},
             lengths,
         )
-        return to_dense(rows, lengths, int(lengths))[0]
 
 
 def relation_rows(

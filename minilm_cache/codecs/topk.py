@@ -11,7 +11,8 @@ then comes twice.
 Prior work: priority sampling (Duffield, Lund, Thorup 2007) and Sparse Logit Sampling (ACL 2025,
 arXiv 2503.16870), which draws with replacement.
 
-`select=largest` is the literal top-k; `tail` says what stands for the mass left out.
+`select=largest` is the literal top-k; `tail` says what stands for the mass left out: a `uniform` share for
+every other column, or nothing (`renormalise`).
 
 Columns are stored as gaps to the entry before, which compress a quarter better than columns
 (benchmarks/compressors.py). Error bound of a stored weight: a factor `weight_ratio` for pps (1.03, rounded
@@ -36,6 +37,8 @@ from minilm_cache.storage_schema.manifest import RelationKind, TopKParameters
 
 PPS_RATIO = 1.03
 LARGEST_RATIO = 1.06
+LEAST_TAIL = 0.01
+"""Least mass of a uniform tail: rounding may carry the sum of the weights above 1."""
 _CODE_RANGE = 256
 """Entries are sorted by column * 256 + code: columns ascend and codes stay with their columns."""
 
@@ -149,10 +152,10 @@ def sample_pps(
     num_slots = k - (code > 0).sum(-1, keepdim=True)
 
     cumulative = pool.cumsum(-1)
-    total = cumulative[..., -1:]
+    total = cumulative[..., -1:].contiguous()
     slot = torch.arange(k, device=probs.device).expand(*probs.shape[:-1], k)
     position = (slot + draws) * (total / num_slots)
-    drawn = torch.searchsorted(cumulative, position, right=True)
+    drawn = torch.searchsorted(cumulative, position.contiguous(), right=True)
     # Rounding may carry the last position past the pool: the last column that has any ends it.
     end = torch.searchsorted(cumulative, total)
     drawn = torch.minimum(drawn, torch.where(total > 0, end, probs.argmax(-1, keepdim=True)))
@@ -207,12 +210,13 @@ def _with_shared_remainder(column: Tensor, code: Tensor, weight: Tensor) -> Spar
 def _with_tail(
     column: Tensor, code: Tensor, weight: Tensor, lengths: Tensor, *, uniform: bool
 ) -> SparseRows:
-    """Make rows of the largest entries sum to 1: by a uniform tail where there is room, else by their sum."""
+    """Make rows of the largest entries sum to 1: with a uniform tail over the other columns, or without."""
     total = weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
+    if not uniform:
+        return SparseRows(column, weight / total, None)
     others = lengths[:, None, None, None] - (code > 0).sum(-1, keepdim=True)
-    left = 1 - total
-    has_tail = (left > 0) & (others > 0) & uniform
-    base = torch.where(has_tail, left / others.clamp(min=1), 0)
+    tail = torch.where(others > 0, (1 - total).clamp(min=LEAST_TAIL), 0)
+    base = tail / others.clamp(min=1)
     # An entry's column has the base, too, so its own part is less by that much.
-    part = torch.where(has_tail, weight - base, weight / total)
-    return SparseRows(column, torch.where(code > 0, part, 0), base.squeeze(-1) if uniform else None)
+    part = torch.where(code > 0, weight * ((1 - tail) / total) - base, 0)
+    return SparseRows(column, part, base.squeeze(-1))

@@ -5,15 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from minilm_cache.cache import Cache
 from minilm_cache.dump.teacher import Teacher
-from minilm_cache.relations import key_mask
+from minilm_cache.relations import DenseRows, RowTargets, key_mask
 from minilm_cache.storage_schema.manifest import Fidelity, RelationKind
 
 MAX_SEQUENCES = 64
+LEAST_PROBABILITY = 2.0**-24
+"""Least number above 0 of float16: teacher's probabilities below it count as 0 in KL(teacher || stored)."""
 
 
 @dataclass(slots=True)
@@ -30,15 +32,21 @@ class _Sums:
         self,
         teacher: Float[Tensor, "heads query key"],
         stored: Float[Tensor, "heads query key"],
+        kept: Bool[Tensor, "heads query key"],
     ) -> None:
         """Add one sequence without padding."""
+        likely = teacher.where(teacher >= LEAST_PROBABILITY, 0)
         # A log of zero weighs nothing where its factor is zero, and makes a KL infinite where it is not.
         log_teacher = teacher.clamp(min=torch.finfo(teacher.dtype).tiny).log()
         self.rows += teacher.shape[0] * teacher.shape[1]
-        self.kl_teacher_to_stored += float((torch.special.xlogy(teacher, teacher / stored)).sum())
-        self.kl_stored_to_teacher += float((torch.special.xlogy(stored, stored) - stored * log_teacher).sum())
-        self.mass_kept += float(teacher[stored > 0].sum())
-        self.cross_entropy_bias += float(((stored - teacher) * log_teacher).sum())
+        # Both sums of probabilities are 1 but for rounding; with them a KL of rounded rows is never negative.
+        excess = stored - teacher
+        forward = torch.where(likely > 0, likely * (likely / stored).log(), 0) + excess
+        self.kl_teacher_to_stored += float(forward.sum())
+        backward = torch.special.xlogy(stored, stored) - stored * log_teacher - excess
+        self.kl_stored_to_teacher += float(backward.sum())
+        self.mass_kept += float(teacher[kept].sum())
+        self.cross_entropy_bias += float((excess * log_teacher).sum())
 
     def fidelity(self) -> Fidelity:
         """Return the means."""
@@ -82,8 +90,16 @@ def audit(cache: Cache, teacher: Teacher, batch_size: int) -> Audit:
             for at, sequence in enumerate(sequences):
                 length = len(sequence.input_ids)
                 live = relations[kind][at, :, :length, :length].cpu()
-                sums[kind].add(live, sequence.relation(kind))
+                sums[kind].add(live, sequence.relation(kind), _kept_columns(sequence.target_rows(kind), length))
     return Audit(num_sequences=len(numbers), fidelity={kind: sums[kind].fidelity() for kind in kinds})
+
+
+def _kept_columns(rows: RowTargets, length: int) -> Bool[Tensor, "heads query key"]:
+    """Return the columns that have an entry of their own."""
+    if isinstance(rows, DenseRows):
+        return rows.probs[0] > 0
+    kept = torch.zeros((*rows.index.shape[:-1], length))
+    return kept.scatter_add_(-1, rows.index, (rows.weight > 0).float())[0] > 0
 
 
 def pad(

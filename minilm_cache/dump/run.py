@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
+from filelock import FileLock
 
 from minilm_cache import __version__
 from minilm_cache.cache import Cache
@@ -39,9 +40,12 @@ from minilm_cache.storage_schema.manifest import (
 from minilm_cache.storage_schema.sequences import entropy_column
 from minilm_cache.store.layout import default_shard_tokens, split_into_shards
 from minilm_cache.store.reader import CacheReader
+from minilm_cache.store.verify import is_sound
 from minilm_cache.store.writer import CacheWriter
 
 RELATIONS = (RelationKind.ATTENTION, RelationKind.VALUE)
+
+_Rows = dict[str, npt.NDArray[np.generic]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,21 +114,36 @@ def dump(
     manifest = _plan(config, identity, sequences, attachments)
     writer = CacheWriter(path, manifest, attachments)
     progress.note(f"cache {path} ({manifest.num_tokens:,} tokens, {len(manifest.shards)} shards)")
-    if writer.is_complete:
-        progress.note("this cache is already complete: nothing to do")
-        return DumpResult(path=path, manifest=writer.manifest, shards_written=0, shards_kept=len(manifest.shards))
-    mine = [n for n in writer.missing_shards() if n % config.world_size == config.rank]
+    todo = _shards_to_write(writer, config, progress)
+    if writer.is_complete and not todo:
+        progress.note("this cache is already complete and undamaged: nothing to do")
     job = _Job(config=config, teacher=teacher, codec=codec, sequences=sequences, writer=writer)
-    job.write(mine, progress, should_stop)
+    job.write(todo, progress, should_stop)
     with writer.sealing() as ready:
         if ready:
             _seal(writer, teacher, config, progress)
     return DumpResult(
         path=path,
         manifest=writer.manifest,
-        shards_written=len(mine),
-        shards_kept=len(manifest.shards) - len(mine) - len(writer.missing_shards()),
+        shards_written=len(todo),
+        shards_kept=len(manifest.shards) - len(todo) - len(writer.missing_shards()),
     )
+
+
+def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress) -> list[int]:
+    """Return this rank's shards that do not exist yet, or are damaged; the latter are withdrawn."""
+    mine = range(config.rank, len(writer.manifest.shards), config.world_size)
+    committed = [shard for shard in mine if writer.is_committed(shard)]
+    if committed:
+        progress.start("check", len(committed), "shards")
+    for shard in committed:
+        if not is_sound(writer.root, writer.manifest, shard):
+            progress.note(f"shard {shard} is damaged and will be written again")
+            lock = writer.claim(shard)
+            writer.withdraw(shard)
+            lock.release()
+        progress.advance(1)
+    return [shard for shard in mine if not writer.is_committed(shard)]
 
 
 def _make_codec(config: DumpConfig) -> Codec:
@@ -187,24 +206,40 @@ class _Job:
         pending: Future[None] | None = None
         with ThreadPoolExecutor(max_workers=1) as disk:
             for shard in shards:
-                with self.writer.claim(shard):
-                    rows, table = self._encode(shard, progress, should_stop)
-                    if pending is not None:
-                        pending.result()
-                    pending = disk.submit(self.writer.write_shard, shard, rows, table, self.config.rank)
+                lock = self.writer.claim(shard)
+                encoded = self._encode(shard, progress, should_stop)
+                if pending is not None:
+                    pending.result()
+                if encoded is None:
+                    lock.release()
+                    raise self._interrupted()
+                pending = disk.submit(self._write, shard, *encoded, lock)
             if pending is not None:
                 pending.result()
 
+    def _write(self, shard: int, rows: _Rows, table: pa.Table, lock: FileLock) -> None:
+        try:
+            self.writer.write_shard(shard, rows, table, self.config.rank)
+        finally:
+            lock.release()
+
+    def _interrupted(self) -> InterruptedRunError:
+        total = len(self.writer.manifest.shards)
+        return InterruptedRunError(
+            f"interrupted: {total - len(self.writer.missing_shards())} of {total} shards of "
+            f"{self.writer.root} are committed. Run the same command again to go on."
+        )
+
     def _encode(
         self, shard: int, progress: Progress, should_stop: ShouldStop
-    ) -> tuple[dict[str, npt.NDArray[np.generic]], pa.Table]:
-        """Return a shard's rows and sequence table."""
+    ) -> tuple[_Rows, pa.Table] | None:
+        """Return a shard's rows and sequence table; none when asked to stop."""
         manifest = self.writer.manifest
         part = manifest.shards[shard]
         tokens = self.sequences.read(part.first_sequence, part.first_sequence + part.num_sequences)
         lengths = np.asarray([len(ids) for ids in tokens.ids])
         starts = np.cumsum(lengths) - lengths
-        rows: dict[str, npt.NDArray[np.generic]] = {
+        rows: _Rows = {
             spec.path: np.zeros((part.num_tokens, *spec.row_shape), dtype=spec.dtype)
             for spec in array_specs(manifest)
         }
@@ -214,11 +249,7 @@ class _Job:
         by_length = np.argsort(lengths, kind="stable")
         for chosen in np.split(by_length, range(self.config.batch_size, len(lengths), self.config.batch_size)):
             if should_stop():
-                raise InterruptedRunError(
-                    f"interrupted: {len(manifest.shards) - len(self.writer.missing_shards())} of "
-                    f"{len(manifest.shards)} shards of {self.writer.root} are committed. "
-                    "Run the same command again to go on."
-                )
+                return None
             batch, batch_lengths = pad(
                 [torch.from_numpy(tokens.ids[n]) for n in chosen], self.teacher.tokenizer.pad_token_id
             )

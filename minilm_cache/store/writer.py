@@ -6,7 +6,6 @@ written again, never adopted.
 """
 
 import io
-import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -120,9 +119,10 @@ class CacheWriter:
         """Return the shards that are not committed yet."""
         return [shard for shard in range(len(self.manifest.shards)) if not self.is_committed(shard)]
 
-    @contextmanager
-    def claim(self, shard: int) -> Iterator[None]:
-        """Hold a shard for writing. The lock goes with the process, so a kill leaves none behind.
+    def claim(self, shard: int) -> FileLock:
+        """Return a held lock on a shard, to be released by the caller, in whatever thread.
+
+        The lock goes with the process, so a kill leaves none behind.
 
         Raises:
             ShardBusyError: another process holds it.
@@ -130,7 +130,7 @@ class CacheWriter:
         path = below(self.root, lock_path(shard))
         with storage_errors("lock", path):
             path.parent.mkdir(exist_ok=True)
-            lock = FileLock(path, timeout=0)
+            lock = FileLock(path, timeout=0, thread_local=False)
             try:
                 lock.acquire()
             except Timeout:
@@ -138,10 +138,14 @@ class CacheWriter:
                     f"shard {shard} of {self.root} is being written by another process. "
                     "Wait for it, or give each process its own --rank."
                 ) from None
-        try:
-            yield
-        finally:
-            lock.release()
+        return lock
+
+    def withdraw(self, shard: int) -> None:
+        """Make a damaged shard not exist, so that it is written again; the caller holds its claim."""
+        path = below(self.root, commit_path(shard))
+        with storage_errors("remove", path):
+            path.unlink()
+            sync_directories([path.parent])
 
     def write_shard(
         self, shard: int, rows: Mapping[str, npt.NDArray[np.generic]], table: pa.Table, rank: int = 0
@@ -268,11 +272,3 @@ def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 16 else f"{text[:12]}..."
 
-
-def free_bytes(root: Path) -> int:
-    """Return the bytes free for a cache at `root`, existing or not."""
-    place = root.absolute()
-    while not place.exists():
-        place = place.parent
-    statistics = os.statvfs(place)
-    return statistics.f_bavail * statistics.f_frsize
