@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -63,6 +64,25 @@ def create_file(path: Path, content: bytes) -> None:
     with _temporary(path, content) as temporary:
         os.link(temporary, path)
     sync_directories([path.parent])
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder to fill; it takes `path`'s place durably when the block ends well, else it goes away."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            sync_file(file)
+        sync_directories([temporary])
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
+        sync_directories([path.parent])
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager

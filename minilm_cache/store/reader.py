@@ -29,9 +29,10 @@ from minilm_cache.storage_schema.manifest import (
     CacheManifest,
     CommitRecord,
     FileDigest,
+    RelationKind,
 )
 from minilm_cache.storage_schema.problems import parse
-from minilm_cache.storage_schema.sequences import sequence_columns
+from minilm_cache.storage_schema.sequences import entropy_column, sequence_columns
 from minilm_cache.store.layout import MANIFEST, below, commit_path, sequences_path, shard_files
 
 _REMEDY = (
@@ -52,15 +53,29 @@ class Shard:
     """First row of each sequence within `rows`, `(sequences,)`."""
     lengths: npt.NDArray[np.int64]
     """Tokens of each sequence, `(sequences,)`."""
-    table: pa.Table
-    """The sequence table."""
+    entropies: Mapping[RelationKind, npt.NDArray[np.float32]]
+    """Mean row entropy of each sequence, `(sequences,)`, nats."""
+
+    def __contains__(self, number: int) -> bool:
+        """Return whether this shard holds the sequence of that number in the cache."""
+        return 0 <= number - self.first_sequence < len(self.lengths)
+
+    def length(self, number: int) -> int:
+        """Return the tokens of a sequence."""
+        return int(self.lengths[number - self.first_sequence])
+
+    def entropy(self, kind: RelationKind, number: int) -> float:
+        """Return the teacher's mean row entropy of a sequence, nats."""
+        return float(self.entropies[kind][number - self.first_sequence])
+
+    def rows_of(self, path: str, number: int) -> npt.NDArray[np.generic]:
+        """Return one array's rows of a sequence, `(length, ...)`."""
+        start = int(self.starts[number - self.first_sequence])
+        return self.rows[path][start : start + self.length(number)]
 
     def sequence(self, number: int) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the rows of one sequence by its number in the cache: array path to `(length, ...)`."""
-        at = number - self.first_sequence
-        start = int(self.starts[at])
-        stop = start + int(self.lengths[at])
-        return {path: rows[start:stop] for path, rows in self.rows.items()}
+        """Return all rows of a sequence: array path to `(length, ...)`."""
+        return {path: self.rows_of(path, number) for path in self.rows}
 
 
 class CacheReader:
@@ -144,7 +159,9 @@ class CacheReader:
             rows=rows,
             starts=table["offset"].to_numpy() - number * size,
             lengths=table["length"].to_numpy().astype(np.int64),
-            table=table,
+            entropies={
+                kind: table[entropy_column(kind)].to_numpy() for kind in self.manifest.identity.relations
+            },
         )
 
     def table(self, number: int) -> pa.Table:

@@ -16,8 +16,11 @@ from minilm_cache.errors import CacheCorruptError
 from minilm_cache.fingerprint import sha256_file, xxh3
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.manifest import CacheManifest, FileDigest
-from minilm_cache.store.layout import below, commit_path
-from minilm_cache.store.reader import CacheReader, read_checked, read_record
+from minilm_cache.store.layout import MANIFEST, below, commit_path
+from minilm_cache.store.reader import CacheReader, read_checked, read_manifest, read_record
+
+_Listed = tuple[str, int | None, FileDigest]
+"""Path below the root, shard (none: outside the shards), what was committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,33 +54,37 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress) -> V
 
     Raises:
         CacheNotFoundError: there is no cache.
-        CacheCorruptError: the manifest, metadata or a record is so damaged that nothing else can be judged.
+        CacheCorruptError: the manifest is so damaged that nothing else can be judged.
         UnsupportedFormatError: a newer release wrote it.
     """
-    reader = CacheReader(root, partial=True)
-    files: list[tuple[str, int | None, FileDigest]] = [
-        (path, None, digest) for path, digest in reader.manifest.files.items()
-    ]
-    for shard, record in reader.records.items():
+    manifest = read_manifest(root)
+    files: list[_Listed] = [(path, None, digest) for path, digest in manifest.files.items()]
+    found: list[Damage] = []
+    for shard in range(len(manifest.shards)):
+        path = commit_path(shard)
+        if not below(root, path).is_file():
+            if manifest.complete:
+                found.append(Damage(path=path, shard=shard, reason="missing"))
+            continue
+        try:
+            record = read_record(root, manifest, shard)
+        except CacheCorruptError as error:
+            found.append(Damage(path=path, shard=shard, reason=str(error)))
+            continue
         files += [(path, shard, digest) for path, digest in record.files.items()]
     num_bytes = sum(digest.size for _, _, digest in files)
     progress.start("verify", num_bytes, "bytes")
 
-    def examine(file: tuple[str, int | None, FileDigest]) -> Damage | None:
+    def examine(file: _Listed) -> Damage | None:
         path, shard, expected = file
         reason = _file_damage(below(root, path), expected, full=full)
         progress.advance(expected.size)
         return None if reason is None else Damage(path=path, shard=shard, reason=reason)
 
     with ThreadPoolExecutor(num_threads) as threads:
-        found = [damage for damage in threads.map(examine, files) if damage is not None]
-    if full:
-        known = {damage.shard for damage in found}
-        sound = [shard for shard in reader.records if shard not in known]
-        progress.start("decode", sum(reader.manifest.shards[n].num_tokens for n in sound), "tokens")
-        for shard in sound:
-            found += _content_damage(reader, shard)
-            progress.advance(reader.manifest.shards[shard].num_tokens)
+        found += [damage for damage in threads.map(examine, files) if damage is not None]
+    if full and not found:
+        found += _content_damage(root, progress)
     return Verdict(num_files=len(files), num_bytes=num_bytes, damage=tuple(found))
 
 
@@ -103,13 +110,21 @@ def _file_damage(file: Path, expected: FileDigest, *, full: bool) -> str | None:
     return None
 
 
-def _content_damage(reader: CacheReader, number: int) -> Iterator[Damage]:
+def _content_damage(root: Path, progress: Progress) -> Iterator[Damage]:
     """Yield what is wrong inside files that have the committed bytes: a record may lie."""
     try:
-        shard = reader.shard(number)
+        reader = CacheReader(root, partial=True)
     except CacheCorruptError as error:
-        yield Damage(path=commit_path(number), shard=number, reason=str(error))
+        yield Damage(path=MANIFEST, shard=None, reason=str(error))
         return
-    tokens = np.ascontiguousarray(shard.rows["tokens"])
-    if xxh3(tokens.data.cast("B")) != reader.records[number].tokens_xxh3:
-        yield Damage(path=commit_path(number), shard=number, reason="its token ids are not those committed")
+    progress.start("decode", sum(reader.manifest.shards[n].num_tokens for n in reader.records), "tokens")
+    for number, record in reader.records.items():
+        try:
+            tokens = np.ascontiguousarray(reader.shard(number).rows["tokens"])
+        except CacheCorruptError as error:
+            yield Damage(path=commit_path(number), shard=number, reason=str(error))
+        else:
+            if xxh3(tokens.data.cast("B")) != record.tokens_xxh3:
+                reason = "the token ids are not those committed"
+                yield Damage(path=commit_path(number), shard=number, reason=reason)
+        progress.advance(reader.manifest.shards[number].num_tokens)

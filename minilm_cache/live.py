@@ -1,0 +1,22 @@
+"""The teacher as it answers now, in place of a cache: the online opponent of comparisons and benchmarks."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from minilm_cache.dump.teacher import Teacher
+from minilm_cache.relations import DenseRows, Targets, mean_row_entropy
+from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.train.batches import StudentBatch
+
+
+def with_live_targets(
+    batches: Iterable[StudentBatch], teacher: Teacher, kinds: Sequence[RelationKind]
+) -> Iterator[StudentBatch]:
+    """Yield the same sequences with the teacher's dense relations, from a forward pass for each batch."""
+    for batch in batches:
+        relations = teacher.relations(batch.ids, batch.lengths, kinds)
+        targets = {
+            kind: Targets(DenseRows(probs), mean_row_entropy(probs, batch.lengths))
+            for kind, probs in relations.items()
+        }
+        yield replace(batch, targets=targets)

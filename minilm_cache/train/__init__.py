@@ -1,0 +1,1 @@
+"""Stage two: students from a cache, without the teacher. Never imports stage one."""

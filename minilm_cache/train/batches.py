@@ -1,0 +1,192 @@
+"""From a cache's shards to batches for students: read ahead in threads, decoded once for all students."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from minilm_cache.cache import Cache, relation_rows
+from minilm_cache.codecs.base import Codec
+from minilm_cache.errors import CacheCorruptError
+from minilm_cache.relations import Targets, mean_row_entropy, to_dense
+from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.store.layout import shard_of
+from minilm_cache.store.reader import Shard
+from minilm_cache.train.sampler import Buffer, SequenceOrder
+
+_READ_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudentBatch:
+    """Sequences and what the teacher says about them, on one device."""
+
+    ids: Int[Tensor, "batch length"]
+    """Token ids, padded."""
+    lengths: Int[Tensor, " batch"]
+    """Tokens of each sequence."""
+    num_tokens: int
+    """Tokens of all of them."""
+    targets: Mapping[RelationKind, Targets]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gathered:
+    """A batch as it is stored."""
+
+    lengths: npt.NDArray[np.int64]
+    rows: Mapping[str, npt.NDArray[np.generic]]
+    """Array path to `(batch, length, ...)`."""
+    entropy: Mapping[RelationKind, npt.NDArray[np.float32]]
+
+
+class BatchReader:
+    """Makes batches of a cache's sequences."""
+
+    def __init__(
+        self, cache: Cache, kinds: Sequence[RelationKind], pad_token: int, device: torch.device
+    ) -> None:
+        """Read relations of `kinds` only; none: token ids alone.
+
+        Args:
+            cache: where from.
+            kinds: relations wanted.
+            pad_token: id that stands beyond a sequence's end.
+            device: where batches go, and where they are decoded.
+        """
+        self._cache = cache
+        self._kinds = kinds
+        self._pad_token = pad_token
+        self._device = device
+
+    def train_batches(self, order: SequenceOrder, batch_size: int, first_step: int) -> Iterator[StudentBatch]:
+        """Yield the batches of a run for ever, from one step on; shards and the next batch are read ahead."""
+        with (
+            closing(self._loaded(order.stream(first_step * batch_size))) as loaded,
+            ThreadPoolExecutor(max_workers=1) as ahead,
+        ):
+            pieces = _pieces(loaded, batch_size)
+            pending = ahead.submit(_gather_next, pieces, self._kinds)
+            while True:
+                gathered = pending.result()
+                pending = ahead.submit(_gather_next, pieces, self._kinds)
+                yield self._decode(gathered)
+
+    def held_out_batches(self, batch_size: int, max_sequences: int) -> Iterator[StudentBatch]:
+        """Yield the first held-out sequences, in order."""
+        manifest = self._cache.manifest
+        last = min(manifest.num_train + max_sequences, manifest.num_sequences)
+        shards: dict[int, Shard] = {}
+        for first in range(manifest.num_train, last, batch_size):
+            numbers = np.arange(first, min(first + batch_size, last))
+            wanted = {shard_of(manifest.shards, number) for number in numbers.tolist()}
+            shards = {n: shards.get(n) or self._cache.reader.shard(n) for n in wanted}
+            yield self._decode(_gather([(shards, numbers)], self._kinds))
+
+    def _loaded(self, buffers: Iterator[Buffer]) -> Iterator[tuple[Mapping[int, Shard], Buffer]]:
+        """Yield each buffer with its shards; those of the next one are read meanwhile."""
+        with ThreadPoolExecutor(_READ_THREADS) as threads:
+
+
+            def read(buffer: Buffer, known: Mapping[int, Future[Shard]]) -> dict[int, Future[Shard]]:
+                return {
+                    n: known.get(n) or threads.submit(self._cache.reader.shard, n) for n in buffer.shards
+                }
+
+            current = next(buffers)
+            reads = read(current, {})
+            while True:
+                upcoming = next(buffers)
+                upcoming_reads = read(upcoming, reads)
+                yield {n: future.result() for n, future in reads.items()}, current
+                current, reads = upcoming, upcoming_reads
+
+    def _decode(self, gathered: _Gathered) -> StudentBatch:
+        lengths = torch.from_numpy(gathered.lengths).to(self._device)
+        ids = torch.from_numpy(gathered.rows["tokens"].astype(np.int64))
+        beyond = torch.arange(ids.shape[1]) >= torch.from_numpy(gathered.lengths)[:, None]
+        targets = {}
+        for kind in self._kinds:
+            rows = {
+                name: torch.from_numpy(values).to(self._device)
+                for name, values in relation_rows(gathered.rows, kind).items()
+            }
+            try:
+                targets[kind] = _decode_targets(self._cache.codec, rows, lengths, gathered.entropy[kind])
+            except CacheCorruptError as error:
+                raise CacheCorruptError(f"{self._cache.reader.root}, {kind} relation: {error}") from error
+        return StudentBatch(
+            ids=ids.masked_fill(beyond, self._pad_token).to(self._device),
+            lengths=lengths,
+            num_tokens=int(gathered.lengths.sum()),
+            targets=targets,
+        )
+
+
+_Piece = tuple[Mapping[int, Shard], npt.NDArray[np.int64]]
+"""Sequences by number, and the shards that hold them."""
+
+
+def _pieces(
+    loaded: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: int
+) -> Iterator[list[_Piece]]:
+    """Cut the stream into batches; one at the end of a buffer may go on in the next."""
+    batch: list[_Piece] = []
+    room = batch_size
+    for shards, buffer in loaded:
+        sequences = buffer.sequences
+        while len(sequences):
+            taken, sequences = sequences[:room], sequences[room:]
+            batch.append((shards, taken))
+            room -= len(taken)
+            if room == 0:
+                yield batch
+                batch, room = [], batch_size
+
+
+def _gather_next(pieces: Iterator[list[_Piece]], kinds: Sequence[RelationKind]) -> _Gathered:
+    return _gather(next(pieces), kinds)
+
+
+def _gather(pieces: Sequence[_Piece], kinds: Sequence[RelationKind]) -> _Gathered:
+    """Copy sequences out of their shards into padded arrays."""
+    found = [
+        (next(shard for shard in shards.values() if number in shard), number)
+        for shards, numbers in pieces
+        for number in numbers.tolist()
+    ]
+    lengths = np.asarray([shard.length(number) for shard, number in found])
+    wanted = ["tokens"] + [path for path in found[0][0].rows if path.startswith(_prefixes(kinds))]
+    rows = {}
+    for path in wanted:
+        like = found[0][0].rows[path]
+        padded = np.zeros((len(found), lengths.max(), *like.shape[1:]), dtype=like.dtype)
+        for at, (shard, number) in enumerate(found):
+            padded[at, : lengths[at]] = shard.rows_of(path, number)
+        rows[path] = padded
+    entropy = {
+        kind: np.asarray([shard.entropy(kind, number) for shard, number in found], dtype=np.float32)
+        for kind in kinds
+    }
+    return _Gathered(lengths=lengths, rows=rows, entropy=entropy)
+
+
+def _prefixes(kinds: Sequence[RelationKind]) -> tuple[str, ...]:
+    return tuple(f"relations/{kind}/" for kind in kinds)
+
+
+def _decode_targets(
+    codec: Codec, rows: Mapping[str, Tensor], lengths: Tensor, entropy: npt.NDArray[np.float32]
+) -> Targets:
+    decoded = codec.decode(rows, lengths)
+    if codec.is_unbiased:
+        return Targets(decoded, torch.from_numpy(entropy).to(lengths.device))
+    # A biased row is a target of its own: the KL to it needs its entropy, not the teacher's.
+    size = rows[next(iter(rows))].shape[1]
+    return Targets(decoded, mean_row_entropy(to_dense(decoded, lengths, size), lengths))

@@ -1,0 +1,73 @@
+"""A trained student as a Hugging Face folder, with a card that says what it is and what it is not."""
+
+from pathlib import Path
+
+from huggingface_hub import ModelCardData
+
+from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.store.durable import new_folder, storage_errors
+from minilm_cache.store.reader import CacheReader
+from minilm_cache.train.record import RunIdentity, StudentRecord
+from minilm_cache.train.trainer import StudentTrainer
+
+_TOKENIZER_SUFFIXES = (".json", ".txt", ".model")
+
+
+def save_student(
+    folder: Path, trainer: StudentTrainer, reader: CacheReader, identity: RunIdentity, record: StudentRecord
+) -> None:
+    """Write a student that `AutoModel.from_pretrained` and `AutoTokenizer.from_pretrained` open.
+
+    Raises:
+        StorageError: the file system refused.
+        CacheCorruptError: the tokenizer in the cache is damaged.
+    """
+    with storage_errors("write student", folder), new_folder(folder) as new:
+        for path in reader.manifest.files:
+            name = path.removeprefix("teacher/")
+            if name not in {path, "config.json"} and "/" not in name and name.endswith(_TOKENIZER_SUFFIXES):
+                (new / name).write_bytes(reader.attachment(path))
+        trainer.model.model.save_pretrained(new)
+        (new / "README.md").write_text(student_card(reader.manifest, identity, record))
+
+
+def student_card(manifest: CacheManifest, identity: RunIdentity, record: StudentRecord) -> str:
+    """Return the model card."""
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="feature-extraction",
+        tags=["minilm-cache", "knowledge-distillation"],
+    )
+    teacher = manifest.identity.teacher
+    lines = [
+        "---",
+        data.to_yaml(),
+        "---",
+        f"# {record.arch}, distilled from {manifest.labels.teacher}",
+        "",
+        f"A student of {record.num_parameters:,} parameters ({record.arch}), distilled offline with minilm-cache",
+        "(objective `" + identity.objective + "`) from the last-layer relations of a teacher.",
+        "",
+        f"- teacher: {manifest.labels.teacher} ({teacher.model_type}, {teacher.num_layers} layers, hidden "
+        f"{teacher.hidden_size}, weights SHA-256 `{teacher.weights_sha256}`)",
+        f"- corpus: {manifest.labels.corpus} ({manifest.num_tokens:,} tokens)",
+        f"- cache fingerprint: `{manifest.fingerprint}`",
+        f"- {identity.steps} steps of {identity.batch_size} sequences, peak learning rate {identity.lr:g}, "
+        f"seed {identity.seed}",
+        "",
+        "**The last layer's attention output, its feed-forward network and the pooler are untrained**: the loss",
+        "ends at the last layer's queries, keys and values, so what follows keeps its initial values. Fine-tune",
+        "the student before you use its outputs.",
+        "",
+    ]
+    before, after = record.held_out_before, record.held_out_after
+    if before is not None and after is not None:
+        lines += [
+            "KL(teacher, student) on held-out sequences, nats, before and after training:",
+            "",
+            "| relation | before | after |",
+            "|---|---|---|",
+            *(f"| {kind} | {before[kind]:.4f} | {after[kind]:.4f} |" for kind in after),
+            "",
+        ]
+    return "\n".join(lines)

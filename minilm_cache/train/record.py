@@ -1,0 +1,128 @@
+"""What a run's folder says of itself: `run.json`, and one line per logged step in `log.jsonl`."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from minilm_cache.config import TrainConfig
+from minilm_cache.errors import IdentityMismatchError
+from minilm_cache.fingerprint import sha256_json
+from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.store.durable import write_file
+
+RUN_FILE = "run.json"
+LOG_FILE = "log.jsonl"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunIdentity(_Record):
+    """What determines the students of a run."""
+
+    fingerprint: str
+    """Of the cache."""
+    arch: tuple[str, ...]
+    objective: str
+    steps: int
+    batch_size: int
+    lr: float
+    warmup: float
+    weight_decay: float
+    seed: int
+    buffer_shards: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, fingerprint: str, steps: int) -> "RunIdentity":
+        """Return the identity of a run with these settings on a cache with this fingerprint."""
+        shared = {name: getattr(config, name) for name in cls.model_fields if name not in {"fingerprint", "steps"}}
+        return cls(fingerprint=fingerprint, steps=steps, **shared)
+
+    def name(self) -> str:
+        """Return a folder name: shapes for people, a hash for the rest."""
+        shapes = "_".join(map(arch_slug, self.arch))
+        return f"{shapes[:64]}-{sha256_json(self.model_dump(mode='json'))[:12]}"
+
+
+class StudentRecord(_Record):
+    """One student of a run."""
+
+    arch: str
+    num_parameters: int
+    held_out_before: dict[RelationKind, float] | None
+    """KL(teacher || student) of the initial weights, nats; none: the cache has no held-out sequence."""
+    held_out_after: dict[RelationKind, float] | None = None
+
+
+class RunRecord(_Record):
+    """One run."""
+
+    format: Literal["minilm-cache run 1"] = "minilm-cache run 1"
+    identity: RunIdentity
+    complete: bool
+    students: tuple[StudentRecord, ...]
+
+
+def arch_slug(arch: str) -> str:
+    """Return a shape as part of a path."""
+    return arch.replace(":", "-")
+
+
+def write_record(folder: Path, record: RunRecord) -> None:
+    """Write `run.json`, durably."""
+    write_file(folder / RUN_FILE, record.model_dump_json(indent=1).encode())
+
+
+def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
+    """Return the record of a run folder; none where the folder is new.
+
+    Raises:
+        IdentityMismatchError: the folder holds another run, or something else.
+    """
+    file = folder / RUN_FILE
+    if not file.exists():
+        if folder.is_dir() and any(folder.iterdir()):
+            raise IdentityMismatchError(f"{folder} is not empty and holds no run. Choose another --out.")
+        return None
+    try:
+        found = RunRecord.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]["msg"]
+        raise IdentityMismatchError(f"{file} is damaged: {problem}. Choose another --out.") from error
+    expected = identity.model_dump(mode="json")
+    differing = [
+        f"{name} ({value} there, {expected[name]} asked)"
+        for name, value in found.identity.model_dump(mode="json").items()
+        if value != expected[name]
+    ]
+    if differing:
+        raise IdentityMismatchError(
+            f"{folder} holds another run, which differs in {', '.join(differing)}. Choose another --out."
+        )
+    return found
+
+
+class TrainingLog:
+    """`log.jsonl`: lines up to the checkpoint that a run resumes from are kept, later ones are dropped."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Open the log of a run that goes on at `first_step`."""
+        path = folder / LOG_FILE
+        kept = [
+            line
+            for line in (path.read_text().splitlines() if path.exists() else [])
+            if line.endswith("}") and json.loads(line)["step"] <= first_step
+        ]
+        path.write_text("".join(f"{line}\n" for line in kept))
+        self._file = path.open("a", buffering=1)
+
+    def write(self, line: dict[str, object]) -> None:
+        """Add a line."""
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,173 @@
+"""Student shapes, and models built from them and the teacher's configuration alone."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+
+from minilm_cache.errors import CacheCorruptError, InvalidConfigError
+from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.tap import ATTENTION
+
+_PATTERN: Final = re.compile(r"(\d{1,4})x(\d{1,6})((?::(?:ff|h|e)\d{1,6})*)")
+_OPTION: Final = re.compile(r":(ff|h|e)(\d+)")
+_FACTORISED: Final = {"bert": "electra", "electra": "electra"}
+"""Family that computes the same with an embedding size of its own."""
+_FFN_FIELDS: Final = ("intermediate_size", "hidden_dim")
+_NOT_TAKEN: Final = frozenset({"auto_map", "model_type", "architectures"})
+_MAX_POSITIONS: Final = 2**17
+_MAX_LAYERS: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudentShape:
+    """`LAYERSxHIDDEN[:ffN][:hN][:eN]`."""
+
+    arch: str
+    """As the user wrote it; names the student."""
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    embedding_size: int
+    """Below hidden_size: a factorised embedding."""
+
+
+def parse_arch(arch: str, relation_heads: int) -> StudentShape:
+    """Read a student shape.
+
+    Args:
+        arch: `3x384`, `4x312:ff1200`, `12x384:e128`, ...; without `ff`: 4 x hidden, without `h`: the
+            cache's relation heads, without `e`: hidden.
+        relation_heads: of the cache.
+
+    Raises:
+        InvalidConfigError: it is no shape, or its heads do not fit.
+    """
+    match = _PATTERN.fullmatch(arch)
+    if match is None:
+        raise InvalidConfigError(
+            f"--arch {arch}: write LAYERSxHIDDEN[:ffN][:hN][:eN], for example 3x384 or 4x312:ff1200."
+        )
+    layers, hidden = int(match[1]), int(match[2])
+    pairs = _OPTION.findall(match[3])
+    options = {name: int(number) for name, number in pairs}
+    if len(options) < len(pairs):
+        raise InvalidConfigError(f"--arch {arch} gives one of ff, h and e twice.")
+    shape = StudentShape(
+        arch=arch,
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_size=options.get("ff", 4 * hidden),
+        num_heads=options.get("h", relation_heads),
+        embedding_size=options.get("e", hidden),
+    )
+    _check_shape(shape, relation_heads)
+    return shape
+
+
+def _check_shape(shape: StudentShape, relation_heads: int) -> None:
+    arch, heads = shape.arch, shape.num_heads
+    if 0 in {shape.num_layers, shape.hidden_size, shape.ffn_size, heads, shape.embedding_size}:
+        raise InvalidConfigError(f"--arch {arch}: every size must be at least 1.")
+    if shape.num_layers > _MAX_LAYERS:
+        raise InvalidConfigError(f"--arch {arch}: more than {_MAX_LAYERS} layers.")
+    if shape.hidden_size % heads:
+        below = shape.hidden_size - shape.hidden_size % heads
+        fitting = [size for size in (below, below + heads) if size]
+        raise InvalidConfigError(
+            f"--arch {arch}: hidden size {shape.hidden_size} does not divide by {heads} heads. "
+            f"Take {' or '.join(f'{shape.num_layers}x{size}' for size in fitting)}."
+        )
+    if heads != relation_heads:
+        raise InvalidConfigError(
+            f"--arch {arch}: {heads} heads, but the cache holds relations of {relation_heads} heads, and the "
+            f"objective compares head with head. Leave out :h{heads}, or use a cache of {heads} heads."
+        )
+    if shape.embedding_size > shape.hidden_size:
+        raise InvalidConfigError(
+            f"--arch {arch}: embedding size {shape.embedding_size} is above hidden size {shape.hidden_size}."
+        )
+
+
+def student_config(shape: StudentShape, teacher_config: bytes, manifest: CacheManifest) -> PreTrainedConfig:
+    """Return the configuration of a student: the teacher's, with its own sizes.
+
+    Args:
+        shape: its sizes.
+        teacher_config: `teacher/config.json` of the cache, untrusted.
+        manifest: of the cache.
+
+    Raises:
+        InvalidConfigError: the family has no such shape.
+        CacheCorruptError: the configuration is not the one of the teacher that the manifest names.
+    """
+    content = _read_teacher_config(teacher_config, manifest)
+    family = manifest.identity.teacher.model_type
+    if shape.embedding_size != shape.hidden_size:
+        if family not in _FACTORISED:
+            raise InvalidConfigError(
+                f"--arch {shape.arch}: family {family!r} has no factorised embedding; "
+                f"{', '.join(_FACTORISED)} have. Leave out :e{shape.embedding_size}."
+            )
+        family = _FACTORISED[family]
+    if content.get("layer_types"):
+        # Like MiniLM's own layer, the student's last ones play the part of the teacher's last ones.
+        content["layer_types"] = _last_layer_types(content["layer_types"], shape)
+    config = AutoConfig.for_model(family, **content)
+    config.num_hidden_layers = shape.num_layers
+    config.hidden_size = shape.hidden_size
+    config.num_attention_heads = shape.num_heads
+    fields = [name for name in _FFN_FIELDS if hasattr(config, name)]
+    if not fields:
+        raise InvalidConfigError(f"--arch {shape.arch}: family {family!r} has no size of the FFN to set.")
+    setattr(config, fields[0], shape.ffn_size)
+    if hasattr(config, "embedding_size"):
+        config.embedding_size = shape.embedding_size
+    return config
+
+
+def _last_layer_types(types: list[str], shape: StudentShape) -> list[str]:
+    if shape.num_layers > len(types):
+        raise InvalidConfigError(
+            f"--arch {shape.arch}: more layers than the teacher's {len(types)}, whose kinds of attention "
+            "the student's layers repeat. Take fewer layers."
+        )
+    return types[-shape.num_layers :]
+
+
+def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, Any]:
+    """Read the teacher's configuration, without whatever asks for code or an attention of its own."""
+    teacher = manifest.identity.teacher
+    try:
+        content = json.loads(document)
+        kept = {
+            key: value for key, value in content.items() if not key.startswith("_") and key not in _NOT_TAKEN
+        }
+        config = AutoConfig.for_model(teacher.model_type, **kept)
+        plausible = (
+            config.vocab_size == teacher.vocab_size
+            and config.num_attention_heads == teacher.num_heads
+            and manifest.identity.packing.max_length
+            <= getattr(config, "max_position_embeddings", _MAX_POSITIONS)
+            <= _MAX_POSITIONS
+        )
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise CacheCorruptError(f"teacher/config.json of the cache cannot be used: {error}") from error
+    if not plausible:
+        raise CacheCorruptError(
+            "teacher/config.json of the cache does not belong to the teacher that its manifest names. "
+            "Fetch the cache again or redo the dump."
+        )
+    return kept
+
+
+def build_student(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """Return a student with initial weights drawn from the seed, ready to be tapped."""
+    torch.manual_seed(seed)
+    model = AutoModel.from_config(config, attn_implementation=ATTENTION, trust_remote_code=False)
+    assert isinstance(model, PreTrainedModel)
+    return model.float()
