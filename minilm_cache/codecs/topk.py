@@ -146,45 +146,36 @@ def sample_pps(
     Returns:
         Columns ascending, and codes: 0 for an equal slot, else the kept weight's code.
     """
-    code = torch.where(_kept(probs, k), scale.round_down(probs), 0)
-    pool = (probs - scale.value(code)).clamp_(min=0)
-    kept_code, kept_column = torch.topk(torch.where(code > 0, _CODE_RANGE - code, 0), min(k, code.shape[-1]))
+    weight, column = torch.topk(probs, min(k, probs.shape[-1]))
+    code = torch.where(_worth_keeping(weight, k), scale.round_down(weight), 0)
+    pool = probs.scatter(-1, column, (weight - scale.value(code)).clamp_(min=0))
     num_slots = k - (code > 0).sum(-1, keepdim=True)
 
     cumulative = pool.cumsum(-1)
     total = cumulative[..., -1:].contiguous()
     slot = torch.arange(k, device=probs.device).expand(*probs.shape[:-1], k)
-    position = (slot + draws) * (total / num_slots)
-    drawn = torch.searchsorted(cumulative, position.contiguous(), right=True)
+    drawn = torch.searchsorted(cumulative, (slot + draws) * (total / num_slots), right=True)
     # Rounding may carry the last position past the pool: the last column that has any ends it.
     end = torch.searchsorted(cumulative, total)
-    drawn = torch.minimum(drawn, torch.where(total > 0, end, probs.argmax(-1, keepdim=True)))
+    drawn = torch.minimum(drawn, torch.where(total > 0, end, column[..., :1]))
 
-    unused = probs.shape[-1] * _CODE_RANGE
-    slots = torch.where(slot < num_slots, drawn * _CODE_RANGE, unused)
-    kept = torch.where(kept_code > 0, kept_column * _CODE_RANGE + _CODE_RANGE - kept_code, unused)
-    merged = torch.cat([slots, kept], -1).sort(-1).values[..., :k]
+    # Kept entries are the first of `column`: they take the places behind the slots.
+    kept = (column * _CODE_RANGE + code).gather(-1, (slot - num_slots).clamp_(min=0))
+    merged = torch.where(slot < num_slots, drawn * _CODE_RANGE, kept).int().sort(-1).values
     return _Entries(merged // _CODE_RANGE, merged % _CODE_RANGE)
 
 
-def _kept(probs: Float[Tensor, "*rows key"], k: int) -> Bool[Tensor, "*rows key"]:
-    """Return the entries of at least tau, where sum_j min(1, p_j / tau) = k; at most k - 1 of them.
+def _worth_keeping(
+    weight: Float[Tensor, "*rows entries"], k: int
+) -> Bool[Tensor, "*rows entries"]:
+    """Return which of a row's largest entries, descending, are at least tau: at most k - 1 of them.
 
-    tau falls from 1/k as entries are kept, and converges in a few rounds. Any set would leave the draw
-    unbiased; this one makes its variance least.
+    sum_j min(1, p_j / tau) = k makes tau what the kept entries leave of 1, over the slots they leave of k.
+    Any choice would leave the draw unbiased; this one makes its variance least.
     """
-    kept = torch.zeros_like(probs, dtype=torch.bool)
-    tau = torch.full_like(probs[..., :1], 1 / k)
-    for _ in range(k):
-        larger = (probs >= tau) & (probs > 0)
-        count = larger.sum(-1, keepdim=True)
-        larger = torch.where(count < k, larger, kept)
-        if torch.equal(larger, kept):
-            break
-        kept = larger
-        mass = torch.where(kept, probs, 0).sum(-1, keepdim=True)
-        tau = (1 - mass).clamp(min=0) / (k - kept.sum(-1, keepdim=True))
-    return kept
+    before = weight.cumsum(-1) - weight
+    slots = k - torch.arange(weight.shape[-1], device=weight.device)
+    return ((weight * slots >= 1 - before) & (slots > 1)).cumprod(-1).bool()
 
 
 def select_largest(probs: Float[Tensor, "*rows key"], k: int, scale: LogScale) -> _Entries:

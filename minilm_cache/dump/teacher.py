@@ -169,7 +169,7 @@ class Teacher:
                 f"(its configuration says {limit}, special positions included). Choose a smaller one."
             ) from error
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def relations(
         self, ids: Int[Tensor, "batch length"], lengths: Int[Tensor, " batch"], kinds: Sequence[RelationKind]
     ) -> Mapping[RelationKind, Float[Tensor, "batch heads query key"]]:

@@ -1,0 +1,1 @@
+"""The command `minilm-cache`: it parses, calls the library, and prints."""

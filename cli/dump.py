@@ -1,0 +1,108 @@
+"""`minilm-cache dump`: run a teacher once over a corpus."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
+from minilm_cache.cli.info import fidelity_table
+from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.options import DeviceOption, JsonOption, ResumeOption, home, quiet_libraries
+from minilm_cache.config import DumpConfig, make_config
+
+
+def dump(  # noqa: PLR0913 - one parameter for each option
+    teacher: Annotated[
+        str, typer.Option(help="mini, bert-base, bert-large, xlm-r-base, a folder, or a hub id")
+    ],
+    corpus: Annotated[
+        str | None,
+        typer.Option(help="python-docs, a .txt/.jsonl/.csv/.parquet file, a folder, or hf:ID [default: python-docs]"),
+    ] = None,
+    text_column: Annotated[str, typer.Option(help="Column with the text, in records")] = "text",
+    out: Annotated[Path | None, typer.Option(help="Folder of the cache [default: in the cache home]")] = None,
+    codec: Annotated[str, typer.Option(help="topk or dense")] = "topk",
+    k: Annotated[int, typer.Option(help="Entries per row, for topk")] = 16,
+    select: Annotated[str, typer.Option(help="pps (unbiased sample) or largest, for topk")] = "pps",
+    tail: Annotated[
+        str | None, typer.Option(help="uniform or renormalise, for largest [default: uniform]")
+    ] = None,
+    packing: Annotated[
+        str, typer.Option(help="packed (documents joined to full length) or records (one sequence each)")
+    ] = "packed",
+    max_length: Annotated[int, typer.Option(help="Tokens per sequence, at most")] = 128,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in all, at most [default: the whole corpus]")
+    ] = None,
+    shard_tokens: Annotated[
+        int | None, typer.Option(help="Tokens per shard, a power of two [default: 262144, or 256 MiB decoded]")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass")] = 32,
+    seed: Annotated[int, typer.Option(help="Of the order of documents and of the sample")] = 0,
+    rank: Annotated[int, typer.Option(help="Number of this process, of --world-size")] = 0,
+    world_size: Annotated[int, typer.Option(help="Processes that write this cache")] = 1,
+    revision: Annotated[str | None, typer.Option(help="Of a teacher from the hub")] = None,
+    device: DeviceOption = None,
+    resume: ResumeOption = True,
+    json: JsonOption = False,
+) -> None:
+    """Run a teacher once over a corpus and write its last-layer relations into a cache.
+
+    Example: minilm-cache dump --teacher mini --corpus notes.txt --out notes.cache
+    """
+    from minilm_cache.dump.run import dump as run_dump  # noqa: PLC0415 - importing it takes seconds
+
+    config = make_config(
+        DumpConfig,
+        teacher=teacher,
+        corpus=corpus or DumpConfig.model_fields["corpus"].default,
+        text_column=text_column,
+        packing=packing,
+        max_length=max_length,
+        max_tokens=max_tokens,
+        codec=codec,
+        k=k,
+        select=select,
+        tail=tail,
+        shard_tokens=shard_tokens,
+        batch_size=batch_size,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+        revision=revision,
+        device=device,
+    )
+    quiet_libraries()
+    with TerminalProgress().shown() as progress, stop_on_signal(progress) as should_stop:
+        if corpus is None:
+            progress.note(f"no --corpus given: taking {config.corpus}")
+        result = run_dump(config, out, home(), resume=resume, progress=progress, should_stop=should_stop)
+    manifest = result.manifest
+    if json:
+        print_json(
+            {
+                "cache": str(result.path),
+                "shards_written": result.shards_written,
+                "shards_kept": result.shards_kept,
+                "fingerprint": manifest.fingerprint,
+                "complete": manifest.complete,
+                "num_tokens": manifest.num_tokens,
+                "num_sequences": manifest.num_sequences,
+                "num_held_out": manifest.num_held_out,
+                "measured": manifest.measured.model_dump(mode="json") if manifest.measured else None,
+            }
+        )
+        return
+    print_pairs(
+        {
+            "cache": result.path,
+            "fingerprint": manifest.fingerprint,
+            "shards": f"{result.shards_written} written, {result.shards_kept} there before, "
+            f"{len(manifest.shards)} in all",
+            "tokens": f"{manifest.num_tokens:,} in {manifest.num_sequences:,} sequences, "
+            f"{manifest.num_held_out:,} of them held out",
+        }
+    )
+    if manifest.measured is not None:
+        fidelity_table(manifest.measured)

@@ -1,0 +1,84 @@
+"""`minilm-cache info`: what a cache is and how faithful it is."""
+
+from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
+from minilm_cache.cli.options import CacheArgument, JsonOption, home
+from minilm_cache.storage_schema.manifest import CacheManifest, Measured
+
+
+def info(cache: CacheArgument = None, json: JsonOption = False) -> None:
+    """Show what a cache is made from, how large and how faithful it is.
+
+    Example: minilm-cache info notes.cache --json
+    """
+    from minilm_cache.cache import newest_cache  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.store.reader import CacheReader  # noqa: PLC0415 - likewise
+
+    path = cache
+    if path is None:
+        path = newest_cache(home())
+        TerminalProgress().note(f"no CACHE given: taking the newest complete one, {path}")
+    reader = CacheReader(path, partial=True)
+    manifest = reader.manifest
+    if json:
+        print_json(
+            {
+                "cache": str(path),
+                "shards_committed": len(reader.records),
+                "manifest": manifest.model_dump(mode="json", exclude={"files"}),
+            }
+        )
+        return
+    print_pairs({"cache": path, **_pairs(manifest, len(reader.records))})
+    if manifest.measured is not None:
+        fidelity_table(manifest.measured)
+
+
+def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
+    identity = manifest.identity
+    teacher = identity.teacher
+    state = "complete" if manifest.complete else "incomplete: finish it with the same `minilm-cache dump` command"
+    pairs: dict[str, object] = {
+        "state": state,
+        "format": f"version {manifest.format_version}, by {manifest.labels.created_by}",
+        "fingerprint": manifest.fingerprint,
+        "teacher": f"{manifest.labels.teacher} ({teacher.model_type}, {teacher.num_layers} layers, hidden "
+        f"{teacher.hidden_size}, {teacher.num_heads} heads), weights sha256 {teacher.weights_sha256[:12]}...",
+        "corpus": f"{manifest.labels.corpus} ({identity.corpus.num_documents:,} documents), "
+        f"sha256 {identity.corpus.sha256[:12]}...",
+        "sequences": f"{manifest.num_sequences:,} of at most {identity.packing.max_length} tokens "
+        f"({identity.packing.mode}), {manifest.num_held_out:,} held out",
+        "tokens": f"{manifest.num_tokens:,}",
+        "relations": f"{', '.join(identity.relations)}, {identity.relation_heads} heads, layer {identity.layers[0]}",
+        "codec": " ".join(
+            f"{name}={value}" if name != "name" else str(value)
+            for name, value in identity.codec.model_dump().items()
+            if value is not None
+        ),
+        "shards": f"{committed} of {len(manifest.shards)} committed, {manifest.shard_tokens:,} rows each",
+    }
+    if manifest.measured is not None:
+        measured = manifest.measured
+        pairs["size"] = f"{measured.total_bytes:,} bytes, {measured.bytes_per_token:.1f} bytes per token"
+    return pairs
+
+
+def fidelity_table(measured: Measured) -> None:
+    """Print how faithful a cache is."""
+    rows = []
+    for kind, found in measured.fidelity.items():
+        forward = found.kl_teacher_to_stored
+        rows.append(
+            [
+                str(kind),
+                "infinite" if forward is None else f"{forward:.4f}",
+                f"{found.kl_stored_to_teacher:.4f}",
+                f"{found.mass_kept:.3f}",
+                f"{found.cross_entropy_bias:+.4f}",
+            ]
+        )
+    print_table(
+        f"Fidelity on {measured.fidelity_sequences} held-out sequences (nats); "
+        f"{measured.bytes_per_token:.1f} bytes per token",
+        ["relation", "KL(teacher, stored)", "KL(stored, teacher)", "mass kept", "CE bias"],
+        rows,
+    )

@@ -1,0 +1,74 @@
+"""The Typer app: commands, and errors as one line and an exit code.
+
+Exit codes: 0 done, 1 failure, 2 misuse, 3 verification failed, 130 interrupted (state kept).
+Commands import the library in their bodies, so that `--help` answers at once.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from minilm_cache import __version__
+from minilm_cache.cli.console import print_error, print_json
+from minilm_cache.cli.demo import demo
+from minilm_cache.cli.dump import dump
+from minilm_cache.cli.info import info
+from minilm_cache.cli.train import train
+from minilm_cache.cli.verify import verify
+from minilm_cache.errors import ErrorKind, InterruptedRunError, MiniLMCacheError
+
+app = typer.Typer(name="minilm-cache", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+for command in (dump, train, info, verify, demo):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Run a teacher once, train many students offline from its cached relations.
+
+    Everything is kept in MINILM_CACHE_HOME, or else in ~/.cache/minilm-cache.
+    """
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code; errors end as one line on stderr."""
+    try:
+        code = app(list(arguments), prog_name="minilm-cache", standalone_mode=False)
+    except MiniLMCacheError as error:
+        return _fail(arguments, error.kind, str(error), error.exit_code)
+    except typer.TyperException as error:
+        message = f"{error.format_message()} See `minilm-cache --help`."
+        return _fail(arguments, ErrorKind.INVALID_CONFIG, message, error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail(
+            arguments, ErrorKind.INTERRUPTED, "interrupted at once.", InterruptedRunError.exit_code
+        )
+    return int(code or 0)
+
+
+def _fail(arguments: Sequence[str], kind: ErrorKind, message: str, exit_code: int) -> int:
+    print_error(message)
+    if "--json" in arguments and kind is not ErrorKind.VERIFICATION_FAILED:
+        print_json({"error": {"kind": kind, "message": message}})
+    return exit_code
+
+
+def main() -> None:
+    """Run the command that the process was started with."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""`minilm-cache train`: students from a cache."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
+from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.options import (
+    CacheArgument,
+    DeviceOption,
+    JsonOption,
+    ResumeOption,
+    home,
+    quiet_libraries,
+)
+from minilm_cache.config import TrainConfig, make_config
+from minilm_cache.train.record import StudentRecord
+
+
+def train(  # noqa: PLR0913 - one parameter for each option
+    arch: Annotated[
+        list[str], typer.Option(help="Student shape LAYERSxHIDDEN[:ffN][:hN][:eN]; repeat for several students")
+    ],
+    cache: CacheArgument = None,
+    objective: Annotated[str, typer.Option(help="What students learn: minilm")] = "minilm",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the cache [default: 5]")] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences per step")] = 16,
+    lr: Annotated[float, typer.Option(help="Peak learning rate")] = 1e-3,
+    warmup: Annotated[float, typer.Option(help="Share of the steps in which the learning rate rises")] = 0.1,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW")] = 0.01,
+    seed: Annotated[int, typer.Option(help="Of initial weights, dropout and order")] = 0,
+    buffer_shards: Annotated[int, typer.Option(help="Shards whose sequences are shuffled together")] = 4,
+    checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints")] = 500,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run [default: in the cache home]")] = None,
+    device: DeviceOption = None,
+    resume: ResumeOption = True,
+    json: JsonOption = False,
+) -> None:
+    """Train students from a cache, all of them in one pass, without the teacher.
+
+    Example: minilm-cache train notes.cache --arch 3x384 --arch 4x312:ff1200 --epochs 5
+    """
+    from minilm_cache.cache import newest_cache  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.train.run import train as run_train  # noqa: PLC0415 - likewise
+
+    config = make_config(
+        TrainConfig,
+        arch=tuple(arch),
+        objective=objective,
+        steps=steps,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        seed=seed,
+        buffer_shards=buffer_shards,
+        checkpoint_steps=checkpoint_steps,
+        device=device,
+    )
+    quiet_libraries()
+    with TerminalProgress().shown() as progress, stop_on_signal(progress) as should_stop:
+        path = cache
+        if path is None:
+            path = newest_cache(home())
+            progress.note(f"no CACHE given: taking the newest complete one, {path}")
+        result = run_train(
+            config, path, out, home(), resume=resume, progress=progress, should_stop=should_stop
+        )
+    students = result.record.students
+    if json:
+        print_json(
+            {
+                "run": str(result.path),
+                "cache": str(path),
+                "tokens_per_s": result.tokens_per_s,
+                "steps": result.record.identity.steps,
+                "students": [
+                    {**student.model_dump(mode="json"), "path": str(result.student_path(student.arch))}
+                    for student in students
+                ],
+            }
+        )
+        return
+    rate = "" if result.tokens_per_s is None else f", {result.tokens_per_s:,.0f} tokens/s"
+    print_pairs(
+        {"run": result.path, "steps": f"{result.record.identity.steps}{rate}"}
+        | {student.arch: result.student_path(student.arch) for student in students}
+    )
+    students_table(students)
+
+
+def students_table(students: Sequence[StudentRecord]) -> None:
+    """Print what training has made of students."""
+    print_table(
+        "KL(teacher, student) on held-out sequences, before -> after (nats)",
+        ["student", "parameters", "attention", "value"],
+        [[student.arch, f"{student.num_parameters:,}", *_changes(student)] for student in students],
+    )
+
+
+def _changes(student: StudentRecord) -> list[str]:
+    before, after = student.held_out_before, student.held_out_after
+    if before is None or after is None:
+        return ["not held out"] * 2
+    return [f"{before[kind]:.4f} -> {after[kind]:.4f}" for kind in sorted(after)]
