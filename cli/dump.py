@@ -18,7 +18,9 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     ],
     corpus: Annotated[
         str | None,
-        typer.Option(help="python-docs, a .txt/.jsonl/.csv/.parquet file, a folder, or hf:ID [default: python-docs]"),
+        typer.Option(
+            help="python-docs, a .txt/.jsonl/.csv/.parquet file, a folder, or hf:ID [default: python-docs]"
+        ),
     ] = None,
     text_column: Annotated[str, typer.Option(help="Column with the text, in records")] = "text",
     out: Annotated[Path | None, typer.Option(help="Folder of the cache [default: in the cache home]")] = None,
@@ -36,7 +38,8 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         int | None, typer.Option(help="Tokens in all, at most [default: the whole corpus]")
     ] = None,
     shard_tokens: Annotated[
-        int | None, typer.Option(help="Tokens per shard, a power of two [default: 262144, or 256 MiB decoded]")
+        int | None,
+        typer.Option(help="Tokens per shard, a power of two [default: 262144, or 256 MiB decoded]"),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per forward pass")] = 32,
     seed: Annotated[int, typer.Option(help="Of the order of documents and of the sample")] = 0,

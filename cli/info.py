@@ -36,7 +36,9 @@ def info(cache: CacheArgument = None, json: JsonOption = False) -> None:
 def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
     identity = manifest.identity
     teacher = identity.teacher
-    state = "complete" if manifest.complete else "incomplete: finish it with the same `minilm-cache dump` command"
+    state = (
+        "complete" if manifest.complete else "incomplete: finish it with the same `minilm-cache dump` command"
+    )
     pairs: dict[str, object] = {
         "state": state,
         "format": f"version {manifest.format_version}, by {manifest.labels.created_by}",
@@ -48,7 +50,8 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
         "sequences": f"{manifest.num_sequences:,} of at most {identity.packing.max_length} tokens "
         f"({identity.packing.mode}), {manifest.num_held_out:,} held out",
         "tokens": f"{manifest.num_tokens:,}",
-        "relations": f"{', '.join(identity.relations)}, {identity.relation_heads} heads, layer {identity.layers[0]}",
+        "relations": f"{', '.join(identity.relations)} of layer {identity.layers[0]}, "
+        f"{identity.relation_heads} heads",
         "codec": " ".join(
             f"{name}={value}" if name != "name" else str(value)
             for name, value in identity.codec.model_dump().items()

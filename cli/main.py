@@ -19,7 +19,9 @@ from minilm_cache.cli.train import train
 from minilm_cache.cli.verify import verify
 from minilm_cache.errors import ErrorKind, InterruptedRunError, MiniLMCacheError
 
-app = typer.Typer(name="minilm-cache", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="minilm-cache", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 for command in (dump, train, info, verify, demo):
     app.command()(command)
 
@@ -52,9 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         message = f"{error.format_message()} See `minilm-cache --help`."
         return _fail(arguments, ErrorKind.INVALID_CONFIG, message, error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail(
-            arguments, ErrorKind.INTERRUPTED, "interrupted at once.", InterruptedRunError.exit_code
-        )
+        return _fail(arguments, ErrorKind.INTERRUPTED, "interrupted at once.", InterruptedRunError.exit_code)
     return int(code or 0)
 
 

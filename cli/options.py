@@ -13,7 +13,8 @@ HOME_VARIABLE = "MINILM_CACHE_HOME"
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 DeviceOption = Annotated[str | None, typer.Option(help="torch device [default: a GPU where there is one]")]
 ResumeOption = Annotated[
-    bool, typer.Option("--resume/--no-resume", help="Take up unfinished work, or refuse a folder that exists.")
+    bool,
+    typer.Option("--resume/--no-resume", help="Take up unfinished work, or refuse a folder that exists."),
 ]
 CacheArgument = Annotated[
     Path | None,

@@ -22,7 +22,8 @@ from minilm_cache.train.record import StudentRecord
 
 def train(  # noqa: PLR0913 - one parameter for each option
     arch: Annotated[
-        list[str], typer.Option(help="Student shape LAYERSxHIDDEN[:ffN][:hN][:eN]; repeat for several students")
+        list[str],
+        typer.Option(help="Student shape LAYERSxHIDDEN[:ffN][:hN][:eN]; repeat for several students"),
     ],
     cache: CacheArgument = None,
     objective: Annotated[str, typer.Option(help="What students learn: minilm")] = "minilm",

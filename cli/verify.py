@@ -13,7 +13,9 @@ from minilm_cache.errors import VerificationError
 
 def verify(
     cache: CacheArgument = None,
-    full: Annotated[bool, typer.Option("--full", help="Read and hash every byte, decode every array")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Read and hash every byte, decode every array")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Compare a cache with what was committed; exit code 3 where it differs.

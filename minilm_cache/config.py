@@ -56,7 +56,9 @@ class DumpConfig(FrozenSettings):
     @model_validator(mode="after")
     def _fits_together(self) -> "DumpConfig":
         if self.codec == "topk" and self.k > self.max_length:
-            raise ValueError(f"--k {self.k} is above --max-length {self.max_length}: a row has no more entries")
+            raise ValueError(
+                f"--k {self.k} is above --max-length {self.max_length}: a row has no more entries"
+            )
         if self.tail is not None and (self.codec != "topk" or self.select != "largest"):
             raise ValueError("--tail goes with --codec topk --select largest, and only with it")
         if self.rank >= self.world_size:

@@ -86,7 +86,7 @@ def compare_speed(
     return tuple(_speed(arch, cache, teacher, config, progress, should_stop) for arch in config.arch)
 
 
-def _speed(  # noqa: PLR0913 - each is a thing of its own
+def _speed(
     arch: str,
     cache: Cache,
     teacher: Teacher,
@@ -116,7 +116,7 @@ def _speed(  # noqa: PLR0913 - each is a thing of its own
             for kind, stream in streams.items():
                 if should_stop():
                     raise InterruptedRunError(
-                        "interrupted: dump and training are kept. Run the same command again to compare speeds."
+                        "interrupted: dump and training are kept. Run the same command again to go on."
                     )
                 started = time.perf_counter()
                 batch = next(stream)

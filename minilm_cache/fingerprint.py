@@ -51,6 +51,4 @@ def xxh3(content: bytes | memoryview) -> str:
 
 def digest_bytes(content: bytes) -> FileDigest:
     """Return size and both hashes of a file's content."""
-    return FileDigest(
-        size=len(content), sha256=hashlib.sha256(content).hexdigest(), xxh3_128=xxh3(content)
-    )
+    return FileDigest(size=len(content), sha256=hashlib.sha256(content).hexdigest(), xxh3_128=xxh3(content))

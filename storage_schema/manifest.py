@@ -156,7 +156,7 @@ class Fidelity(StoredModel):
     """
 
     kl_teacher_to_stored: float | None
-    """KL(teacher || stored); none where it is infinite, because a sparse row leaves out what the teacher has."""
+    """KL(teacher || stored); none where it is infinite: a sparse row leaves out what the teacher has."""
     kl_stored_to_teacher: float
     """KL(stored || teacher)."""
     mass_kept: float

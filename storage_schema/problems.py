@@ -69,9 +69,7 @@ def parse(model: type[Document], document: bytes, where: str, max_bytes: int) ->
     if problems:
         shown = "; ".join(str(problem).replace("\n", " ") for problem in problems[:_SHOWN])
         more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
-        raise CacheCorruptError(
-            f"{where} is damaged: {shown}{more}. Fetch the cache again or redo the dump."
-        )
+        raise CacheCorruptError(f"{where} is damaged: {shown}{more}. Fetch the cache again or redo the dump.")
     return model.model_validate_json(document)
 
 

@@ -84,7 +84,7 @@ class TopKCodec:
         sequences: Sequence[int],
         lengths: Int[Tensor, " batch"],
     ) -> Rows:
-        """Return `gap` (uint8, or uint16 above length 256) and `weight` (uint8), `(batch, length, heads, k)`."""
+        """Return `gap` (uint8, above length 256 uint16) and `weight` (uint8), `(batch, length, heads, k)`."""
         if self.select == "pps":
             draws = self._draws(kind, sequences, lengths, probs.shape)
             entries = sample_pps(probs, self.k, draws.to(probs.device), self._scale)
@@ -124,7 +124,7 @@ class TopKCodec:
         if bool((column[..., -1] >= lengths[:, None, None]).any()) or bool((code > LAST_CODE).any()):
             raise CacheCorruptError(
                 "a stored row names a column beyond its sequence or a weight that is none. "
-                "Run `minilm-cache verify --full`, then `minilm-cache dump --resume` or fetch the cache again."
+                "Run `minilm-cache verify --full`, then repeat the dump, or fetch the cache again."
             )
         weight = self._scale.value(code)
         if self.select == "pps":
@@ -165,9 +165,7 @@ def sample_pps(
     return _Entries(merged // _CODE_RANGE, merged % _CODE_RANGE)
 
 
-def _worth_keeping(
-    weight: Float[Tensor, "*rows entries"], k: int
-) -> Bool[Tensor, "*rows entries"]:
+def _worth_keeping(weight: Float[Tensor, "*rows entries"], k: int) -> Bool[Tensor, "*rows entries"]:
     """Return which of a row's largest entries, descending, are at least tau: at most k - 1 of them.
 
     sum_j min(1, p_j / tau) = k makes tau what the kept entries leave of 1, over the slots they leave of k.
@@ -198,9 +196,7 @@ def _with_shared_remainder(column: Tensor, code: Tensor, weight: Tensor) -> Spar
     return SparseRows(column, torch.where(slot, share, weight), None)
 
 
-def _with_tail(
-    column: Tensor, code: Tensor, weight: Tensor, lengths: Tensor, *, uniform: bool
-) -> SparseRows:
+def _with_tail(column: Tensor, code: Tensor, weight: Tensor, lengths: Tensor, *, uniform: bool) -> SparseRows:
     """Make rows of the largest entries sum to 1: with a uniform tail over the other columns, or without."""
     total = weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
     if not uniform:

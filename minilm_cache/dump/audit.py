@@ -90,7 +90,9 @@ def audit(cache: Cache, teacher: Teacher, batch_size: int) -> Audit:
             for at, sequence in enumerate(sequences):
                 length = len(sequence.input_ids)
                 live = relations[kind][at, :, :length, :length].cpu()
-                sums[kind].add(live, sequence.relation(kind), _kept_columns(sequence.target_rows(kind), length))
+                sums[kind].add(
+                    live, sequence.relation(kind), _kept_columns(sequence.target_rows(kind), length)
+                )
     return Audit(num_sequences=len(numbers), fidelity={kind: sums[kind].fidelity() for kind in kinds})
 
 

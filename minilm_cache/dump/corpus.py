@@ -11,13 +11,13 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Final
 
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets.exceptions import DatasetsError
-from pydoc_data.topics import topics
 
 from minilm_cache.errors import CorpusError, MiniLMCacheError
 from minilm_cache.fingerprint import sha256_texts
@@ -117,7 +117,9 @@ def _load_file(file: Path) -> datasets.Dataset:
 def _load_hub(name: str) -> datasets.Dataset:
     identifier, *rest = name.removeprefix(HUB_PREFIX).split(":")
     if not identifier or len(rest) > 2:  # noqa: PLR2004 - config and split
-        raise CorpusError(f"corpus {name}: write {HUB_PREFIX}ID, {HUB_PREFIX}ID:CONFIG or {HUB_PREFIX}ID:CONFIG:SPLIT.")
+        raise CorpusError(
+            f"corpus {name}: write {HUB_PREFIX}ID, {HUB_PREFIX}ID:CONFIG or {HUB_PREFIX}ID:CONFIG:SPLIT."
+        )
     config = rest[0] if rest and rest[0] else None
     split = rest[1] if len(rest) > 1 else "train"
     try:
@@ -141,7 +143,10 @@ def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Da
     if kind == "null":
         _refuse_missing_texts(only, where)
     if kind not in {"string", "large_string", "string_view"}:
-        raise CorpusError(f"corpus {where}: column {column!r} holds {kind or 'no text'}, not text. Name another: --text-column.")
+        raise CorpusError(
+            f"corpus {where}: column {column!r} holds {kind or 'no text'}, not text. "
+            "Name another: --text-column."
+        )
     return only.cast_column("text", datasets.Value("string"))
 
 

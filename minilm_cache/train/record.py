@@ -38,7 +38,9 @@ class RunIdentity(_Record):
     @classmethod
     def of(cls, config: TrainConfig, fingerprint: str, steps: int) -> "RunIdentity":
         """Return the identity of a run with these settings on a cache with this fingerprint."""
-        shared = {name: getattr(config, name) for name in cls.model_fields if name not in {"fingerprint", "steps"}}
+        shared = {
+            name: getattr(config, name) for name in cls.model_fields if name not in {"fingerprint", "steps"}
+        }
         return cls(fingerprint=fingerprint, steps=steps, **shared)
 
     def name(self) -> str:

@@ -59,7 +59,7 @@ def student_folder(run: Path, arch: str) -> Path:
     return run / "students" / arch_slug(arch)
 
 
-def train(
+def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a thing of its own
     config: TrainConfig,
     cache_path: Path,
     out: Path | None,
@@ -92,7 +92,9 @@ def train(
     identity = RunIdentity.of(config, manifest.fingerprint, steps)
     path = out or home / "runs" / identity.name()
     if not resume and path.exists():
-        raise IdentityMismatchError(f"{path} exists. Leave out --no-resume to take it up, or choose another --out.")
+        raise IdentityMismatchError(
+            f"{path} exists. Leave out --no-resume to take it up, or choose another --out."
+        )
     found = read_record(path, identity)
     progress.note(f"run {path}: {', '.join(config.arch)}, {steps} steps, objective {config.objective}")
     if found is not None and found.complete:
@@ -116,7 +118,7 @@ def num_steps(config: TrainConfig, manifest: CacheManifest) -> int:
     return max(1, math.ceil(epochs * manifest.num_train / config.batch_size))
 
 
-def build_trainers(  # noqa: PLR0913 - each is a thing of its own
+def build_trainers(
     config: TrainConfig,
     cache: Cache,
     shapes: Sequence[StudentShape],
@@ -205,7 +207,7 @@ class _Run:
         with closing(stream), closing(_Journal(self, first)) as journal:
             return self._steps(stream, first, journal, progress, should_stop)
 
-    def _steps(  # noqa: PLR0913 - each is a thing of its own
+    def _steps(
         self,
         stream: Iterator[StudentBatch],
         first: int,
@@ -220,8 +222,8 @@ class _Run:
                 journal.write(step)
                 save_checkpoint(self._checkpoints, self.trainers, step)
                 raise InterruptedRunError(
-                    f"interrupted: the state after step {step} of {self.identity.steps} is kept in {self.path}. "
-                    "Run the same command again to go on."
+                    f"interrupted: the state after step {step} of {self.identity.steps} is kept in "
+                    f"{self.path}. Run the same command again to go on."
                 )
             batch = next(stream)
             journal.add([trainer.step(batch, step) for trainer in self.trainers])
@@ -249,8 +251,9 @@ class _Journal:
         self._pending.append(losses)
 
     def write(self, step: int) -> None:
-        """Write the means over the steps since the last line; before a checkpoint, so that none is of a
-        student that has diverged.
+        """Write the means over the steps since the last line.
+
+        It comes before a checkpoint, so that none is of a student that has diverged.
 
         Raises:
             DivergedError: a loss is not finite.
