@@ -1,9 +1,10 @@
 """How library code tells of its progress; who shows it, and where, is the caller's business."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Progress(Protocol):
     """Receiver of progress: one task at a time, counted in one unit."""
 

@@ -105,7 +105,7 @@ def _relation_specs(manifest: CacheManifest, kind: RelationKind) -> tuple[ArrayS
             row_shape=(heads, identity.codec.k),
             dimension_names=("token", "head", "entry"),
             fill_value=2 ** (8 * ITEM_BYTES[gap]) - 1,
-            meaning="column of the entry minus column of the entry before; of the first entry the column itself",
+            meaning="column of the entry minus that of the entry before; of the first entry its column",
         ),
         ArraySpec(
             path=f"relations/{kind}/weight",

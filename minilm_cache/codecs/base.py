@@ -5,7 +5,7 @@ A codec is a frozen object: `repr` rebuilds it, `parameters` survive JSON and na
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ Rows = Mapping[str, npt.NDArray[np.generic]]
 """Stored rows of one relation: array name (`gap`, `weight`, ...) to `(batch, length, heads, ...)`."""
 
 
+@runtime_checkable
 class Codec(Protocol):
     """One way to store relations."""
 

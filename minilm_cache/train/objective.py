@@ -1,7 +1,7 @@
 """Losses that train a student from a cache. Each says which relations it needs."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -21,6 +21,7 @@ class Losses(NamedTuple):
     """KL(teacher || student) of each relation, nats, mean over relation heads and valid rows."""
 
 
+@runtime_checkable
 class Objective(Protocol):
     """A loss."""
 

@@ -1,0 +1,63 @@
+"""Fixtures that every test may use. No network, no GPU."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from minilm_cache.cli.main import run
+from tests.support import World, save_teacher, write_corpus
+
+
+@pytest.fixture(scope="session")
+def shared_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Return a teacher, a corpus and a finished cache (`cache`) that no test may change."""
+    root = tmp_path_factory.mktemp("world")
+    world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt"))
+    world.dump()
+    return world
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """Return a teacher and a corpus of one test's own."""
+    return World(tmp_path, save_teacher(tmp_path / "teacher"), write_corpus(tmp_path / "corpus.txt"))
+
+
+class Command:
+    """The command line, in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Read what is printed from `capsys`."""
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        """Run a command and return its exit code, stdout and stderr."""
+        self._capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        printed = self._capsys.readouterr()
+        return code, printed.out, printed.err
+
+    def fails(self, *arguments: object, code: int, says: str | tuple[str, ...]) -> str:
+        """Run a command that must fail with one line on stderr that says these words; return the line."""
+        found, _, err = self(*arguments)
+        errors = [line for line in err.splitlines() if line.startswith("error: ")]
+
+        assert (code, 1) == (found, len(errors)), err
+        assert "Traceback" not in err
+        for words in (says,) if isinstance(says, str) else says:
+            assert words in errors[0]
+        return errors[0]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Return the command line with a home of its own."""
+    monkeypatch.setenv("MINILM_CACHE_HOME", str(tmp_path / "home"))
+    return Command(capsys)
+
+
+CommandFixture = Callable[..., tuple[int, str, str]]

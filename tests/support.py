@@ -1,0 +1,139 @@
+"""Tiny teachers and caches that tests share: real transformers models, built from their configurations."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from minilm_cache.config import DumpConfig, make_config
+from minilm_cache.dump.run import DumpResult, dump
+
+WORDS = [f"{first}{last}" for first in "bcdfghklmnprst" for last in ("a", "e", "i", "o", "u", "an", "en", "un")]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+VOCABULARY = [*SPECIAL, *WORDS]
+
+TINY: Mapping[str, Mapping[str, Any]] = {
+    "bert": {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64},
+    "roberta": {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64},
+    "xlm-roberta": {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    },
+    "electra": {
+        "hidden_size": 32,
+        "embedding_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    },
+    "modernbert": {
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "local_attention": 8,
+        "global_attn_every_n_layers": 3,
+        "pad_token_id": 0,
+        "cls_token_id": 2,
+        "sep_token_id": 3,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+    },
+    "distilbert": {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64},
+}
+"""Families that the attention interface serves, each with sizes that take milliseconds."""
+
+
+def tiny_model(family: str, *, attention: str = "eager", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a small random model of a family; weights are wide enough for attention to be far from flat."""
+    config = AutoConfig.for_model(
+        family, **{"vocab_size": len(VOCABULARY), "max_position_embeddings": 66, **TINY[family], **changes}
+    )
+    torch.manual_seed(seed)
+    model = AutoModel.from_config(config, attn_implementation=attention)
+    assert isinstance(model, PreTrainedModel)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.mul_(8)
+    return model.eval()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of whole words."""
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(VOCABULARY)}, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
+
+
+def save_teacher(folder: Path, family: str = "bert", *, seed: int = 0, **changes: Any) -> Path:
+    """Write a tiny teacher as a Hugging Face folder."""
+    tiny_model(family, seed=seed, **changes).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_corpus(path: Path, num_documents: int = 60, seed: int = 0) -> Path:
+    """Write a text file of paragraphs of 3 to 40 words."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    documents = [" ".join(WORDS[draw(0, len(WORDS))] for _ in range(draw(3, 41))) for _ in range(num_documents)]
+    path.write_text("\n\n".join(documents) + "\n")
+    return path
+
+
+@dataclass(frozen=True)
+class World:
+    """A folder with a teacher, a corpus, and room for caches."""
+
+    root: Path
+    teacher: Path
+    corpus: Path
+
+    @property
+    def home(self) -> Path:
+        """Home of caches and runs."""
+        return self.root / "home"
+
+    def config(self, **changes: Any) -> DumpConfig:
+        """Return settings of a small dump: sequences of 32 tokens in shards of 256."""
+        settings = {
+            "teacher": str(self.teacher),
+            "corpus": str(self.corpus),
+            "max_length": 32,
+            "shard_tokens": 256,
+            "batch_size": 8,
+            "k": 6,
+            "device": "cpu",
+        }
+        return make_config(DumpConfig, **{**settings, **changes})
+
+    def dump(self, out: str = "cache", **changes: Any) -> DumpResult:
+        """Make a cache."""
+        return dump(self.config(**changes), self.root / out, self.home)

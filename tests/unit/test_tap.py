@@ -1,0 +1,148 @@
+"""Oracle: what the tap hands out against transformers' own eager attention, and plain torch."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from minilm_cache.dump.teacher import load_encoder, locate_teacher
+from minilm_cache.errors import TeacherError
+from minilm_cache.relations import key_mask, relation_probs
+from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.tap import ATTENTION, TappedModel
+from tests.support import TINY, VOCABULARY, tiny_model
+
+LENGTHS = torch.tensor([20, 13, 1])
+VALUE_PROJECTIONS = {
+    "bert": "encoder.layer.{}.attention.self.value",
+    "roberta": "encoder.layer.{}.attention.self.value",
+    "xlm-roberta": "encoder.layer.{}.attention.self.value",
+    "electra": "encoder.layer.{}.attention.self.value",
+    "distilbert": "transformer.layer.{}.attention.v_lin",
+    "modernbert": "layers.{}.attn.Wqkv",
+}
+
+
+def padded_ids() -> Tensor:
+    ids = torch.randint(5, len(VOCABULARY), (3, 20), generator=torch.Generator().manual_seed(1))
+    return ids.masked_fill(~key_mask(LENGTHS, 20), 0)
+
+
+def with_attention(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """Return the same weights under another implementation of attention."""
+    config = copy.deepcopy(model.config)
+    other = AutoModel.from_config(config, attn_implementation=attention)
+    other.load_state_dict(model.state_dict())
+    return other.eval()  # type: ignore[no-any-return]
+
+
+def assert_attention_is_eagers(eager: PreTrainedModel, layer: int) -> None:
+    ids, valid = padded_ids(), key_mask(LENGTHS, 20)
+    tapped = TappedModel(with_attention(eager, ATTENTION), [layer])
+    with torch.no_grad():
+        expected = eager(ids, attention_mask=valid.long(), output_attentions=True).attentions[layer]
+        (vectors,) = tapped(ids, valid.long())
+        found = relation_probs(vectors, RelationKind.ATTENTION, LENGTHS)
+
+    rows = valid[:, None, :, None].expand_as(expected)
+    torch.testing.assert_close(found[rows], expected[rows], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layer", [0, -1])
+@pytest.mark.parametrize("family", TINY)
+def test_attention_is_that_of_the_eager_model(family: str, layer: int) -> None:
+    assert_attention_is_eagers(tiny_model(family), layer)
+
+
+def test_attention_of_mini_is_that_of_the_eager_model() -> None:
+    assert_attention_is_eagers(load_encoder(locate_teacher("mini").folder, attention="eager"), -1)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_value_relation_is_a_plain_torch_computation(family: str) -> None:
+    eager = tiny_model(family)
+    ids, valid = padded_ids(), key_mask(LENGTHS, 20)
+    tapped = TappedModel(with_attention(eager, ATTENTION))
+    projected: list[Tensor] = []
+    projection = eager.get_submodule(VALUE_PROJECTIONS[family].format(tapped.num_layers - 1))
+    assert isinstance(projection, nn.Module)
+    projection.register_forward_hook(lambda module, args, output: projected.append(output))
+    with torch.no_grad():
+        eager(ids, attention_mask=valid.long())
+        (vectors,) = tapped(ids, valid.long())
+        found = relation_probs(vectors, RelationKind.VALUE, LENGTHS)
+    value = projected[0].chunk(3, -1)[2] if family == "modernbert" else projected[0]
+
+    for at, length in enumerate(LENGTHS.tolist()):
+        for head in range(4):
+            rows = value[at, :length, head * 8 : head * 8 + 8]
+            expected = torch.softmax(rows @ rows.T / 8**0.5, -1)
+            torch.testing.assert_close(found[at, head, :length, :length], expected, atol=1e-5, rtol=0)
+
+
+def test_the_forward_pass_stops_at_the_tapped_layer() -> None:
+    model = with_attention(tiny_model("bert"), ATTENTION)
+    reached: list[str] = []
+    for name in ("encoder.layer.2.attention.self.query", "encoder.layer.2.output.dense"):
+        model.get_submodule(name).register_forward_hook(
+            lambda module, args, output, name=name: reached.append(name)
+        )
+    tapped = TappedModel(model)
+    reached.clear()
+    tapped(padded_ids(), key_mask(LENGTHS, 20).long())
+
+    assert reached == ["encoder.layer.2.attention.self.query"]
+
+
+def test_gradients_are_those_of_the_untapped_model() -> None:
+    """The student's loss sees Q, K, V only: stopping there must change no gradient."""
+    model = with_attention(tiny_model("bert"), ATTENTION)
+    ids, valid = padded_ids(), key_mask(LENGTHS, 20)
+    (vectors,) = TappedModel(model)(ids, valid.long())
+    vectors.query.square().sum().backward()
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    eager = with_attention(model, "sdpa")
+    outputs: list[Tensor] = []
+    eager.get_submodule("encoder.layer.2.attention.self.query").register_forward_hook(
+        lambda module, args, output: outputs.append(output)
+    )
+    eager(ids, attention_mask=valid.long())
+    outputs[0].square().sum().backward()
+
+    for name, weight in eager.named_parameters():
+        torch.testing.assert_close(found[name], weight.grad)
+
+
+@pytest.mark.parametrize("family", ["deberta", "deberta-v2", "mpnet"])
+def test_families_with_attention_of_their_own_are_refused_by_name(family: str) -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 100,
+    }
+    model = AutoModel.from_config(AutoConfig.for_model(family, **sizes))
+    model.config._attn_implementation = ATTENTION
+
+    with pytest.raises(TeacherError, match=f"'{family}' does not use transformers' attention interface"):
+        TappedModel(model)
+
+
+def test_decoders_are_refused() -> None:
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=64,
+        vocab_size=100,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+
+    with pytest.raises(TeacherError, match="its attention is causal"):
+        TappedModel(model)
