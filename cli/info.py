@@ -73,7 +73,7 @@ def fidelity_table(measured: Measured) -> None:
         rows.append(
             [
                 str(kind),
-                "infinite" if forward is None else f"{forward:.4f}",
+                "infinite: sparse" if forward is None else f"{forward:.4f}",
                 f"{found.kl_stored_to_teacher:.4f}",
                 f"{found.mass_kept:.3f}",
                 f"{found.cross_entropy_bias:+.4f}",

@@ -8,7 +8,7 @@ is, what stands between blank lines; in `python-docs` a docstring or a topic of 
 import ast
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -166,7 +166,7 @@ def _text_batches(documents: datasets.Dataset) -> Iterator[tuple[int, pa.Chunked
         yield first, arrow[first : first + _BATCH]["text"]
 
 
-def _has_text(batch: dict[str, list[str]]) -> list[bool]:
+def _has_text(batch: Mapping[str, list[str]]) -> list[bool]:
     return [not text.isspace() and text != "" for text in batch["text"]]
 
 

@@ -8,6 +8,7 @@ document, cut where it is too long.
 Token ids stay in Arrow files on disk; a range of sequences is put together when it is asked for.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -128,7 +129,7 @@ class SequenceTable:
         return np.split(flat, np.cumsum(sizes)[:-1])
 
 
-def _tokenise(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def _tokenise(batch: Mapping[str, list[str]], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     ids = tokenizer(
         batch["text"],
         add_special_tokens=False,

@@ -188,6 +188,8 @@ class CacheWriter:
         array = self._arrays[spec.path]
         whole = np.full((size, *spec.row_shape), array.fill_value, dtype=spec.dtype)
         whole[: len(rows)] = rows
+        # zarr looks into a shard that is there before it replaces it, and stumbles over a damaged one.
+        below(self.root, spec.shard_path(shard)).unlink(missing_ok=True)
         array[shard * size : (shard + 1) * size] = whole
         return spec.shard_path(shard)
 

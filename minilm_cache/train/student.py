@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -117,16 +117,21 @@ def student_config(shape: StudentShape, teacher_config: bytes, manifest: CacheMa
     if content.get("layer_types"):
         # Like MiniLM's own layer, the student's last ones play the part of the teacher's last ones.
         content["layer_types"] = _last_layer_types(content["layer_types"], shape)
-    config = AutoConfig.for_model(family, **content)
-    config.num_hidden_layers = shape.num_layers
-    config.hidden_size = shape.hidden_size
-    config.num_attention_heads = shape.num_heads
-    fields = [name for name in _FFN_FIELDS if hasattr(config, name)]
+    fields = [name for name in _FFN_FIELDS if name in content]
     if not fields:
         raise InvalidConfigError(f"--arch {shape.arch}: family {family!r} has no size of the FFN to set.")
-    setattr(config, fields[0], shape.ffn_size)
-    if hasattr(config, "embedding_size"):
-        config.embedding_size = shape.embedding_size
+    sizes = {
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        fields[0]: shape.ffn_size,
+    }
+    if family in _FACTORISED.values():
+        sizes["embedding_size"] = shape.embedding_size
+    own_names = CONFIG_MAPPING[family].attribute_map
+    content |= {own_names.get(name, name): size for name, size in sizes.items()}
+    config = AutoConfig.for_model(family, **content)
+    assert isinstance(config, PreTrainedConfig)
     return config
 
 

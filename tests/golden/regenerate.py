@@ -1,0 +1,68 @@
+"""Write what format 1 looks like: a cache and codec bytes. Never part of a test run.
+
+Run it by hand, from the repository's root, when a new format version is released, into a folder of that
+version; what an earlier version wrote stays as it is:
+
+    python -m tests.golden.regenerate
+"""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from minilm_cache.codecs.base import Codec
+from minilm_cache.codecs.dense import DenseCodec
+from minilm_cache.codecs.topk import TopKCodec
+from minilm_cache.relations import key_mask, to_dense
+from minilm_cache.storage_schema.manifest import RelationKind
+from tests.support import World, save_teacher, write_corpus
+
+HERE = Path(__file__).parent
+CODECS: dict[str, Codec] = {
+    "topk-pps": TopKCodec(max_length=12, k=4, seed=3),
+    "topk-largest": TopKCodec(max_length=12, k=4, select="largest", tail="uniform"),
+    "dense": DenseCodec(max_length=12),
+}
+
+
+def write_codec_bytes() -> None:
+    """Write encoded rows beside what they decode to."""
+    lengths = torch.tensor([12, 5])
+    hidden = ~key_mask(lengths, 12)[:, None, None, :]
+    scores = torch.randn(2, 2, 12, 12, generator=torch.Generator().manual_seed(0)) * 2
+    probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    for name, codec in CODECS.items():
+        rows = codec.encode(probs, RelationKind.ATTENTION, [0, 1], lengths)
+        decoded = codec.decode({key: torch.from_numpy(values) for key, values in rows.items()}, lengths)
+        expected = to_dense(decoded, lengths, 12).numpy()
+        folder = HERE / "codecs"
+        folder.mkdir(exist_ok=True)
+        np.savez(folder / f"{name}.npz", expected=expected, lengths=lengths.numpy(), **rows)
+        (folder / f"{name}.json").write_text(json.dumps(codec.parameters.model_dump(mode="json")) + "\n")
+
+
+def write_cache() -> None:
+    """Write a cache of format 1 and what it says of its sequences."""
+    from minilm_cache import open_cache  # noqa: PLC0415 - only this function needs it
+
+    with TemporaryDirectory() as folder:
+        root = Path(folder)
+        world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt", 12))
+        path = HERE / "v1"
+        world.dump(str(path), shard_tokens=128, max_length=16, k=4)
+    cache = open_cache(path)
+    expected = {}
+    for number in range(len(cache)):
+        sequence = cache[number]
+        expected[f"ids_{number}"] = sequence.input_ids.numpy()
+        for kind in cache.manifest.identity.relations:
+            expected[f"{kind}_{number}"] = sequence.relation(kind).numpy()
+    np.savez_compressed(HERE / "v1.npz", **expected)
+
+
+if __name__ == "__main__":
+    write_codec_bytes()
+    write_cache()

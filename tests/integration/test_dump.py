@@ -1,0 +1,323 @@
+"""A dump: what is written, whole and resumed, and what a stranger's Zarr library sees of it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import zarr
+from transformers import AutoModel, AutoTokenizer
+
+from minilm_cache import open_cache
+from minilm_cache.config import DumpConfig, make_config
+from minilm_cache.dump.run import dump
+from minilm_cache.errors import (
+    CacheIncompleteError,
+    IdentityMismatchError,
+    InterruptedRunError,
+    InvalidConfigError,
+    ShardBusyError,
+)
+from minilm_cache.storage_schema.arrays import array_specs
+from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.store.writer import CacheWriter
+from tests.support import World
+
+
+def arrays_of(path: Path) -> dict[str, bytes]:
+    """Every file that must not depend on when or in how many parts a cache was written."""
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.relative_to(path).parts[0] not in {"commits", "locks"}
+    }
+
+
+def manifest_of(path: Path) -> CacheManifest:
+    return CacheManifest.model_validate_json((path / "manifest.json").read_bytes())
+
+
+def stop_after(calls: int) -> Callable[[], bool]:
+    left = iter([False] * calls)
+    return lambda: next(left, True)
+
+
+@pytest.mark.parametrize("codec", [{"k": 6}, {"select": "largest"}, {"codec": "dense"}], ids=str)
+def test_every_array_opens_with_plain_zarr_and_is_what_the_spec_says(
+    world: World, codec: dict[str, object]
+) -> None:
+    """storage_schema/SPEC.md, read without this project's reader."""
+    path = world.dump(**codec).path
+    manifest = json.loads((path / "manifest.json").read_text())
+    group = zarr.open_group(path, mode="r", zarr_format=3)
+    tables = [pq.read_table(file) for file in sorted((path / "sequences").iterdir())]
+    rows = len(manifest["shards"]) * manifest["shard_tokens"]
+    heads = manifest["identity"]["relation_heads"]
+    if codec.get("codec") == "dense":
+        expected = {"probability": ("float16", (rows, heads, 32))}
+    else:
+        expected = {"gap": ("uint8", (rows, heads, 6)), "weight": ("uint8", (rows, heads, 6))}
+    for kind in ("attention", "value"):
+        for name, (dtype, shape) in expected.items():
+            array = group[f"relations/{kind}/{name}"]
+            assert isinstance(array, zarr.Array)
+            assert (array.dtype, array.shape) == (np.dtype(dtype), shape)
+    tokens = group["tokens"]
+    assert isinstance(tokens, zarr.Array)
+    assert (tokens.dtype, tokens.shape) == (np.dtype("uint16"), (rows,))
+
+    ids = np.asarray(tokens[:])
+    for table in tables:
+        for row in table.to_pylist():
+            sequence = ids[row["offset"] : row["offset"] + row["length"]]
+            assert (sequence[0], sequence[-1]) == (2, 3)  # [CLS] ... [SEP]
+            assert not set(sequence[1:-1].tolist()) & {0, 2}
+            if codec.get("codec") != "dense":
+                gaps = group[f"relations/attention/gap"]
+                assert isinstance(gaps, zarr.Array)
+                columns = np.asarray(gaps[row["offset"] : row["offset"] + row["length"]]).cumsum(-1)
+                assert columns.max() < row["length"]
+    assert sum(len(table) for table in tables) == manifest["num_sequences"]
+    assert sum(table["length"].to_numpy().sum() for table in tables) == manifest["num_tokens"]
+
+
+def test_stored_relations_are_the_teachers(shared_world: World) -> None:
+    """Oracle: the eager model's attentions, through the dense codec."""
+    path = shared_world.dump("dense", codec="dense").path
+    cache = open_cache(path)
+    model = AutoModel.from_pretrained(shared_world.teacher, attn_implementation="eager").eval()
+    for number in (0, len(cache) // 2, len(cache) - 1):
+        ids = cache[number].input_ids
+        with torch.no_grad():
+            expected = model(ids[None], output_attentions=True).attentions[-1][0]
+        found = cache[number].relation("attention")
+
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=2**-10)
+
+
+def test_packed_sequences_are_the_corpus_and_nothing_else(shared_world: World) -> None:
+    """Every document comes whole, separated by [SEP], each sequence [CLS] ... [SEP]."""
+    cache = open_cache(shared_world.root / "cache")
+    tokenizer = AutoTokenizer.from_pretrained(shared_world.teacher)
+    stream = [token for n in range(len(cache)) for token in cache[n].input_ids.tolist()[1:-1]]
+    found = sorted(tuple(part.split(",")) for part in ",".join(map(str, stream)).split(",3,"))
+    documents = shared_world.corpus.read_text().strip().split("\n\n")
+    expected = sorted(tuple(map(str, tokenizer(d, add_special_tokens=False)["input_ids"])) for d in documents)
+
+    assert found == expected
+    lengths = [len(cache[n].input_ids) for n in range(len(cache))]
+    assert set(lengths[:-1]) == {32}
+
+
+def test_records_are_one_sequence_each(world: World) -> None:
+    path = world.dump(packing="records").path
+    manifest = manifest_of(path)
+    tokenizer = AutoTokenizer.from_pretrained(world.teacher)
+    documents = world.corpus.read_text().strip().split("\n\n")
+    expected = sorted(tuple(tokenizer(d, truncation=True, max_length=32)["input_ids"]) for d in documents)
+    cache = open_cache(path)
+
+    assert manifest.num_sequences == len(documents)
+    assert sorted(tuple(cache[n].input_ids.tolist()) for n in range(len(cache))) == expected
+
+
+def test_a_dump_is_reproducible(world: World) -> None:
+    first, second = world.dump("one").path, world.dump("two").path
+
+    assert arrays_of(first) == arrays_of(second)
+
+
+@pytest.mark.parametrize("calls", [0, 2, 4])
+def test_a_resumed_dump_is_byte_for_byte_an_uninterrupted_one(world: World, calls: int) -> None:
+    expected = arrays_of(world.dump("whole").path)
+    path = world.root / "parts"
+    with pytest.raises(InterruptedRunError, match=r"Run the same command again to go on\.$"):
+        dump(world.config(), path, world.home, should_stop=stop_after(calls))
+    with pytest.raises(CacheIncompleteError, match="shards are committed"):
+        open_cache(path)
+    committed = {file.name: file.read_bytes() for file in (path / "commits").glob("*.json")}
+    result = dump(world.config(), path, world.home)
+
+    assert arrays_of(path) == expected
+    assert result.shards_kept == len(committed)
+    assert {name: (path / "commits" / name).read_bytes() for name in committed} == committed
+
+
+def test_ranks_write_one_cache_together(world: World) -> None:
+    expected = arrays_of(world.dump("whole").path)
+    world.dump("parts", rank=1, world_size=2)
+    with pytest.raises(CacheIncompleteError):
+        open_cache(world.root / "parts")
+    world.dump("parts", rank=0, world_size=2)
+
+    assert arrays_of(world.root / "parts") == expected
+
+
+def test_a_finished_dump_has_nothing_left_to_do(world: World) -> None:
+    path = world.dump().path
+    before = {file: file.stat().st_mtime_ns for file in path.rglob("*") if "locks" not in file.parts}
+    result = world.dump()
+
+    assert (result.shards_written, result.shards_kept) == (0, len(manifest_of(path).shards))
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "record"])
+def test_repeating_a_dump_repairs_damaged_shards(world: World, damage: str) -> None:
+    path = world.dump().path
+    expected = arrays_of(path)
+    file = path / "relations/value/weight/c/1/0/0"
+    if damage == "flip":
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif damage == "truncate":
+        file.write_bytes(file.read_bytes()[:-10])
+    elif damage == "delete":
+        file.unlink()
+    else:
+        (path / "commits/00001.json").write_text("{}")
+    result = world.dump()
+
+    assert result.shards_written == 1
+    assert arrays_of(path) == expected
+
+
+def test_a_shard_has_one_writer(world: World) -> None:
+    path = world.root / "cache"
+    with pytest.raises(InterruptedRunError):
+        dump(world.config(), path, world.home, should_stop=lambda: True)
+    config = world.config()
+    manifest = manifest_of(path)
+    attachments = {
+        name: (path / name).read_bytes() for name in manifest.files if name.startswith("teacher/")
+    }
+    writer = CacheWriter(path, manifest, attachments)
+    lock = writer.claim(0)
+    try:
+        with pytest.raises(ShardBusyError, match="shard 0 .* is being written by another process"):
+            dump(config, path, world.home)
+    finally:
+        lock.release()
+    dump(config, path, world.home)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"k": 7}, "codec.k (6 there, 7 asked)"),
+        ({"seed": 1}, "packing.seed"),
+        ({"max_length": 16}, "packing.max_length"),
+        ({"shard_tokens": 512}, "shard_tokens (256 there, 512 asked)"),
+        ({"codec": "dense"}, "codec"),
+    ],
+    ids=str,
+)
+def test_a_folder_of_another_cache_is_refused_and_left_alone(
+    world: World, changes: dict[str, object], field: str
+) -> None:
+    path = world.dump().path
+    before = arrays_of(path)
+    with pytest.raises(IdentityMismatchError) as caught:
+        world.dump(**changes)
+
+    assert field in str(caught.value)
+    assert arrays_of(path) == before
+
+
+def test_no_resume_refuses_a_folder_that_exists(world: World) -> None:
+    path = world.dump().path
+    with pytest.raises(IdentityMismatchError, match="exists"):
+        dump(world.config(), path, world.home, resume=False)
+
+
+def test_the_fingerprint_names_content_and_nothing_else(world: World) -> None:
+    base = world.dump("a").manifest.fingerprint
+    copy = world.root / "elsewhere.txt"
+    copy.write_bytes(world.corpus.read_bytes())
+
+    assert world.dump("b", corpus=str(copy), shard_tokens=512, batch_size=3).manifest.fingerprint == base
+    copy.write_text(copy.read_text().replace("ba", "be", 1))
+    assert world.dump("c", corpus=str(copy)).manifest.fingerprint != base
+
+
+def test_the_default_folder_is_in_the_home_and_named_by_content(world: World) -> None:
+    result = dump(world.config(), None, world.home)
+
+    assert result.path == world.home / "caches" / f"teacher-corpus.txt-topk-{result.manifest.fingerprint[:12]}"
+
+
+def test_max_tokens_is_a_limit(world: World) -> None:
+    manifest = world.dump(max_tokens=200).manifest
+
+    assert manifest.num_tokens == 192
+
+
+def test_held_out_sequences_are_the_last_ones(shared_world: World) -> None:
+    manifest = manifest_of(shared_world.root / "cache")
+
+    assert manifest.num_held_out == max(1, round(manifest.num_sequences * 0.02))
+
+
+def test_fidelity_is_measured_from_the_bytes_on_disk(world: World) -> None:
+    path = world.dump("largest", select="largest", k=6).path
+    measured = manifest_of(path).measured
+    assert measured is not None
+    cache = open_cache(path)
+    model = AutoModel.from_pretrained(world.teacher, attn_implementation="eager").eval()
+    total, rows = 0.0, 0
+    for number in range(cache.manifest.num_train, len(cache)):
+        ids = cache[number].input_ids
+        with torch.no_grad():
+            teacher = model(ids[None], output_attentions=True).attentions[-1][0].double()
+        stored = cache[number].relation("attention").double()
+        total += float(torch.special.xlogy(teacher, teacher / stored).nan_to_num().sum())
+        rows += teacher.shape[0] * teacher.shape[1]
+
+    found = measured.fidelity["attention"].kl_teacher_to_stored  # type: ignore[index]
+    assert found == pytest.approx(total / rows, rel=1e-3)
+
+
+def test_more_positions_than_the_teacher_has_are_refused(world: World) -> None:
+    with pytest.raises(InvalidConfigError, match="--max-length 67 is more than teacher"):
+        world.dump(max_length=67, shard_tokens=1024)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": 0}, "--k 0"),
+        ({"k": 33}, "--k 33 is above --max-length 32"),
+        ({"max_length": 3}, "--max-length 3"),
+        ({"shard_tokens": 100}, "--shard-tokens 100 is not a power of two"),
+        ({"shard_tokens": 32}, "--shard-tokens 32"),
+        ({"tail": "uniform"}, "--tail goes with"),
+        ({"rank": 2, "world_size": 2}, "--rank 2 is not below --world-size 2"),
+        ({"batch_size": 0}, "--batch-size 0"),
+        ({"codec": "zip"}, "--codec zip"),
+        ({"seed": -1}, "--seed -1"),
+        ({"max_tokens": 3}, "--max-tokens 3"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(changes: dict[str, object], message: str) -> None:
+    settings = {"teacher": "t", "max_length": 32, **changes}
+    with pytest.raises(InvalidConfigError) as caught:
+        make_config(DumpConfig, **settings)
+
+    assert message in str(caught.value)
+
+
+def test_arrays_have_poison_where_nothing_was_written(shared_world: World) -> None:
+    path = shared_world.root / "cache"
+    manifest = manifest_of(path)
+    group = zarr.open_group(path, mode="r", zarr_format=3)
+    for spec in array_specs(manifest):
+        array = group[spec.path]
+        assert isinstance(array, zarr.Array)
+        slack = np.asarray(array[manifest.shards[0].num_tokens : manifest.shard_tokens])
+
+        assert (slack == array.fill_value).all()
