@@ -26,7 +26,7 @@ for command in (dump, train, info, verify, demo):
     app.command()(command)
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool | None) -> None:
     if wanted:
         typer.echo(__version__)
         raise typer.Exit
@@ -35,8 +35,9 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
-    ] = False,
+        bool | None,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = None,
 ) -> None:
     """Run a teacher once, train many students offline from its cached relations.
 

@@ -59,6 +59,10 @@ class DumpConfig(FrozenSettings):
             raise ValueError(
                 f"--k {self.k} is above --max-length {self.max_length}: a row has no more entries"
             )
+        if self.max_tokens is not None and self.max_tokens < self.max_length:
+            raise ValueError(
+                f"--max-tokens {self.max_tokens} is below --max-length {self.max_length}: not one sequence"
+            )
         if self.tail is not None and (self.codec != "topk" or self.select != "largest"):
             raise ValueError("--tail goes with --codec topk --select largest, and only with it")
         if self.rank >= self.world_size:

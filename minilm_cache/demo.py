@@ -5,7 +5,7 @@ the cache, in turns: what the cache saves, measured where it runs.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,17 +98,22 @@ def _speed(
     objective = choose_objective(config.objective, manifest)
     shape = parse_arch(arch, manifest.identity.relation_heads)
     (trainer,) = build_trainers(config, cache, [shape], objective, TIMED_STEPS, teacher.device)
-    order = SequenceOrder(manifest=manifest, seed=config.seed, buffer_shards=config.buffer_shards)
+    order = SequenceOrder(
+        shards=manifest.shards,
+        num_train=manifest.num_train,
+        seed=config.seed,
+        buffer_shards=config.buffer_shards,
+    )
     pad_token = teacher.tokenizer.pad_token_id
 
-    def batches(with_targets: bool) -> Iterator[StudentBatch]:
+    def batches(*, with_targets: bool) -> Generator[StudentBatch]:
         kinds = objective.relations if with_targets else ()
         return BatchReader(cache, kinds, pad_token, teacher.device).train_batches(order, config.batch_size, 0)
 
     rates: dict[str, list[float]] = {"offline": [], "online": []}
     with ExitStack() as stack:
         tokens_only = stack.enter_context(closing(batches(with_targets=False)))
-        streams = {
+        streams: dict[str, Iterator[StudentBatch]] = {
             "offline": stack.enter_context(closing(batches(with_targets=True))),
             "online": with_live_targets(tokens_only, teacher, objective.relations),
         }

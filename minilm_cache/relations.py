@@ -107,7 +107,7 @@ def mean_row_entropy(
     probs: Float[Tensor, "batch heads query key"], lengths: Int[Tensor, " batch"]
 ) -> Float[Tensor, " batch"]:
     """Return each sequence's mean row entropy over heads and valid rows, nats."""
-    rows = torch.special.entr(probs).sum(-1).mean(1)
+    rows: Tensor = torch.special.entr(probs).sum(-1).mean(1)
     return (rows * key_mask(lengths, rows.shape[-1])).sum(-1) / lengths
 
 
@@ -145,9 +145,11 @@ def relation_kl(
     row_weight = valid[:, None, :] / (lengths.sum() * scores.shape[1])
     rows = targets.rows
     if isinstance(rows, DenseRows):
-        crossed = _DenseCrossEntropy.apply(scores, rows.probs, row_weight)
+        crossed: Tensor = _DenseCrossEntropy.apply(scores, rows.probs, row_weight)  # type: ignore[no-untyped-call]
     else:
-        crossed = _SparseCrossEntropy.apply(scores, rows.index, rows.weight, rows.base, valid, row_weight)
+        crossed = _SparseCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            scores, rows.index, rows.weight, rows.base, valid, row_weight
+        )
     return crossed - (targets.entropy * lengths).sum() / lengths.sum()
 
 

@@ -8,6 +8,7 @@ layers are found by counting calls, because families name and share their module
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ def _tapped_attention(  # noqa: PLR0913 - the signature is transformers'
     dropout: float = 0.0,
     scaling: float | None = None,
     minilm_tap: _Recorder | None = None,
-    **kwargs: object,
+    **kwargs: Any,  # noqa: ANN401 - whatever a family passes on
 ) -> tuple[Tensor, Tensor | None]:
     if minilm_tap is not None:
         _refuse_inexact(module, query, key, kwargs)
@@ -69,7 +70,7 @@ def _tapped_attention(  # noqa: PLR0913 - the signature is transformers'
     )
 
 
-def _refuse_inexact(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, object]) -> None:
+def _refuse_inexact(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
     """Refuse attention that is more than softmax(QK^T), or whose heads do not pair up."""
     if kwargs.get("position_bias") is not None:
         reason = "it adds a position bias to its scores"

@@ -1,4 +1,4 @@
-"""The arrays of a cache and their Zarr v3 metadata, as pure functions of the manifest.
+"""The arrays of a cache and their Zarr v3 metadata, as pure functions of what the cache holds.
 
 The metadata documents are written by us, byte for byte, and compared byte for byte before a reader hands
 a cache to zarr: a stranger's cache can then name no codec, shape or fill value but these.
@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from minilm_cache.storage_schema.manifest import CacheManifest, DenseParameters, RelationKind
+from minilm_cache.storage_schema.manifest import CacheIdentity, DenseParameters, RelationKind
 
 DType = Literal["uint8", "uint16", "uint32", "float16"]
 ITEM_BYTES: Final[dict[DType, int]] = {"uint8": 1, "uint16": 2, "uint32": 4, "float16": 2}
@@ -64,9 +64,8 @@ def index_dtype(max_length: int) -> DType:
     return "uint8" if max_length <= 2**8 else "uint16"
 
 
-def array_specs(manifest: CacheManifest) -> tuple[ArraySpec, ...]:
+def array_specs(identity: CacheIdentity) -> tuple[ArraySpec, ...]:
     """Return every array of a cache, in the order in which they are written."""
-    identity = manifest.identity
     tokens = token_dtype(identity.teacher.vocab_size)
     specs = [
         ArraySpec(
@@ -79,12 +78,11 @@ def array_specs(manifest: CacheManifest) -> tuple[ArraySpec, ...]:
         )
     ]
     for kind in identity.relations:
-        specs.extend(_relation_specs(manifest, kind))
+        specs.extend(_relation_specs(identity, kind))
     return tuple(specs)
 
 
-def _relation_specs(manifest: CacheManifest, kind: RelationKind) -> tuple[ArraySpec, ...]:
-    identity = manifest.identity
+def _relation_specs(identity: CacheIdentity, kind: RelationKind) -> tuple[ArraySpec, ...]:
     heads = identity.relation_heads
     if isinstance(identity.codec, DenseParameters):
         return (
@@ -118,14 +116,14 @@ def _relation_specs(manifest: CacheManifest, kind: RelationKind) -> tuple[ArrayS
     )
 
 
-def zarr_documents(manifest: CacheManifest) -> dict[str, bytes]:
+def zarr_documents(identity: CacheIdentity, num_shards: int, shard_tokens: int) -> dict[str, bytes]:
     """Return every `zarr.json` of a cache: path below the root, exact content."""
-    documents = {"zarr.json": _json(_group({"minilm_cache": {"format_version": manifest.format_version}}))}
-    for spec in array_specs(manifest):
+    documents = {"zarr.json": _json(_group({"minilm_cache": {"format_version": identity.format_version}}))}
+    for spec in array_specs(identity):
         parts = spec.path.split("/")
         for depth in range(1, len(parts)):
             documents["/".join([*parts[:depth], "zarr.json"])] = _json(_group({}))
-        documents[f"{spec.path}/zarr.json"] = _json(_array(spec, manifest))
+        documents[f"{spec.path}/zarr.json"] = _json(_array(spec, num_shards, shard_tokens))
     return documents
 
 
@@ -133,8 +131,7 @@ def _group(attributes: dict[str, object]) -> dict[str, object]:
     return {"zarr_format": 3, "node_type": "group", "attributes": attributes}
 
 
-def _array(spec: ArraySpec, manifest: CacheManifest) -> dict[str, object]:
-    rows = len(manifest.shards) * manifest.shard_tokens
+def _array(spec: ArraySpec, num_shards: int, shard_tokens: int) -> dict[str, object]:
     to_bytes: dict[str, object] = {"name": "bytes"}
     if ITEM_BYTES[spec.dtype] > 1:
         to_bytes["configuration"] = {"endian": "little"}
@@ -144,7 +141,7 @@ def _array(spec: ArraySpec, manifest: CacheManifest) -> dict[str, object]:
         {"name": "crc32c"},
     ]
     sharding = {
-        "chunk_shape": [spec.chunk_tokens(manifest.shard_tokens), *spec.row_shape],
+        "chunk_shape": [spec.chunk_tokens(shard_tokens), *spec.row_shape],
         "codecs": inner,
         "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
         "index_location": "end",
@@ -152,11 +149,11 @@ def _array(spec: ArraySpec, manifest: CacheManifest) -> dict[str, object]:
     return {
         "zarr_format": 3,
         "node_type": "array",
-        "shape": [rows, *spec.row_shape],
+        "shape": [num_shards * shard_tokens, *spec.row_shape],
         "data_type": spec.dtype,
         "chunk_grid": {
             "name": "regular",
-            "configuration": {"chunk_shape": [manifest.shard_tokens, *spec.row_shape]},
+            "configuration": {"chunk_shape": [shard_tokens, *spec.row_shape]},
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": spec.fill_value,

@@ -231,6 +231,11 @@ class CacheManifest(StoredModel):
         return self
 
     @property
+    def num_shards(self) -> int:
+        """Shards, committed or not."""
+        return len(self.shards)
+
+    @property
     def num_train(self) -> int:
         """Sequences that may be trained on: numbers 0 to num_train - 1."""
         return self.num_sequences - self.num_held_out

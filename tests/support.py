@@ -17,7 +17,9 @@ from transformers import (
 from minilm_cache.config import DumpConfig, make_config
 from minilm_cache.dump.run import DumpResult, dump
 
-WORDS = [f"{first}{last}" for first in "bcdfghklmnprst" for last in ("a", "e", "i", "o", "u", "an", "en", "un")]
+WORDS = [
+    f"{first}{last}" for first in "bcdfghklmnprst" for last in ("a", "e", "i", "o", "u", "an", "en", "un")
+]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 VOCABULARY = [*SPECIAL, *WORDS]
 
@@ -67,7 +69,8 @@ def tiny_model(family: str, *, attention: str = "eager", seed: int = 0, **change
         for weight in model.parameters():
             if weight.ndim > 1:
                 weight.mul_(8)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -103,7 +106,9 @@ def write_corpus(path: Path, num_documents: int = 60, seed: int = 0) -> Path:
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    documents = [" ".join(WORDS[draw(0, len(WORDS))] for _ in range(draw(3, 41))) for _ in range(num_documents)]
+    documents = [
+        " ".join(WORDS[draw(0, len(WORDS))] for _ in range(draw(3, 41))) for _ in range(num_documents)
+    ]
     path.write_text("\n\n".join(documents) + "\n")
     return path
 

@@ -157,27 +157,33 @@ def _make_codec(config: DumpConfig) -> Codec:
 
 
 def _name(config: DumpConfig, identity: CacheIdentity) -> str:
-    teacher = Path(config.teacher).name
-    corpus = Path(config.corpus.replace(":", "-")).name
+    teacher, corpus = (_label(name).replace(":", "-") for name in (config.teacher, config.corpus))
     return f"{teacher}-{corpus}-{config.codec}-{identity.fingerprint()[:12]}"
+
+
+def _label(name: str) -> str:
+    """Return a name for people: of a path only its end, since caches travel and paths tell of machines."""
+    end = Path(name).resolve().name or "root"
+    return "".join(letter if letter.isprintable() else "?" for letter in end)[:64]
 
 
 def _plan(
     config: DumpConfig, identity: CacheIdentity, sequences: SequenceTable, attachments: Mapping[str, bytes]
 ) -> CacheManifest:
     """Return the manifest that the dump will fill: everything but what is measured."""
-    draft = CacheManifest.model_construct(
-        format_version=1, identity=identity, shards=(), shard_tokens=2**18, files={}
-    )
-    row_bytes = sum(spec.row_bytes for spec in array_specs(draft))
+    row_bytes = sum(spec.row_bytes for spec in array_specs(identity))
     shard_tokens = config.shard_tokens or default_shard_tokens(row_bytes, config.max_length)
     shards = split_into_shards(sequences.lengths, shard_tokens)
-    draft = draft.model_copy(update={"shards": shards, "shard_tokens": shard_tokens})
-    files = {path: digest_bytes(content) for path, content in (zarr_documents(draft) | attachments).items()}
+    contents = zarr_documents(identity, len(shards), shard_tokens) | dict(attachments)
+    files = {path: digest_bytes(content) for path, content in contents.items()}
     return CacheManifest(
         fingerprint=identity.fingerprint(),
         complete=False,
-        labels=Labels(teacher=config.teacher, corpus=config.corpus, created_by=f"minilm-cache {__version__}"),
+        labels=Labels(
+            teacher=_label(config.teacher),
+            corpus=_label(config.corpus),
+            created_by=f"minilm-cache {__version__}",
+        ),
         identity=identity,
         num_tokens=int(sequences.lengths.sum()),
         num_sequences=len(sequences.lengths),
@@ -240,7 +246,7 @@ class _Job:
         starts = np.cumsum(lengths) - lengths
         rows: _Rows = {
             spec.path: np.zeros((part.num_tokens, *spec.row_shape), dtype=spec.dtype)
-            for spec in array_specs(manifest)
+            for spec in array_specs(manifest.identity)
         }
         rows["tokens"][:] = np.concatenate(tokens.ids).astype(token_dtype(self.teacher.identity.vocab_size))
         entropy = {kind: np.zeros(len(lengths), dtype=np.float32) for kind in RELATIONS}

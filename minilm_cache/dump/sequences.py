@@ -73,7 +73,7 @@ class SequenceTable:
     def lengths(self) -> Ids:
         """Tokens of each sequence, special tokens counted, `(sequences,)`."""
         if self.packing.mode == "records":
-            lengths = np.minimum(self._counts, self._room) + 2
+            lengths: Ids = np.minimum(self._counts, self._room) + 2
         else:
             stream = int(self._stream_ends[-1])
             full, rest = divmod(stream, self._room)
@@ -82,7 +82,7 @@ class SequenceTable:
                 lengths[-1] = rest + 2
         if self.packing.max_tokens is not None:
             kept = int(np.searchsorted(np.cumsum(lengths), self.packing.max_tokens, side="right"))
-            lengths = lengths[: max(kept, 1)]
+            lengths = lengths[:kept]
         return lengths
 
     @property

@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
 )
 from jaxtyping import Float, Int
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -43,7 +44,7 @@ ALIASES: Final = {
 _HUB_FILES: Final = ["*.json", "*.safetensors", "*.txt", "*.model"]
 _VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 """Configuration keys that say nothing about what the model computes."""
-_LOADING_ERRORS: Final = (OSError, ValueError, KeyError, RuntimeError, TypeError)
+_LOADING_ERRORS: Final = (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError)
 """What transformers raises on model folders that it cannot read."""
 
 

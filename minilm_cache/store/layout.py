@@ -33,7 +33,7 @@ def lock_path(shard: int) -> str:
 
 def shard_files(manifest: CacheManifest, shard: int) -> tuple[str, ...]:
     """Return the files of a shard, exactly those that its commit record must list."""
-    arrays = tuple(spec.shard_path(shard) for spec in array_specs(manifest))
+    arrays = tuple(spec.shard_path(shard) for spec in array_specs(manifest.identity))
     return (*arrays, sequences_path(shard))
 
 

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import zarr
 from zarr.abc.store import ByteRequest, RangeByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.core.metadata import ArrayV3Metadata
 from zarr.storage import LocalStore, WrapperStore
 
 from minilm_cache.errors import CacheCorruptError, CacheIncompleteError, CacheNotFoundError
@@ -106,12 +107,16 @@ class CacheReader:
         self.records = self._read_records()
 
     def _check_metadata(self) -> None:
-        for path, expected in zarr_documents(self.manifest).items():
+        for path, expected in self._documents().items():
             found = read_checked(self.root, path, self.manifest.files.get(path))
             if found != expected:
                 raise CacheCorruptError(
                     f"{self.root / path} is not the metadata that the manifest implies. {_REMEDY}"
                 )
+
+    def _documents(self) -> dict[str, bytes]:
+        manifest = self.manifest
+        return zarr_documents(manifest.identity, manifest.num_shards, manifest.shard_tokens)
 
     def _read_records(self) -> dict[int, CommitRecord]:
         records = {}
@@ -124,14 +129,14 @@ class CacheReader:
         return records
 
     @cached_property
-    def _arrays(self) -> dict[str, zarr.Array]:
+    def _arrays(self) -> dict[str, zarr.Array[ArrayV3Metadata]]:
         digests = dict(self.manifest.files)
         for record in self.records.values():
             digests |= record.files
         store = _GuardStore(self.root, digests)
         return {
             spec.path: zarr.open_array(store, path=spec.path, mode="r", zarr_format=3)
-            for spec in array_specs(self.manifest)
+            for spec in array_specs(self.manifest.identity)
         }
 
     def attachment(self, path: str) -> bytes:

@@ -63,12 +63,13 @@ class CacheWriter:
         self.manifest = manifest
         with storage_errors("create the cache", root):
             self._create_or_adopt()
-            for path, content in (attachments | zarr_documents(manifest)).items():
+            metadata = zarr_documents(manifest.identity, manifest.num_shards, manifest.shard_tokens)
+            for path, content in (metadata | dict(attachments)).items():
                 self._put(path, content)
             with zarr.config.set({"array.write_empty_chunks": True}):
                 self._arrays = {
                     spec.path: zarr.open_array(str(root), path=spec.path, mode="r+", zarr_format=3)
-                    for spec in array_specs(manifest)
+                    for spec in array_specs(manifest.identity)
                 }
 
     def _create_or_adopt(self) -> None:
@@ -162,7 +163,9 @@ class CacheWriter:
             StorageError: the file system refused; the shard does not exist then.
         """
         with storage_errors("write", self.root):
-            files = [self._write_rows(spec, shard, rows[spec.path]) for spec in array_specs(self.manifest)]
+            files = [
+                self._write_rows(spec, shard, rows[spec.path]) for spec in array_specs(self.manifest.identity)
+            ]
             files.append(self._write_table(shard, table))
             self._make_durable(files)
             record = CommitRecord(

@@ -1,6 +1,6 @@
 """From a cache's shards to batches for students: read ahead in threads, decoded once for all students."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -65,7 +65,9 @@ class BatchReader:
         self._pad_token = pad_token
         self._device = device
 
-    def train_batches(self, order: SequenceOrder, batch_size: int, first_step: int) -> Iterator[StudentBatch]:
+    def train_batches(
+        self, order: SequenceOrder, batch_size: int, first_step: int
+    ) -> Generator[StudentBatch]:
         """Yield the batches of a run for ever, from one step on; shards and the next batch are read ahead."""
         with (
             closing(self._loaded(order.stream(first_step * batch_size))) as loaded,
@@ -89,7 +91,7 @@ class BatchReader:
             shards = {n: shards.get(n) or self._cache.reader.shard(n) for n in wanted}
             yield self._decode(_gather([(shards, numbers)], self._kinds))
 
-    def _loaded(self, buffers: Iterator[Buffer]) -> Iterator[tuple[Mapping[int, Shard], Buffer]]:
+    def _loaded(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Shard], Buffer]]:
         """Yield each buffer with its shards; those of the next one are read meanwhile."""
         with ThreadPoolExecutor(_READ_THREADS) as threads:
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -25,8 +26,10 @@ class Losses(NamedTuple):
 class Objective(Protocol):
     """A loss."""
 
-    relations: tuple[RelationKind, ...]
-    """Relations that the cache must hold."""
+    @property
+    def relations(self) -> tuple[RelationKind, ...]:
+        """Relations that the cache must hold."""
+        ...
 
     def __call__(self, vectors: Vectors, batch: StudentBatch) -> Losses:
         """Return the loss of a student's last-layer vectors."""
@@ -49,7 +52,7 @@ class MiniLM:
             kind: relation_kl(relation_scores(vectors, kind, mask), batch.targets[kind], batch.lengths)
             for kind in self.relations
         }
-        return Losses(sum(parts.values()), parts)
+        return Losses(torch.stack(list(parts.values())).sum(), parts)
 
 
 OBJECTIVES: dict[str, type[Objective]] = {"minilm": MiniLM}

@@ -199,7 +199,10 @@ class _Run:
             return None
         manifest = self.cache.manifest
         order = SequenceOrder(
-            manifest=manifest, seed=self.config.seed, buffer_shards=self.config.buffer_shards
+            shards=manifest.shards,
+            num_train=manifest.num_train,
+            seed=self.config.seed,
+            buffer_shards=self.config.buffer_shards,
         )
         mean_tokens = manifest.num_tokens / manifest.num_sequences * self.config.batch_size
         progress.start("train", round((self.identity.steps - first) * mean_tokens), "tokens")
@@ -263,7 +266,7 @@ class _Journal:
         students: dict[str, dict[str, float]] = {}
         for at, trainer in enumerate(self._run.trainers):
             taken = [losses[at] for losses in self._pending]
-            means = {kind: _mean([one.parts[kind] for one in taken]) for kind in taken[0].parts}
+            means = {str(kind): _mean([one.parts[kind] for one in taken]) for kind in taken[0].parts}
             total = _mean([one.total for one in taken])
             if not math.isfinite(total):
                 raise DivergedError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.storage_schema.manifest import ShardRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,9 @@ class Buffer:
 class SequenceOrder:
     """The order of one run. Held-out sequences never come."""
 
-    manifest: CacheManifest
+    shards: tuple[ShardRange, ...]
+    num_train: int
+    """Sequences from this number on are held out."""
     seed: int
     buffer_shards: int
     """Shards whose sequences are shuffled together."""
@@ -34,15 +36,14 @@ class SequenceOrder:
     def epoch(self, epoch: int) -> list[Buffer]:
         """Return an epoch's buffers: together, every training sequence once."""
         generator = np.random.default_rng([self.seed, epoch])
-        num_train = self.manifest.num_train
-        ranges = [shard for shard in self.manifest.shards if shard.first_sequence < num_train]
+        ranges = [shard for shard in self.shards if shard.first_sequence < self.num_train]
         order = generator.permutation(len(ranges)).tolist()
         buffers = []
         for at in range(0, len(order), self.buffer_shards):
             shards = tuple(order[at : at + self.buffer_shards])
             sequences = np.concatenate(
                 [
-                    np.arange(first, min(first + ranges[n].num_sequences, num_train))
+                    np.arange(first, min(first + ranges[n].num_sequences, self.num_train))
                     for n in shards
                     for first in [ranges[n].first_sequence]
                 ]
@@ -52,7 +53,7 @@ class SequenceOrder:
 
     def stream(self, position: int) -> Iterator[Buffer]:
         """Yield buffers for ever, from the `position`-th sequence of the run on."""
-        epoch, skipped = divmod(position, self.manifest.num_train)
+        epoch, skipped = divmod(position, self.num_train)
         while True:
             for buffer in self.epoch(epoch):
                 rest = buffer.sequences[skipped:]

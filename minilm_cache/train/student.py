@@ -173,6 +173,8 @@ def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, 
 def build_student(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """Return a student with initial weights drawn from the seed, ready to be tapped."""
     torch.manual_seed(seed)
-    model = AutoModel.from_config(config, attn_implementation=ATTENTION, trust_remote_code=False)
+    model = AutoModel.from_config(
+        config, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
+    )
     assert isinstance(model, PreTrainedModel)
-    return model.float()
+    return model

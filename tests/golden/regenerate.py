@@ -1,4 +1,4 @@
-"""Write what format 1 looks like: a cache and codec bytes. Never part of a test run.
+"""Write what format 1 looks like: its JSON Schema, a cache, and codec bytes. Never part of a test run.
 
 Run it by hand, from the repository's root, when a new format version is released, into a folder of that
 version; what an earlier version wrote stays as it is:
@@ -9,6 +9,7 @@ version; what an earlier version wrote stays as it is:
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from minilm_cache.codecs.base import Codec
 from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.topk import TopKCodec
 from minilm_cache.relations import key_mask, to_dense
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind
 from tests.support import World, save_teacher, write_corpus
 
 HERE = Path(__file__).parent
@@ -40,7 +41,8 @@ def write_codec_bytes() -> None:
         expected = to_dense(decoded, lengths, 12).numpy()
         folder = HERE / "codecs"
         folder.mkdir(exist_ok=True)
-        np.savez(folder / f"{name}.npz", expected=expected, lengths=lengths.numpy(), **rows)
+        arrays: dict[str, Any] = {**rows, "expected": expected, "lengths": lengths.numpy()}
+        np.savez(folder / f"{name}.npz", **arrays)
         (folder / f"{name}.json").write_text(json.dumps(codec.parameters.model_dump(mode="json")) + "\n")
 
 
@@ -54,7 +56,7 @@ def write_cache() -> None:
         path = HERE / "v1"
         world.dump(str(path), shard_tokens=128, max_length=16, k=4)
     cache = open_cache(path)
-    expected = {}
+    expected: dict[str, Any] = {}
     for number in range(len(cache)):
         sequence = cache[number]
         expected[f"ids_{number}"] = sequence.input_ids.numpy()
@@ -63,6 +65,13 @@ def write_cache() -> None:
     np.savez_compressed(HERE / "v1.npz", **expected)
 
 
+def write_schema() -> None:
+    """Write the JSON Schema of the manifest."""
+    schema = json.dumps(CacheManifest.model_json_schema(), indent=1)
+    (HERE.parents[1] / "storage_schema/v1.schema.json").write_text(schema + "\n")
+
+
 if __name__ == "__main__":
+    write_schema()
     write_codec_bytes()
     write_cache()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -47,7 +48,7 @@ def stop_after(calls: int) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("codec", [{"k": 6}, {"select": "largest"}, {"codec": "dense"}], ids=str)
 def test_every_array_opens_with_plain_zarr_and_is_what_the_spec_says(
-    world: World, codec: dict[str, object]
+    world: World, codec: dict[str, Any]
 ) -> None:
     """storage_schema/SPEC.md, read without this project's reader."""
     path = world.dump(**codec).path
@@ -76,7 +77,7 @@ def test_every_array_opens_with_plain_zarr_and_is_what_the_spec_says(
             assert (sequence[0], sequence[-1]) == (2, 3)  # [CLS] ... [SEP]
             assert not set(sequence[1:-1].tolist()) & {0, 2}
             if codec.get("codec") != "dense":
-                gaps = group[f"relations/attention/gap"]
+                gaps = group["relations/attention/gap"]
                 assert isinstance(gaps, zarr.Array)
                 columns = np.asarray(gaps[row["offset"] : row["offset"] + row["length"]]).cumsum(-1)
                 assert columns.max() < row["length"]
@@ -192,13 +193,11 @@ def test_a_shard_has_one_writer(world: World) -> None:
         dump(world.config(), path, world.home, should_stop=lambda: True)
     config = world.config()
     manifest = manifest_of(path)
-    attachments = {
-        name: (path / name).read_bytes() for name in manifest.files if name.startswith("teacher/")
-    }
+    attachments = {name: (path / name).read_bytes() for name in manifest.files if name.startswith("teacher/")}
     writer = CacheWriter(path, manifest, attachments)
     lock = writer.claim(0)
     try:
-        with pytest.raises(ShardBusyError, match="shard 0 .* is being written by another process"):
+        with pytest.raises(ShardBusyError, match=r"shard 0 .* is being written by another process"):
             dump(config, path, world.home)
     finally:
         lock.release()
@@ -217,7 +216,7 @@ def test_a_shard_has_one_writer(world: World) -> None:
     ids=str,
 )
 def test_a_folder_of_another_cache_is_refused_and_left_alone(
-    world: World, changes: dict[str, object], field: str
+    world: World, changes: dict[str, Any], field: str
 ) -> None:
     path = world.dump().path
     before = arrays_of(path)
@@ -247,7 +246,9 @@ def test_the_fingerprint_names_content_and_nothing_else(world: World) -> None:
 def test_the_default_folder_is_in_the_home_and_named_by_content(world: World) -> None:
     result = dump(world.config(), None, world.home)
 
-    assert result.path == world.home / "caches" / f"teacher-corpus.txt-topk-{result.manifest.fingerprint[:12]}"
+    assert (
+        result.path == world.home / "caches" / f"teacher-corpus.txt-topk-{result.manifest.fingerprint[:12]}"
+    )
 
 
 def test_max_tokens_is_a_limit(world: World) -> None:
@@ -300,6 +301,7 @@ def test_more_positions_than_the_teacher_has_are_refused(world: World) -> None:
         ({"codec": "zip"}, "--codec zip"),
         ({"seed": -1}, "--seed -1"),
         ({"max_tokens": 3}, "--max-tokens 3"),
+        ({"max_tokens": 20}, "--max-tokens 20 is below --max-length 32"),
     ],
     ids=str,
 )
@@ -315,7 +317,7 @@ def test_arrays_have_poison_where_nothing_was_written(shared_world: World) -> No
     path = shared_world.root / "cache"
     manifest = manifest_of(path)
     group = zarr.open_group(path, mode="r", zarr_format=3)
-    for spec in array_specs(manifest):
+    for spec in array_specs(manifest.identity):
         array = group[spec.path]
         assert isinstance(array, zarr.Array)
         slack = np.asarray(array[manifest.shards[0].num_tokens : manifest.shard_tokens])

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer
 
+from minilm_cache.cache import open_cache
 from minilm_cache.config import TrainConfig, make_config
 from minilm_cache.dump.teacher import Teacher, TeacherSource
 from minilm_cache.errors import (
@@ -22,8 +23,13 @@ from minilm_cache.errors import (
 )
 from minilm_cache.live import with_live_targets
 from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.tap import ATTENTION, TappedModel
+from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.objective import MiniLM
 from minilm_cache.train.run import TrainResult, train
-from tests.support import TINY, World, save_teacher
+from minilm_cache.train.sampler import SequenceOrder
+from tests.support import TINY, World, save_teacher, tiny_model
+from tests.unit.test_tap import with_attention
 
 KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
 
@@ -40,8 +46,8 @@ def weights(result: TrainResult) -> dict[str, dict[str, torch.Tensor]]:
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     assert left.keys() == right.keys()
-    for name in left:
-        assert torch.equal(left[name], right[name]), name
+    for name, weight in left.items():
+        assert torch.equal(weight, right[name]), name
 
 
 def stop_after(calls: int) -> Callable[[], bool]:
@@ -73,9 +79,10 @@ def test_students_of_every_family_are_huggingface_folders(tmp_path: Path, family
 
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
-    assert encoded["input_ids"].tolist() == AutoTokenizer.from_pretrained(world.teacher)(
-        "ba be", return_tensors="pt"
-    )["input_ids"].tolist()
+    assert (
+        encoded["input_ids"].tolist()
+        == AutoTokenizer.from_pretrained(world.teacher)("ba be", return_tensors="pt")["input_ids"].tolist()
+    )
     hidden = model(input_ids=encoded["input_ids"]).last_hidden_state
     assert hidden.shape == (1, encoded["input_ids"].shape[1], 16)
     assert model.config.model_type == family
@@ -83,9 +90,7 @@ def test_students_of_every_family_are_huggingface_folders(tmp_path: Path, family
 
 
 def test_a_factorised_student_of_bert_is_an_electra(world: World) -> None:
-    result = train(
-        settings(arch=("2x16:e8",), steps=2), world.dump().path, world.root / "run", world.home
-    )
+    result = train(settings(arch=("2x16:e8",), steps=2), world.dump().path, world.root / "run", world.home)
     model = AutoModel.from_pretrained(result.student_path("2x16:e8"))
 
     assert model.config.model_type == "electra"
@@ -243,18 +248,12 @@ def test_settings_out_of_range_are_refused(changes: dict[str, object], message: 
 
 def test_targets_from_the_cache_are_those_of_the_live_teacher(world: World) -> None:
     """Parity: decoded dense cache + objective = live teacher + objective, within float16 rounding."""
-    from minilm_cache.cache import open_cache
-    from minilm_cache.train.batches import BatchReader
-    from minilm_cache.train.objective import MiniLM
-    from minilm_cache.train.sampler import SequenceOrder
-    from tests.unit.test_tap import with_attention
-    from tests.support import tiny_model
-    from minilm_cache.tap import ATTENTION, TappedModel
-
     cache = open_cache(world.dump(codec="dense", packing="records").path)
     device = torch.device("cpu")
     teacher = Teacher(TeacherSource(name="t", folder=world.teacher), device)
-    order = SequenceOrder(manifest=cache.manifest, seed=0, buffer_shards=2)
+    order = SequenceOrder(
+        shards=cache.manifest.shards, num_train=cache.manifest.num_train, seed=0, buffer_shards=2
+    )
     stored = BatchReader(cache, KINDS, 0, device).train_batches(order, 6, 0)
     live = with_live_targets(BatchReader(cache, (), 0, device).train_batches(order, 6, 0), teacher, KINDS)
     student = TappedModel(with_attention(tiny_model("bert", seed=9), ATTENTION))

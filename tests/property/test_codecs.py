@@ -37,7 +37,7 @@ def round_trip(codec: Codec, probs: Tensor, lengths: Tensor) -> Tensor:
 def relations(draw: st.DrawFn, max_size: int = 24) -> tuple[Tensor, Tensor]:
     """Rows of two heads with padding: peaked, flat, tied, one-hot, with zeros and subnormals."""
     size = draw(st.integers(1, max_size))
-    lengths = torch.tensor(draw(st.lists(st.integers(1, size), min_size=1, max_size=3)) + [size])
+    lengths = torch.tensor([*draw(st.lists(st.integers(1, size), min_size=1, max_size=3)), size])
     seed = draw(st.integers(0, 2**31))
     sharpness = draw(st.sampled_from([0.0, 0.5, 2.0, 8.0, 60.0, 1e4]))
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +68,9 @@ def test_rows_are_distributions_over_valid_columns(codec: Codec, relation: tuple
 
     assert bool((stored >= -1e-6).all())
     sums = stored.sum(-1).transpose(1, 2)[valid]
-    torch.testing.assert_close(sums, torch.ones_like(sums), atol=2e-3 if codec is CODECS[-1] else 1e-5, rtol=0)
+    torch.testing.assert_close(
+        sums, torch.ones_like(sums), atol=2e-3 if codec is CODECS[-1] else 1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("codec", TOPK, ids=repr)
@@ -82,7 +84,7 @@ def test_every_row_has_exactly_k_entries(codec: TopKCodec, relation: tuple[Tenso
     assert isinstance(decoded, SparseRows)
     assert {name: values.shape[-1] for name, values in rows.items()} == {"gap": codec.k, "weight": codec.k}
     assert bool((decoded.index.diff(dim=-1) >= 0).all())
-    assert bool((rows["weight"] <= LAST_CODE).all())
+    assert int(rows["weight"].max()) <= LAST_CODE
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -217,7 +219,7 @@ def test_values_that_are_never_written_are_an_error(damage: str) -> None:
 def test_a_weight_scale_of_another_release_is_refused() -> None:
     parameters = TopKParameters(k=4, select="pps", tail=None, weight_ratio=1.5, seed=0)
 
-    with pytest.raises(UnsupportedFormatError, match="weight ratio 1.5"):
+    with pytest.raises(UnsupportedFormatError, match=r"weight ratio 1\.5"):
         build_codec(parameters, 24)
 
 
@@ -229,7 +231,9 @@ def test_golden_bytes_decode_to_the_rows_they_were_released_with(name: str) -> N
     expected = torch.from_numpy(arrays.pop("expected"))
     lengths = torch.from_numpy(arrays.pop("lengths"))
     parameters = json.loads((GOLDEN / f"{name}.json").read_text())
-    model = {"topk": TopKParameters, "dense": DenseParameters}[parameters["name"]]
+    model: type[TopKParameters | DenseParameters] = (
+        TopKParameters if parameters["name"] == "topk" else DenseParameters
+    )
     codec = build_codec(model.model_validate_json(json.dumps(parameters)), expected.shape[-1])
     decoded = codec.decode({key: torch.from_numpy(values) for key, values in arrays.items()}, lengths)
 

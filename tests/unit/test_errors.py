@@ -10,9 +10,7 @@ from minilm_cache.errors import ErrorKind, MiniLMCacheError
 
 def all_errors() -> list[type[MiniLMCacheError]]:
     found = [value for value in vars(errors).values() if isinstance(value, type)]
-    return [
-        value for value in found if issubclass(value, MiniLMCacheError) and value is not MiniLMCacheError
-    ]
+    return [value for value in found if issubclass(value, MiniLMCacheError) and value is not MiniLMCacheError]
 
 
 def test_every_kind_belongs_to_exactly_one_error() -> None:

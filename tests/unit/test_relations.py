@@ -128,7 +128,8 @@ def test_entropy_is_that_of_torch_distributions() -> None:
 
 @pytest.mark.parametrize("kind", list(RelationKind))
 def test_scores_are_float32_under_autocast(kind: RelationKind) -> None:
-    vectors = Vectors(*(torch.randn(1, 2, 5, 8, dtype=torch.bfloat16) for _ in range(3)), None, 8**-0.5)
+    query, key, value = torch.randn(3, 1, 2, 5, 8, dtype=torch.bfloat16)
+    vectors = Vectors(query, key, value, mask=None, scaling=8**-0.5)
     with torch.autocast("cpu", torch.bfloat16):
         scores = relation_scores(vectors, kind, torch.ones(1, 1, 1, 5, dtype=torch.bool))
 
@@ -137,7 +138,8 @@ def test_scores_are_float32_under_autocast(kind: RelationKind) -> None:
 
 def test_the_models_own_mask_hides_columns_of_attention_but_not_of_values() -> None:
     window = torch.ones(5, 5, dtype=torch.bool).tril(1).triu(-1)[None, None]
-    vectors = Vectors(*(torch.randn(1, 2, 5, 8) for _ in range(3)), window, 8**-0.5)
+    query, key, value = torch.randn(3, 1, 2, 5, 8)
+    vectors = Vectors(query, key, value, mask=window, scaling=8**-0.5)
     attention = relation_probs(vectors, RelationKind.ATTENTION, torch.tensor([5]))
     value = relation_probs(vectors, RelationKind.VALUE, torch.tensor([5]))
 

@@ -1,0 +1,1 @@
+"""Measurements behind the numbers in README, docs and docstrings. See README.md here."""

@@ -1,0 +1,28 @@
+"""Declared inputs: the embedded teacher over the embedded text."""
+
+import torch
+from torch import Tensor
+
+from minilm_cache.dump.corpus import PYTHON_DOCS, load_corpus
+from minilm_cache.dump.sequences import SequenceTable
+from minilm_cache.dump.teacher import MINI, Teacher, locate_teacher
+from minilm_cache.storage_schema.manifest import Packing, RelationKind
+
+KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
+
+
+def mini_teacher() -> Teacher:
+    """Return the embedded teacher, on the CPU."""
+    return Teacher(locate_teacher(MINI), torch.device("cpu"))
+
+
+def mini_relations(
+    teacher: Teacher, length: int, num_tokens: int
+) -> tuple[dict[RelationKind, Tensor], Tensor]:
+    """Return relations of the corpus's first full sequences, and their lengths."""
+    packing = Packing(mode="packed", max_length=length, max_tokens=num_tokens, seed=0)
+    sequences = SequenceTable(load_corpus(PYTHON_DOCS), teacher.tokenizer, packing)
+    batch = sequences.read(0, num_tokens // length)
+    ids = torch.stack([torch.from_numpy(row) for row in batch.ids])
+    lengths = torch.full((len(ids),), length)
+    return dict(teacher.relations(ids, lengths, KINDS)), lengths

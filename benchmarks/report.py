@@ -1,0 +1,28 @@
+"""Results as JSON files beside the benchmarks, with what they were measured on."""
+
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_result(name: str, result: dict[str, object]) -> None:
+    """Write `results/NAME.json` and print it."""
+    document = {
+        "benchmark": name,
+        "machine": {
+            "cores": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "python": platform.python_version(),
+            **{package: version(package) for package in ("torch", "transformers", "zarr", "numpy")},
+        },
+        **result,
+    }
+    text = json.dumps(document, indent=1)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+    print(text)
