@@ -354,9 +354,9 @@ class Process:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_dump_keeps_its_shards_and_goes_on(world: World, number: signal.Signals) -> None:
-    world.corpus.write_text(world.corpus.read_text() * 30)
-    arguments = dump_arguments(world, "--batch-size", 1)
-    process = Process(world, *arguments)
+    world.corpus.write_text(world.corpus.read_text() * 20)
+    arguments = dump_arguments(world, "--shard-tokens", 1024)
+    process = Process(world, *arguments, "--batch-size", 1)
     process.wait_for(world.root / "cache/commits/00001.json")
     process.process.send_signal(number)
     code, err = process.end()
@@ -412,13 +412,13 @@ def test_a_file_system_that_refuses_is_one_line(world: World) -> None:
 
 
 def test_a_killed_dump_resumes(world: World) -> None:
-    world.corpus.write_text(world.corpus.read_text() * 10)
-    expected = world.dump("whole").path
-    process = Process(world, *dump_arguments(world, "--batch-size", 1))
+    world.corpus.write_text(world.corpus.read_text() * 5)
+    expected = world.dump("whole", batch_size=4).path
+    process = Process(world, *dump_arguments(world, "--batch-size", 4))
     process.wait_for(world.root / "cache/commits/00001.json")
     process.process.kill()
     process.end()
-    code, err = Process(world, *dump_arguments(world)).end()
+    code, err = Process(world, *dump_arguments(world, "--batch-size", 4)).end()
 
     assert code == 0, err
     files = [file.relative_to(expected) for file in (expected / "relations").rglob("*") if file.is_file()]
