@@ -33,17 +33,17 @@ def pcodec(array: Array) -> int:
 
 def sizes(rows: Mapping[str, Array]) -> dict[str, int]:
     """Return the bytes of one relation, stored in each way."""
-    gap = rows["gap"]
-    column = gap.astype(np.int64).cumsum(-1).astype(gap.dtype)
+    gap = rows["gap"].astype(np.int64) + (rows["gap_high"].astype(np.int64) << 8 if "gap_high" in rows else 0)
+    column = gap.cumsum(-1)
+    narrow = np.uint16 if "gap_high" in rows else np.uint8
+    parts = [values for name, values in rows.items() if name.startswith("gap")]
     weight = zstd(rows["weight"], 1)
-    return {
-        "column, zstd 1": zstd(column, 1) + weight,
-        "column, zstd 9": zstd(column, 9) + weight,
-        "column, pcodec": pcodec(column) + weight,
-        "gap, zstd 1": zstd(gap, 1) + weight,
-        "gap, zstd 9": zstd(gap, 9) + weight,
-        "gap, pcodec": pcodec(gap) + weight,
-    }
+    found = {"column, pcodec": pcodec(column) + weight, "gap, pcodec": pcodec(gap) + weight}
+    for level in (1, 9):
+        found[f"column, zstd {level}"] = zstd(column.astype(narrow), level) + weight
+        found[f"gap, zstd {level}"] = zstd(gap.astype(narrow), level) + weight
+        found[f"gap, bytes apart, zstd {level}"] = sum(zstd(part, level) for part in parts) + weight
+    return found
 
 
 def main() -> None:

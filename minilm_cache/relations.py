@@ -154,10 +154,9 @@ def relation_kl(
 
 
 def _softmax_and_lse(scores: Tensor) -> tuple[Tensor, Tensor]:
-    top = scores.amax(-1, keepdim=True)
-    probs = (scores - top).exp_()
-    total = probs.sum(-1, keepdim=True)
-    return probs.div_(total), (total.log_() + top).squeeze(-1)
+    probs = scores.softmax(-1)
+    # The greatest probability is exp(0) over the sum, so the sum need not be computed again.
+    return probs, scores.amax(-1) - probs.amax(-1).log()
 
 
 class _DenseCrossEntropy(torch.autograd.Function):
@@ -173,7 +172,8 @@ class _DenseCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         probs, target, row_weight = ctx.saved_tensors
-        return (probs - target).mul_((row_weight * grads[0])[..., None]), None, None
+        # In place: autograd refuses a second backward pass through what has been changed.
+        return probs.sub_(target).mul_((row_weight * grads[0])[..., None]), None, None
 
 
 class _SparseCrossEntropy(torch.autograd.Function):
@@ -200,7 +200,7 @@ class _SparseCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         probs, index, weight, base, valid, row_weight = ctx.saved_tensors
         scale = (row_weight * grads[0])[..., None]
-        gradient = probs * scale
+        gradient = probs.mul_(scale)
         gradient.scatter_add_(-1, index, -weight * scale)
         if base is not None:
             gradient -= (base[..., None] * scale) * valid[:, None, None, :]

@@ -19,8 +19,10 @@ INNER_CHUNK_BYTES: Final = 2**18
 ZSTD_LEVEL: Final = 1
 """Measured in benchmarks/compressors.py: higher levels gain under 2 % on these arrays."""
 
-WEIGHT_NEVER_WRITTEN: Final = 255
-"""Fill value of weights; no stored entry has it."""
+NEVER_WRITTEN: Final = 255
+"""Fill value of bytes; no finished shard has it as a weight."""
+MAX_ONE_BYTE_LENGTH: Final = 2**8
+"""Longest sequence whose columns fit one byte; of longer ones the high byte is an array of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +61,6 @@ def token_dtype(vocab_size: int) -> DType:
     return "uint16" if vocab_size < 2**16 else "uint32"
 
 
-def index_dtype(max_length: int) -> DType:
-    """Return the smallest dtype that holds every column of a row."""
-    return "uint8" if max_length <= 2**8 else "uint16"
-
-
 def array_specs(identity: CacheIdentity) -> tuple[ArraySpec, ...]:
     """Return every array of a cache, in the order in which they are written."""
     tokens = token_dtype(identity.teacher.vocab_size)
@@ -95,24 +92,21 @@ def _relation_specs(identity: CacheIdentity, kind: RelationKind) -> tuple[ArrayS
                 meaning="probability of each column of the token's row; 0 beyond the sequence's length",
             ),
         )
-    gap = index_dtype(identity.packing.max_length)
-    return (
+    gaps = {
+        "gap": "low byte of the column of the entry minus that of the entry before; of the first its column"
+    }
+    if identity.packing.max_length > MAX_ONE_BYTE_LENGTH:
+        gaps["gap_high"] = "high byte of the same"
+    return tuple(
         ArraySpec(
-            path=f"relations/{kind}/gap",
-            dtype=gap,
-            row_shape=(heads, identity.codec.k),
-            dimension_names=("token", "head", "entry"),
-            fill_value=2 ** (8 * ITEM_BYTES[gap]) - 1,
-            meaning="column of the entry minus that of the entry before; of the first entry its column",
-        ),
-        ArraySpec(
-            path=f"relations/{kind}/weight",
+            path=f"relations/{kind}/{name}",
             dtype="uint8",
             row_shape=(heads, identity.codec.k),
             dimension_names=("token", "head", "entry"),
-            fill_value=WEIGHT_NEVER_WRITTEN,
-            meaning="code of the entry's weight",
-        ),
+            fill_value=NEVER_WRITTEN,
+            meaning=meaning,
+        )
+        for name, meaning in {**gaps, "weight": "code of the entry's weight"}.items()
     )
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -123,10 +124,12 @@ def test_largest_stores_exactly_the_top_k(relation: tuple[Tensor, Tensor], k: in
             for row in range(length):
                 kept = code[at, head, row] > 0
                 columns = decoded.index[at, head, row][kept]
-                expected = [p for p in oracle[at, head, row][:k].tolist() if p >= scale.smallest]
+                largest = oracle[at, head, row][:k].tolist()
+                expected = largest[: len(columns)]
                 found = probs[at, head, row][columns].sort(descending=True).values
 
                 assert len(set(columns.tolist())) == len(columns)
+                assert all(p < scale.smallest * 1.001 for p in largest[len(columns) :])
                 assert found.tolist() == pytest.approx(expected, rel=1e-6)
                 weights = scale.value(code[at, head, row][kept].long()).sort(descending=True).values
                 assert weights.tolist() == pytest.approx(expected, rel=0.031)
@@ -214,6 +217,21 @@ def test_values_that_are_never_written_are_an_error(damage: str) -> None:
 
     with pytest.raises(CacheCorruptError, match="beyond its sequence or a weight that is none"):
         codec.decode(as_tensors(rows), torch.tensor([24]))
+
+
+@pytest.mark.parametrize("select", ["pps", "largest"])
+def test_columns_of_long_rows_take_two_bytes(select: Literal["pps", "largest"]) -> None:
+    scores = torch.randn(1, 2, 600, 600, generator=torch.Generator().manual_seed(4))
+    scores[..., :590] -= 12.0
+    codec = TopKCodec(max_length=600, k=4, select=select, tail="uniform" if select == "largest" else None)
+    rows = codec.encode(scores.softmax(-1), KIND, [0], torch.tensor([600]))
+    decoded = codec.decode(as_tensors(rows), torch.tensor([600]))
+
+    assert isinstance(decoded, SparseRows)
+    assert {name: values.dtype for name, values in rows.items()} == dict.fromkeys(
+        ("gap", "gap_high", "weight"), np.dtype("uint8")
+    )
+    assert int(decoded.index.min()) >= 590 if select == "largest" else int(decoded.index.max()) >= 590
 
 
 def test_a_weight_scale_of_another_release_is_refused() -> None:
