@@ -1,6 +1,7 @@
 """The only place that prints: results on stdout, progress and messages on stderr."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.table import Table
 from rich.text import Text
 
+_STDERR = 2
 _PLAIN_PERIOD_S = 30.0
 """Seconds between lines of progress where stderr is not a terminal."""
 
@@ -106,6 +108,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for row in rows:
         table.add_row(*row)
     Console(file=sys.stdout).print(table, markup=False, highlight=False)
+
+
+def print_from_signal(message: str) -> None:
+    """Print one line from a signal handler, where nothing that holds a lock may be called."""
+    os.write(_STDERR, f"{message}\n".encode())
 
 
 def print_error(message: str) -> None:

@@ -17,7 +17,7 @@ def demo(json: JsonOption = False) -> None:
     from minilm_cache.demo import run_demo  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal(progress) as should_stop:
+    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         result = run_demo(home(), progress, should_stop)
     manifest = result.dump.manifest
     record = result.train.record

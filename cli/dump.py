@@ -22,11 +22,15 @@ def dump(  # noqa: PLR0913 - one parameter for each option
             help="python-docs, a .txt/.jsonl/.csv/.parquet file, a folder, or hf:ID [default: python-docs]"
         ),
     ] = None,
-    text_column: Annotated[str, typer.Option(help="Column with the text, in records")] = "text",
+    text_column: Annotated[
+        str | None, typer.Option(help="Column with the text, in records [default: text]")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the cache [default: in the cache home]")] = None,
     codec: Annotated[str, typer.Option(help="topk or dense")] = "topk",
-    k: Annotated[int, typer.Option(help="Entries per row, for topk")] = 16,
-    select: Annotated[str, typer.Option(help="pps (unbiased sample) or largest, for topk")] = "pps",
+    k: Annotated[int | None, typer.Option(help="Entries per row, for topk [default: 16]")] = None,
+    select: Annotated[
+        str | None, typer.Option(help="pps (unbiased sample) or largest, for topk [default: pps]")
+    ] = None,
     tail: Annotated[
         str | None, typer.Option(help="uniform or renormalise, for largest [default: uniform]")
     ] = None,
@@ -77,7 +81,7 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         device=device,
     )
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal(progress) as should_stop:
+    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         if corpus is None:
             progress.note(f"no --corpus given: taking {config.corpus}")
         result = run_dump(config, out, home(), resume=resume, progress=progress, should_stop=should_stop)
@@ -100,6 +104,7 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     print_pairs(
         {
             "cache": result.path,
+            "state": "complete" if manifest.complete else "incomplete: other ranks have shards to write",
             "fingerprint": manifest.fingerprint,
             "shards": f"{result.shards_written} written, {result.shards_kept} there before, "
             f"{len(manifest.shards)} in all",

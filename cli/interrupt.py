@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.cli.console import print_from_signal
+from minilm_cache.progress import ShouldStop
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def stop_on_signal(progress: Progress) -> Iterator[ShouldStop]:
+def stop_on_signal() -> Iterator[ShouldStop]:
     """Yield what a run asks between steps; while the block runs, signals make it true."""
     asked = False
     before = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -21,7 +22,7 @@ def stop_on_signal(progress: Progress) -> Iterator[ShouldStop]:
         del frame
         asked = True
         signal.signal(number, signal.default_int_handler)
-        progress.note("stopping after this step; once more to stop at once")
+        print_from_signal("stopping after this step; once more to stop at once")
 
     for number in _SIGNALS:
         signal.signal(number, ask)

@@ -54,6 +54,10 @@ def run(arguments: Sequence[str]) -> int:
     except typer.TyperException as error:
         message = f"{error.format_message()} See `minilm-cache --help`."
         return _fail(arguments, ErrorKind.INVALID_CONFIG, message, error.exit_code)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        message = f"{where}{error.strerror or error}. Check the disk and permissions, then run it again."
+        return _fail(arguments, ErrorKind.STORAGE, message, 1)
     except (KeyboardInterrupt, typer.Abort):
         return _fail(arguments, ErrorKind.INTERRUPTED, "interrupted at once.", InterruptedRunError.exit_code)
     return int(code or 0)

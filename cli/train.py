@@ -64,7 +64,7 @@ def train(  # noqa: PLR0913 - one parameter for each option
         device=device,
     )
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal(progress) as should_stop:
+    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         path = cache
         if path is None:
             path = newest_cache(home())
@@ -98,7 +98,7 @@ def train(  # noqa: PLR0913 - one parameter for each option
 def students_table(students: Sequence[StudentRecord]) -> None:
     """Print what training has made of students."""
     print_table(
-        "KL(teacher, student) on held-out sequences, before -> after (nats)",
+        f"KL({students[0].target}, student) on held-out sequences, before -> after (nats)",
         ["student", "parameters", "attention", "value"],
         [[student.arch, f"{student.num_parameters:,}", *_changes(student)] for student in students],
     )

@@ -22,7 +22,7 @@ def verify(
 
     Example: minilm-cache verify --full notes.cache
     """
-    from minilm_cache.cache import newest_cache  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.cache import check_rows, newest_cache  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.store.verify import verify as run_verify  # noqa: PLC0415 - likewise
 
     with TerminalProgress().shown() as progress:
@@ -30,7 +30,9 @@ def verify(
         if path is None:
             path = newest_cache(home())
             progress.note(f"no CACHE given: taking the newest complete one, {path}")
-        verdict = run_verify(path, full=full, num_threads=os.cpu_count() or 1, progress=progress)
+        verdict = run_verify(
+            path, full=full, num_threads=os.cpu_count() or 1, progress=progress, check_rows=check_rows
+        )
     if json:
         print_json({"cache": str(path), "full": full, **asdict(verdict)})
     else:

@@ -11,11 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minilm_cache.codecs.chain import build_codec
-from minilm_cache.errors import CacheIncompleteError
+from minilm_cache.errors import CacheIncompleteError, MiniLMCacheError
 from minilm_cache.relations import RowTargets, to_dense
 from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind
 from minilm_cache.store.layout import shard_of
-from minilm_cache.store.reader import CacheReader, Shard
+from minilm_cache.store.reader import CacheReader, Shard, read_manifest
 
 _SHARDS_KEPT = 2
 
@@ -99,6 +99,19 @@ class CachedSequence:
         )
 
 
+def check_rows(reader: CacheReader, shard: Shard) -> None:
+    """Decode every relation of a shard.
+
+    Raises:
+        CacheCorruptError: rows that the codec never writes.
+    """
+    cache = Cache(reader)
+    for number in range(shard.first_sequence, shard.first_sequence + len(shard.lengths)):
+        sequence = CachedSequence(cache, number, shard)
+        for kind in cache.manifest.identity.relations:
+            sequence.target_rows(kind)
+
+
 def relation_rows(
     rows: Mapping[str, npt.NDArray[np.generic]], kind: RelationKind
 ) -> dict[str, npt.NDArray[np.generic]]:
@@ -128,9 +141,9 @@ def newest_cache(home: Path) -> Path:
     found = []
     for manifest in home.glob("caches/*/manifest.json"):
         try:
-            if CacheReader(manifest.parent, partial=True).manifest.complete:
+            if read_manifest(manifest.parent).complete:
                 found.append((manifest.stat().st_mtime, manifest.parent))
-        except (ValueError, OSError, CacheIncompleteError):
+        except MiniLMCacheError:  # damaged, or newer than this release: not one to choose unasked
             continue
     if not found:
         raise CacheIncompleteError(

@@ -25,8 +25,8 @@ class DumpConfig(FrozenSettings):
     """`mini`, an alias, a folder or a hub id."""
     corpus: str = "python-docs"
     """`python-docs`, a file, a folder, or `hf:ID[:CONFIG][:SPLIT]`."""
-    text_column: str = "text"
-    """Column of the text in records."""
+    text_column: str | None = None
+    """Column of the text in records; none: `text`."""
     packing: Literal["packed", "records"] = "packed"
     """Join documents to full length, or one sequence per document."""
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
@@ -34,9 +34,10 @@ class DumpConfig(FrozenSettings):
     max_tokens: Annotated[int, Field(ge=4)] | None = None
     """Tokens at most; none: the whole corpus."""
     codec: Literal["topk", "dense"] = "topk"
-    k: Annotated[int, Field(ge=1)] = 16
-    """Entries per row of codec `topk`."""
-    select: Literal["pps", "largest"] = "pps"
+    k: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Entries per row of codec `topk`; none: 16."""
+    select: Literal["pps", "largest"] | None = None
+    """Of codec `topk`; none: pps."""
     tail: Literal["uniform", "renormalise"] | None = None
     """For select=largest; none: uniform."""
     shard_tokens: Annotated[int, Field(ge=MIN_SHARD_TOKENS, le=2**26)] | None = None
@@ -55,7 +56,10 @@ class DumpConfig(FrozenSettings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "DumpConfig":
-        if self.codec == "topk" and self.k > self.max_length:
+        for option in ("k", "select", "tail"):
+            if self.codec != "topk" and getattr(self, option) is not None:
+                raise ValueError(f"--{option} goes with --codec topk, not with {self.codec}")
+        if self.k is not None and self.k > self.max_length:
             raise ValueError(
                 f"--k {self.k} is above --max-length {self.max_length}: a row has no more entries"
             )
@@ -63,8 +67,8 @@ class DumpConfig(FrozenSettings):
             raise ValueError(
                 f"--max-tokens {self.max_tokens} is below --max-length {self.max_length}: not one sequence"
             )
-        if self.tail is not None and (self.codec != "topk" or self.select != "largest"):
-            raise ValueError("--tail goes with --codec topk --select largest, and only with it")
+        if self.tail is not None and self.select != "largest":
+            raise ValueError("--tail goes with --select largest, and only with it")
         if self.rank >= self.world_size:
             raise ValueError(f"--rank {self.rank} is not below --world-size {self.world_size}")
         if self.shard_tokens is not None and self.shard_tokens & (self.shard_tokens - 1):
@@ -82,7 +86,7 @@ class TrainConfig(FrozenSettings):
     objective: Literal["minilm"] = "minilm"
     steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps."""
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Passes over the sequences; with neither steps nor epochs: 5 epochs."""
     batch_size: Annotated[int, Field(ge=1)] = 16
     """Sequences per step."""
@@ -90,7 +94,7 @@ class TrainConfig(FrozenSettings):
     """Peak learning rate of AdamW."""
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the steps over which the learning rate rises; then it falls linearly to 0."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of initial weights, dropout and order."""
     buffer_shards: Annotated[int, Field(ge=1)] = 4

@@ -144,13 +144,23 @@ def relation_kl(
     valid = key_mask(lengths, scores.shape[-1])
     row_weight = valid[:, None, :] / (lengths.sum() * scores.shape[1])
     rows = targets.rows
+    with torch.autocast(scores.device.type, enabled=False):
+        return (
+            _cross_entropy(scores, rows, valid, row_weight)
+            - (targets.entropy * lengths).sum() / lengths.sum()
+        )
+
+
+def _cross_entropy(
+    scores: Tensor, rows: RowTargets, valid: Bool[Tensor, "batch size"], row_weight: Tensor
+) -> Tensor:
     if isinstance(rows, DenseRows):
         crossed: Tensor = _DenseCrossEntropy.apply(scores, rows.probs, row_weight)  # type: ignore[no-untyped-call]
     else:
         crossed = _SparseCrossEntropy.apply(  # type: ignore[no-untyped-call]
             scores, rows.index, rows.weight, rows.base, valid, row_weight
         )
-    return crossed - (targets.entropy * lengths).sum() / lengths.sum()
+    return crossed
 
 
 def _softmax_and_lse(scores: Tensor) -> tuple[Tensor, Tensor]:

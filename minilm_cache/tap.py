@@ -146,7 +146,20 @@ def _count_attention_calls(model: PreTrainedModel) -> int:
     ids = torch.zeros((1, 4), dtype=torch.int64, device=device)
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), minilm_tap=recorder)
-    model.train(was_training)
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), minilm_tap=recorder)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise _no_text_encoder(model, str(error).split("\n")[0]) from error
+    finally:
+        model.train(was_training)
+    if not recorder.num_calls:
+        raise _no_text_encoder(model, "no attention call reaches the tap")
     return recorder.num_calls
+
+
+def _no_text_encoder(model: PreTrainedModel, reason: str) -> TeacherError:
+    return TeacherError(
+        f"model family {model.config.model_type!r} does not read token ids as a text encoder does "
+        f"({reason}). {_USE}"
+    )

@@ -10,7 +10,7 @@ import json
 from enum import StrEnum
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from minilm_cache.storage_schema.versions import FORMAT_VERSION
 
@@ -24,6 +24,19 @@ RelativePath = Annotated[
     str, Field(max_length=128, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$")
 ]
 """A path below the cache's root: no `..`, no leading slash, no hidden names, no backslash."""
+
+TEACHER_FOLDER: Final = "teacher"
+TEACHER_CONFIG: Final = "teacher/config.json"
+TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+)
+"""What a tokenizer may consist of; other files beside it could steer whoever loads it."""
 
 MAX_TOKENS: Final = 2**44
 """Far above any corpus; keeps arithmetic on hostile sizes small."""
@@ -229,6 +242,15 @@ class CacheManifest(StoredModel):
         if self.complete != (self.measured is not None):
             raise ValueError("`measured` goes with complete=true, and only with it")
         return self
+
+    @field_validator("files")
+    @classmethod
+    def _names_no_other_file(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
+        known = {TEACHER_CONFIG, *(f"{TEACHER_FOLDER}/{name}" for name in TOKENIZER_FILES)}
+        unknown = [path for path in files if path not in known and path.rsplit("/", 1)[-1] != "zarr.json"]
+        if unknown:
+            raise ValueError(f"{unknown[0]} is no file of the format")
+        return files
 
     @property
     def num_shards(self) -> int:

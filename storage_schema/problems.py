@@ -34,43 +34,44 @@ def find_problems(model: type[BaseModel], document: bytes) -> Sequence[Problem]:
     try:
         model.model_validate_json(document)
     except ValidationError as error:
-        return [
-            Problem(".".join(map(str, item["loc"])) or "document", item["type"], item["msg"])
-            for item in error.errors(include_url=False, include_input=False)
-        ]
+        return _problems(error)
     return []
 
 
-def parse(model: type[Document], document: bytes, where: str, max_bytes: int) -> Document:
+def _problems(error: ValidationError) -> Sequence[Problem]:
+    return [
+        Problem(".".join(map(str, item["loc"])) or "document", item["type"], item["msg"])
+        for item in error.errors(include_url=False, include_input=False)
+    ]
+
+
+def parse(model: type[Document], document: bytes, where: str) -> Document:
     """Read `document` as a `model`.
 
     Args:
         model: the pydantic model expected.
         document: JSON text as read from disk, untrusted.
         where: path shown in errors.
-        max_bytes: longer documents are refused before they are parsed.
 
     Raises:
         UnsupportedFormatError: the document names a format version that this release cannot read.
-        CacheCorruptError: the document is too long, is not JSON, or is not a `model`.
+        CacheCorruptError: the document is not JSON, or is not a `model`.
     """
-    if len(document) > max_bytes:
-        raise CacheCorruptError(
-            f"{where} is {len(document)} bytes long, more than the {max_bytes} a cache may have. "
-            "Fetch the cache again or redo the dump."
-        )
     version = _format_version(document)
     if version is not None and version not in READABLE_VERSIONS:
         raise UnsupportedFormatError(
             f"{where} has format version {version!r}; this release reads "
             f"{sorted(READABLE_VERSIONS)}. Install a newer minilm-cache."
         )
-    problems = find_problems(model, document)
-    if problems:
+    try:
+        return model.model_validate_json(document)
+    except ValidationError as error:
+        problems = _problems(error)
         shown = "; ".join(str(problem).replace("\n", " ") for problem in problems[:_SHOWN])
         more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
-        raise CacheCorruptError(f"{where} is damaged: {shown}{more}. Fetch the cache again or redo the dump.")
-    return model.model_validate_json(document)
+        raise CacheCorruptError(
+            f"{where} is damaged: {shown}{more}. Fetch the cache again or redo the dump."
+        ) from error
 
 
 def _format_version(document: bytes) -> object:

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minilm_cache.codecs.base import Rows
+from minilm_cache.errors import CacheCorruptError
 from minilm_cache.relations import DenseRows
 from minilm_cache.storage_schema.manifest import DenseParameters, RelationKind
 
@@ -44,7 +45,17 @@ class DenseCodec:
         return {"probability": padded.transpose(1, 2).cpu().numpy()}
 
     def decode(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> DenseRows:
-        """Return the rows as float32, cut to the batch's padded length."""
-        del lengths
-        probability = rows["probability"]
-        return DenseRows(probability[..., : probability.shape[1]].transpose(1, 2).float())
+        """Return the rows as float32, cut to the batch's padded length.
+
+        Raises:
+            CacheCorruptError: values that are no probabilities.
+        """
+        probability = rows["probability"][..., : rows["probability"].shape[1]].transpose(1, 2).float()
+        valid = torch.arange(probability.shape[-1], device=lengths.device) < lengths[:, None]
+        probability = probability.where(valid[:, None, :, None], 0)
+        if not bool(((probability >= 0) & (probability <= 1)).all()):
+            raise CacheCorruptError(
+                "a stored row holds what is no probability. It was not written by `minilm-cache dump`: dump "
+                "the cache again, or fetch it from who made it."
+            )
+        return DenseRows(probability)

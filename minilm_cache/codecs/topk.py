@@ -40,6 +40,7 @@ LARGEST_RATIO = 1.06
 LEAST_TAIL = 0.01
 """Least mass of a uniform tail: rounding may carry the sum of the weights above 1."""
 _BYTE = 0xFF
+_REMEDY = "It was not written by `minilm-cache dump`: dump the cache again, or fetch it from who made it."
 _CODE_RANGE = 256
 """Entries are sorted by column * 256 + code: columns ascend and codes stay with their columns."""
 
@@ -126,8 +127,7 @@ class TopKCodec:
         column, code = column * valid, code * valid
         if bool((column[..., -1] >= lengths[:, None, None]).any()) or bool((code > LAST_CODE).any()):
             raise CacheCorruptError(
-                "a stored row names a column beyond its sequence or a weight that is none. "
-                "Run `minilm-cache verify --full`, then repeat the dump, or fetch the cache again."
+                f"a stored row names a column beyond its sequence or a weight that is none. {_REMEDY}"
             )
         weight = self._scale.value(code)
         if self.select == "pps":
@@ -195,7 +195,10 @@ def select_largest(probs: Float[Tensor, "*rows key"], k: int, scale: LogScale) -
 def _with_shared_remainder(column: Tensor, code: Tensor, weight: Tensor) -> SparseRows:
     """Give what the kept entries leave of 1 to the slots, in equal parts."""
     slot = code == 0
-    share = (1 - weight.sum(-1, keepdim=True)).clamp(min=0) / slot.sum(-1, keepdim=True)
+    num_slots = slot.sum(-1, keepdim=True)
+    if not bool(num_slots.all()):
+        raise CacheCorruptError(f"a stored row has no slot. {_REMEDY}")
+    share = (1 - weight.sum(-1, keepdim=True)).clamp(min=0) / num_slots
     return SparseRows(column, torch.where(slot, share, weight), None)
 
 

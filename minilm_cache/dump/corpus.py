@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets.exceptions import DatasetsError
 
-from minilm_cache.errors import CorpusError, MiniLMCacheError
+from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.fingerprint import sha256_texts
 from minilm_cache.storage_schema.manifest import CorpusIdentity
 
@@ -43,13 +43,13 @@ class Corpus:
     identity: CorpusIdentity
 
 
-def load_corpus(name: str, text_column: str = "text") -> Corpus:
+def load_corpus(name: str, text_column: str | None = None) -> Corpus:
     """Load a corpus.
 
     Args:
         name: `python-docs`, a .txt, .jsonl, .csv or .parquet file, a folder of such files, or
             `hf:ID[:CONFIG][:SPLIT]`.
-        text_column: column that holds the text.
+        text_column: column that holds the text, in records; none: `text`.
 
     Raises:
         CorpusError: it is not there, cannot be read, lacks the column, or holds no text.
@@ -69,18 +69,22 @@ def load_corpus(name: str, text_column: str = "text") -> Corpus:
     return Corpus(name=name, documents=documents, identity=identity)
 
 
-def _load(name: str, text_column: str) -> datasets.Dataset:
+def _load(name: str, text_column: str | None) -> datasets.Dataset:
     if name == PYTHON_DOCS:
+        if text_column is not None:
+            raise InvalidConfigError(
+                f"--text-column {text_column}: {PYTHON_DOCS} has no columns. Leave it out."
+            )
         return datasets.Dataset.from_dict({"text": list(_python_docs())})
     if name.startswith(HUB_PREFIX):
-        return _only_text(_load_hub(name), name, text_column)
+        return _only_text(_load_hub(name), name, text_column or "text")
     path = Path(name)
     if not path.exists():
         raise CorpusError(
             f"corpus {name} does not exist. Give a file, a folder, {HUB_PREFIX}ID, or {PYTHON_DOCS}."
         )
     files = _files(path)
-    parts = [_only_text(_load_file(file), str(file), text_column) for file in files]
+    parts = [_only_text(_load_file(file), str(file), text_column or "text") for file in files]
     return datasets.concatenate_datasets(parts)
 
 

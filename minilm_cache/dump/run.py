@@ -23,7 +23,7 @@ from minilm_cache.dump.card import cache_card, preview_table
 from minilm_cache.dump.corpus import load_corpus
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher, locate_teacher
-from minilm_cache.errors import IdentityMismatchError, InterruptedRunError
+from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
 from minilm_cache.fingerprint import digest_bytes
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.relations import mean_row_entropy
@@ -37,12 +37,20 @@ from minilm_cache.storage_schema.manifest import (
     RelationKind,
 )
 from minilm_cache.storage_schema.sequences import entropy_column
-from minilm_cache.store.layout import default_shard_tokens, split_into_shards
+from minilm_cache.store.layout import (
+    MAX_SHARD_BYTES,
+    default_shard_tokens,
+    shard_bytes,
+    split_into_shards,
+)
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.verify import is_sound
 from minilm_cache.store.writer import CacheWriter
 
 RELATIONS = (RelationKind.ATTENTION, RelationKind.VALUE)
+
+DEFAULT_K = 16
+"""Entries per row: students come within 0.3 % of dense targets (benchmarks/student_quality.py)."""
 
 _Rows = dict[str, npt.NDArray[np.generic]]
 
@@ -55,7 +63,7 @@ class DumpResult:
     manifest: CacheManifest
     shards_written: int
     shards_kept: int
-    """Shards that an earlier run had committed."""
+    """Shards that others, or an earlier run, have committed."""
 
 
 def dump(
@@ -140,9 +148,9 @@ def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress
     for shard in committed:
         if not is_sound(writer.root, writer.manifest, shard):
             progress.note(f"shard {shard} is damaged and will be written again")
-            lock = writer.claim(shard)
-            writer.withdraw(shard)
-            lock.release()
+            with writer.claim(shard):
+                if not is_sound(writer.root, writer.manifest, shard):  # nobody was faster
+                    writer.withdraw(shard)
         progress.advance(1)
     return [shard for shard in mine if not writer.is_committed(shard)]
 
@@ -150,9 +158,13 @@ def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress
 def _make_codec(config: DumpConfig) -> Codec:
     if config.codec == "dense":
         return DenseCodec(max_length=config.max_length)
-    tail = (config.tail or "uniform") if config.select == "largest" else None
+    select = config.select or "pps"
     return TopKCodec(
-        max_length=config.max_length, k=config.k, select=config.select, tail=tail, seed=config.seed
+        max_length=config.max_length,
+        k=min(DEFAULT_K, config.max_length) if config.k is None else config.k,
+        select=select,
+        tail=(config.tail or "uniform") if select == "largest" else None,
+        seed=config.seed,
     )
 
 
@@ -171,8 +183,12 @@ def _plan(
     config: DumpConfig, identity: CacheIdentity, sequences: SequenceTable, attachments: Mapping[str, bytes]
 ) -> CacheManifest:
     """Return the manifest that the dump will fill: everything but what is measured."""
-    row_bytes = sum(spec.row_bytes for spec in array_specs(identity))
-    shard_tokens = config.shard_tokens or default_shard_tokens(row_bytes, config.max_length)
+    shard_tokens = config.shard_tokens or default_shard_tokens(identity)
+    if shard_bytes(identity, shard_tokens) > MAX_SHARD_BYTES:
+        raise InvalidConfigError(
+            f"a shard of {shard_tokens} tokens would decode to more than {MAX_SHARD_BYTES >> 20} MiB. "
+            "Choose smaller --shard-tokens, or a codec that stores less."
+        )
     shards = split_into_shards(sequences.lengths, shard_tokens)
     contents = zarr_documents(identity, len(shards), shard_tokens) | dict(attachments)
     files = {path: digest_bytes(content) for path, content in contents.items()}
@@ -212,6 +228,9 @@ class _Job:
         with ThreadPoolExecutor(max_workers=1) as disk:
             for shard in shards:
                 lock = self.writer.claim(shard)
+                if self.writer.is_committed(shard):  # by another process, since this one looked
+                    lock.release()
+                    continue
                 encoded = self._encode(shard, progress, should_stop)
                 if pending is not None:
                     pending.result()

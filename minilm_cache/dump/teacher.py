@@ -28,7 +28,13 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.fingerprint import sha256_file, sha256_files, sha256_json
 from minilm_cache.relations import relation_probs
-from minilm_cache.storage_schema.manifest import RelationKind, TeacherIdentity
+from minilm_cache.storage_schema.manifest import (
+    TEACHER_CONFIG,
+    TEACHER_FOLDER,
+    TOKENIZER_FILES,
+    RelationKind,
+    TeacherIdentity,
+)
 from minilm_cache.tap import ATTENTION, TappedModel
 
 MINI: Final = "mini"
@@ -61,10 +67,13 @@ def locate_teacher(name: str, revision: str | None = None) -> TeacherSource:
 
     Raises:
         TeacherError: it is not there.
+        InvalidConfigError: a revision of something that has none.
     """
+    folder = Path(name)
+    if revision is not None and (name == MINI or (name not in ALIASES and folder.is_dir())):
+        raise InvalidConfigError(f"--revision {revision} goes with a teacher from the hub; {name} is not.")
     if name == MINI:
         return TeacherSource(name=name, folder=_mini_folder())
-    folder = Path(name)
     if name not in ALIASES and folder.is_dir():
         return TeacherSource(name=folder.resolve().name, folder=folder)
     identifier = ALIASES.get(name, name)
@@ -158,11 +167,13 @@ class Teacher:
 
     def attachments(self) -> dict[str, bytes]:
         """Return what a student is built from, without weights: path in the cache to content."""
-        files = {"teacher/config.json": json.dumps(self._config(), indent=1, sort_keys=True).encode()}
+        files = {TEACHER_CONFIG: json.dumps(self._config(), indent=1, sort_keys=True).encode()}
         with TemporaryDirectory() as folder:
             self.tokenizer.save_pretrained(folder)
-            for file in sorted(Path(folder).iterdir()):
-                files[f"teacher/{file.name}"] = file.read_bytes()
+            for name in TOKENIZER_FILES:
+                file = Path(folder, name)
+                if file.is_file():
+                    files[f"{TEACHER_FOLDER}/{name}"] = file.read_bytes()
         return files
 
     def check_length(self, max_length: int) -> None:

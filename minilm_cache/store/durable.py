@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from minilm_cache.errors import StorageError
+from minilm_cache.errors import CacheCorruptError, StorageError
 
+_PARTIAL = ".partial"
 _REMEDIES = {
     errno.ENOSPC: "Free some space and run the same command again: what is committed is kept",
     errno.EDQUOT: "Free some quota and run the same command again: what is committed is kept",
@@ -66,11 +67,33 @@ def create_file(path: Path, content: bytes) -> None:
     sync_directories([path.parent])
 
 
+def is_vacant(folder: Path) -> bool:
+    """Return whether a folder holds nothing but what an interrupted write left behind."""
+    return all(entry.name.startswith(".") and entry.name.endswith(_PARTIAL) for entry in folder.iterdir())
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """Read a file of at most so many bytes.
+
+    Raises:
+        CacheCorruptError: it is longer.
+        StorageError: the file system refused.
+    """
+    with storage_errors("read", path):
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise CacheCorruptError(
+                f"{path} is {size} bytes long, more than the {max_bytes} that the format allows. "
+                "Fetch the cache again or redo the dump."
+            )
+        return path.read_bytes()
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill; it takes `path`'s place durably when the block ends well, else it goes away."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
     temporary.mkdir()
     try:
         yield temporary
@@ -88,7 +111,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def _temporary(path: Path, content: bytes) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
     try:
         with temporary.open("xb") as file:
             file.write(content)

@@ -8,12 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.storage_schema.arrays import array_specs
-from minilm_cache.storage_schema.manifest import CacheManifest, ShardRange
+from minilm_cache.storage_schema.manifest import CacheIdentity, CacheManifest, ShardRange
 
 MANIFEST: Final = "manifest.json"
 CARD: Final = "README.md"
 PREVIEW: Final = "preview/sequences.parquet"
 SEAL_LOCK: Final = "locks/seal.lock"
+MAX_SHARD_BYTES: Final = 2**32
+"""Decoded; readers take whole shards into memory."""
+_GOOD_SHARD_BYTES: Final = 2**28
 
 
 def commit_path(shard: int) -> str:
@@ -64,10 +67,15 @@ def shard_of(shards: Sequence[ShardRange], sequence: int) -> int:
     return int(np.searchsorted(firsts, sequence, side="right")) - 1
 
 
-def default_shard_tokens(row_bytes: int, max_length: int) -> int:
+def shard_bytes(identity: CacheIdentity, shard_tokens: int) -> int:
+    """Return what a shard takes in memory when it is decoded, bytes."""
+    return shard_tokens * sum(spec.row_bytes for spec in array_specs(identity))
+
+
+def default_shard_tokens(identity: CacheIdentity) -> int:
     """Return rows per shard: 2**18, or fewer where a shard would decode to more than 256 MiB."""
     tokens = 2**18
-    while tokens > max_length and tokens * row_bytes > 2**28:
+    while tokens // 2 >= identity.packing.max_length and shard_bytes(identity, tokens) > _GOOD_SHARD_BYTES:
         tokens //= 2
     return tokens
 

@@ -4,26 +4,19 @@ The records, not the directory, say what is there. Whatever is listed and missin
 error that names the file and the remedy; nothing is ever filled in.
 """
 
-import asyncio
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zarr
-from zarr.abc.store import ByteRequest, RangeByteRequest
-from zarr.core.buffer import Buffer, BufferPrototype
-from zarr.core.metadata import ArrayV3Metadata
-from zarr.storage import LocalStore, WrapperStore
 
 from minilm_cache.errors import CacheCorruptError, CacheIncompleteError, CacheNotFoundError
 from minilm_cache.fingerprint import xxh3
-from minilm_cache.storage_schema.arrays import array_specs, zarr_documents
+from minilm_cache.storage_schema.arrays import ArraySpec, array_specs, zarr_documents
 from minilm_cache.storage_schema.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_RECORD_BYTES,
@@ -34,7 +27,17 @@ from minilm_cache.storage_schema.manifest import (
 )
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import entropy_column, sequence_columns
-from minilm_cache.store.layout import MANIFEST, below, commit_path, sequences_path, shard_files
+from minilm_cache.store.durable import read_bounded, storage_errors
+from minilm_cache.store.layout import (
+    MANIFEST,
+    MAX_SHARD_BYTES,
+    below,
+    commit_path,
+    sequences_path,
+    shard_bytes,
+    shard_files,
+)
+from minilm_cache.store.shards import decode_shard
 
 _REMEDY = (
     "Run `minilm-cache verify --full` for the extent of the damage, then `minilm-cache dump --resume` "
@@ -128,17 +131,6 @@ class CacheReader:
                 raise CacheCorruptError(f"{path} is missing: shard {shard} was committed once. {_REMEDY}")
         return records
 
-    @cached_property
-    def _arrays(self) -> dict[str, zarr.Array[ArrayV3Metadata]]:
-        digests = dict(self.manifest.files)
-        for record in self.records.values():
-            digests |= record.files
-        store = _GuardStore(self.root, digests)
-        return {
-            spec.path: zarr.open_array(store, path=spec.path, mode="r", zarr_format=3)
-            for spec in array_specs(self.manifest.identity)
-        }
-
     def attachment(self, path: str) -> bytes:
         """Return the checked content of a file outside the shards, such as `teacher/config.json`."""
         return read_checked(self.root, path, self.manifest.files.get(path))
@@ -150,14 +142,11 @@ class CacheReader:
             CacheIncompleteError: it is not committed.
             CacheCorruptError: one of its files is missing or changed.
         """
-        self._require(number)
         size = self.manifest.shard_tokens
-        used = self.manifest.shards[number].num_tokens
-        rows = {
-            path: np.asarray(array[number * size : (number + 1) * size])[:used]
-            for path, array in self._arrays.items()
-        }
         table = self.table(number)
+        rows = {spec.path: self._rows(spec, number) for spec in array_specs(self.manifest.identity)}
+        if int(rows["tokens"].max()) >= self.manifest.identity.teacher.vocab_size:
+            raise CacheCorruptError(f"shard {number} of {self.root} holds ids that are no tokens. {_REMEDY}")
         return Shard(
             number=number,
             first_sequence=self.manifest.shards[number].first_sequence,
@@ -169,19 +158,33 @@ class CacheReader:
             },
         )
 
+    def _rows(self, spec: ArraySpec, number: int) -> npt.NDArray[np.generic]:
+        path = spec.shard_path(number)
+        content = read_checked(self.root, path, self._require(number).files[path])
+        try:
+            num_tokens = self.manifest.shards[number].num_tokens
+            return decode_shard(content, spec, self.manifest.shard_tokens, num_tokens)
+        except CacheCorruptError as error:
+            raise CacheCorruptError(f"{self.root / path} is damaged: {error}. {_REMEDY}") from error
+
     def table(self, number: int) -> pa.Table:
         """Read the sequence table of one shard, checked to describe the shard that was committed."""
         record = self._require(number)
         path = sequences_path(number)
         content = read_checked(self.root, path, record.files[path])
+        wanted = sequence_columns(self.manifest.identity.relations)
+        expected_types = {name: str(pa.type_for_alias(kind)) for name, kind in wanted.items()}
         try:
-            table = pq.read_table(io.BytesIO(content))
+            file = pq.ParquetFile(io.BytesIO(content))
+            types = {field.name: str(field.type) for field in file.schema_arrow}
+            fits = file.metadata.num_rows == record.range.num_sequences and types == expected_types
+            table = file.read() if fits else None
         except (pa.ArrowException, OSError) as error:
             raise CacheCorruptError(f"{self.root / path} is no Parquet file: {error}. {_REMEDY}") from error
-        wanted = sequence_columns(self.manifest.identity.relations)
-        types = {field.name: str(field.type) for field in table.schema}
-        if types != {name: str(pa.type_for_alias(kind)) for name, kind in wanted.items()}:
-            raise CacheCorruptError(f"{self.root / path} has other columns than the format. {_REMEDY}")
+        if table is None:
+            raise CacheCorruptError(
+                f"{self.root / path} has other rows or columns than the format. {_REMEDY}"
+            )
         self._check_table(table, number)
         return table
 
@@ -197,6 +200,10 @@ class CacheReader:
             and int(lengths.min()) >= 1
             and int(lengths.max()) <= self.manifest.identity.packing.max_length
             and np.array_equal(table["offset"].to_numpy(), offsets)
+            and all(
+                bool(np.isfinite(table[entropy_column(kind)].to_numpy()).all())
+                for kind in self.manifest.identity.relations
+            )
             and np.array_equal(table["sequence"].to_numpy(), np.arange(first, first + len(lengths)))
         )
         if not valid:
@@ -227,13 +234,19 @@ def read_manifest(root: Path) -> CacheManifest:
             f"no cache at {root}: {MANIFEST} is not there. "
             "Make one with `minilm-cache dump`, or check the path."
         )
-    return parse(CacheManifest, path.read_bytes(), str(path), MAX_MANIFEST_BYTES)
+    manifest = parse(CacheManifest, read_bounded(path, MAX_MANIFEST_BYTES), str(path))
+    if shard_bytes(manifest.identity, manifest.shard_tokens) > MAX_SHARD_BYTES:
+        raise CacheCorruptError(
+            f"{path} names shards that decode to more than {MAX_SHARD_BYTES >> 20} MiB. Dump the cache again "
+            "with smaller --shard-tokens."
+        )
+    return manifest
 
 
 def read_record(root: Path, manifest: CacheManifest, shard: int) -> CommitRecord:
     """Read a shard's commit record and check that it belongs to this cache and this shard."""
     path = below(root, commit_path(shard))
-    record = parse(CommitRecord, path.read_bytes(), str(path), MAX_RECORD_BYTES)
+    record = parse(CommitRecord, read_bounded(path, MAX_RECORD_BYTES), str(path))
     belongs = (
         record.fingerprint == manifest.fingerprint
         and record.shard == shard
@@ -256,29 +269,11 @@ def read_checked(root: Path, path: str, expected: FileDigest | None) -> bytes:
         raise CacheCorruptError(f"{file} is not listed in the cache. {_REMEDY}")
     if file.is_symlink() or not file.is_file():
         raise CacheCorruptError(f"{file} is missing. {_REMEDY}")
-    size = file.stat().st_size
+    with storage_errors("read", file):
+        size = file.stat().st_size
     if size != expected.size:
         raise CacheCorruptError(f"{file} is damaged: {size} bytes, committed {expected.size}. {_REMEDY}")
-    content = file.read_bytes()
+    content = read_bounded(file, expected.size)
     if xxh3(content) != expected.xxh3_128:
         raise CacheCorruptError(f"{file} is damaged: its bytes are not those committed. {_REMEDY}")
     return content
-
-
-class _GuardStore(WrapperStore[LocalStore]):
-    """A store that hands zarr only files that are listed and unchanged."""
-
-    def __init__(self, root: Path, digests: Mapping[str, FileDigest]) -> None:
-        super().__init__(LocalStore(root, read_only=True))
-        self._root = root
-        self._digests = digests
-
-    async def get(
-        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
-    ) -> Buffer | None:
-        content = await asyncio.to_thread(read_checked, self._root, key, self._digests.get(key))
-        if byte_range is not None:
-            if not isinstance(byte_range, RangeByteRequest):
-                raise CacheCorruptError(f"{key}: only whole shards are read")
-            content = content[byte_range.start : byte_range.end]
-        return prototype.buffer.from_bytes(content)

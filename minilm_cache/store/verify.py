@@ -5,7 +5,7 @@ compares every file's SHA-256, decodes every array (which checks the crc32c of e
 token ids with the hash in the record and checks the sequence tables.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,9 @@ from minilm_cache.fingerprint import sha256_file, xxh3
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.manifest import CacheManifest, FileDigest
 from minilm_cache.store.layout import MANIFEST, below, commit_path
-from minilm_cache.store.reader import CacheReader, read_checked, read_manifest, read_record
+from minilm_cache.store.reader import CacheReader, Shard, read_checked, read_manifest, read_record
+
+CheckRows = Callable[[CacheReader, Shard], None]
 
 _Listed = tuple[str, int | None, FileDigest]
 """Path below the root, shard (none: outside the shards), what was committed."""
@@ -43,7 +45,7 @@ class Verdict:
     damage: tuple[Damage, ...]
 
 
-def verify(root: Path, *, full: bool, num_threads: int, progress: Progress) -> Verdict:
+def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, check_rows: CheckRows) -> Verdict:
     """Audit a cache, finished or not: every committed shard.
 
     Args:
@@ -51,6 +53,7 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress) -> V
         full: read every byte; else sizes only.
         num_threads: files looked at together.
         progress: told of bytes done.
+        check_rows: raises CacheCorruptError for a shard whose rows mean nothing; the store knows no codecs.
 
     Raises:
         CacheNotFoundError: there is no cache.
@@ -84,7 +87,7 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress) -> V
     with ThreadPoolExecutor(num_threads) as threads:
         found += [damage for damage in threads.map(examine, files) if damage is not None]
     if full and not found:
-        found += _content_damage(root, progress)
+        found += _content_damage(root, progress, check_rows)
     return Verdict(num_files=len(files), num_bytes=num_bytes, damage=tuple(found))
 
 
@@ -110,7 +113,7 @@ def _file_damage(file: Path, expected: FileDigest, *, full: bool) -> str | None:
     return None
 
 
-def _content_damage(root: Path, progress: Progress) -> Iterator[Damage]:
+def _content_damage(root: Path, progress: Progress, check_rows: CheckRows) -> Iterator[Damage]:
     """Yield what is wrong inside files that have the committed bytes: a record may lie."""
     try:
         reader = CacheReader(root, partial=True)
@@ -120,7 +123,9 @@ def _content_damage(root: Path, progress: Progress) -> Iterator[Damage]:
     progress.start("decode", sum(reader.manifest.shards[n].num_tokens for n in reader.records), "tokens")
     for number, record in reader.records.items():
         try:
-            tokens = np.ascontiguousarray(reader.shard(number).rows["tokens"])
+            shard = reader.shard(number)
+            check_rows(reader, shard)
+            tokens = np.ascontiguousarray(shard.rows["tokens"])
         except CacheCorruptError as error:
             yield Damage(path=commit_path(number), shard=number, reason=str(error))
         else:

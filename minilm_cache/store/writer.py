@@ -30,7 +30,15 @@ from minilm_cache.storage_schema.manifest import (
 )
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import sequence_columns
-from minilm_cache.store.durable import create_file, storage_errors, sync_directories, sync_file, write_file
+from minilm_cache.store.durable import (
+    create_file,
+    is_vacant,
+    read_bounded,
+    storage_errors,
+    sync_directories,
+    sync_file,
+    write_file,
+)
 from minilm_cache.store.layout import (
     CARD,
     MANIFEST,
@@ -75,7 +83,7 @@ class CacheWriter:
     def _create_or_adopt(self) -> None:
         path = self.root / MANIFEST
         if not path.exists():
-            if self.root.is_dir() and any(self.root.iterdir()):
+            if self.root.is_dir() and not is_vacant(self.root):
                 raise IdentityMismatchError(
                     f"{self.root} is not empty and is no cache. Choose another --out."
                 )
@@ -86,7 +94,7 @@ class CacheWriter:
                 pass
             else:
                 return
-        found = parse(CacheManifest, path.read_bytes(), str(path), MAX_MANIFEST_BYTES)
+        found = self._read_manifest()
         differing = differing_fields(found, self.manifest)
         if differing:
             raise IdentityMismatchError(
@@ -94,6 +102,10 @@ class CacheWriter:
                 "Choose another --out, or repeat the settings of the first dump."
             )
         self.manifest = found
+
+    def _read_manifest(self) -> CacheManifest:
+        path = self.root / MANIFEST
+        return parse(CacheManifest, read_bounded(path, MAX_MANIFEST_BYTES), str(path))
 
     def _put(self, path: str, content: bytes) -> None:
         """Write a file that the manifest names, unless it is there as named."""
@@ -161,7 +173,10 @@ class CacheWriter:
 
         Raises:
             StorageError: the file system refused; the shard does not exist then.
+            ShardBusyError: the shard exists; nothing of it is touched.
         """
+        if self.is_committed(shard):
+            raise ShardBusyError(f"shard {shard} of {self.root} is committed already. Use one writer for it.")
         with storage_errors("write", self.root):
             files = [
                 self._write_rows(spec, shard, rows[spec.path]) for spec in array_specs(self.manifest.identity)
@@ -222,12 +237,15 @@ class CacheWriter:
     def sealing(self) -> Iterator[bool]:
         """Hold the right to seal; yields whether there is anything left to seal."""
         path = below(self.root, SEAL_LOCK)
+        lock = FileLock(path)
         with storage_errors("lock", path):
             path.parent.mkdir(exist_ok=True)
-        with FileLock(path):
-            found = parse(CacheManifest, (self.root / MANIFEST).read_bytes(), MANIFEST, MAX_MANIFEST_BYTES)
-            self.manifest = found
-            yield not found.complete and not self.missing_shards()
+            lock.acquire()
+        try:
+            self.manifest = self._read_manifest()
+            yield not self.manifest.complete and not self.missing_shards()
+        finally:
+            lock.release()
 
     def seal(self, measured: Measured, preview: pa.Table, card: str) -> None:
         """Declare the cache complete; the manifest is written last.

@@ -4,13 +4,11 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES, CacheManifest
 from minilm_cache.store.durable import new_folder, storage_errors
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.record import RunIdentity, StudentRecord
 from minilm_cache.train.trainer import StudentTrainer
-
-_TOKENIZER_SUFFIXES = (".json", ".txt", ".model")
 
 
 def save_student(
@@ -23,9 +21,9 @@ def save_student(
         CacheCorruptError: the tokenizer in the cache is damaged.
     """
     with storage_errors("write student", folder), new_folder(folder) as new:
-        for path in reader.manifest.files:
-            name = path.removeprefix("teacher/")
-            if name not in {path, "config.json"} and "/" not in name and name.endswith(_TOKENIZER_SUFFIXES):
+        for name in TOKENIZER_FILES:
+            path = f"{TEACHER_FOLDER}/{name}"
+            if path in reader.manifest.files:
                 (new / name).write_bytes(reader.attachment(path))
         trainer.model.model.save_pretrained(new)
         (new / "README.md").write_text(student_card(reader.manifest, identity, record))
@@ -63,7 +61,7 @@ def student_card(manifest: CacheManifest, identity: RunIdentity, record: Student
     before, after = record.held_out_before, record.held_out_after
     if before is not None and after is not None:
         lines += [
-            "KL(teacher, student) on held-out sequences, nats, before and after training:",
+            f"KL({record.target}, student) on held-out sequences, nats, before and after training:",
             "",
             "| relation | before | after |",
             "|---|---|---|",

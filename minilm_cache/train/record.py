@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from minilm_cache.config import TrainConfig
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.fingerprint import sha256_json
-from minilm_cache.storage_schema.manifest import RelationKind
-from minilm_cache.store.durable import write_file
+from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind
+from minilm_cache.store.durable import is_vacant, storage_errors, write_file
 
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
@@ -34,14 +34,17 @@ class RunIdentity(_Record):
     weight_decay: float
     seed: int
     buffer_shards: int
+    shard_tokens: int
+    """Of the cache: the order of sequences depends on it."""
 
     @classmethod
-    def of(cls, config: TrainConfig, fingerprint: str, steps: int) -> "RunIdentity":
-        """Return the identity of a run with these settings on a cache with this fingerprint."""
+    def of(cls, config: TrainConfig, manifest: CacheManifest, steps: int) -> "RunIdentity":
+        """Return the identity of a run with these settings on this cache."""
         shared = {
-            name: getattr(config, name) for name in cls.model_fields if name not in {"fingerprint", "steps"}
+            name: getattr(config, name) for name in cls.model_fields if name in TrainConfig.model_fields
         }
-        return cls(fingerprint=fingerprint, steps=steps, **shared)
+        found = {"fingerprint": manifest.fingerprint, "shard_tokens": manifest.shard_tokens}
+        return cls(**{**shared, **found, "steps": steps})
 
     def name(self) -> str:
         """Return a folder name: shapes for people, a hash for the rest."""
@@ -54,8 +57,10 @@ class StudentRecord(_Record):
 
     arch: str
     num_parameters: int
+    target: Literal["teacher", "stored rows"]
+    """What the KL is to: the teacher, of which unbiased rows are an estimate, or biased rows themselves."""
     held_out_before: dict[RelationKind, float] | None
-    """KL(teacher || student) of the initial weights, nats; none: the cache has no held-out sequence."""
+    """KL(target || student) of the initial weights, nats; none: the cache has no held-out sequence."""
     held_out_after: dict[RelationKind, float] | None = None
 
 
@@ -86,7 +91,7 @@ def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
     """
     file = folder / RUN_FILE
     if not file.exists():
-        if folder.is_dir() and any(folder.iterdir()):
+        if folder.is_dir() and not is_vacant(folder):
             raise IdentityMismatchError(f"{folder} is not empty and holds no run. Choose another --out.")
         return None
     try:
@@ -112,18 +117,20 @@ class TrainingLog:
 
     def __init__(self, folder: Path, first_step: int) -> None:
         """Open the log of a run that goes on at `first_step`."""
-        path = folder / LOG_FILE
+        self._path = path = folder / LOG_FILE
         kept = [
             line
             for line in (path.read_text().splitlines() if path.exists() else [])
             if line.endswith("}") and json.loads(line)["step"] <= first_step
         ]
-        path.write_text("".join(f"{line}\n" for line in kept))
-        self._file = path.open("a", buffering=1)
+        with storage_errors("write", path):
+            path.write_text("".join(f"{line}\n" for line in kept))
+            self._file = path.open("a", buffering=1)
 
     def write(self, line: dict[str, object]) -> None:
         """Add a line."""
-        self._file.write(json.dumps(line) + "\n")
+        with storage_errors("write", self._path):
+            self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         """Close the file."""

@@ -14,7 +14,7 @@ from minilm_cache.config import TrainConfig
 from minilm_cache.device import choose_device
 from minilm_cache.errors import DivergedError, IdentityMismatchError, InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
-from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.tap import TappedModel
 from minilm_cache.train.batches import BatchReader, StudentBatch
@@ -89,7 +89,7 @@ def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a th
     objective = choose_objective(config.objective, manifest)
     shapes = [parse_arch(arch, manifest.identity.relation_heads) for arch in config.arch]
     steps = num_steps(config, manifest)
-    identity = RunIdentity.of(config, manifest.fingerprint, steps)
+    identity = RunIdentity.of(config, manifest, steps)
     path = out or home / "runs" / identity.name()
     if not resume and path.exists():
         raise IdentityMismatchError(
@@ -127,7 +127,7 @@ def build_trainers(
     device: torch.device,
 ) -> list[StudentTrainer]:
     """Return students with initial weights: each the same whether trained alone or beside others."""
-    teacher_config = cache.reader.attachment("teacher/config.json")
+    teacher_config = cache.reader.attachment(TEACHER_CONFIG)
     trainers = []
     for shape in shapes:
         model = build_student(student_config(shape, teacher_config, cache.manifest), config.seed)
@@ -150,7 +150,10 @@ class _Run:
         """Look at the initial students, and write the run's record."""
         students = tuple(
             StudentRecord(
-                arch=trainer.shape.arch, num_parameters=trainer.num_parameters, held_out_before=before
+                arch=trainer.shape.arch,
+                num_parameters=trainer.num_parameters,
+                target="teacher" if self.cache.codec.is_unbiased else "stored rows",
+                held_out_before=before,
             )
             for trainer, before in zip(self.trainers, self._held_out(), strict=True)
         )

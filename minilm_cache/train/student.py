@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
-from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.tap import ATTENTION
 
 _PATTERN: Final = re.compile(r"(\d{1,4})x(\d{1,6})((?::(?:ff|h|e)\d{1,6})*)")
@@ -17,8 +18,21 @@ _OPTION: Final = re.compile(r":(ff|h|e)(\d+)")
 _FACTORISED: Final = {"bert": "electra", "electra": "electra"}
 """Family that computes the same with an embedding size of its own."""
 _FFN_FIELDS: Final = ("intermediate_size", "hidden_dim")
-_NOT_TAKEN: Final = frozenset({"auto_map", "model_type", "architectures"})
-_MAX_POSITIONS: Final = 2**17
+_NOT_TAKEN: Final = frozenset({"auto_map", "model_type", "architectures", "quantization_config"})
+_LIMITS: Final = {"max_position_embeddings": 2**17, "type_vocab_size": 2**10}
+"""Sizes that the manifest does not state: a stranger's must not fill memory."""
+_BAD_CONFIG: Final = (
+    StrictDataclassError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    KeyError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What transformers raises on configurations that describe no model."""
 _MAX_LAYERS: Final = 256
 
 
@@ -130,7 +144,10 @@ def student_config(shape: StudentShape, teacher_config: bytes, manifest: CacheMa
         sizes["embedding_size"] = shape.embedding_size
     own_names = CONFIG_MAPPING[family].attribute_map
     content |= {own_names.get(name, name): size for name, size in sizes.items()}
-    config = AutoConfig.for_model(family, **content)
+    try:
+        config = AutoConfig.for_model(family, **content)
+    except _BAD_CONFIG as error:
+        raise _unusable(error) from error
     assert isinstance(config, PreTrainedConfig)
     return config
 
@@ -156,25 +173,35 @@ def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, 
         plausible = (
             config.vocab_size == teacher.vocab_size
             and config.num_attention_heads == teacher.num_heads
-            and manifest.identity.packing.max_length
-            <= getattr(config, "max_position_embeddings", _MAX_POSITIONS)
-            <= _MAX_POSITIONS
+            and config.max_position_embeddings >= manifest.identity.packing.max_length
+            and all(getattr(config, name, 0) <= limit for name, limit in _LIMITS.items())
+            and 0 <= (config.pad_token_id or 0) < teacher.vocab_size
         )
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise CacheCorruptError(f"teacher/config.json of the cache cannot be used: {error}") from error
+    except _BAD_CONFIG as error:
+        raise _unusable(error) from error
     if not plausible:
-        raise CacheCorruptError(
-            "teacher/config.json of the cache does not belong to the teacher that its manifest names. "
-            "Fetch the cache again or redo the dump."
-        )
+        raise _unusable("it does not belong to the teacher that the manifest names")
     return kept
 
 
-def build_student(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """Return a student with initial weights drawn from the seed, ready to be tapped."""
-    torch.manual_seed(seed)
-    model = AutoModel.from_config(
-        config, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
+def _unusable(reason: object) -> CacheCorruptError:
+    return CacheCorruptError(
+        f"{TEACHER_CONFIG} of the cache cannot be used: {reason}. Fetch the cache again or redo the dump."
     )
+
+
+def build_student(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """Return a student with initial weights drawn from the seed, ready to be tapped.
+
+    Raises:
+        CacheCorruptError: the configuration that the cache gave describes no model.
+    """
+    torch.manual_seed(seed)
+    try:
+        model = AutoModel.from_config(
+            config, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
+        )
+    except _BAD_CONFIG as error:
+        raise _unusable(error) from error
     assert isinstance(model, PreTrainedModel)
     return model

@@ -171,6 +171,23 @@ def test_teacher_that_brings_code_is_not_run(world: World, command: Command) -> 
     assert not (world.root / "ran").exists()
 
 
+def test_teacher_that_reads_no_text(world: World, command: Command) -> None:
+    config = AutoConfig.for_model(
+        "vit", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    config.vocab_size = 500
+    shutil.rmtree(world.teacher)
+    AutoModel.from_config(config).save_pretrained(world.teacher)
+    tiny_tokenizer().save_pretrained(world.teacher)
+    command.fails(*dump_arguments(world), code=1, says=("'vit'", "Use an encoder such as BERT"))
+
+
+def test_options_that_do_not_apply_are_refused(world: World, command: Command) -> None:
+    command.fails(*dump_arguments(world, "--revision", "main"), code=2, says="--revision main goes with")
+    arguments = dump_arguments(world, "--corpus", "python-docs", "--text-column", "body")
+    command.fails(*arguments, code=2, says="--text-column body: python-docs has no columns")
+
+
 def test_teacher_that_is_an_empty_folder(world: World, command: Command) -> None:
     (world.root / "empty").mkdir()
     command.fails(
@@ -393,11 +410,20 @@ def test_an_interrupted_training_keeps_its_state_and_goes_on(world: World) -> No
     assert "Traceback" not in err
     (checkpoint,) = (world.root / "run/checkpoints").iterdir()
     assert json.loads((checkpoint / "state.json").read_text())["step"] > 0
+    kept = json.loads((checkpoint / "state.json").read_text())["step"]
     process = Process(world, *arguments)
-    time.sleep(0.1)
-    process.wait_for(checkpoint)
-    process.process.kill()
-    process.end()
+    process.wait_for(world.root / "run/run.json")
+    deadline = time.monotonic() + 60
+    while f'"step": {kept + 10 - kept % 10}' not in (world.root / "run/log.jsonl").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.process.send_signal(signal.SIGTERM)
+    code, err = process.end()
+
+    assert code == 130
+    assert f"going on after step {kept}" in err
+    (checkpoint,) = (world.root / "run/checkpoints").iterdir()
+    assert json.loads((checkpoint / "state.json").read_text())["step"] > kept
 
 
 def test_a_file_system_that_refuses_is_one_line(world: World) -> None:

@@ -25,7 +25,7 @@ from minilm_cache.errors import (
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.writer import CacheWriter
-from tests.support import World
+from tests.support import World, save_teacher, write_corpus
 
 
 def arrays_of(path: Path) -> dict[str, bytes]:
@@ -204,6 +204,63 @@ def test_a_shard_has_one_writer(world: World) -> None:
     dump(config, path, world.home)
 
 
+def test_a_committed_shard_is_not_written_twice(world: World) -> None:
+    """Two processes whose lists of shards overlap: the second finds the first one's shards and skips them."""
+    expected = arrays_of(world.dump("whole").path)
+    path = world.root / "cache"
+    world.dump(rank=1, world_size=2)
+    before = {file.name: file.read_bytes() for file in (path / "commits").iterdir()}
+    everything = _Overtaken(path, world)
+    dump(world.config(), path, world.home, should_stop=everything)
+
+    assert arrays_of(path) == expected
+    assert {name: (path / "commits" / name).read_bytes() for name in before} == before
+    assert everything.overtaken
+
+
+class _Overtaken:
+    """Another process that writes every shard while this one is at its first."""
+
+    def __init__(self, path: Path, world: World) -> None:
+        self.overtaken = False
+        self._path, self._world = path, world
+
+    def __call__(self) -> bool:
+        if not self.overtaken:
+            self.overtaken = True
+            for rank in range(1, 4):
+                dump(self._world.config(rank=2 * rank, world_size=8), self._path, self._world.home)
+        return False
+
+
+def test_what_a_kill_left_before_the_first_commit_is_not_in_the_way(world: World) -> None:
+    path = world.root / "cache"
+    path.mkdir()
+    (path / ".manifest.json.0123.partial").write_text("{")
+    world.dump()
+
+    assert manifest_of(path).complete
+
+
+def test_long_sequences_take_two_bytes_for_columns(tmp_path: Path) -> None:
+    teacher = save_teacher(tmp_path / "teacher", max_position_embeddings=600)
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt", 120))
+    path = world.dump(max_length=600, shard_tokens=1024, k=5, select="largest").path
+    exact = open_cache(world.dump("dense", max_length=600, shard_tokens=1024, codec="dense").path)
+    cache = open_cache(path)
+    group = zarr.open_group(path, mode="r", zarr_format=3)
+    high = group["relations/value/gap_high"]
+    assert isinstance(high, zarr.Array)
+    assert int(np.asarray(high[:600]).max()) >= 1
+    for number in (0, len(cache) - 1):
+        for kind in ("attention", "value"):
+            stored, teachers = cache[number].relation(kind), exact[number].relation(kind)
+            entries = stored > stored.amin(-1, keepdim=True)
+            smallest = teachers.masked_fill(~entries, 1).amin(-1)
+            largest_left_out = teachers.masked_fill(entries, 0).amax(-1)
+            assert bool((largest_left_out <= smallest * 1.002).all())
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -296,6 +353,8 @@ def test_more_positions_than_the_teacher_has_are_refused(world: World) -> None:
         ({"shard_tokens": 100}, "--shard-tokens 100 is not a power of two"),
         ({"shard_tokens": 32}, "--shard-tokens 32"),
         ({"tail": "uniform"}, "--tail goes with"),
+        ({"codec": "dense", "k": 4}, "--k goes with --codec topk, not with dense"),
+        ({"k": 5000, "max_length": 9000}, "--k 5000"),
         ({"rank": 2, "world_size": 2}, "--rank 2 is not below --world-size 2"),
         ({"batch_size": 0}, "--batch-size 0"),
         ({"codec": "zip"}, "--codec zip"),

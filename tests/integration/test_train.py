@@ -234,6 +234,7 @@ def test_shapes_that_cannot_be_are_refused(
         ({"arch": ("1x32", "1x32")}, "--arch 1x32 is given twice"),
         ({"lr": float("inf")}, "--lr inf"),
         ({"warmup": 1.5}, "--warmup 1.5"),
+        ({"epochs": float("inf"), "steps": None}, "--epochs inf"),
         ({"objective": "tiny"}, "--objective tiny"),
         ({"seed": 2**32}, "--seed 4294967296"),
     ],

@@ -136,6 +136,16 @@ def test_scores_are_float32_under_autocast(kind: RelationKind) -> None:
     assert scores.dtype == torch.float32
 
 
+@pytest.mark.parametrize("make_rows", [DenseRows, as_sparse], ids=["dense", "sparse"])
+def test_the_kl_of_padded_rows_is_the_same_under_autocast(make_rows: type[DenseRows]) -> None:
+    rows, scores = random_rows(), random_scores()
+    targets = Targets(make_rows(rows), mean_row_entropy(rows, LENGTHS))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = relation_kl(scores, targets, LENGTHS)
+
+    torch.testing.assert_close(found, relation_kl(scores, targets, LENGTHS))
+
+
 def test_the_models_own_mask_hides_columns_of_attention_but_not_of_values() -> None:
     window = torch.ones(5, 5, dtype=torch.bool).tril(1).triu(-1)[None, None]
     query, key, value = torch.randn(3, 1, 2, 5, 8)
