@@ -128,15 +128,16 @@ class World:
 
     def config(self, **changes: Any) -> DumpConfig:
         """Return settings of a small dump: sequences of 32 tokens in shards of 256."""
-        settings = {
+        settings: dict[str, Any] = {
             "teacher": str(self.teacher),
             "corpus": str(self.corpus),
             "max_length": 32,
             "shard_tokens": 256,
             "batch_size": 8,
-            "k": 6,
             "device": "cpu",
         }
+        if changes.get("codec", "topk") == "topk":
+            settings["k"] = 6
         return make_config(DumpConfig, **{**settings, **changes})
 
     def dump(self, out: str = "cache", **changes: Any) -> DumpResult:

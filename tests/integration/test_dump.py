@@ -85,6 +85,43 @@ def test_every_array_opens_with_plain_zarr_and_is_what_the_spec_says(
     assert sum(table["length"].to_numpy().sum() for table in tables) == manifest["num_tokens"]
 
 
+@pytest.mark.parametrize("tail", ["uniform", "renormalise"])
+def test_largest_entries_by_the_specification_alone(world: World, tail: str) -> None:
+    """SPEC.md section 5, select=largest, in plain numpy over plain zarr."""
+    path = world.dump(select="largest", tail=tail).path
+    group, cache = zarr.open_group(path, mode="r", zarr_format=3), open_cache(path)
+    for row in pq.read_table(path / "sequences/part-00001.parquet").to_pylist():
+        rows, length = slice(row["offset"], row["offset"] + row["length"]), row["length"]
+        for kind in ("attention", "value"):
+            gap, weight = group[f"relations/{kind}/gap"], group[f"relations/{kind}/weight"]
+            assert isinstance(gap, zarr.Array)
+            assert isinstance(weight, zarr.Array)
+            columns = np.cumsum(np.asarray(gap[rows]).astype(int), -1)
+            codes = np.asarray(weight[rows]).astype(int)
+            found = cache[row["sequence"]].relation(kind).numpy()
+            for token, head in np.ndindex(columns.shape[:2]):
+                used = codes[token, head] > 0
+                weights = 1.06 ** -(codes[token, head][used] - 1.0)
+                others = length - int(used.sum())
+                left = max(1 - weights.sum(), 0.01) if tail == "uniform" and others else 0.0
+                expected = np.full(length, left / max(others, 1))
+                expected[columns[token, head][used]] = (1 - left) * weights / weights.sum()
+
+                np.testing.assert_allclose(found[head, token], expected, atol=1e-6)
+
+
+def test_dense_rows_by_the_specification_alone(world: World) -> None:
+    path = world.dump(codec="dense").path
+    stored = zarr.open_group(path, mode="r", zarr_format=3)["relations/value/probability"]
+    assert isinstance(stored, zarr.Array)
+    row = pq.read_table(path / "sequences/part-00001.parquet").to_pylist()[0]
+    probability = np.asarray(stored[row["offset"] : row["offset"] + row["length"]])
+    found = open_cache(path)[row["sequence"]].relation("value").numpy()
+
+    assert np.array_equal(found, probability[..., : row["length"]].transpose(1, 0, 2).astype(np.float32))
+    assert not probability[..., row["length"] :].any()
+
+
 def test_stored_relations_are_the_teachers(shared_world: World) -> None:
     """Oracle: the eager model's attentions, through the dense codec."""
     path = shared_world.dump("dense", codec="dense").path
