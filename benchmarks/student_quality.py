@@ -28,6 +28,7 @@ from minilm_cache.train.trainer import StudentTrainer
 CONFIG = TrainConfig(arch=("3x192",), steps=300, batch_size=16)
 STEPS = 300
 CACHES = {
+    "vectors, KL at most 0.02": DumpConfig(teacher="mini", codec="vectors"),
     "topk pps k=16": DumpConfig(teacher="mini"),
     "topk pps k=8": DumpConfig(teacher="mini", k=8),
     "topk largest k=16, uniform tail": DumpConfig(teacher="mini", select="largest", tail="uniform"),
@@ -67,7 +68,7 @@ def main() -> None:
                 seed=CONFIG.seed,
                 buffer_shards=CONFIG.buffer_shards,
             )
-            objective = choose_objective(CONFIG.objective, cache.manifest)
+            objective = choose_objective(CONFIG.objective, cache.codec.kinds)
             shape = parse_arch(CONFIG.arch[0], cache.manifest.identity.relation_heads)
             ways = {name: KINDS} if results else {"online dense": (), name: KINDS}
             for way, kinds in ways.items():

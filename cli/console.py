@@ -102,7 +102,8 @@ def print_pairs(pairs: dict[str, object]) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; columns but the first are set to the right."""
-    table = Table(title=title, title_justify="left")
+    print(f"\n{title}")  # noqa: T201 - likewise; a table's own title would be cut to its width
+    table = Table()
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in rows:

@@ -26,13 +26,16 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         str | None, typer.Option(help="Column with the text, in records [default: text]")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the cache [default: in the cache home]")] = None,
-    codec: Annotated[str, typer.Option(help="topk or dense")] = "topk",
+    codec: Annotated[str, typer.Option(help="topk, vectors or dense")] = "topk",
     k: Annotated[int | None, typer.Option(help="Entries per row, for topk [default: 16]")] = None,
     select: Annotated[
         str | None, typer.Option(help="pps (unbiased sample) or largest, for topk [default: pps]")
     ] = None,
     tail: Annotated[
         str | None, typer.Option(help="uniform or renormalise, for largest [default: uniform]")
+    ] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(help="KL of each relation, nats, for vectors [default: 0.02]")
     ] = None,
     packing: Annotated[
         str, typer.Option(help="packed (documents joined to full length) or records (one sequence each)")
@@ -72,6 +75,7 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         k=k,
         select=select,
         tail=tail,
+        max_kl=max_kl,
         shard_tokens=shard_tokens,
         batch_size=batch_size,
         seed=seed,

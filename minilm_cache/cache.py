@@ -1,19 +1,20 @@
 """A cache as people use it: sequences with their ids and relations. See `open_cache`."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from minilm_cache.codecs.chain import build_codec
+from minilm_cache.codecs.base import SignalCodec
+from minilm_cache.codecs.chain import store_relations
+from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheIncompleteError, MiniLMCacheError
 from minilm_cache.relations import RowTargets, to_dense
-from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind
+from minilm_cache.storage_schema.arrays import small_arrays
+from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind, VectorsParameters
 from minilm_cache.store.layout import shard_of
 from minilm_cache.store.reader import CacheReader, Shard, read_manifest
 
@@ -26,7 +27,7 @@ class Cache:
     def __init__(self, reader: CacheReader) -> None:
         """Look at a cache through its reader."""
         self.reader = reader
-        self.codec = build_codec(self.manifest.identity.codec, self.manifest.identity.packing.max_length)
+        self.codec = signal_codec(reader)
         self._shards: OrderedDict[int, Shard] = OrderedDict()
 
     @property
@@ -90,13 +91,12 @@ class CachedSequence:
             ValueError: the cache holds no such relation.
         """
         chosen = RelationKind(kind)
-        if chosen not in self._cache.manifest.identity.relations:
+        codec = self._cache.codec
+        if chosen not in codec.kinds:
             raise ValueError(f"this cache holds no {chosen} relation")
         lengths = torch.tensor([len(self._rows["tokens"])])
-        return self._cache.codec.decode(
-            {name: torch.from_numpy(rows[None]) for name, rows in relation_rows(self._rows, chosen).items()},
-            lengths,
-        )
+        rows = {path: torch.from_numpy(self._rows[path][None]) for path in codec.paths([chosen])}
+        return codec.decode(rows, [chosen], lengths)[chosen]
 
 
 def check_rows(reader: CacheReader, shard: Shard) -> None:
@@ -108,16 +108,32 @@ def check_rows(reader: CacheReader, shard: Shard) -> None:
     cache = Cache(reader)
     for number in range(shard.first_sequence, shard.first_sequence + len(shard.lengths)):
         sequence = CachedSequence(cache, number, shard)
-        for kind in cache.manifest.identity.relations:
+        for kind in cache.codec.kinds:
             sequence.target_rows(kind)
 
 
-def relation_rows(
-    rows: Mapping[str, npt.NDArray[np.generic]], kind: RelationKind
-) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the arrays of one relation by their names within it (`gap`, `weight`, ...)."""
-    prefix = f"relations/{kind}/"
-    return {path.removeprefix(prefix): array for path, array in rows.items() if path.startswith(prefix)}
+def signal_codec(reader: CacheReader) -> SignalCodec:
+    """Return the codec that a cache was written with.
+
+    Raises:
+        CacheCorruptError: its arrays are damaged.
+        UnsupportedFormatError: a newer release wrote it.
+    """
+    identity, calibration = reader.manifest.identity, reader.manifest.calibration
+    if isinstance(identity.codec, VectorsParameters):
+        assert calibration is not None
+        arrays = {
+            small.path.rsplit("/", 1)[-1]: torch.from_numpy(reader.small_array(small).copy())
+            for small in small_arrays(identity, calibration)
+        }
+        return VectorsCodec(
+            num_heads=identity.relation_heads,
+            head_size=calibration.head_size,
+            scaling=calibration.scaling,
+            window=calibration.window,
+            **arrays,
+        )
+    return store_relations(identity.codec, identity.packing.max_length, identity.relations)
 
 
 def open_cache(path: str | Path) -> Cache:

@@ -33,13 +33,15 @@ class DumpConfig(FrozenSettings):
     """Tokens per sequence at most, special tokens counted."""
     max_tokens: Annotated[int, Field(ge=4)] | None = None
     """Tokens at most; none: the whole corpus."""
-    codec: Literal["topk", "dense"] = "topk"
+    codec: Literal["topk", "vectors", "dense"] = "topk"
     k: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Entries per row of codec `topk`; none: 16."""
     select: Literal["pps", "largest"] | None = None
     """Of codec `topk`; none: pps."""
     tail: Literal["uniform", "renormalise"] | None = None
     """For select=largest; none: uniform."""
+    max_kl: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Mean KL of each relation that codec `vectors` may have, nats; none: 0.02."""
     shard_tokens: Annotated[int, Field(ge=MIN_SHARD_TOKENS, le=2**26)] | None = None
     """Tokens per shard, a power of two; none: 2**18, less where that would decode to over 256 MiB."""
     batch_size: Annotated[int, Field(ge=1)] = 32
@@ -59,6 +61,8 @@ class DumpConfig(FrozenSettings):
         for option in ("k", "select", "tail"):
             if self.codec != "topk" and getattr(self, option) is not None:
                 raise ValueError(f"--{option} goes with --codec topk, not with {self.codec}")
+        if self.codec != "vectors" and self.max_kl is not None:
+            raise ValueError(f"--max-kl goes with --codec vectors, not with {self.codec}")
         if self.k is not None and self.k > self.max_length:
             raise ValueError(
                 f"--k {self.k} is above --max-length {self.max_length}: a row has no more entries"

@@ -14,9 +14,9 @@ def with_live_targets(
 ) -> Iterator[StudentBatch]:
     """Yield the same sequences with the teacher's dense relations, from a forward pass for each batch."""
     for batch in batches:
-        relations = teacher.relations(batch.ids, batch.lengths, kinds)
+        signal = teacher.signal(batch.ids, batch.lengths)
         targets = {
-            kind: Targets(DenseRows(probs), mean_row_entropy(probs, batch.lengths))
-            for kind, probs in relations.items()
+            kind: Targets(DenseRows(signal.probs(kind)), mean_row_entropy(signal.probs(kind), batch.lengths))
+            for kind in kinds
         }
         yield replace(batch, targets=targets)

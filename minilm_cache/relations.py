@@ -54,6 +54,22 @@ class SparseRows:
 RowTargets = DenseRows | SparseRows
 
 
+class TeacherSignal:
+    """What a teacher says of a padded batch: its last layer's vectors, and relations when asked for."""
+
+    def __init__(self, vectors: Vectors, lengths: Int[Tensor, " batch"]) -> None:
+        """Wrap a layer's vectors."""
+        self.vectors = vectors
+        self.lengths = lengths
+        self._probs: dict[RelationKind, Tensor] = {}
+
+    def probs(self, kind: RelationKind) -> Float[Tensor, "batch heads query key"]:
+        """Return a relation, computed once."""
+        if kind not in self._probs:
+            self._probs[kind] = relation_probs(self.vectors, kind, self.lengths)
+        return self._probs[kind]
+
+
 class Targets(NamedTuple):
     """What the teacher says about one relation of a batch."""
 
@@ -81,12 +97,18 @@ def relation_scores(
 ) -> Float[Tensor, "batch heads query key"]:
     """Return a relation's scores, the input of its softmax.
 
-    `attention`: Q K^T / sqrt(d_k) (MiniLM, arXiv 2002.10957, eq. 3); `value`: V V^T / sqrt(d_k) (eq. 7).
+    `attention`: Q K^T / sqrt(d_k) (MiniLM, arXiv 2002.10957, eq. 3); `value`: V V^T / sqrt(d_k) (eq. 7);
+    `query` and `key` likewise (MiniLMv2, arXiv 2012.15828).
     Columns where `mask` is False have the least float32.
     """
     if kind is RelationKind.ATTENTION:
         return _scores(vectors.query, vectors.key, vectors.scaling, mask)
-    return _scores(vectors.value, vectors.value, vectors.value.shape[-1] ** -0.5, mask)
+    same = {
+        RelationKind.VALUE: vectors.value,
+        RelationKind.QUERY: vectors.query,
+        RelationKind.KEY: vectors.key,
+    }[kind]
+    return _scores(same, same, same.shape[-1] ** -0.5, mask)
 
 
 def relation_probs(

@@ -9,13 +9,32 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from minilm_cache.storage_schema.manifest import CacheIdentity, DenseParameters, RelationKind
+from minilm_cache.storage_schema.manifest import (
+    VECTORS_FOLDER,
+    CacheIdentity,
+    Calibration,
+    DenseParameters,
+    RelationKind,
+    TopKParameters,
+    VectorsParameters,
+)
 
-DType = Literal["uint8", "uint16", "uint32", "float16"]
-ITEM_BYTES: Final[dict[DType, int]] = {"uint8": 1, "uint16": 2, "uint32": 4, "float16": 2}
+DType = Literal["uint8", "uint16", "uint32", "int16", "float16", "float32"]
+ITEM_BYTES: Final[dict[DType, int]] = {
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "int16": 2,
+    "float16": 2,
+    "float32": 4,
+}
+
+CODES_PATH: Final = f"{VECTORS_FOLDER}/codes"
 
 INNER_CHUNK_BYTES: Final = 2**18
 """Least decoded size of an inner chunk: zarr-python spends about 64 us on each, whatever its size."""
+PCODEC_ROWS: Final = 2**13
+PCODEC_LEVEL: Final = 8
 ZSTD_LEVEL: Final = 1
 """Measured in benchmarks/compressors.py: higher levels gain under 2 % on these arrays."""
 
@@ -38,6 +57,8 @@ class ArraySpec:
     fill_value: int | str
     """Poison: never a value that a finished shard holds for a token."""
     meaning: str
+    compressor: Literal["zstd", "pcodec"] = "zstd"
+    """`pcodec` takes a chunk component by component."""
 
     @property
     def row_bytes(self) -> int:
@@ -45,7 +66,13 @@ class ArraySpec:
         return math.prod(self.row_shape) * ITEM_BYTES[self.dtype]
 
     def chunk_tokens(self, shard_tokens: int) -> int:
-        """Rows of an inner chunk: the least power of two that makes 256 KiB, at most the shard."""
+        """Rows of an inner chunk, a power of two, at most the shard.
+
+        With zstd the least one that makes 256 KiB; with pcodec so many that each component is coded for
+        itself.
+        """
+        if self.compressor == "pcodec":
+            return min(PCODEC_ROWS, shard_tokens)
         rows = 1
         while rows * self.row_bytes < INNER_CHUNK_BYTES and rows < shard_tokens:
             rows *= 2
@@ -61,8 +88,8 @@ def token_dtype(vocab_size: int) -> DType:
     return "uint16" if vocab_size < 2**16 else "uint32"
 
 
-def array_specs(identity: CacheIdentity) -> tuple[ArraySpec, ...]:
-    """Return every array of a cache, in the order in which they are written."""
+def array_specs(identity: CacheIdentity, calibration: Calibration | None = None) -> tuple[ArraySpec, ...]:
+    """Return every array of a cache with a row per token, in the order in which they are written."""
     tokens = token_dtype(identity.teacher.vocab_size)
     specs = [
         ArraySpec(
@@ -74,46 +101,130 @@ def array_specs(identity: CacheIdentity) -> tuple[ArraySpec, ...]:
             meaning="token id",
         )
     ]
+    if calibration is not None:
+        specs.append(
+            ArraySpec(
+                path=CODES_PATH,
+                dtype="int16",
+                row_shape=(calibration.components,),
+                dimension_names=("token", "component"),
+                fill_value=-(2**15),
+                meaning="the token's queries, keys and values are mean + (codes * step) @ basis",
+                compressor="pcodec",
+            )
+        )
     for kind in identity.relations:
         specs.extend(_relation_specs(identity, kind))
     return tuple(specs)
 
 
-def _relation_specs(identity: CacheIdentity, kind: RelationKind) -> tuple[ArraySpec, ...]:
-    heads = identity.relation_heads
-    if isinstance(identity.codec, DenseParameters):
-        return (
-            ArraySpec(
-                path=f"relations/{kind}/probability",
-                dtype="float16",
-                row_shape=(heads, identity.packing.max_length),
-                dimension_names=("token", "head", "column"),
-                fill_value="NaN",
-                meaning="probability of each column of the token's row; 0 beyond the sequence's length",
-            ),
-        )
-    gaps = {
-        "gap": "low byte of the column of the entry minus that of the entry before; of the first its column"
-    }
-    if identity.packing.max_length > MAX_ONE_BYTE_LENGTH:
-        gaps["gap_high"] = "high byte of the same"
-    return tuple(
-        ArraySpec(
-            path=f"relations/{kind}/{name}",
-            dtype="uint8",
-            row_shape=(heads, identity.codec.k),
-            dimension_names=("token", "head", "entry"),
-            fill_value=NEVER_WRITTEN,
-            meaning=meaning,
-        )
-        for name, meaning in {**gaps, "weight": "code of the entry's weight"}.items()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallArray:
+    """An array of one uncompressed chunk, the same for all tokens."""
+
+    path: str
+    dtype: DType
+    shape: tuple[int, ...]
+    dimension_names: tuple[str, ...]
+    meaning: str
+
+    @property
+    def chunk_path(self) -> str:
+        """Path of its one chunk below the cache's root."""
+        return "/".join([self.path, "c", *("0" for _ in self.shape)])
+
+
+def small_arrays(identity: CacheIdentity, calibration: Calibration | None) -> tuple[SmallArray, ...]:
+    """Return the arrays that codec `vectors` decodes and encodes with."""
+    if calibration is None:
+        return ()
+    width = 3 * identity.relation_heads * calibration.head_size
+    names = ("component", "vector")
+    return (
+        SmallArray(
+            path=f"{VECTORS_FOLDER}/basis",
+            dimension_names=names,
+            meaning="direction of each component, greatest entry 1",
+            dtype="float16",
+            shape=(calibration.components, width),
+        ),
+        SmallArray(
+            path=f"{VECTORS_FOLDER}/step",
+            dimension_names=names[:1],
+            meaning="length of one step along each direction",
+            dtype="float32",
+            shape=(calibration.components,),
+        ),
+        SmallArray(
+            path=f"{VECTORS_FOLDER}/analysis",
+            dimension_names=names,
+            meaning="for writers: a token's components, in steps, are gain * (analysis @ (vectors - mean))",
+            dtype="float16",
+            shape=(calibration.components, width),
+        ),
+        SmallArray(
+            path=f"{VECTORS_FOLDER}/gain",
+            dimension_names=names[:1],
+            meaning="for writers: see analysis",
+            dtype="float32",
+            shape=(calibration.components,),
+        ),
+        SmallArray(
+            path=f"{VECTORS_FOLDER}/mean",
+            dimension_names=names[1:],
+            meaning="mean of queries, keys and values, head by head",
+            dtype="float32",
+            shape=(width,),
+        ),
     )
 
 
-def zarr_documents(identity: CacheIdentity, num_shards: int, shard_tokens: int) -> dict[str, bytes]:
+def relation_path(kind: RelationKind, name: str) -> str:
+    """Return the path of an array of a relation."""
+    return f"relations/{kind}/{name}"
+
+
+def relation_arrays(codec: TopKParameters | DenseParameters, max_length: int) -> tuple[str, ...]:
+    """Return the names of a relation's arrays."""
+    if isinstance(codec, DenseParameters):
+        return ("probability",)
+    high = ("gap_high",) if max_length > MAX_ONE_BYTE_LENGTH else ()
+    return ("gap", *high, "weight")
+
+
+_MEANINGS: Final = {
+    "gap": "low byte of the column of the entry minus that of the entry before; of the first its column",
+    "gap_high": "high byte of the same",
+    "weight": "code of the entry's weight",
+    "probability": "probability of each column of the token's row; 0 beyond the sequence's length",
+}
+
+
+def _relation_specs(identity: CacheIdentity, kind: RelationKind) -> list[ArraySpec]:
+    codec, heads = identity.codec, identity.relation_heads
+    assert not isinstance(codec, VectorsParameters)
+    dense = isinstance(codec, DenseParameters)
+    return [
+        ArraySpec(
+            path=relation_path(kind, name),
+            dtype="float16" if dense else "uint8",
+            row_shape=(heads, identity.packing.max_length if isinstance(codec, DenseParameters) else codec.k),
+            dimension_names=("token", "head", "column" if dense else "entry"),
+            fill_value="NaN" if dense else NEVER_WRITTEN,
+            meaning=_MEANINGS[name],
+        )
+        for name in relation_arrays(codec, identity.packing.max_length)
+    ]
+
+
+def zarr_documents(
+    identity: CacheIdentity, calibration: Calibration | None, num_shards: int, shard_tokens: int
+) -> dict[str, bytes]:
     """Return every `zarr.json` of a cache: path below the root, exact content."""
     documents = {"zarr.json": _json(_group({"minilm_cache": {"format_version": identity.format_version}}))}
-    for spec in array_specs(identity):
+    for small in small_arrays(identity, calibration):
+        documents[f"{small.path}/zarr.json"] = _json(_small_array(small))
+    for spec in array_specs(identity, calibration):
         parts = spec.path.split("/")
         for depth in range(1, len(parts)):
             documents["/".join([*parts[:depth], "zarr.json"])] = _json(_group({}))
@@ -126,14 +237,18 @@ def _group(attributes: dict[str, object]) -> dict[str, object]:
 
 
 def _array(spec: ArraySpec, num_shards: int, shard_tokens: int) -> dict[str, object]:
-    to_bytes: dict[str, object] = {"name": "bytes"}
-    if ITEM_BYTES[spec.dtype] > 1:
-        to_bytes["configuration"] = {"endian": "little"}
-    inner = [
-        to_bytes,
-        {"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}},
-        {"name": "crc32c"},
-    ]
+    if spec.compressor == "pcodec":
+        inner: list[dict[str, object]] = [
+            {"name": "transpose", "configuration": {"order": [1, 0]}},
+            {"name": "numcodecs.pcodec", "configuration": {"level": PCODEC_LEVEL}},
+            {"name": "crc32c"},
+        ]
+    else:
+        inner = [
+            _to_bytes(spec.dtype),
+            {"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}},
+            {"name": "crc32c"},
+        ]
     sharding = {
         "chunk_shape": [spec.chunk_tokens(shard_tokens), *spec.row_shape],
         "codecs": inner,
@@ -156,6 +271,28 @@ def _array(spec: ArraySpec, num_shards: int, shard_tokens: int) -> dict[str, obj
         "dimension_names": list(spec.dimension_names),
         "storage_transformers": [],
     }
+
+
+def _small_array(small: SmallArray) -> dict[str, object]:
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(small.shape),
+        "data_type": small.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(small.shape)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": "NaN",
+        "codecs": [_to_bytes(small.dtype)],
+        "attributes": {"meaning": small.meaning},
+        "dimension_names": list(small.dimension_names),
+        "storage_transformers": [],
+    }
+
+
+def _to_bytes(dtype: DType) -> dict[str, object]:
+    if ITEM_BYTES[dtype] == 1:
+        return {"name": "bytes"}
+    return {"name": "bytes", "configuration": {"endian": "little"}}
 
 
 def _json(document: dict[str, object]) -> bytes:

@@ -25,6 +25,7 @@ RelativePath = Annotated[
 ]
 """A path below the cache's root: no `..`, no leading slash, no hidden names, no backslash."""
 
+VECTORS_FOLDER: Final = "vectors"
 TEACHER_FOLDER: Final = "teacher"
 TEACHER_CONFIG: Final = "teacher/config.json"
 TOKENIZER_FILES: Final = (
@@ -49,6 +50,10 @@ class RelationKind(StrEnum):
     """softmax(Q K^T / sqrt(d_k)), eq. 3."""
     VALUE = "value"
     """softmax(V V^T / sqrt(d_k)), eq. 7."""
+    QUERY = "query"
+    """softmax(Q Q^T / sqrt(d_k)) (MiniLMv2, Wang et al. 2021)."""
+    KEY = "key"
+    """softmax(K K^T / sqrt(d_k)) (MiniLMv2)."""
 
 
 class StoredModel(BaseModel):
@@ -131,7 +136,17 @@ class DenseParameters(StoredModel):
     name: Literal["dense"] = "dense"
 
 
-CodecParameters = Annotated[TopKParameters | DenseParameters, Field(discriminator="name")]
+class VectorsParameters(StoredModel):
+    """Codec `vectors`: queries, keys and values, transform-coded; relations are computed from them."""
+
+    name: Literal["vectors"] = "vectors"
+    max_kl: float = Field(gt=0, le=1)
+    """Mean KL(teacher || stored) that attention and value relation may have, nats."""
+    calibration_tokens: int = Field(ge=1, le=2**24)
+    """Tokens that the code is fitted to, about; a quarter as many more are checked with."""
+
+
+CodecParameters = Annotated[TopKParameters | DenseParameters | VectorsParameters, Field(discriminator="name")]
 
 
 class CacheIdentity(StoredModel):
@@ -143,10 +158,17 @@ class CacheIdentity(StoredModel):
     corpus: CorpusIdentity
     packing: Packing
     layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=1024)], ...], Field(min_length=1, max_length=1)]
-    """Tapped layers, counted from 0. Format 1 with these codecs: exactly one."""
+    """Tapped layers, counted from 0: the last one."""
     relation_heads: int = Field(ge=1, le=1024)
-    relations: Annotated[tuple[RelationKind, ...], Field(min_length=1, max_length=2)]
+    relations: Annotated[tuple[RelationKind, ...], Field(max_length=2)]
+    """Relations that are stored; with codec `vectors` none is, and all can be computed."""
     codec: CodecParameters
+
+    @model_validator(mode="after")
+    def _relations_go_with_the_codec(self) -> "CacheIdentity":
+        if bool(self.relations) == isinstance(self.codec, VectorsParameters):
+            raise ValueError("codec `vectors` stores no relations, and every other codec does")
+        return self
 
     def fingerprint(self) -> str:
         """Return the SHA-256 (hex) over this identity's canonical JSON: sorted keys, no spaces."""
@@ -190,6 +212,24 @@ class Measured(StoredModel):
     fidelity: dict[RelationKind, Fidelity]
 
 
+class Calibration(StoredModel):
+    """How codec `vectors` was fitted to the tapped layer."""
+
+    num_fitted: int = Field(ge=1, le=MAX_TOKENS)
+    """The first so many sequences were fitted to."""
+    num_checked: int = Field(ge=1, le=MAX_TOKENS)
+    """The so many after them chose the step."""
+    components: int = Field(ge=1, le=2**18)
+    """Codes of a token."""
+    head_size: int = Field(ge=1, le=2**16)
+    scaling: float = Field(gt=0, allow_inf_nan=False)
+    """Factor on query-key products."""
+    window: int | None = Field(ge=0, le=2**16)
+    """Positions to each side that the teacher's attention sees; none: all."""
+    kl: dict[RelationKind, float]
+    """Mean KL(teacher || stored) on the checked sequences, nats."""
+
+
 class Labels(StoredModel):
     """Names for people; they do not enter the fingerprint."""
 
@@ -215,6 +255,8 @@ class CacheManifest(StoredModel):
     shard_tokens: int = Field(ge=64, le=2**26)
     """Rows that a shard takes in every array; a power of two."""
     shards: Annotated[tuple[ShardRange, ...], Field(min_length=1, max_length=2**20)]
+    calibration: Calibration | None = None
+    """Of codec `vectors`."""
     files: dict[RelativePath, FileDigest]
     """Files outside the shards: array metadata, and the teacher's configuration and tokenizer."""
     measured: Measured | None = None
@@ -247,10 +289,18 @@ class CacheManifest(StoredModel):
     @classmethod
     def _names_no_other_file(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
         known = {TEACHER_CONFIG, *(f"{TEACHER_FOLDER}/{name}" for name in TOKENIZER_FILES)}
+        chunks = ("basis/c/0/0", "step/c/0", "analysis/c/0/0", "gain/c/0", "mean/c/0")
+        known |= {f"{VECTORS_FOLDER}/{name}" for name in chunks}
         unknown = [path for path in files if path not in known and path.rsplit("/", 1)[-1] != "zarr.json"]
         if unknown:
             raise ValueError(f"{unknown[0]} is no file of the format")
         return files
+
+    @model_validator(mode="after")
+    def _calibration_goes_with_vectors(self) -> "CacheManifest":
+        if (self.calibration is None) == isinstance(self.identity.codec, VectorsParameters):
+            raise ValueError("`calibration` goes with codec `vectors`, and only with it")
+        return self
 
     @property
     def num_shards(self) -> int:

@@ -1,4 +1,7 @@
-"""The contract of a codec.
+"""The contracts of codecs.
+
+A `RelationCodec` stores the rows of one relation. A `SignalCodec` stores what a teacher says of a batch: one
+relation after the other, or the vectors that all relations are computed from.
 
 A codec is a frozen object: `repr` rebuilds it, `parameters` survive JSON and name it in the manifest.
 `encode` and `decode` are inverse up to the error that the class states.
@@ -12,16 +15,16 @@ import numpy.typing as npt
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from minilm_cache.relations import RowTargets
+from minilm_cache.relations import RowTargets, TeacherSignal
 from minilm_cache.storage_schema.manifest import CodecParameters, RelationKind
 
 Rows = Mapping[str, npt.NDArray[np.generic]]
-"""Stored rows of one relation: array name (`gap`, `weight`, ...) to `(batch, length, heads, ...)`."""
+"""Stored rows: name of an array to `(batch, length, ...)`."""
 
 
 @runtime_checkable
-class Codec(Protocol):
-    """One way to store relations."""
+class RelationCodec(Protocol):
+    """One way to store a relation's rows."""
 
     @property
     def parameters(self) -> CodecParameters:
@@ -56,6 +59,50 @@ class Codec(Protocol):
         Args:
             rows: array name to `(batch, length, heads, ...)`; whatever stands beyond a sequence's length
                 is ignored.
+            lengths: valid positions of each sequence.
+
+        Raises:
+            CacheCorruptError: values that `encode` never writes.
+        """
+        ...
+
+
+@runtime_checkable
+class SignalCodec(Protocol):
+    """One way to store what a teacher says; names of arrays are their paths in the cache."""
+
+    @property
+    def is_unbiased(self) -> bool:
+        """True where the expected stored row is the teacher's row, so that losses estimate the true KL."""
+        ...
+
+    @property
+    def kinds(self) -> tuple[RelationKind, ...]:
+        """Relations that can be decoded."""
+        ...
+
+    def paths(self, kinds: Sequence[RelationKind]) -> tuple[str, ...]:
+        """Return the arrays that these relations are decoded from."""
+        ...
+
+    def encode(self, signal: TeacherSignal, sequences: Sequence[int]) -> Rows:
+        """Return what is stored of a padded batch.
+
+        Args:
+            signal: what the teacher says.
+            sequences: numbers of the sequences in the cache; they seed what is drawn.
+        """
+        ...
+
+    def decode(
+        self, rows: Mapping[str, Tensor], kinds: Sequence[RelationKind], lengths: Int[Tensor, " batch"]
+    ) -> dict[RelationKind, RowTargets]:
+        """Return relations as targets, on the device that `rows` are on.
+
+        Args:
+            rows: path of an array to `(batch, length, ...)`; whatever stands beyond a sequence's length is
+                ignored.
+            kinds: relations wanted.
             lengths: valid positions of each sequence.
 
         Raises:

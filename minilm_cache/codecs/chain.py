@@ -1,13 +1,21 @@
-"""From the manifest's codec section to the codec."""
+"""From the manifest's codec section to the codec, and from one relation to all that are stored."""
 
-from minilm_cache.codecs.base import Codec
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Int
+from torch import Tensor
+
+from minilm_cache.codecs.base import RelationCodec, Rows
 from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.topk import LARGEST_RATIO, PPS_RATIO, TopKCodec
 from minilm_cache.errors import UnsupportedFormatError
-from minilm_cache.storage_schema.manifest import CodecParameters, DenseParameters
+from minilm_cache.relations import RowTargets, TeacherSignal
+from minilm_cache.storage_schema.arrays import relation_arrays, relation_path
+from minilm_cache.storage_schema.manifest import DenseParameters, RelationKind, TopKParameters
 
 
-def build_codec(parameters: CodecParameters, max_length: int) -> Codec:
+def build_codec(parameters: TopKParameters | DenseParameters, max_length: int) -> RelationCodec:
     """Return the codec that a manifest names.
 
     Raises:
@@ -28,3 +36,55 @@ def build_codec(parameters: CodecParameters, max_length: int) -> Codec:
             f"{PPS_RATIO} for pps and {LARGEST_RATIO} for largest. Install a newer minilm-cache."
         )
     return codec
+
+
+def store_relations(
+    parameters: TopKParameters | DenseParameters, max_length: int, kinds: tuple[RelationKind, ...]
+) -> "StoredRelations":
+    """Return the codec of a cache that stores these relations.
+
+    Raises:
+        UnsupportedFormatError: its weight scale is not one of this release's.
+    """
+    names = relation_arrays(parameters, max_length)
+    return StoredRelations(codec=build_codec(parameters, max_length), kinds=kinds, names=names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRelations:
+    """Relations stored one beside the other, each with the same codec."""
+
+    codec: RelationCodec
+    kinds: tuple[RelationKind, ...]
+    names: tuple[str, ...]
+    """Arrays of a relation: `gap`, `weight`, ..."""
+
+    @property
+    def is_unbiased(self) -> bool:
+        """As its codec is."""
+        return self.codec.is_unbiased
+
+    def paths(self, kinds: Sequence[RelationKind]) -> tuple[str, ...]:
+        """Return the arrays of these relations."""
+        return tuple(relation_path(kind, name) for kind in kinds for name in self.names)
+
+    def encode(self, signal: TeacherSignal, sequences: Sequence[int]) -> Rows:
+        """Return the rows of every relation."""
+        return {
+            relation_path(kind, name): values
+            for kind in self.kinds
+            for name, values in self.codec.encode(signal.probs(kind), kind, sequences, signal.lengths).items()
+        }
+
+    def decode(
+        self, rows: Mapping[str, Tensor], kinds: Sequence[RelationKind], lengths: Int[Tensor, " batch"]
+    ) -> dict[RelationKind, RowTargets]:
+        """Return relations as targets.
+
+        Raises:
+            CacheCorruptError: values that `encode` never writes.
+        """
+        return {
+            kind: self.codec.decode({name: rows[relation_path(kind, name)] for name in self.names}, lengths)
+            for kind in kinds
+        }

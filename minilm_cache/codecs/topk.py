@@ -77,7 +77,7 @@ class TopKCodec:
 
     @property
     def _scale(self) -> LogScale:
-        return LogScale(ratio=PPS_RATIO if self.select == "pps" else LARGEST_RATIO)
+        return LogScale(ratio=scale_ratio(self.select))
 
     def encode(
         self,
@@ -133,6 +133,11 @@ class TopKCodec:
         if self.select == "pps":
             return _with_shared_remainder(column, code, weight)
         return _with_tail(column, code, weight, lengths, uniform=self.tail == "uniform")
+
+
+def scale_ratio(select: Literal["pps", "largest"]) -> float:
+    """Return the ratio of neighbouring weights."""
+    return PPS_RATIO if select == "pps" else LARGEST_RATIO
 
 
 def sample_pps(

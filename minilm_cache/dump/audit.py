@@ -80,16 +80,16 @@ def audit(cache: Cache, teacher: Teacher, batch_size: int) -> Audit:
         CacheCorruptError: a shard is damaged.
     """
     numbers = audit_sequences(cache)
-    kinds = cache.manifest.identity.relations
+    kinds = (RelationKind.ATTENTION, RelationKind.VALUE)
     sums = {kind: _Sums() for kind in kinds}
     for start in range(0, len(numbers), batch_size):
         sequences = [cache[number] for number in numbers[start : start + batch_size]]
         ids, lengths = pad([sequence.input_ids for sequence in sequences], teacher.tokenizer.pad_token_id)
-        relations = teacher.relations(ids.to(teacher.device), lengths.to(teacher.device), kinds)
+        signal = teacher.signal(ids.to(teacher.device), lengths.to(teacher.device))
         for kind in kinds:
             for at, sequence in enumerate(sequences):
                 length = len(sequence.input_ids)
-                live = relations[kind][at, :, :length, :length].cpu()
+                live = signal.probs(kind)[at, :, :length, :length].cpu()
                 sums[kind].add(
                     live, sequence.relation(kind), _kept_columns(sequence.target_rows(kind), length)
                 )

@@ -5,7 +5,13 @@ from huggingface_hub import DatasetCardData
 from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.cache import Cache
-from minilm_cache.storage_schema.manifest import CacheManifest, DenseParameters, Measured, RelationKind
+from minilm_cache.storage_schema.manifest import (
+    CacheManifest,
+    DenseParameters,
+    Measured,
+    RelationKind,
+    VectorsParameters,
+)
 
 PREVIEW_SEQUENCES = 8
 
@@ -41,6 +47,8 @@ def cache_card(manifest: CacheManifest, measured: Measured) -> str:
     codec = identity.codec
     if isinstance(codec, DenseParameters):
         setting = "dense"
+    elif isinstance(codec, VectorsParameters):
+        setting = f"vectors, KL at most {codec.max_kl}"
     else:
         setting = f"topk, k={codec.k}, select={codec.select}" + (f", tail={codec.tail}" if codec.tail else "")
     rows = [

@@ -1,58 +1,28 @@
 """Stage one on one page: corpus -> sequences -> teacher -> codec -> shards -> sealed cache."""
 
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import torch
-from filelock import FileLock
-
-from minilm_cache import __version__
 from minilm_cache.cache import Cache
-from minilm_cache.codecs.base import Codec
-from minilm_cache.codecs.dense import DenseCodec
-from minilm_cache.codecs.topk import TopKCodec
 from minilm_cache.config import DumpConfig
 from minilm_cache.device import choose_device
-from minilm_cache.dump.audit import audit, pad
+from minilm_cache.dump.audit import audit
 from minilm_cache.dump.card import cache_card, preview_table
 from minilm_cache.dump.corpus import load_corpus
+from minilm_cache.dump.fit import fit_codec
+from minilm_cache.dump.manifest import cache_name, identify, plan_manifest
 from minilm_cache.dump.sequences import SequenceTable
+from minilm_cache.dump.shards import ShardJob
 from minilm_cache.dump.teacher import Teacher, locate_teacher
-from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
-from minilm_cache.fingerprint import digest_bytes
+from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
-from minilm_cache.relations import mean_row_entropy
-from minilm_cache.storage_schema.arrays import array_specs, token_dtype, zarr_documents
 from minilm_cache.storage_schema.manifest import (
-    CacheIdentity,
     CacheManifest,
-    Labels,
     Measured,
-    Packing,
-    RelationKind,
-)
-from minilm_cache.storage_schema.sequences import entropy_column
-from minilm_cache.store.layout import (
-    MAX_SHARD_BYTES,
-    default_shard_tokens,
-    shard_bytes,
-    split_into_shards,
 )
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.verify import is_sound
 from minilm_cache.store.writer import CacheWriter
-
-RELATIONS = (RelationKind.ATTENTION, RelationKind.VALUE)
-
-DEFAULT_K = 16
-"""Entries per row: students come within 0.3 % of dense targets (benchmarks/student_quality.py)."""
-
-_Rows = dict[str, npt.NDArray[np.generic]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,36 +67,22 @@ def dump(
         f"hidden {teacher.identity.hidden_size}), corpus {config.corpus} "
         f"({corpus.identity.num_documents} documents)"
     )
-    codec = _make_codec(config)
-    identity = CacheIdentity(
-        teacher=teacher.identity,
-        tokenizer_sha256=teacher.tokenizer_sha256,
-        corpus=corpus.identity,
-        packing=Packing(
-            mode=config.packing,
-            max_length=config.max_length,
-            max_tokens=config.max_tokens,
-            seed=config.seed,
-        ),
-        layers=(teacher.layer,),
-        relation_heads=teacher.identity.num_heads,
-        relations=RELATIONS,
-        codec=codec.parameters,
-    )
-    path = out or home / "caches" / _name(config, identity)
+    identity = identify(config, teacher, corpus)
+    path = out or home / "caches" / cache_name(config, identity)
     if not resume and path.exists():
         raise IdentityMismatchError(
             f"{path} exists. Leave out --no-resume to take it up, or choose another --out."
         )
     sequences = SequenceTable(corpus, teacher.tokenizer, identity.packing)
-    attachments = teacher.attachments()
-    manifest = _plan(config, identity, sequences, attachments)
+    fitted = fit_codec(path, identity, teacher, sequences, config.batch_size, progress)
+    attachments = teacher.attachments() | dict(fitted.attachments)
+    manifest = plan_manifest(config, identity, fitted.calibration, sequences, attachments)
     writer = CacheWriter(path, manifest, attachments)
     progress.note(f"cache {path} ({manifest.num_tokens:,} tokens, {len(manifest.shards)} shards)")
     todo = _shards_to_write(writer, config, progress)
     if writer.is_complete and not todo:
         progress.note("this cache is already complete and undamaged: nothing to do")
-    job = _Job(config=config, teacher=teacher, codec=codec, sequences=sequences, writer=writer)
+    job = ShardJob(config=config, teacher=teacher, codec=fitted.codec, sequences=sequences, writer=writer)
     job.write(todo, progress, should_stop)
     with writer.sealing() as ready:
         if ready:
@@ -153,149 +109,6 @@ def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress
                     writer.withdraw(shard)
         progress.advance(1)
     return [shard for shard in mine if not writer.is_committed(shard)]
-
-
-def _make_codec(config: DumpConfig) -> Codec:
-    if config.codec == "dense":
-        return DenseCodec(max_length=config.max_length)
-    select = config.select or "pps"
-    return TopKCodec(
-        max_length=config.max_length,
-        k=min(DEFAULT_K, config.max_length) if config.k is None else config.k,
-        select=select,
-        tail=(config.tail or "uniform") if select == "largest" else None,
-        seed=config.seed,
-    )
-
-
-def _name(config: DumpConfig, identity: CacheIdentity) -> str:
-    teacher, corpus = (_label(name).replace(":", "-") for name in (config.teacher, config.corpus))
-    return f"{teacher}-{corpus}-{config.codec}-{identity.fingerprint()[:12]}"
-
-
-def _label(name: str) -> str:
-    """Return a name for people: of a path only its end, since caches travel and paths tell of machines."""
-    end = Path(name).resolve().name or "root"
-    return "".join(letter if letter.isprintable() else "?" for letter in end)[:64]
-
-
-def _plan(
-    config: DumpConfig, identity: CacheIdentity, sequences: SequenceTable, attachments: Mapping[str, bytes]
-) -> CacheManifest:
-    """Return the manifest that the dump will fill: everything but what is measured."""
-    shard_tokens = config.shard_tokens or default_shard_tokens(identity)
-    if shard_bytes(identity, shard_tokens) > MAX_SHARD_BYTES:
-        raise InvalidConfigError(
-            f"a shard of {shard_tokens} tokens would decode to more than {MAX_SHARD_BYTES >> 20} MiB. "
-            "Choose smaller --shard-tokens, or a codec that stores less."
-        )
-    shards = split_into_shards(sequences.lengths, shard_tokens)
-    contents = zarr_documents(identity, len(shards), shard_tokens) | dict(attachments)
-    files = {path: digest_bytes(content) for path, content in contents.items()}
-    return CacheManifest(
-        fingerprint=identity.fingerprint(),
-        complete=False,
-        labels=Labels(
-            teacher=_label(config.teacher),
-            corpus=_label(config.corpus),
-            created_by=f"minilm-cache {__version__}",
-        ),
-        identity=identity,
-        num_tokens=int(sequences.lengths.sum()),
-        num_sequences=len(sequences.lengths),
-        num_held_out=sequences.num_held_out,
-        shard_tokens=shard_tokens,
-        shards=shards,
-        files=files,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """What it takes to write a shard."""
-
-    config: DumpConfig
-    teacher: Teacher
-    codec: Codec
-    sequences: SequenceTable
-    writer: CacheWriter
-
-    def write(self, shards: list[int], progress: Progress, should_stop: ShouldStop) -> None:
-        """Write shards; while one is written to disk, the teacher runs on the next."""
-        ranges = self.writer.manifest.shards
-        progress.start("dump", sum(ranges[n].num_tokens for n in shards), "tokens")
-        pending: Future[None] | None = None
-        with ThreadPoolExecutor(max_workers=1) as disk:
-            for shard in shards:
-                lock = self.writer.claim(shard)
-                if self.writer.is_committed(shard):  # by another process, since this one looked
-                    lock.release()
-                    continue
-                encoded = self._encode(shard, progress, should_stop)
-                if pending is not None:
-                    pending.result()
-                if encoded is None:
-                    lock.release()
-                    raise self._interrupted()
-                pending = disk.submit(self._write, shard, *encoded, lock)
-            if pending is not None:
-                pending.result()
-
-    def _write(self, shard: int, rows: _Rows, table: pa.Table, lock: FileLock) -> None:
-        try:
-            self.writer.write_shard(shard, rows, table, self.config.rank)
-        finally:
-            lock.release()
-
-    def _interrupted(self) -> InterruptedRunError:
-        total = len(self.writer.manifest.shards)
-        return InterruptedRunError(
-            f"interrupted: {total - len(self.writer.missing_shards())} of {total} shards of "
-            f"{self.writer.root} are committed. Run the same command again to go on."
-        )
-
-    def _encode(
-        self, shard: int, progress: Progress, should_stop: ShouldStop
-    ) -> tuple[_Rows, pa.Table] | None:
-        """Return a shard's rows and sequence table; none when asked to stop."""
-        manifest = self.writer.manifest
-        part = manifest.shards[shard]
-        tokens = self.sequences.read(part.first_sequence, part.first_sequence + part.num_sequences)
-        lengths = np.asarray([len(ids) for ids in tokens.ids])
-        starts = np.cumsum(lengths) - lengths
-        rows: _Rows = {
-            spec.path: np.zeros((part.num_tokens, *spec.row_shape), dtype=spec.dtype)
-            for spec in array_specs(manifest.identity)
-        }
-        rows["tokens"][:] = np.concatenate(tokens.ids).astype(token_dtype(self.teacher.identity.vocab_size))
-        entropy = {kind: np.zeros(len(lengths), dtype=np.float32) for kind in RELATIONS}
-        # Sequences of one length share a batch: the least padding, and the same batches in every run.
-        by_length = np.argsort(lengths, kind="stable")
-        for chosen in np.split(
-            by_length, range(self.config.batch_size, len(lengths), self.config.batch_size)
-        ):
-            if should_stop():
-                return None
-            batch, batch_lengths = pad(
-                [torch.from_numpy(tokens.ids[n]) for n in chosen], self.teacher.tokenizer.pad_token_id
-            )
-            on_device = batch_lengths.to(self.teacher.device)
-            relations = self.teacher.relations(batch.to(self.teacher.device), on_device, RELATIONS)
-            for kind, probs in relations.items():
-                entropy[kind][chosen] = mean_row_entropy(probs, on_device).cpu().numpy()
-                stored = self.codec.encode(probs, kind, (part.first_sequence + chosen).tolist(), on_device)
-                for name, values in stored.items():
-                    target = rows[f"relations/{kind}/{name}"]
-                    for at, n in enumerate(chosen):
-                        target[starts[n] : starts[n] + lengths[n]] = values[at, : lengths[n]]
-            progress.advance(int(batch_lengths.sum()))
-        table = {
-            "sequence": np.arange(part.first_sequence, part.first_sequence + part.num_sequences),
-            "offset": shard * manifest.shard_tokens + starts,
-            "length": lengths,
-            "document": tokens.documents,
-        }
-        return rows, pa.table(table | {entropy_column(kind): entropy[kind] for kind in RELATIONS})
 
 
 def _seal(writer: CacheWriter, teacher: Teacher, config: DumpConfig, progress: Progress) -> None:

@@ -5,7 +5,6 @@ Safetensors only, no code from the model's folder, fast tokenizers only (their w
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,19 +19,18 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
 )
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.fingerprint import sha256_file, sha256_files, sha256_json
-from minilm_cache.relations import relation_probs
+from minilm_cache.relations import TeacherSignal
 from minilm_cache.storage_schema.manifest import (
     TEACHER_CONFIG,
     TEACHER_FOLDER,
     TOKENIZER_FILES,
-    RelationKind,
     TeacherIdentity,
 )
 from minilm_cache.tap import ATTENTION, TappedModel
@@ -193,13 +191,11 @@ class Teacher:
             )
 
     @torch.no_grad()
-    def relations(
-        self, ids: Int[Tensor, "batch length"], lengths: Int[Tensor, " batch"], kinds: Sequence[RelationKind]
-    ) -> Mapping[RelationKind, Float[Tensor, "batch heads query key"]]:
-        """Return the last layer's relations of a padded batch, on the teacher's device."""
+    def signal(self, ids: Int[Tensor, "batch length"], lengths: Int[Tensor, " batch"]) -> TeacherSignal:
+        """Return what the last layer says of a padded batch, on the teacher's device."""
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         (vectors,) = self._tapped(ids, mask.to(torch.int64))
-        return {kind: relation_probs(vectors, kind, lengths) for kind in kinds}
+        return TeacherSignal(vectors, lengths)
 
 
 def load_encoder(folder: Path, attention: str = ATTENTION) -> PreTrainedModel:

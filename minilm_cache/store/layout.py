@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.storage_schema.arrays import array_specs
-from minilm_cache.storage_schema.manifest import CacheIdentity, CacheManifest, ShardRange
+from minilm_cache.storage_schema.manifest import CacheIdentity, CacheManifest, Calibration, ShardRange
 
 MANIFEST: Final = "manifest.json"
 CARD: Final = "README.md"
@@ -36,7 +36,7 @@ def lock_path(shard: int) -> str:
 
 def shard_files(manifest: CacheManifest, shard: int) -> tuple[str, ...]:
     """Return the files of a shard, exactly those that its commit record must list."""
-    arrays = tuple(spec.shard_path(shard) for spec in array_specs(manifest.identity))
+    arrays = tuple(spec.shard_path(shard) for spec in array_specs(manifest.identity, manifest.calibration))
     return (*arrays, sequences_path(shard))
 
 
@@ -67,15 +67,16 @@ def shard_of(shards: Sequence[ShardRange], sequence: int) -> int:
     return int(np.searchsorted(firsts, sequence, side="right")) - 1
 
 
-def shard_bytes(identity: CacheIdentity, shard_tokens: int) -> int:
+def shard_bytes(identity: CacheIdentity, calibration: Calibration | None, shard_tokens: int) -> int:
     """Return what a shard takes in memory when it is decoded, bytes."""
-    return shard_tokens * sum(spec.row_bytes for spec in array_specs(identity))
+    return shard_tokens * sum(spec.row_bytes for spec in array_specs(identity, calibration))
 
 
-def default_shard_tokens(identity: CacheIdentity) -> int:
+def default_shard_tokens(identity: CacheIdentity, calibration: Calibration | None) -> int:
     """Return rows per shard: 2**18, or fewer where a shard would decode to more than 256 MiB."""
     tokens = 2**18
-    while tokens // 2 >= identity.packing.max_length and shard_bytes(identity, tokens) > _GOOD_SHARD_BYTES:
+    least = 2 * identity.packing.max_length
+    while tokens >= least and shard_bytes(identity, calibration, tokens) > _GOOD_SHARD_BYTES:
         tokens //= 2
     return tokens
 

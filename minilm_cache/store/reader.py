@@ -5,6 +5,7 @@ error that names the file and the remedy; nothing is ever filled in.
 """
 
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 
 from minilm_cache.errors import CacheCorruptError, CacheIncompleteError, CacheNotFoundError
 from minilm_cache.fingerprint import xxh3
-from minilm_cache.storage_schema.arrays import ArraySpec, array_specs, zarr_documents
+from minilm_cache.storage_schema.arrays import ArraySpec, SmallArray, array_specs, zarr_documents
 from minilm_cache.storage_schema.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_RECORD_BYTES,
@@ -117,9 +118,31 @@ class CacheReader:
                     f"{self.root / path} is not the metadata that the manifest implies. {_REMEDY}"
                 )
 
+    @property
+    def specs(self) -> tuple[ArraySpec, ...]:
+        """The arrays with a row per token."""
+        return array_specs(self.manifest.identity, self.manifest.calibration)
+
+    def small_array(self, small: SmallArray) -> npt.NDArray[np.generic]:
+        """Return an array that is the same for all tokens.
+
+        Raises:
+            CacheCorruptError: it is damaged.
+        """
+        content = self.attachment(small.chunk_path)
+        dtype = np.dtype(small.dtype).newbyteorder("<")
+        values = np.frombuffer(content, dtype) if len(content) % dtype.itemsize == 0 else np.empty(0)
+        if values.size != math.prod(small.shape) or not np.isfinite(values).all():
+            raise CacheCorruptError(
+                f"{self.root / small.chunk_path} is not the array it should be. {_REMEDY}"
+            )
+        return values.reshape(small.shape)
+
     def _documents(self) -> dict[str, bytes]:
         manifest = self.manifest
-        return zarr_documents(manifest.identity, manifest.num_shards, manifest.shard_tokens)
+        return zarr_documents(
+            manifest.identity, manifest.calibration, manifest.num_shards, manifest.shard_tokens
+        )
 
     def _read_records(self) -> dict[int, CommitRecord]:
         records = {}
@@ -144,7 +167,7 @@ class CacheReader:
         """
         size = self.manifest.shard_tokens
         table = self.table(number)
-        rows = {spec.path: self._rows(spec, number) for spec in array_specs(self.manifest.identity)}
+        rows = {spec.path: self._rows(spec, number) for spec in self.specs}
         if int(rows["tokens"].max()) >= self.manifest.identity.teacher.vocab_size:
             raise CacheCorruptError(f"shard {number} of {self.root} holds ids that are no tokens. {_REMEDY}")
         return Shard(
@@ -235,7 +258,7 @@ def read_manifest(root: Path) -> CacheManifest:
             "Make one with `minilm-cache dump`, or check the path."
         )
     manifest = parse(CacheManifest, read_bounded(path, MAX_MANIFEST_BYTES), str(path))
-    if shard_bytes(manifest.identity, manifest.shard_tokens) > MAX_SHARD_BYTES:
+    if shard_bytes(manifest.identity, manifest.calibration, manifest.shard_tokens) > MAX_SHARD_BYTES:
         raise CacheCorruptError(
             f"{path} names shards that decode to more than {MAX_SHARD_BYTES >> 20} MiB. Dump the cache again "
             "with smaller --shard-tokens."

@@ -1,19 +1,21 @@
-"""Decode the file of one array and shard, read as hostile input.
+"""The file of one array and shard: decoded as hostile input, and encoded where zarr does it wrongly.
 
 The layout is Zarr v3's sharding codec, and any Zarr library opens it. But zarr-python fills in inner chunks
 that a shard leaves out, and decompresses without a bound; here a chunk that is missing is an error, and one
 that decodes to more than its size is refused before the memory is taken.
 """
 
+import math
 from typing import Final
 
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pcodec import ChunkConfig, standalone
 
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.storage_schema.arrays import ArraySpec
+from minilm_cache.storage_schema.arrays import PCODEC_LEVEL, ArraySpec
 
 _CRC_BYTES: Final = 4
 _ENTRY_BYTES: Final = 16
@@ -36,19 +38,53 @@ def decode_shard(
     """
     chunk_rows = spec.chunk_tokens(shard_tokens)
     index = _read_index(content, shard_tokens // chunk_rows)
-    codec = pa.Codec("zstd")
+    decode = _decode_pcodec if spec.compressor == "pcodec" else _decode_zstd
     rows = np.empty((num_tokens, *spec.row_shape), dtype=np.dtype(spec.dtype).newbyteorder("<"))
     for number, first in enumerate(range(0, num_tokens, chunk_rows)):
         part = _checked(_slice(content, *index[number]))
-        try:
-            decoded = codec.decompress(part, chunk_rows * spec.row_bytes, asbytes=True)
-        except OSError as error:
-            raise CacheCorruptError(f"an inner chunk cannot be decompressed: {error}") from error
         wanted = min(chunk_rows, num_tokens - first)
-        rows[first : first + wanted] = np.frombuffer(decoded, rows.dtype).reshape(-1, *spec.row_shape)[
-            :wanted
-        ]
+        try:
+            rows[first : first + wanted] = decode(part, spec, chunk_rows)[:wanted]
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CacheCorruptError(f"an inner chunk cannot be decompressed: {error}") from error
     return rows
+
+
+def _decode_zstd(part: memoryview, spec: ArraySpec, chunk_rows: int) -> npt.NDArray[np.generic]:
+    decoded = pa.Codec("zstd").decompress(part, chunk_rows * spec.row_bytes, asbytes=True)
+    return np.frombuffer(decoded, np.dtype(spec.dtype).newbyteorder("<")).reshape(-1, *spec.row_shape)
+
+
+def _decode_pcodec(part: memoryview, spec: ArraySpec, chunk_rows: int) -> npt.NDArray[np.generic]:
+    """Decode a chunk that holds one component after the other."""
+    values = np.empty(chunk_rows * math.prod(spec.row_shape), np.dtype(spec.dtype))
+    progress = standalone.simple_decompress_into(bytes(part), values)
+    if progress.n_processed != values.size or not progress.finished:
+        raise ValueError("it is not of its size")
+    return values.reshape(*spec.row_shape, chunk_rows).T
+
+
+def encode_pcodec_shard(rows: npt.NDArray[np.generic], spec: ArraySpec, shard_tokens: int) -> bytes:
+    """Return a shard of an array that is coded component by component, slack filled in.
+
+    zarr-python 3.1.6 writes such arrays wrongly: numcodecs takes a transposed chunk in the order of its
+    memory, which undoes the transposition. It reads them as they should be.
+    """
+    chunk_rows = spec.chunk_tokens(shard_tokens)
+    config = ChunkConfig(compression_level=PCODEC_LEVEL)
+    body, entries = bytearray(), []
+    for first in range(0, shard_tokens, chunk_rows):
+        chunk = np.full((chunk_rows, *spec.row_shape), spec.fill_value, dtype=spec.dtype)
+        part = rows[first : first + chunk_rows]
+        chunk[: len(part)] = part
+        coded = _with_checksum(standalone.simple_compress(np.ascontiguousarray(chunk.T).ravel(), config))
+        entries.append((len(body), len(coded)))
+        body += coded
+    return bytes(body) + _with_checksum(np.asarray(entries, "<u8").tobytes())
+
+
+def _with_checksum(content: bytes) -> bytes:
+    return content + int(google_crc32c.value(content)).to_bytes(_CRC_BYTES, "little")
 
 
 def _read_index(content: bytes, num_chunks: int) -> list[tuple[int, int]]:

@@ -49,6 +49,7 @@ from minilm_cache.store.layout import (
     lock_path,
     sequences_path,
 )
+from minilm_cache.store.shards import encode_pcodec_shard
 
 
 class CacheWriter:
@@ -71,13 +72,16 @@ class CacheWriter:
         self.manifest = manifest
         with storage_errors("create the cache", root):
             self._create_or_adopt()
-            metadata = zarr_documents(manifest.identity, manifest.num_shards, manifest.shard_tokens)
+            metadata = zarr_documents(
+                manifest.identity, manifest.calibration, manifest.num_shards, manifest.shard_tokens
+            )
             for path, content in (metadata | dict(attachments)).items():
                 self._put(path, content)
             with zarr.config.set({"array.write_empty_chunks": True}):
                 self._arrays = {
                     spec.path: zarr.open_array(str(root), path=spec.path, mode="r+", zarr_format=3)
-                    for spec in array_specs(manifest.identity)
+                    for spec in array_specs(manifest.identity, manifest.calibration)
+                    if spec.compressor == "zstd"
                 }
 
     def _create_or_adopt(self) -> None:
@@ -179,7 +183,8 @@ class CacheWriter:
             raise ShardBusyError(f"shard {shard} of {self.root} is committed already. Use one writer for it.")
         with storage_errors("write", self.root):
             files = [
-                self._write_rows(spec, shard, rows[spec.path]) for spec in array_specs(self.manifest.identity)
+                self._write_rows(spec, shard, rows[spec.path])
+                for spec in array_specs(self.manifest.identity, self.manifest.calibration)
             ]
             files.append(self._write_table(shard, table))
             self._make_durable(files)
@@ -203,6 +208,10 @@ class CacheWriter:
 
     def _write_rows(self, spec: ArraySpec, shard: int, rows: npt.NDArray[np.generic]) -> str:
         size = self.manifest.shard_tokens
+        if spec.compressor == "pcodec":
+            content = encode_pcodec_shard(rows, spec, size)
+            write_file(below(self.root, spec.shard_path(shard)), content)
+            return spec.shard_path(shard)
         array = self._arrays[spec.path]
         whole = np.full((size, *spec.row_shape), array.fill_value, dtype=spec.dtype)
         whole[: len(rows)] = rows

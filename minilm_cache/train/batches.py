@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from minilm_cache.cache import Cache, relation_rows
-from minilm_cache.codecs.base import Codec
+from minilm_cache.cache import Cache
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.relations import Targets, mean_row_entropy, to_dense
+from minilm_cache.relations import RowTargets, Targets, mean_row_entropy, to_dense
 from minilm_cache.storage_schema.manifest import RelationKind
 from minilm_cache.store.layout import shard_of
 from minilm_cache.store.reader import Shard
@@ -46,6 +45,15 @@ class _Gathered:
     entropy: Mapping[RelationKind, npt.NDArray[np.float32]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What is taken of each shard beside its token ids."""
+
+    paths: tuple[str, ...]
+    entropies: tuple[RelationKind, ...]
+    """Relations whose rows the teacher's mean row entropy belongs to."""
+
+
 class BatchReader:
     """Makes batches of a cache's sequences."""
 
@@ -62,6 +70,10 @@ class BatchReader:
         """
         self._cache = cache
         self._kinds = kinds
+        stored = cache.manifest.identity.relations if cache.codec.is_unbiased else ()
+        self._wanted = _Wanted(
+            paths=cache.codec.paths(kinds), entropies=tuple(kind for kind in kinds if kind in stored)
+        )
         self._pad_token = pad_token
         self._device = device
 
@@ -74,10 +86,10 @@ class BatchReader:
             ThreadPoolExecutor(max_workers=1) as ahead,
         ):
             pieces = _pieces(loaded, batch_size)
-            pending = ahead.submit(_gather_next, pieces, self._kinds)
+            pending = ahead.submit(_gather_next, pieces, self._wanted)
             while True:
                 gathered = pending.result()
-                pending = ahead.submit(_gather_next, pieces, self._kinds)
+                pending = ahead.submit(_gather_next, pieces, self._wanted)
                 yield self._decode(gathered)
 
     def held_out_batches(self, batch_size: int, max_sequences: int) -> Iterator[StudentBatch]:
@@ -89,7 +101,7 @@ class BatchReader:
             numbers = np.arange(first, min(first + batch_size, last))
             wanted = {shard_of(manifest.shards, number) for number in numbers.tolist()}
             shards = {n: shards.get(n) or self._cache.reader.shard(n) for n in wanted}
-            yield self._decode(_gather([(shards, numbers)], self._kinds))
+            yield self._decode(_gather([(shards, numbers)], self._wanted))
 
     def _loaded(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Shard], Buffer]]:
         """Yield each buffer with its shards; those of the next one are read meanwhile."""
@@ -110,22 +122,27 @@ class BatchReader:
         lengths = torch.from_numpy(gathered.lengths).to(self._device)
         ids = torch.from_numpy(gathered.rows["tokens"].astype(np.int64))
         beyond = torch.arange(ids.shape[1]) >= torch.from_numpy(gathered.lengths)[:, None]
-        targets = {}
-        for kind in self._kinds:
-            rows = {
-                name: torch.from_numpy(values).to(self._device)
-                for name, values in relation_rows(gathered.rows, kind).items()
-            }
-            try:
-                targets[kind] = _decode_targets(self._cache.codec, rows, lengths, gathered.entropy[kind])
-            except CacheCorruptError as error:
-                raise CacheCorruptError(f"{self._cache.reader.root}, {kind} relation: {error}") from error
+        rows = {path: torch.from_numpy(values).to(self._device) for path, values in gathered.rows.items()}
+        try:
+            decoded = self._cache.codec.decode(rows, self._kinds, lengths)
+        except CacheCorruptError as error:
+            raise CacheCorruptError(f"{self._cache.reader.root}: {error}") from error
+        targets = {kind: self._targets(kind, found, gathered, lengths) for kind, found in decoded.items()}
         return StudentBatch(
             ids=ids.masked_fill(beyond, self._pad_token).to(self._device),
             lengths=lengths,
             num_tokens=int(gathered.lengths.sum()),
             targets=targets,
         )
+
+    def _targets(
+        self, kind: RelationKind, rows: RowTargets, gathered: _Gathered, lengths: Int[Tensor, " batch"]
+    ) -> Targets:
+        if kind in gathered.entropy:
+            return Targets(rows, torch.from_numpy(gathered.entropy[kind]).to(self._device))
+        # Rows that are no estimate of the teacher's are targets of their own: so is their entropy.
+        dense = to_dense(rows, lengths, gathered.rows["tokens"].shape[1])
+        return Targets(rows, mean_row_entropy(dense, lengths))
 
 
 _Piece = tuple[Mapping[int, Shard], npt.NDArray[np.int64]]
@@ -147,11 +164,11 @@ def _pieces(loaded: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: in
                 batch, room = [], batch_size
 
 
-def _gather_next(pieces: Iterator[list[_Piece]], kinds: Sequence[RelationKind]) -> _Gathered:
-    return _gather(next(pieces), kinds)
+def _gather_next(pieces: Iterator[list[_Piece]], wanted: _Wanted) -> _Gathered:
+    return _gather(next(pieces), wanted)
 
 
-def _gather(pieces: Sequence[_Piece], kinds: Sequence[RelationKind]) -> _Gathered:
+def _gather(pieces: Sequence[_Piece], wanted: _Wanted) -> _Gathered:
     """Copy sequences out of their shards into padded arrays."""
     found = [
         (next(shard for shard in shards.values() if number in shard), number)
@@ -159,9 +176,8 @@ def _gather(pieces: Sequence[_Piece], kinds: Sequence[RelationKind]) -> _Gathere
         for number in numbers.tolist()
     ]
     lengths = np.asarray([shard.length(number) for shard, number in found])
-    wanted = ["tokens"] + [path for path in found[0][0].rows if path.startswith(_prefixes(kinds))]
     rows = {}
-    for path in wanted:
+    for path in ("tokens", *wanted.paths):
         like = found[0][0].rows[path]
         padded = np.zeros((len(found), lengths.max(), *like.shape[1:]), dtype=like.dtype)
         for at, (shard, number) in enumerate(found):
@@ -169,21 +185,6 @@ def _gather(pieces: Sequence[_Piece], kinds: Sequence[RelationKind]) -> _Gathere
         rows[path] = padded
     entropy = {
         kind: np.asarray([shard.entropy(kind, number) for shard, number in found], dtype=np.float32)
-        for kind in kinds
+        for kind in wanted.entropies
     }
     return _Gathered(lengths=lengths, rows=rows, entropy=entropy)
-
-
-def _prefixes(kinds: Sequence[RelationKind]) -> tuple[str, ...]:
-    return tuple(f"relations/{kind}/" for kind in kinds)
-
-
-def _decode_targets(
-    codec: Codec, rows: Mapping[str, Tensor], lengths: Tensor, entropy: npt.NDArray[np.float32]
-) -> Targets:
-    decoded = codec.decode(rows, lengths)
-    if codec.is_unbiased:
-        return Targets(decoded, torch.from_numpy(entropy).to(lengths.device))
-    # A biased row is a target of its own: the KL to it needs its entropy, not the teacher's.
-    size = rows[next(iter(rows))].shape[1]
-    return Targets(decoded, mean_row_entropy(to_dense(decoded, lengths, size), lengths))

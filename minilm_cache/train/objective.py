@@ -1,6 +1,6 @@
 """Losses that train a student from a cache. Each says which relations it needs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.relations import Vectors, key_mask, relation_kl, relation_scores
-from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind
+from minilm_cache.storage_schema.manifest import RelationKind
 from minilm_cache.train.batches import StudentBatch
 
 
@@ -58,8 +58,8 @@ class MiniLM:
 OBJECTIVES: dict[str, type[Objective]] = {"minilm": MiniLM}
 
 
-def choose_objective(name: str, manifest: CacheManifest) -> Objective:
-    """Return an objective that the cache can serve.
+def choose_objective(name: str, kinds: Sequence[RelationKind]) -> Objective:
+    """Return an objective that a cache of these relations can serve.
 
     Raises:
         InvalidConfigError: it is unknown, or needs relations that the cache does not hold.
@@ -67,7 +67,7 @@ def choose_objective(name: str, manifest: CacheManifest) -> Objective:
     if name not in OBJECTIVES:
         raise InvalidConfigError(f"--objective {name} is unknown; known are {', '.join(OBJECTIVES)}.")
     objective = OBJECTIVES[name]()
-    missing = [kind for kind in objective.relations if kind not in manifest.identity.relations]
+    missing = [kind for kind in objective.relations if kind not in kinds]
     if missing:
         raise InvalidConfigError(
             f"--objective {name} needs the {' and '.join(missing)} relation, which this cache does not hold. "

@@ -86,7 +86,7 @@ def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a th
     progress = progress or Silent()
     cache = open_cache(cache_path)
     manifest = cache.manifest
-    objective = choose_objective(config.objective, manifest)
+    objective = choose_objective(config.objective, cache.codec.kinds)
     shapes = [parse_arch(arch, manifest.identity.relation_heads) for arch in config.arch]
     steps = num_steps(config, manifest)
     identity = RunIdentity.of(config, manifest, steps)
@@ -102,7 +102,15 @@ def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a th
         return TrainResult(path=path, record=found, tokens_per_s=None)
     device = choose_device(config.device)
     trainers = build_trainers(config, cache, shapes, objective, steps, device)
-    run = _Run(config=config, cache=cache, identity=identity, path=path, trainers=trainers, device=device)
+    run = _Run(
+        config=config,
+        cache=cache,
+        identity=identity,
+        path=path,
+        objective=objective,
+        trainers=trainers,
+        device=device,
+    )
     with storage_errors("write", path):
         path.mkdir(parents=True, exist_ok=True)
     record = found or run.begin()
@@ -143,6 +151,7 @@ class _Run:
     cache: Cache
     identity: RunIdentity
     path: Path
+    objective: Objective
     trainers: list[StudentTrainer]
     device: torch.device
 
@@ -185,7 +194,7 @@ class _Run:
         return self.trainers[0].model.model.config.pad_token_id or 0
 
     def _batches(self) -> BatchReader:
-        return BatchReader(self.cache, self.cache.manifest.identity.relations, self._pad_token, self.device)
+        return BatchReader(self.cache, self.objective.relations, self._pad_token, self.device)
 
     def _held_out(self) -> list[HeldOutKL] | list[None]:
         if not self.cache.manifest.num_held_out:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minilm_cache.codecs.base import Codec
+from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.topk import TopKCodec
 from minilm_cache.relations import key_mask, to_dense
@@ -22,7 +22,7 @@ from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind
 from tests.support import World, save_teacher, write_corpus
 
 HERE = Path(__file__).parent
-CODECS: dict[str, Codec] = {
+CODECS: dict[str, RelationCodec] = {
     "topk-pps": TopKCodec(max_length=12, k=4, seed=3),
     "topk-largest": TopKCodec(max_length=12, k=4, select="largest", tail="uniform"),
     "dense": DenseCodec(max_length=12),

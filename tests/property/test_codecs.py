@@ -12,14 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minilm_cache.codecs.base import Codec, Rows
+from minilm_cache.codecs.base import RelationCodec, Rows
 from minilm_cache.codecs.chain import build_codec
 from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
 from minilm_cache.codecs.topk import LARGEST_RATIO, PPS_RATIO, TopKCodec
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
 from minilm_cache.relations import SparseRows, key_mask, to_dense
-from minilm_cache.storage_schema.manifest import DenseParameters, RelationKind, TopKParameters
+from minilm_cache.storage_schema.manifest import (
+    DenseParameters,
+    RelationKind,
+    TopKParameters,
+    VectorsParameters,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "codecs"
 KIND = RelationKind.ATTENTION
@@ -29,7 +34,7 @@ def as_tensors(rows: Rows) -> Mapping[str, Tensor]:
     return {name: torch.from_numpy(values) for name, values in rows.items()}
 
 
-def round_trip(codec: Codec, probs: Tensor, lengths: Tensor) -> Tensor:
+def round_trip(codec: RelationCodec, probs: Tensor, lengths: Tensor) -> Tensor:
     rows = codec.encode(probs, KIND, range(len(probs)), lengths)
     return to_dense(codec.decode(as_tensors(rows), lengths), lengths, probs.shape[-1])
 
@@ -56,13 +61,15 @@ TOPK = [
     TopKCodec(max_length=24, k=5, select="largest", tail="uniform"),
     TopKCodec(max_length=24, k=5, select="largest", tail="renormalise"),
 ]
-CODECS: list[Codec] = [*TOPK, DenseCodec(max_length=24)]
+CODECS: list[RelationCodec] = [*TOPK, DenseCodec(max_length=24)]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @settings(max_examples=60, deadline=None)
 @given(relations())
-def test_rows_are_distributions_over_valid_columns(codec: Codec, relation: tuple[Tensor, Tensor]) -> None:
+def test_rows_are_distributions_over_valid_columns(
+    codec: RelationCodec, relation: tuple[Tensor, Tensor]
+) -> None:
     probs, lengths = relation
     stored = round_trip(codec, probs, lengths)
     valid = key_mask(lengths, probs.shape[-1])
@@ -89,12 +96,13 @@ def test_every_row_has_exactly_k_entries(codec: TopKCodec, relation: tuple[Tenso
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_repr_and_parameters_rebuild_a_codec(codec: Codec) -> None:
+def test_repr_and_parameters_rebuild_a_codec(codec: RelationCodec) -> None:
     names = {"TopKCodec": TopKCodec, "DenseCodec": DenseCodec}
 
     assert eval(repr(codec), names) == codec  # noqa: S307 - of our own making
     model = type(codec.parameters)
     parameters = model.model_validate_json(json.dumps(codec.parameters.model_dump(mode="json")))
+    assert not isinstance(parameters, VectorsParameters)
     assert build_codec(parameters, 24) == codec
 
 

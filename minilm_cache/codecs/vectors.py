@@ -1,0 +1,110 @@
+"""Codec `vectors`: queries, keys and values in a few dozen bytes; relations are computed from them.
+
+The queries, keys and values of a layer are affine in its input, so side by side they lie in a subspace of its
+width (rotary positions widen it). They are taken to that subspace by principal components, weighted by what
+an error costs in KL (`calibrate.py`), rounded with one step, and entropy-coded component by component.
+Decoding is one matrix product: vectors = mean + (codes * step) @ basis.
+
+Rounding goes towards zero more than to the nearest (`ROUNDING`), which saves a tenth of the bytes at the same
+KL; what that shrinks on average, the basis makes good. Error bound: none for a row; the mean KL of attention
+and value relation is what the manifest says (`calibration.kl`, `measured.fidelity`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float16, Int, Int16
+from torch import Tensor
+
+from minilm_cache.codecs.base import Rows
+from minilm_cache.relations import DenseRows, RowTargets, TeacherSignal, Vectors, relation_probs
+from minilm_cache.storage_schema.arrays import CODES_PATH
+from minilm_cache.storage_schema.manifest import RelationKind
+
+ROUNDING = 0.2
+"""A component of n + 1 - ROUNDING steps or more has code n + 1; to the nearest would be 0.5."""
+MAX_CODE = 2**15 - 1
+
+
+def concatenate(vectors: Vectors) -> Float[Tensor, "batch length width"]:
+    """Return queries, keys and values of each token side by side, head by head, float32."""
+    parts = [part.transpose(1, 2).flatten(2) for part in (vectors.query, vectors.key, vectors.value)]
+    return torch.cat(parts, -1).float()
+
+
+def quantise(components: Float[Tensor, "*rows components"]) -> Float[Tensor, "*rows components"]:
+    """Return codes, whole numbers still as floats, of components in steps."""
+    codes = components.abs().add_(ROUNDING).floor_().clamp_(max=MAX_CODE)
+    return codes.copysign_(components)
+
+
+def window_mask(
+    window: int | None, length: int, device: torch.device
+) -> Bool[Tensor, "1 1 query key"] | None:
+    """Return what an attention sees that looks `window` positions to each side; none: everything."""
+    if window is None:
+        return None
+    position = torch.arange(length, device=device)
+    return ((position[:, None] - position).abs() <= window)[None, None]
+
+
+def as_directions(
+    matrix: Float[Tensor, "components width"],
+) -> tuple[Float16[Tensor, "components width"], Float[Tensor, " components"]]:
+    """Return rows as float16 with a greatest entry of 1, and what they were longer by, float32."""
+    length = matrix.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return (matrix / length[:, None]).half(), length.float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VectorsCodec:
+    """One tapped layer's vectors; see the module's docstring."""
+
+    num_heads: int
+    head_size: int
+    scaling: float
+    """Factor on query-key products."""
+    window: int | None
+    """Positions to each side that the teacher's attention sees; none: all."""
+    mean: Float[Tensor, " width"]
+    basis: Float16[Tensor, "components width"]
+    step: Float[Tensor, " components"]
+    analysis: Float16[Tensor, "components width"]
+    gain: Float[Tensor, " components"]
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Its relations are rows of their own, close to the teacher's."""
+        return False
+
+    @property
+    def kinds(self) -> tuple[RelationKind, ...]:
+        """Every relation."""
+        return tuple(RelationKind)
+
+    def paths(self, kinds: Sequence[RelationKind]) -> tuple[str, ...]:
+        """Return the one array that everything is decoded from."""
+        return (CODES_PATH,) if kinds else ()
+
+    def encode(self, signal: TeacherSignal, sequences: Sequence[int]) -> Rows:
+        """Return `vectors/codes`, `(batch, length, components)` int16; nothing is drawn."""
+        del sequences
+        flat = concatenate(signal.vectors) - self.mean.to(signal.lengths.device)
+        codes = quantise(flat @ self.analysis.to(flat).T * self.gain.to(flat.device))
+        return {CODES_PATH: codes.to(torch.int16).cpu().numpy()}
+
+    def vectors(self, codes: Int16[Tensor, "batch length components"]) -> Vectors:
+        """Return queries, keys and values, float32, on the device of the codes."""
+        mean, basis, step = (part.to(codes.device) for part in (self.mean, self.basis, self.step))
+        flat = torch.addmm(mean, codes.flatten(0, 1).float(), basis.float() * step[:, None])
+        heads = flat.view(*codes.shape[:2], 3, self.num_heads, self.head_size).permute(2, 0, 3, 1, 4)
+        mask = window_mask(self.window, codes.shape[1], codes.device)
+        return Vectors(heads[0], heads[1], heads[2], mask, self.scaling)
+
+    def decode(
+        self, rows: Mapping[str, Tensor], kinds: Sequence[RelationKind], lengths: Int[Tensor, " batch"]
+    ) -> dict[RelationKind, RowTargets]:
+        """Return relations, dense, computed as the teacher computes them."""
+        vectors = self.vectors(rows[CODES_PATH])
+        return {kind: DenseRows(relation_probs(vectors, kind, lengths)) for kind in kinds}

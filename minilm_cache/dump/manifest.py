@@ -1,0 +1,124 @@
+"""What a dump will write, decided before anything is written: identity, name, shards, files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from minilm_cache import __version__
+from minilm_cache.codecs.topk import scale_ratio
+from minilm_cache.config import DumpConfig
+from minilm_cache.dump.corpus import Corpus
+from minilm_cache.dump.sequences import SequenceTable
+from minilm_cache.dump.teacher import Teacher
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.fingerprint import digest_bytes
+from minilm_cache.storage_schema.arrays import zarr_documents
+from minilm_cache.storage_schema.manifest import (
+    CacheIdentity,
+    CacheManifest,
+    Calibration,
+    CodecParameters,
+    DenseParameters,
+    Labels,
+    Packing,
+    RelationKind,
+    TopKParameters,
+    VectorsParameters,
+)
+from minilm_cache.store.layout import (
+    MAX_SHARD_BYTES,
+    default_shard_tokens,
+    shard_bytes,
+    split_into_shards,
+)
+
+RELATIONS = (RelationKind.ATTENTION, RelationKind.VALUE)
+DEFAULT_K = 16
+"""Entries per row: students come within 0.3 % of dense targets (benchmarks/student_quality.py)."""
+DEFAULT_MAX_KL = 0.02
+CALIBRATION_TOKENS = 2**15
+
+
+def identify(config: DumpConfig, teacher: Teacher, corpus: Corpus) -> CacheIdentity:
+    """Return what determines the content of the cache."""
+    parameters = codec_parameters(config)
+    return CacheIdentity(
+        teacher=teacher.identity,
+        tokenizer_sha256=teacher.tokenizer_sha256,
+        corpus=corpus.identity,
+        packing=Packing(
+            mode=config.packing,
+            max_length=config.max_length,
+            max_tokens=config.max_tokens,
+            seed=config.seed,
+        ),
+        layers=(teacher.layer,),
+        relation_heads=teacher.identity.num_heads,
+        relations=() if isinstance(parameters, VectorsParameters) else RELATIONS,
+        codec=parameters,
+    )
+
+
+def codec_parameters(config: DumpConfig) -> CodecParameters:
+    """Return the codec asked for, its defaults filled in."""
+    if config.codec == "dense":
+        return DenseParameters()
+    if config.codec == "vectors":
+        return VectorsParameters(
+            max_kl=config.max_kl or DEFAULT_MAX_KL, calibration_tokens=CALIBRATION_TOKENS
+        )
+    select = config.select or "pps"
+    return TopKParameters(
+        k=min(DEFAULT_K, config.max_length) if config.k is None else config.k,
+        select=select,
+        tail=(config.tail or "uniform") if select == "largest" else None,
+        weight_ratio=scale_ratio(select),
+        seed=config.seed,
+    )
+
+
+def cache_name(config: DumpConfig, identity: CacheIdentity) -> str:
+    """Return the name of the cache's folder: words for people, a hash for the rest."""
+    teacher, corpus = (_label(name).replace(":", "-") for name in (config.teacher, config.corpus))
+    return f"{teacher}-{corpus}-{config.codec}-{identity.fingerprint()[:12]}"
+
+
+def _label(name: str) -> str:
+    """Return a name for people: of a path only its end, since caches travel and paths tell of machines."""
+    end = Path(name).resolve().name or "root"
+    return "".join(letter if letter.isprintable() else "?" for letter in end)[:64]
+
+
+def plan_manifest(
+    config: DumpConfig,
+    identity: CacheIdentity,
+    calibration: Calibration | None,
+    sequences: SequenceTable,
+    attachments: Mapping[str, bytes],
+) -> CacheManifest:
+    """Return the manifest that the dump will fill: everything but what is measured."""
+    shard_tokens = config.shard_tokens or default_shard_tokens(identity, calibration)
+    if shard_bytes(identity, calibration, shard_tokens) > MAX_SHARD_BYTES:
+        raise InvalidConfigError(
+            f"a shard of {shard_tokens} tokens would decode to more than {MAX_SHARD_BYTES >> 20} MiB. "
+            "Choose smaller --shard-tokens, or a codec that stores less."
+        )
+    shards = split_into_shards(sequences.lengths, shard_tokens)
+    contents = zarr_documents(identity, calibration, len(shards), shard_tokens) | dict(attachments)
+    files = {path: digest_bytes(content) for path, content in contents.items()}
+    return CacheManifest(
+        fingerprint=identity.fingerprint(),
+        complete=False,
+        labels=Labels(
+            teacher=_label(config.teacher),
+            corpus=_label(config.corpus),
+            created_by=f"minilm-cache {__version__}",
+        ),
+        identity=identity,
+        num_tokens=int(sequences.lengths.sum()),
+        num_sequences=len(sequences.lengths),
+        num_held_out=sequences.num_held_out,
+        shard_tokens=shard_tokens,
+        shards=shards,
+        calibration=calibration,
+        files=files,
+    )

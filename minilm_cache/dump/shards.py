@@ -1,0 +1,112 @@
+"""Write shards: the teacher runs on one while the one before is written to disk."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from filelock import FileLock
+
+from minilm_cache.codecs.base import SignalCodec
+from minilm_cache.config import DumpConfig
+from minilm_cache.dump.audit import pad
+from minilm_cache.dump.sequences import SequenceTable
+from minilm_cache.dump.teacher import Teacher
+from minilm_cache.errors import InterruptedRunError
+from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.relations import mean_row_entropy
+from minilm_cache.storage_schema.arrays import array_specs, token_dtype
+from minilm_cache.storage_schema.sequences import entropy_column
+from minilm_cache.store.writer import CacheWriter
+
+_Rows = dict[str, npt.NDArray[np.generic]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardJob:
+    """What it takes to write a shard."""
+
+    config: DumpConfig
+    teacher: Teacher
+    codec: SignalCodec
+    sequences: SequenceTable
+    writer: CacheWriter
+
+    def write(self, shards: list[int], progress: Progress, should_stop: ShouldStop) -> None:
+        """Write shards; while one is written to disk, the teacher runs on the next."""
+        ranges = self.writer.manifest.shards
+        progress.start("dump", sum(ranges[n].num_tokens for n in shards), "tokens")
+        pending: Future[None] | None = None
+        with ThreadPoolExecutor(max_workers=1) as disk:
+            for shard in shards:
+                lock = self.writer.claim(shard)
+                if self.writer.is_committed(shard):  # by another process, since this one looked
+                    lock.release()
+                    continue
+                encoded = self._encode(shard, progress, should_stop)
+                if pending is not None:
+                    pending.result()
+                if encoded is None:
+                    lock.release()
+                    raise self._interrupted()
+                pending = disk.submit(self._write, shard, *encoded, lock)
+            if pending is not None:
+                pending.result()
+
+    def _write(self, shard: int, rows: _Rows, table: pa.Table, lock: FileLock) -> None:
+        try:
+            self.writer.write_shard(shard, rows, table, self.config.rank)
+        finally:
+            lock.release()
+
+    def _interrupted(self) -> InterruptedRunError:
+        total = len(self.writer.manifest.shards)
+        return InterruptedRunError(
+            f"interrupted: {total - len(self.writer.missing_shards())} of {total} shards of "
+            f"{self.writer.root} are committed. Run the same command again to go on."
+        )
+
+    def _encode(
+        self, shard: int, progress: Progress, should_stop: ShouldStop
+    ) -> tuple[_Rows, pa.Table] | None:
+        """Return a shard's rows and sequence table; none when asked to stop."""
+        manifest = self.writer.manifest
+        part = manifest.shards[shard]
+        tokens = self.sequences.read(part.first_sequence, part.first_sequence + part.num_sequences)
+        lengths = np.asarray([len(ids) for ids in tokens.ids])
+        starts = np.cumsum(lengths) - lengths
+        rows: _Rows = {
+            spec.path: np.zeros((part.num_tokens, *spec.row_shape), dtype=spec.dtype)
+            for spec in array_specs(manifest.identity, manifest.calibration)
+        }
+        rows["tokens"][:] = np.concatenate(tokens.ids).astype(token_dtype(self.teacher.identity.vocab_size))
+        kinds = manifest.identity.relations
+        entropy = {kind: np.zeros(len(lengths), dtype=np.float32) for kind in kinds}
+        # Sequences of one length share a batch: the least padding, and the same batches in every run.
+        by_length = np.argsort(lengths, kind="stable")
+        for chosen in np.split(
+            by_length, range(self.config.batch_size, len(lengths), self.config.batch_size)
+        ):
+            if should_stop():
+                return None
+            batch, batch_lengths = pad(
+                [torch.from_numpy(tokens.ids[n]) for n in chosen], self.teacher.tokenizer.pad_token_id
+            )
+            on_device = batch_lengths.to(self.teacher.device)
+            signal = self.teacher.signal(batch.to(self.teacher.device), on_device)
+            stored = self.codec.encode(signal, (part.first_sequence + chosen).tolist())
+            for path, values in stored.items():
+                for at, n in enumerate(chosen):
+                    rows[path][starts[n] : starts[n] + lengths[n]] = values[at, : lengths[n]]
+            for kind in kinds:
+                entropy[kind][chosen] = mean_row_entropy(signal.probs(kind), on_device).cpu().numpy()
+            progress.advance(int(batch_lengths.sum()))
+        table = {
+            "sequence": np.arange(part.first_sequence, part.first_sequence + part.num_sequences),
+            "offset": shard * manifest.shard_tokens + starts,
+            "length": lengths,
+            "document": tokens.documents,
+        }
+        return rows, pa.table(table | {entropy_column(kind): entropy[kind] for kind in kinds})

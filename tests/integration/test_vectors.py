@@ -1,0 +1,252 @@
+"""Codec `vectors`: KL as asked, read with plain zarr and torch, for every family."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModel
+
+from minilm_cache import open_cache
+from minilm_cache.codecs.calibrate import calibrate, measured_kl, split_sample
+from minilm_cache.codecs.vectors import VectorsCodec, concatenate, quantise
+from minilm_cache.dump.run import dump
+from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError
+from minilm_cache.relations import TeacherSignal, Vectors, key_mask, relation_probs
+from minilm_cache.storage_schema.arrays import CODES_PATH
+from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.train.run import train
+from tests.integration.test_dump import arrays_of, manifest_of, stop_after
+from tests.integration.test_hostile import replace_in_manifest, replace_in_shard, shard_file
+from tests.integration.test_train import settings as train_settings
+from tests.support import World, save_teacher, write_corpus
+
+KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
+
+
+def plain_kl(path: Path, teacher_folder: Path) -> dict[str, float]:
+    """Held-out KL(teacher || stored), from the arrays with plain zarr, numpy and the eager model."""
+    manifest = manifest_of(path)
+    assert manifest.calibration is not None
+    heads, size = manifest.identity.relation_heads, manifest.calibration.head_size
+    group = zarr.open_group(path, mode="r", zarr_format=3)
+    arrays: dict[str, Any] = {name: group[f"vectors/{name}"] for name in ("codes", "basis", "step", "mean")}
+    basis, step, mean = (np.asarray(arrays[name][:], dtype=np.float64) for name in ("basis", "step", "mean"))
+    model = AutoModel.from_pretrained(teacher_folder, attn_implementation="eager").eval()
+    tables = [pq.read_table(file) for file in sorted((path / "sequences").iterdir())]
+    held_out = [row for table in tables for row in table.to_pylist()][manifest.num_train :]
+    sums, rows = dict.fromkeys(("attention", "value"), 0.0), 0
+    cache = open_cache(path)
+    for row in held_out:
+        codes = np.asarray(arrays["codes"][row["offset"] : row["offset"] + row["length"]])
+        flat = torch.from_numpy(mean + (codes * step) @ basis)
+        query, key, value = flat.view(-1, 3, heads, size).permute(1, 2, 0, 3)
+        with torch.no_grad():
+            outputs = model(cache[row["sequence"]].input_ids[None], output_attentions=True)
+        teacher = outputs.attentions[-1][0].double()
+        stored = torch.softmax(query @ key.mT / math.sqrt(size), -1)
+        if manifest.calibration.window is not None:
+            seen = teacher > 0
+            stored = stored * seen / (stored * seen).sum(-1, keepdim=True)
+        sums["attention"] += float(torch.special.xlogy(teacher, teacher / stored).nan_to_num().sum())
+        found = cache[row["sequence"]].relation("value").double()
+        expected = torch.softmax(value @ value.mT / math.sqrt(size), -1)
+        sums["value"] += float((found - expected).abs().max())
+        rows += heads * row["length"]
+    return {"attention": sums["attention"] / rows, "value": sums["value"] / len(held_out)}
+
+
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3 specification")
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "electra", "modernbert", "distilbert"])
+def test_relations_keep_to_the_kl_asked_for(tmp_path: Path, family: str) -> None:
+    """Rotary positions (ModernBERT) included; few held-out tokens, so half as much again is allowed."""
+    teacher = save_teacher(tmp_path / "teacher", family)
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt", 600))
+    path = world.dump(codec="vectors", shard_tokens=4096).path
+    manifest = manifest_of(path)
+    assert manifest.measured is not None
+    assert manifest.calibration is not None
+    found = plain_kl(path, teacher)
+
+    assert max(manifest.calibration.kl.values()) <= 0.02
+    for kind in KINDS:
+        kl = manifest.measured.fidelity[kind].kl_teacher_to_stored
+        assert kl is not None
+        assert 0.002 < kl <= 0.03
+    attention = manifest.measured.fidelity[RelationKind.ATTENTION].kl_teacher_to_stored
+    assert found["attention"] == pytest.approx(attention, rel=0.02)
+    assert found["value"] < 1e-5
+    # width of the layer's input, and twice as much again where positions turn queries and keys
+    assert manifest.calibration.components <= (96 if family == "modernbert" else 32)
+
+
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3 specification")
+def test_the_pretrained_encoder_keeps_to_the_kl_and_to_62_bytes(tmp_path: Path) -> None:
+    """On a tenth of python-docs; what is the same for all tokens is left out of the count."""
+    world = World(tmp_path, Path("mini"), Path("python-docs"))
+    result = world.dump(codec="vectors", max_length=128, max_tokens=50_000, shard_tokens=2**16)
+    measured = result.manifest.measured
+    assert measured is not None
+
+    for kind in KINDS:
+        kl = measured.fidelity[kind].kl_teacher_to_stored
+        assert kl is not None
+        assert kl <= 0.022
+    assert measured.bytes_per_token <= 50
+
+
+def test_calibration_sequences_are_recorded_and_are_not_those_of_the_fidelity(world: World) -> None:
+    manifest = world.dump(codec="vectors").manifest
+    assert manifest.calibration is not None
+
+    assert manifest.calibration.num_fitted + manifest.calibration.num_checked <= manifest.num_train
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_resumed_dump_is_byte_for_byte_an_uninterrupted_one(world: World, calls: int) -> None:
+    expected = arrays_of(world.dump("whole", codec="vectors").path)
+    config = world.config(codec="vectors")
+    with pytest.raises(InterruptedRunError):
+        dump(config, world.root / "parts", world.home, should_stop=stop_after(calls))
+    dump(config, world.root / "parts", world.home)
+
+    assert arrays_of(world.root / "parts") == expected
+
+
+def test_a_kill_before_the_codec_was_written_is_not_in_the_way(world: World) -> None:
+    expected = arrays_of(world.dump("whole", codec="vectors").path)
+    config = world.config(codec="vectors")
+    with pytest.raises(InterruptedRunError):
+        dump(config, world.root / "parts", world.home, should_stop=lambda: True)
+    (world.root / "parts/vectors/basis/c/0/0").unlink()
+    dump(config, world.root / "parts", world.home)
+
+    assert arrays_of(world.root / "parts") == expected
+
+
+def test_students_train_from_vectors(world: World) -> None:
+    cache = world.dump(codec="vectors").path
+    result = train(train_settings(steps=60), cache, world.root / "run", world.home)
+    for student in result.record.students:
+        assert student.held_out_before is not None
+        assert student.held_out_after is not None
+        assert sum(student.held_out_after.values()) < 0.9 * sum(student.held_out_before.values())
+
+
+def test_every_relation_comes_from_vectors(world: World) -> None:
+    sequence = open_cache(world.dump(codec="vectors").path)[0]
+    for kind in RelationKind:
+        rows = sequence.relation(kind)
+        torch.testing.assert_close(rows.sum(-1), torch.ones_like(rows[..., 0]))
+
+
+def test_a_corpus_too_small_to_hold_anything_out_is_told_so(world: World) -> None:
+    world.corpus.write_text("ba be bi bo bu ban " * 12)
+    with pytest.raises(CorpusError, match=r"training sequences are too few: it needs 4\. Give more text"):
+        world.dump(codec="vectors")
+
+
+def test_damage_to_basis_and_codes_is_an_error(world: World) -> None:
+    cache = world.dump(codec="vectors").path
+    codes = f"{CODES_PATH}/c/1/0"
+    for content in (shard_file(None), shard_file(b"nonsense"), b""):
+        replace_in_shard(cache, codes, _always(content))
+        with pytest.raises(CacheCorruptError, match="codes/c/1/0 is damaged"):
+            open_cache(cache).reader.shard(1)
+    basis = (cache / "vectors/basis/c/0/0").read_bytes()
+    replace_in_manifest(cache, "vectors/basis/c/0/0", basis[:-2] + b"\xff\x7f")
+    with pytest.raises(CacheCorruptError, match="is not the array it should be"):
+        open_cache(cache)
+
+
+def _always(content: bytes) -> Callable[[bytes], bytes]:
+    return lambda _: content
+
+
+@st.composite
+def signals(draw: st.DrawFn) -> list[TeacherSignal]:
+    """Vectors of any rank, with constant components and outliers, in sequences of any length."""
+    heads, size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    width = heads * size
+    rank = draw(st.integers(0, 3 * width))
+    basis = torch.randn(rank, 3 * width, generator=generator)
+    offset = torch.randn(3 * width, generator=generator) * draw(st.sampled_from([0.0, 1.0, 30.0]))
+    found = []
+    for _ in range(3):
+        length = draw(st.integers(1, 13))
+        lengths = torch.tensor([draw(st.integers(1, length)), length])
+        flat = torch.randn(2, length, rank, generator=generator) @ basis + offset
+        if draw(st.booleans()):
+            flat[0, 0] *= draw(st.sampled_from([10.0, 1e4]))
+        query, key, value = flat.view(2, length, 3, heads, size).permute(2, 0, 3, 1, 4)
+        vectors = Vectors(query, key, value, key_mask(lengths, length)[:, None, None, :], size**-0.5)
+        found.append(TeacherSignal(vectors, lengths))
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(signals())
+def test_any_vectors_can_be_coded(batches: list[TeacherSignal]) -> None:
+    fitted = calibrate(batches[:2], batches[2:], 0.02)
+    codec = fitted.codec
+    (codes,) = codec.encode(batches[2], ()).values()
+    again = codec.encode(batches[2], ())[CODES_PATH]
+    stored = codec.vectors(torch.from_numpy(codes))
+
+    assert np.array_equal(codes, again)
+    assert all(bool(torch.isfinite(part).all()) for part in (stored.query, stored.key, stored.value))
+    assert measured_kl(codec, batches[2:]) == fitted.kl
+    for kind in RelationKind:
+        rows = relation_probs(stored, kind, batches[2].lengths)
+        torch.testing.assert_close(rows.sum(-1), torch.ones_like(rows[..., 0]))
+
+
+@given(st.floats(-40000, 40000, width=32))
+def test_rounding_is_towards_zero_more_than_to_the_nearest(value: float) -> None:
+    code = float(quantise(torch.tensor([value]))[0])
+
+    assert abs(code) <= 2**15 - 1
+    assert code == 0 or math.copysign(1, code) == math.copysign(1, value)
+    if abs(value) < 2**15 - 2:
+        assert -0.2 - 1e-2 <= abs(value) - abs(code) <= 0.8 + 1e-2
+
+
+def test_decoding_is_one_matrix_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.randn(5, 24, generator=generator).half()
+    mean = torch.randn(24, generator=generator)
+    codec = VectorsCodec(
+        num_heads=2,
+        head_size=4,
+        scaling=0.5,
+        window=None,
+        mean=mean,
+        basis=basis,
+        step=torch.full((5,), 0.5),
+        analysis=basis,
+        gain=torch.ones(5),
+    )
+    codes = torch.randint(-9, 9, (1, 7, 5), generator=generator, dtype=torch.int16)
+    expected: Tensor = mean + (codes.float() * 0.5) @ basis.float()
+
+    torch.testing.assert_close(concatenate(codec.vectors(codes)), expected)
+
+
+@pytest.mark.parametrize("num_sequences", [4, 5, 9, 100, 1000])
+def test_the_sample_is_split_without_overlap(num_sequences: int) -> None:
+    fit, check = split_sample(num_sequences, 256)
+
+    assert fit.start == 0
+    assert len(fit) >= 1
+    assert len(check) >= 1
+    assert fit.stop == check.start
+    assert check.stop <= num_sequences
