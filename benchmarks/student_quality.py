@@ -68,7 +68,7 @@ def main() -> None:
                 seed=CONFIG.seed,
                 buffer_shards=CONFIG.buffer_shards,
             )
-            objective = choose_objective(CONFIG.objective, cache.codec.kinds)
+            objective = choose_objective(CONFIG.objective, None, cache.codec.kinds, cache.manifest)
             shape = parse_arch(CONFIG.arch[0], cache.manifest.identity.relation_heads)
             ways = {name: KINDS} if results else {"online dense": (), name: KINDS}
             for way, kinds in ways.items():

@@ -26,7 +26,10 @@ def train(  # noqa: PLR0913 - one parameter for each option
         typer.Option(help="Student shape LAYERSxHIDDEN[:ffN][:hN][:eN]; repeat for several students"),
     ],
     cache: CacheArgument = None,
-    objective: Annotated[str, typer.Option(help="What students learn: minilm")] = "minilm",
+    objective: Annotated[str, typer.Option(help="What students learn: minilm or minilmv2")] = "minilm",
+    relation_heads: Annotated[
+        int | None, typer.Option(help="Relation heads of minilmv2 [default: the teacher's heads]")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the cache [default: 5]")] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per step")] = 16,
@@ -52,6 +55,7 @@ def train(  # noqa: PLR0913 - one parameter for each option
         TrainConfig,
         arch=tuple(arch),
         objective=objective,
+        relation_heads=relation_heads,
         steps=steps,
         epochs=epochs,
         batch_size=batch_size,
@@ -99,13 +103,18 @@ def students_table(students: Sequence[StudentRecord]) -> None:
     """Print what training has made of students."""
     print_table(
         f"KL({students[0].target}, student) on held-out sequences, before -> after (nats)",
-        ["student", "parameters", "attention", "value"],
+        ["student", "parameters", *_measured(students[0])],
         [[student.arch, f"{student.num_parameters:,}", *_changes(student)] for student in students],
     )
+
+
+def _measured(student: StudentRecord) -> list[str]:
+    """Return the relations that the students of a run were looked at for."""
+    return sorted(student.held_out_before) if student.held_out_before else ["KL"]
 
 
 def _changes(student: StudentRecord) -> list[str]:
     before, after = student.held_out_before, student.held_out_after
     if before is None or after is None:
-        return ["not held out"] * 2
+        return ["nothing held out"]
     return [f"{before[kind]:.4f} -> {after[kind]:.4f}" for kind in sorted(after)]

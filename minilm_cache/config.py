@@ -87,7 +87,9 @@ class TrainConfig(FrozenSettings):
 
     arch: Annotated[tuple[str, ...], Field(min_length=1)]
     """Shapes of the students, all trained in one pass."""
-    objective: Literal["minilm"] = "minilm"
+    objective: Literal["minilm", "minilmv2"] = "minilm"
+    relation_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Of objective `minilmv2`; none: the heads of the teacher's attention."""
     steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -112,6 +114,8 @@ class TrainConfig(FrozenSettings):
     def _fits_together(self) -> "TrainConfig":
         if self.steps is not None and self.epochs is not None:
             raise ValueError("--steps and --epochs exclude each other")
+        if self.relation_heads is not None and self.objective != "minilmv2":
+            raise ValueError("--relation-heads goes with --objective minilmv2, and only with it")
         doubled = sorted({arch for arch in self.arch if self.arch.count(arch) > 1})
         if doubled:
             raise ValueError(f"--arch {doubled[0]} is given twice")

@@ -95,7 +95,7 @@ def _speed(
     should_stop: ShouldStop,
 ) -> Speed:
     manifest = cache.manifest
-    objective = choose_objective(config.objective, cache.codec.kinds)
+    objective = choose_objective(config.objective, None, cache.codec.kinds, manifest)
     shape = parse_arch(arch, manifest.identity.relation_heads)
     (trainer,) = build_trainers(config, cache, [shape], objective, TIMED_STEPS, teacher.device)
     order = SequenceOrder(

@@ -33,6 +33,21 @@ class Vectors(NamedTuple):
     """Factor on query-key products, 1/sqrt(d_k)."""
 
 
+def split_heads(vectors: Vectors, num_heads: int) -> Vectors:
+    """Return queries, keys and values split into another number of heads (MiniLMv2, section 3.1).
+
+    `scaling` becomes 1/sqrt of the new head size; attention distributions are those of the old heads only.
+    """
+
+    def split(part: Tensor) -> Tensor:
+        batch, _, length, _ = part.shape
+        return part.transpose(1, 2).reshape(batch, length, num_heads, -1).transpose(1, 2)
+
+    query = split(vectors.query)
+    scaling = query.shape[-1] ** -0.5
+    return Vectors(query, split(vectors.key), split(vectors.value), vectors.mask, scaling)
+
+
 @dataclass(frozen=True, slots=True)
 class DenseRows:
     """Teacher rows with every probability."""

@@ -95,7 +95,11 @@ class SignalCodec(Protocol):
         ...
 
     def decode(
-        self, rows: Mapping[str, Tensor], kinds: Sequence[RelationKind], lengths: Int[Tensor, " batch"]
+        self,
+        rows: Mapping[str, Tensor],
+        kinds: Sequence[RelationKind],
+        lengths: Int[Tensor, " batch"],
+        relation_heads: int | None = None,
     ) -> dict[RelationKind, RowTargets]:
         """Return relations as targets, on the device that `rows` are on.
 
@@ -104,6 +108,7 @@ class SignalCodec(Protocol):
                 ignored.
             kinds: relations wanted.
             lengths: valid positions of each sequence.
+            relation_heads: heads to split vectors into; none: those of the teacher's attention.
 
         Raises:
             CacheCorruptError: values that `encode` never writes.

@@ -77,13 +77,18 @@ class StoredRelations:
         }
 
     def decode(
-        self, rows: Mapping[str, Tensor], kinds: Sequence[RelationKind], lengths: Int[Tensor, " batch"]
+        self,
+        rows: Mapping[str, Tensor],
+        kinds: Sequence[RelationKind],
+        lengths: Int[Tensor, " batch"],
+        relation_heads: int | None = None,
     ) -> dict[RelationKind, RowTargets]:
-        """Return relations as targets.
+        """Return relations as targets, of the heads they were stored with.
 
         Raises:
             CacheCorruptError: values that `encode` never writes.
         """
+        assert relation_heads is None, "stored rows cannot be split anew"
         return {
             kind: self.codec.decode({name: rows[relation_path(kind, name)] for name in self.names}, lengths)
             for kind in kinds

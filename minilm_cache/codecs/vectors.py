@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Float16, Int, Int16
 from torch import Tensor
 
 from minilm_cache.codecs.base import Rows
-from minilm_cache.relations import DenseRows, RowTargets, TeacherSignal, Vectors, relation_probs
+from minilm_cache.relations import DenseRows, RowTargets, TeacherSignal, Vectors, relation_probs, split_heads
 from minilm_cache.storage_schema.arrays import CODES_PATH
 from minilm_cache.storage_schema.manifest import RelationKind
 
@@ -103,8 +103,16 @@ class VectorsCodec:
         return Vectors(heads[0], heads[1], heads[2], mask, self.scaling)
 
     def decode(
-        self, rows: Mapping[str, Tensor], kinds: Sequence[RelationKind], lengths: Int[Tensor, " batch"]
+        self,
+        rows: Mapping[str, Tensor],
+        kinds: Sequence[RelationKind],
+        lengths: Int[Tensor, " batch"],
+        relation_heads: int | None = None,
     ) -> dict[RelationKind, RowTargets]:
         """Return relations, dense, computed as the teacher computes them."""
+        if not kinds:
+            return {}
         vectors = self.vectors(rows[CODES_PATH])
+        if relation_heads is not None:
+            vectors = split_heads(vectors, relation_heads)
         return {kind: DenseRows(relation_probs(vectors, kind, lengths)) for kind in kinds}

@@ -58,7 +58,12 @@ class BatchReader:
     """Makes batches of a cache's sequences."""
 
     def __init__(
-        self, cache: Cache, kinds: Sequence[RelationKind], pad_token: int, device: torch.device
+        self,
+        cache: Cache,
+        kinds: Sequence[RelationKind],
+        pad_token: int,
+        device: torch.device,
+        relation_heads: int | None = None,
     ) -> None:
         """Read relations of `kinds` only; none: token ids alone.
 
@@ -67,9 +72,11 @@ class BatchReader:
             kinds: relations wanted.
             pad_token: id that stands beyond a sequence's end.
             device: where batches go, and where they are decoded.
+            relation_heads: heads to split vectors into; none: those of the teacher's attention.
         """
         self._cache = cache
         self._kinds = kinds
+        self._relation_heads = relation_heads
         stored = cache.manifest.identity.relations if cache.codec.is_unbiased else ()
         self._wanted = _Wanted(
             paths=cache.codec.paths(kinds), entropies=tuple(kind for kind in kinds if kind in stored)
@@ -124,7 +131,7 @@ class BatchReader:
         beyond = torch.arange(ids.shape[1]) >= torch.from_numpy(gathered.lengths)[:, None]
         rows = {path: torch.from_numpy(values).to(self._device) for path, values in gathered.rows.items()}
         try:
-            decoded = self._cache.codec.decode(rows, self._kinds, lengths)
+            decoded = self._cache.codec.decode(rows, self._kinds, lengths, self._relation_heads)
         except CacheCorruptError as error:
             raise CacheCorruptError(f"{self._cache.reader.root}: {error}") from error
         targets = {kind: self._targets(kind, found, gathered, lengths) for kind, found in decoded.items()}

@@ -1,15 +1,16 @@
 """Losses that train a student from a cache. Each says which relations it needs."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.relations import Vectors, key_mask, relation_kl, relation_scores
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.relations import Vectors, key_mask, relation_kl, relation_scores, split_heads
+from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind
 from minilm_cache.train.batches import StudentBatch
 
 
@@ -22,55 +23,59 @@ class Losses(NamedTuple):
     """KL(teacher || student) of each relation, nats, mean over relation heads and valid rows."""
 
 
-@runtime_checkable
-class Objective(Protocol):
-    """A loss."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """The sum over relations of KL(teacher || student), mean over relation heads and valid rows, nats.
 
-    @property
-    def relations(self) -> tuple[RelationKind, ...]:
-        """Relations that the cache must hold."""
-        ...
+    `minilm`: L = L_AT + L_VR, attention distributions and value relations of the last layer (MiniLM, Wang et
+    al. 2020, arXiv 2002.10957, eq. 10). `minilmv2`: query, key and value relations, heads split anew
+    (MiniLMv2, Wang et al. 2021, arXiv 2012.15828). The student sees every column that is not padding; where
+    the teacher's own mask hid columns, its rows have no mass there.
+    """
+
+    relations: tuple[RelationKind, ...]
+    """Relations that the cache must serve."""
+    relation_heads: int | None
+    """Relation heads that teacher's and student's vectors are split into; none: their attention heads."""
 
     def __call__(self, vectors: Vectors, batch: StudentBatch) -> Losses:
         """Return the loss of a student's last-layer vectors."""
-        ...
-
-
-class MiniLM:
-    """L = L_AT + L_VR, attention distributions and value relations of the last layer.
-
-    MiniLM (Wang et al. 2020, arXiv 2002.10957), eq. 10. The student sees every column that is not padding,
-    in both relations; where the teacher's own mask hid columns, its rows have no mass there.
-    """
-
-    relations = (RelationKind.ATTENTION, RelationKind.VALUE)
-
-    def __call__(self, vectors: Vectors, batch: StudentBatch) -> Losses:
-        """Return the sum over relations of KL(teacher || student), nats."""
         mask = key_mask(batch.lengths, batch.ids.shape[1])[:, None, None, :]
+        split = vectors if self.relation_heads is None else split_heads(vectors, self.relation_heads)
         parts = {
-            kind: relation_kl(relation_scores(vectors, kind, mask), batch.targets[kind], batch.lengths)
+            kind: relation_kl(relation_scores(split, kind, mask), batch.targets[kind], batch.lengths)
             for kind in self.relations
         }
         return Losses(torch.stack(list(parts.values())).sum(), parts)
 
 
-OBJECTIVES: dict[str, type[Objective]] = {"minilm": MiniLM}
+RELATIONS: dict[str, tuple[RelationKind, ...]] = {
+    "minilm": (RelationKind.ATTENTION, RelationKind.VALUE),
+    "minilmv2": (RelationKind.QUERY, RelationKind.KEY, RelationKind.VALUE),
+}
 
 
-def choose_objective(name: str, kinds: Sequence[RelationKind]) -> Objective:
+def choose_objective(
+    name: str, relation_heads: int | None, kinds: Sequence[RelationKind], manifest: CacheManifest
+) -> Objective:
     """Return an objective that a cache of these relations can serve.
 
     Raises:
-        InvalidConfigError: it is unknown, or needs relations that the cache does not hold.
+        InvalidConfigError: it needs relations that the cache does not hold, or heads that do not fit.
     """
-    if name not in OBJECTIVES:
-        raise InvalidConfigError(f"--objective {name} is unknown; known are {', '.join(OBJECTIVES)}.")
-    objective = OBJECTIVES[name]()
-    missing = [kind for kind in objective.relations if kind not in kinds]
+    relations = RELATIONS[name]
+    missing = [kind for kind in relations if kind not in kinds]
     if missing:
         raise InvalidConfigError(
-            f"--objective {name} needs the {' and '.join(missing)} relation, which this cache does not hold. "
-            "Dump a cache with it."
+            f"--objective {name} needs the {' and '.join(missing)} relation, which a cache of codec "
+            f"{manifest.identity.codec.name} does not hold. Dump one with --codec vectors."
         )
-    return objective
+    if name != "minilmv2":
+        return Objective(relations=relations, relation_heads=None)
+    heads = relation_heads or manifest.identity.relation_heads
+    width = manifest.identity.teacher.hidden_size
+    if width % heads:
+        raise InvalidConfigError(
+            f"--relation-heads {heads}: the teacher's width {width} does not divide by it. Take a divisor."
+        )
+    return Objective(relations=relations, relation_heads=heads)

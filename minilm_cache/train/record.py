@@ -27,6 +27,7 @@ class RunIdentity(_Record):
     """Of the cache."""
     arch: tuple[str, ...]
     objective: str
+    relation_heads: int | None
     steps: int
     batch_size: int
     lr: float

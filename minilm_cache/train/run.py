@@ -86,8 +86,10 @@ def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a th
     progress = progress or Silent()
     cache = open_cache(cache_path)
     manifest = cache.manifest
-    objective = choose_objective(config.objective, cache.codec.kinds)
-    shapes = [parse_arch(arch, manifest.identity.relation_heads) for arch in config.arch]
+    objective = choose_objective(config.objective, config.relation_heads, cache.codec.kinds, manifest)
+    shapes = [
+        parse_arch(arch, manifest.identity.relation_heads, objective.relation_heads) for arch in config.arch
+    ]
     steps = num_steps(config, manifest)
     identity = RunIdentity.of(config, manifest, steps)
     path = out or home / "runs" / identity.name()
@@ -194,7 +196,13 @@ class _Run:
         return self.trainers[0].model.model.config.pad_token_id or 0
 
     def _batches(self) -> BatchReader:
-        return BatchReader(self.cache, self.objective.relations, self._pad_token, self.device)
+        return BatchReader(
+            self.cache,
+            self.objective.relations,
+            self._pad_token,
+            self.device,
+            self.objective.relation_heads,
+        )
 
     def _held_out(self) -> list[HeldOutKL] | list[None]:
         if not self.cache.manifest.num_held_out:

@@ -50,13 +50,14 @@ class StudentShape:
     """Below hidden_size: a factorised embedding."""
 
 
-def parse_arch(arch: str, relation_heads: int) -> StudentShape:
+def parse_arch(arch: str, relation_heads: int, split_into: int | None = None) -> StudentShape:
     """Read a student shape.
 
     Args:
         arch: `3x384`, `4x312:ff1200`, `12x384:e128`, ...; without `ff`: 4 x hidden, without `h`: the
             cache's relation heads, without `e`: hidden.
         relation_heads: of the cache.
+        split_into: relation heads that the objective splits vectors into; none: it compares attention heads.
 
     Raises:
         InvalidConfigError: it is no shape, or its heads do not fit.
@@ -79,11 +80,12 @@ def parse_arch(arch: str, relation_heads: int) -> StudentShape:
         num_heads=options.get("h", relation_heads),
         embedding_size=options.get("e", hidden),
     )
-    _check_shape(shape, relation_heads)
+    _check_shape(shape)
+    _check_heads(shape, relation_heads, split_into)
     return shape
 
 
-def _check_shape(shape: StudentShape, relation_heads: int) -> None:
+def _check_shape(shape: StudentShape) -> None:
     arch, heads = shape.arch, shape.num_heads
     if 0 in {shape.num_layers, shape.hidden_size, shape.ffn_size, heads, shape.embedding_size}:
         raise InvalidConfigError(f"--arch {arch}: every size must be at least 1.")
@@ -96,14 +98,24 @@ def _check_shape(shape: StudentShape, relation_heads: int) -> None:
             f"--arch {arch}: hidden size {shape.hidden_size} does not divide by {heads} heads. "
             f"Take {' or '.join(f'{shape.num_layers}x{size}' for size in fitting)}."
         )
-    if heads != relation_heads:
-        raise InvalidConfigError(
-            f"--arch {arch}: {heads} heads, but the cache holds relations of {relation_heads} heads, and the "
-            f"objective compares head with head. Leave out :h{heads}, or use a cache of {heads} heads."
-        )
     if shape.embedding_size > shape.hidden_size:
         raise InvalidConfigError(
             f"--arch {arch}: embedding size {shape.embedding_size} is above hidden size {shape.hidden_size}."
+        )
+
+
+def _check_heads(shape: StudentShape, relation_heads: int, split_into: int | None) -> None:
+    arch, heads = shape.arch, shape.num_heads
+    if split_into is None and heads != relation_heads:
+        raise InvalidConfigError(
+            f"--arch {arch}: {heads} heads, but the cache holds relations of {relation_heads} heads, and the "
+            f"objective compares head with head. Leave out :h{heads}, or use --objective minilmv2 with a "
+            "cache of codec vectors."
+        )
+    if split_into is not None and shape.hidden_size % split_into:
+        raise InvalidConfigError(
+            f"--arch {arch}: hidden size {shape.hidden_size} does not divide by {split_into} relation heads. "
+            "Give other --relation-heads."
         )
 
 

@@ -1,0 +1,87 @@
+"""Tokens per second of a dump's inner loop, over the same teacher's plain full forward pass, in turns.
+
+python -m benchmarks.dump_speed
+"""
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from transformers import AutoModel
+
+from benchmarks.inputs import KINDS, mini_teacher
+from benchmarks.report import write_result
+from minilm_cache.codecs.base import SignalCodec
+from minilm_cache.codecs.calibrate import calibrate
+from minilm_cache.codecs.chain import store_relations
+from minilm_cache.config import DumpConfig
+from minilm_cache.dump.corpus import PYTHON_DOCS, load_corpus
+from minilm_cache.dump.manifest import codec_parameters
+from minilm_cache.dump.sequences import SequenceTable
+from minilm_cache.relations import mean_row_entropy
+from minilm_cache.storage_schema.manifest import Packing, VectorsParameters
+
+BATCH, LENGTH = 32, 128
+ROUNDS = 12
+
+
+def main() -> None:
+    """Time every codec and the plain forward pass in turns, and write medians and ratios."""
+    teacher = mini_teacher()
+    plain = AutoModel.from_pretrained(teacher.folder).eval()
+    packing = Packing(mode="packed", max_length=LENGTH, max_tokens=None, seed=0)
+    sequences = SequenceTable(load_corpus(PYTHON_DOCS), teacher.tokenizer, packing)
+
+    def batch(number: int) -> torch.Tensor:
+        rows = sequences.read(number * BATCH, (number + 1) * BATCH).ids
+        return torch.stack([torch.from_numpy(row) for row in rows])
+
+    lengths = torch.full((BATCH,), LENGTH)
+    samples = [teacher.signal(batch(number), lengths) for number in range(6)]
+    fitted = calibrate(samples[:4], samples[4:], 0.02).codec
+    codecs: dict[str, SignalCodec] = {"vectors": fitted}
+    for name in ("topk", "dense"):
+        parameters = codec_parameters(DumpConfig.model_validate({"teacher": "mini", "codec": name}))
+        assert not isinstance(parameters, VectorsParameters)
+        codecs[name] = store_relations(parameters, LENGTH, KINDS)
+
+    def dump_with(codec: SignalCodec) -> Callable[[torch.Tensor], None]:
+        def run(ids: torch.Tensor) -> None:
+            signal = teacher.signal(ids, lengths)
+            codec.encode(signal, range(BATCH))
+            if codec is not fitted:
+                for kind in KINDS:
+                    mean_row_entropy(signal.probs(kind), lengths)
+
+        return run
+
+    def forward(ids: torch.Tensor) -> None:
+        with torch.no_grad():
+            plain(ids, attention_mask=torch.ones_like(ids))
+
+    ways = {"plain forward": forward, **{name: dump_with(codec) for name, codec in codecs.items()}}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(ROUNDS + 1):
+        ids = batch(number)
+        for name, way in ways.items():
+            started = time.perf_counter()
+            way(ids)
+            times[name].append(time.perf_counter() - started)
+    seconds = {name: median(values[1:]) for name, values in times.items()}
+    write_result(
+        "dump_speed",
+        {
+            "teacher": "mini (6 layers, hidden 384)",
+            "batch": BATCH,
+            "length": LENGTH,
+            "tokens_per_s": {name: round(BATCH * LENGTH / value) for name, value in seconds.items()},
+            "over_plain_forward": {
+                name: round(seconds["plain forward"] / value, 3) for name, value in seconds.items()
+            },
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
