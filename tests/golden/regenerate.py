@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from minilm_cache import open_cache
 from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.topk import TopKCodec
@@ -46,23 +47,24 @@ def write_codec_bytes() -> None:
         (folder / f"{name}.json").write_text(json.dumps(codec.parameters.model_dump(mode="json")) + "\n")
 
 
-def write_cache() -> None:
-    """Write a cache of format 1 and what it says of its sequences."""
-    from minilm_cache import open_cache  # noqa: PLC0415 - only this function needs it
+CACHES: dict[str, dict[str, Any]] = {"v1": {"k": 4}, "v1-vectors": {"codec": "vectors", "max_kl": 0.1}}
 
+
+def write_cache(name: str, settings: dict[str, Any]) -> None:
+    """Write a cache of format 1 and what it says of its sequences."""
     with TemporaryDirectory() as folder:
         root = Path(folder)
         world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt", 12))
-        path = HERE / "v1"
-        world.dump(str(path), shard_tokens=128, max_length=16, k=4)
+        path = HERE / name
+        world.dump(str(path), shard_tokens=128, max_length=16, **settings)
     cache = open_cache(path)
     expected: dict[str, Any] = {}
     for number in range(len(cache)):
         sequence = cache[number]
         expected[f"ids_{number}"] = sequence.input_ids.numpy()
-        for kind in cache.manifest.identity.relations:
+        for kind in cache.codec.kinds:
             expected[f"{kind}_{number}"] = sequence.relation(kind).numpy()
-    np.savez_compressed(HERE / "v1.npz", **expected)
+    np.savez_compressed(HERE / f"{name}.npz", **expected)
 
 
 def write_schema() -> None:
@@ -74,4 +76,5 @@ def write_schema() -> None:
 if __name__ == "__main__":
     write_schema()
     write_codec_bytes()
-    write_cache()
+    for name, settings in CACHES.items():
+        write_cache(name, settings)

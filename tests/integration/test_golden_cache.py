@@ -37,10 +37,22 @@ def test_version_1_reads_as_it_was_written(expected: dict[str, Any]) -> None:
             )
 
 
-def test_version_1_is_undamaged() -> None:
-    verdict = verify(GOLDEN / "v1", full=True, num_threads=2, progress=Silent(), check_rows=check_rows)
+@pytest.mark.parametrize("name", ["v1", "v1-vectors"])
+def test_version_1_is_undamaged(name: str) -> None:
+    verdict = verify(GOLDEN / name, full=True, num_threads=2, progress=Silent(), check_rows=check_rows)
 
     assert verdict.damage == ()
+
+
+def test_version_1_vectors_read_as_they_were_written() -> None:
+    cache = open_cache(GOLDEN / "v1-vectors")
+    with np.load(GOLDEN / "v1-vectors.npz", allow_pickle=False) as stored:
+        for number in range(len(cache)):
+            sequence = cache[number]
+            assert np.array_equal(sequence.input_ids.numpy(), stored[f"ids_{number}"])
+            for kind in ("attention", "value", "query", "key"):
+                found = sequence.relation(kind).numpy()
+                np.testing.assert_allclose(found, stored[f"{kind}_{number}"], rtol=1e-4, atol=1e-6)
 
 
 def test_version_1_by_the_specification_alone(expected: dict[str, Any]) -> None:
