@@ -15,6 +15,7 @@ from minilm_cache.cli.console import print_error, print_json
 from minilm_cache.cli.demo import demo
 from minilm_cache.cli.dump import dump
 from minilm_cache.cli.info import info
+from minilm_cache.cli.plan import plan
 from minilm_cache.cli.train import train
 from minilm_cache.cli.verify import verify
 from minilm_cache.errors import ErrorKind, InterruptedRunError, MiniLMCacheError
@@ -22,7 +23,7 @@ from minilm_cache.errors import ErrorKind, InterruptedRunError, MiniLMCacheError
 app = typer.Typer(
     name="minilm-cache", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
 )
-for command in (dump, train, info, verify, demo):
+for command in (dump, train, info, verify, plan, demo):
     app.command()(command)
 
 

@@ -1,0 +1,136 @@
+"""`minilm-cache plan`: what a dump would cost and be worth, before it is made."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
+from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.options import DeviceOption, JsonOption, quiet_libraries
+from minilm_cache.config import DumpConfig, make_config
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.storage_schema.manifest import Fidelity
+
+if TYPE_CHECKING:
+    from minilm_cache.dump.plan import Plan, PlannedSetting
+
+
+def plan(  # noqa: PLR0913 - one parameter for each option
+    teacher: Annotated[
+        str, typer.Option(help="mini, bert-base, bert-large, xlm-r-base, a folder, or a hub id")
+    ],
+    corpus: Annotated[str | None, typer.Option(help="As for dump [default: python-docs]")] = None,
+    text_column: Annotated[
+        str | None, typer.Option(help="Column with the text, in records [default: text]")
+    ] = None,
+    k: Annotated[list[int] | None, typer.Option(help="For topk; repeat [default: 8, 16]")] = None,
+    max_kl: Annotated[
+        list[float] | None, typer.Option(help="For vectors; repeat [default: 0.05, 0.02, 0.005]")
+    ] = None,
+    dense: Annotated[bool, typer.Option(help="Look at the exact reference, too")] = True,
+    packing: Annotated[str, typer.Option(help="packed or records")] = "packed",
+    max_length: Annotated[int, typer.Option(help="Tokens per sequence, at most")] = 128,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the dump, at most [default: the whole corpus]")
+    ] = None,
+    sample_tokens: Annotated[int, typer.Option(min=512, help="Tokens that are really dumped")] = 65_536,
+    max_bytes: Annotated[int | None, typer.Option(min=1, help="Choose the best setting of this size")] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass")] = 32,
+    seed: Annotated[int, typer.Option(help="Of the order of documents and of the sample")] = 0,
+    device: DeviceOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show bytes, fidelity, time and break-even of each codec for your teacher and text.
+
+    Example: minilm-cache plan --teacher mini --max-bytes 50000000
+    """
+    from minilm_cache.dump.plan import plan as run_plan  # noqa: PLC0415 - importing it takes seconds
+
+    settings: list[dict[str, Any]] = [{"codec": "topk", "k": number} for number in k or (8, 16)]
+    settings += [{"codec": "vectors", "max_kl": bound} for bound in max_kl or (0.05, 0.02, 0.005)]
+    settings += [{"codec": "dense"}] if dense else []
+    configs = [
+        make_config(
+            DumpConfig,
+            teacher=teacher,
+            corpus=corpus or DumpConfig.model_fields["corpus"].default,
+            text_column=text_column,
+            packing=packing,
+            max_length=max_length,
+            max_tokens=max_tokens,
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+            **setting,
+        )
+        for setting in settings
+    ]
+    quiet_libraries()
+    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
+        if corpus is None:
+            progress.note(f"no --corpus given: taking {configs[0].corpus}")
+        found = run_plan(configs, sample_tokens, progress, should_stop)
+    best = None if max_bytes is None else found.best_within(max_bytes)
+    if json and not (max_bytes is not None and best is None):
+        print_json(_document(found, best))
+    elif not json:
+        _print_plan(found)
+        if best is not None:
+            print_pairs({"best within --max-bytes": best.words})
+    if max_bytes is not None and best is None:
+        least = min(found.settings, key=lambda setting: setting.total_bytes)
+        raise InvalidConfigError(
+            f"--max-bytes {max_bytes}: nothing is so small; the least is {least.words} with "
+            f"{least.total_bytes:,} bytes. Give more, or dump fewer --max-tokens."
+        )
+
+
+def _document(found: "Plan", best: "PlannedSetting | None") -> dict[str, object]:
+    return {
+        "num_tokens": found.num_tokens,
+        "sample_tokens": found.sample_tokens,
+        "teacher_tokens_per_s": found.teacher_tokens_per_s,
+        "settings": [
+            {
+                "codec": setting.codec.model_dump(mode="json"),
+                "bytes_per_token": setting.bytes_per_token,
+                "total_bytes": setting.total_bytes,
+                "fidelity": {str(kind): fidelity.model_dump() for kind, fidelity in setting.fidelity.items()},
+                "tokens_per_s": setting.tokens_per_s,
+                "dump_s": setting.dump_s,
+                "break_even_epochs": setting.break_even_epochs,
+            }
+            for setting in found.settings
+        ],
+        "best": None if best is None else best.codec.model_dump(mode="json"),
+    }
+
+
+def _print_plan(found: "Plan") -> None:
+    print_table(
+        f"{found.num_tokens:,} tokens, from a sample of {found.sample_tokens:,}",
+        ["codec", "B/token", "all files", "KL(teacher, stored)", "dump", "pays from"],
+        [
+            [
+                setting.words,
+                f"{setting.bytes_per_token:.1f}",
+                f"{setting.total_bytes / 1e6:,.1f} MB",
+                " / ".join(_kl(fidelity) for fidelity in setting.fidelity.values()),
+                f"{setting.dump_s / 60:,.1f} min",
+                f"{setting.break_even_epochs} epochs",
+            ]
+            for setting in found.settings
+        ],
+    )
+    print_pairs(
+        {
+            "KL": "of attention and value relation, nats; sampled rows are unbiased instead",
+            "pays": "after so many student-epochs the cache is cheaper than the teacher running along; "
+            "one epoch of one student never is",
+        }
+    )
+
+
+def _kl(fidelity: Fidelity) -> str:
+    kl = fidelity.kl_teacher_to_stored
+    return "sampled" if kl is None else f"{kl:.4f}"

@@ -1,0 +1,194 @@
+"""What a dump would cost and be worth, from a sample: bytes, fidelity, time, and when it pays.
+
+Each setting is really dumped, over the first tokens of the corpus, and read back; nothing is modelled but the
+step from the sample to the whole.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from minilm_cache.config import DumpConfig
+from minilm_cache.device import choose_device
+from minilm_cache.dump.audit import pad
+from minilm_cache.dump.corpus import load_corpus
+from minilm_cache.dump.manifest import codec_parameters
+from minilm_cache.dump.run import dump
+from minilm_cache.dump.sequences import SequenceTable
+from minilm_cache.dump.teacher import Teacher, locate_teacher
+from minilm_cache.progress import Progress, ShouldStop, Silent
+from minilm_cache.storage_schema.manifest import CodecParameters, Fidelity, Packing, RelationKind
+
+TIMED_BATCHES = 5
+"""Forward passes timed for the break-even, after one that is not."""
+
+
+def codec_words(codec: CodecParameters) -> str:
+    """Return a codec and its settings in words."""
+    content = codec.model_dump(exclude={"name", "seed", "weight_ratio", "calibration_tokens"})
+    return " ".join(
+        [codec.name, *(f"{name}={value}" for name, value in content.items() if value is not None)]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSetting:
+    """One setting, as the sample shows it."""
+
+    codec: CodecParameters
+    bytes_per_token: float
+    """Shard files, per token."""
+    total_bytes: int
+    """Of a cache of the whole corpus, all files."""
+    fidelity: dict[RelationKind, Fidelity]
+    tokens_per_s: float
+    dump_s: float
+    """Seconds that the whole corpus takes."""
+    break_even_epochs: int
+    """Student-epochs from which on the cache is cheaper than the teacher running along."""
+
+    @property
+    def words(self) -> str:
+        """The codec and its settings."""
+        return codec_words(self.codec)
+
+    @property
+    def worst_kl(self) -> float:
+        """The greater KL(teacher || stored), nats; infinite where rows are sampled."""
+        found = [fidelity.kl_teacher_to_stored for fidelity in self.fidelity.values()]
+        return max(math.inf if kl is None else kl for kl in found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Every setting asked for, and the choice among them."""
+
+    num_tokens: int
+    """Of the whole corpus."""
+    sample_tokens: int
+    teacher_tokens_per_s: float
+    """The teacher's forward pass as an online loop needs it, stopped at its last layer's vectors."""
+    settings: tuple[PlannedSetting, ...]
+
+    def best_within(self, max_bytes: int) -> PlannedSetting | None:
+        """Return the most faithful setting of at most so many bytes; none: all are larger.
+
+        The least KL decides; among settings whose KL is infinite, because they are sampled or leave something
+        out, the one that keeps most bytes.
+        """
+        fitting = [setting for setting in self.settings if setting.total_bytes <= max_bytes]
+        return min(fitting, key=lambda setting: (setting.worst_kl, -setting.total_bytes), default=None)
+
+
+def plan(
+    configs: Sequence[DumpConfig], sample_tokens: int, progress: Progress, should_stop: ShouldStop
+) -> Plan:
+    """Dump a sample with each setting.
+
+    Args:
+        configs: settings that differ in their codec alone.
+        sample_tokens: tokens of the sample, about.
+        progress: told of tokens done.
+        should_stop: asked before each batch.
+
+    Raises:
+        MiniLMCacheError: see `minilm_cache.errors`.
+    """
+    first = configs[0]
+    teacher = Teacher(locate_teacher(first.teacher, first.revision), choose_device(first.device))
+    corpus = load_corpus(first.corpus, first.text_column)
+    packing = Packing(
+        mode=first.packing, max_length=first.max_length, max_tokens=first.max_tokens, seed=first.seed
+    )
+    sequences = SequenceTable(corpus, teacher.tokenizer, packing)
+    num_tokens = int(sequences.lengths.sum())
+    rate = _teacher_rate(teacher, sequences, first.batch_size)
+    sample = max(first.max_length, min(sample_tokens, num_tokens))
+    settings = []
+    for config in configs:
+        progress.note(f"sampling {codec_words(codec_parameters(config))}")
+        settings.append(_measure(config, sample, num_tokens, rate, progress, should_stop))
+    return Plan(
+        num_tokens=num_tokens, sample_tokens=sample, teacher_tokens_per_s=rate, settings=tuple(settings)
+    )
+
+
+def _measure(
+    config: DumpConfig,
+    sample: int,
+    num_tokens: int,
+    teacher_rate: float,
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> PlannedSetting:
+    clock = _Clock(progress)
+    sampled = config.model_copy(update={"max_tokens": sample, "shard_tokens": None})
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "cache"
+        manifest = dump(sampled, path, Path(folder), progress=clock, should_stop=should_stop).manifest
+        whole = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    measured = manifest.measured
+    assert measured is not None
+    beside = whole - measured.total_bytes
+    rate = clock.tokens_per_s
+    return PlannedSetting(
+        codec=manifest.identity.codec,
+        bytes_per_token=measured.bytes_per_token,
+        total_bytes=round(measured.bytes_per_token * num_tokens) + beside,
+        fidelity=measured.fidelity,
+        tokens_per_s=rate,
+        dump_s=num_tokens / rate,
+        # n epochs online run the teacher n times; offline they cost one dump. One epoch never pays.
+        break_even_epochs=max(2, math.floor(teacher_rate / rate) + 1),
+    )
+
+
+class _Clock(Silent):
+    """Times the dump proper: not loading, calibrating or measuring."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._timing = False
+        self._started = 0.0
+        self._elapsed = 0.0
+        self._tokens = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the dump per second."""
+        return self._tokens / self._elapsed
+
+    def start(self, task: str, total: int, unit: str) -> None:
+        """Begin a task; that of name `dump` is timed."""
+        self._timing = task == "dump"
+        self._started = time.perf_counter()
+        self._progress.start(task, total, unit)
+
+    def advance(self, amount: int) -> None:
+        """Count units of the timed task."""
+        if self._timing:
+            self._tokens += amount
+            self._elapsed = time.perf_counter() - self._started
+        self._progress.advance(amount)
+
+
+def _teacher_rate(teacher: Teacher, sequences: SequenceTable, batch_size: int) -> float:
+    """Return the tokens per second of the teacher's forward pass, stopped at its last vectors."""
+    size = min(batch_size, len(sequences.lengths))
+    ids, lengths = pad(
+        [torch.from_numpy(row) for row in sequences.read(0, size).ids], teacher.tokenizer.pad_token_id
+    )
+    ids, lengths = ids.to(teacher.device), lengths.to(teacher.device)
+    times = []
+    for _ in range(TIMED_BATCHES + 1):
+        started = time.perf_counter()
+        teacher.signal(ids, lengths)
+        if teacher.device.type == "cuda":
+            torch.cuda.synchronize(teacher.device)
+        times.append(time.perf_counter() - started)
+    return int(lengths.sum()) / sorted(times[1:])[TIMED_BATCHES // 2]
