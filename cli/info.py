@@ -50,8 +50,7 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
         "sequences": f"{manifest.num_sequences:,} of at most {identity.packing.max_length} tokens "
         f"({identity.packing.mode}), {manifest.num_held_out:,} held out",
         "tokens": f"{manifest.num_tokens:,}",
-        "relations": f"{', '.join(identity.relations)} of layer {identity.layers[0]}, "
-        f"{identity.relation_heads} heads",
+        "relations": f"{_relations(manifest)} of layer {identity.layers[0]}, {identity.relation_heads} heads",
         "codec": " ".join(
             f"{name}={value}" if name != "name" else str(value)
             for name, value in identity.codec.model_dump().items()
@@ -63,6 +62,13 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
         measured = manifest.measured
         pairs["size"] = f"{measured.total_bytes:,} bytes, {measured.bytes_per_token:.1f} bytes per token"
     return pairs
+
+
+def _relations(manifest: CacheManifest) -> str:
+    calibration = manifest.calibration
+    if calibration is None:
+        return ", ".join(manifest.identity.relations)
+    return f"all, from queries, keys and values in {calibration.components} components,"
 
 
 def fidelity_table(measured: Measured) -> None:

@@ -26,6 +26,7 @@ from minilm_cache.storage_schema.manifest import RelationKind
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.objective import choose_objective
 from minilm_cache.train.run import train
+from tests.conftest import Command
 from tests.integration.test_dump import arrays_of, manifest_of, stop_after
 from tests.integration.test_hostile import replace_in_manifest, replace_in_shard, shard_file
 from tests.integration.test_train import settings as train_settings
@@ -132,6 +133,16 @@ def test_a_kill_before_the_codec_was_written_is_not_in_the_way(world: World) -> 
     dump(config, world.root / "parts", world.home)
 
     assert arrays_of(world.root / "parts") == expected
+
+
+def test_info_says_what_vectors_hold(world: World, command: Command) -> None:
+    result = world.dump(codec="vectors")
+    assert result.manifest.calibration is not None
+    code, out, _ = command("info", result.path)
+    assert code == 0
+    assert f"all, from queries, keys and values in {result.manifest.calibration.components} components" in out
+    assert "vectors max_kl=0.02" in out
+    assert command("verify", "--full", result.path)[0] == 0
 
 
 def test_students_train_from_vectors(world: World) -> None:
