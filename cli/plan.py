@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from minilm_cache.dump.plan import Plan, PlannedSetting
 
 
+DEFAULT_KS = (8, 16)
+
+
 def plan(  # noqa: PLR0913 - one parameter for each option
     teacher: Annotated[
         str, typer.Option(help="mini, bert-base, bert-large, xlm-r-base, a folder, or a hub id")
@@ -36,6 +39,7 @@ def plan(  # noqa: PLR0913 - one parameter for each option
     sample_tokens: Annotated[int, typer.Option(min=512, help="Tokens that are really dumped")] = 65_536,
     max_bytes: Annotated[int | None, typer.Option(min=1, help="Choose the best setting of this size")] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per forward pass")] = 32,
+    revision: Annotated[str | None, typer.Option(help="Of a teacher from the hub")] = None,
     seed: Annotated[int, typer.Option(help="Of the order of documents and of the sample")] = 0,
     device: DeviceOption = None,
     json: JsonOption = False,
@@ -46,7 +50,9 @@ def plan(  # noqa: PLR0913 - one parameter for each option
     """
     from minilm_cache.dump.plan import plan as run_plan  # noqa: PLC0415 - importing it takes seconds
 
-    settings: list[dict[str, Any]] = [{"codec": "topk", "k": number} for number in k or (8, 16)]
+    settings: list[dict[str, Any]] = [
+        {"codec": "topk", "k": number} for number in k or sorted({min(n, max_length) for n in DEFAULT_KS})
+    ]
     settings += [{"codec": "vectors", "max_kl": bound} for bound in max_kl or (0.05, 0.02, 0.005)]
     settings += [{"codec": "dense"}] if dense else []
     configs = [
@@ -60,6 +66,7 @@ def plan(  # noqa: PLR0913 - one parameter for each option
             max_tokens=max_tokens,
             batch_size=batch_size,
             seed=seed,
+            revision=revision,
             device=device,
             **setting,
         )

@@ -13,10 +13,10 @@ from minilm_cache.codecs.chain import store_relations
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheIncompleteError, MiniLMCacheError
 from minilm_cache.relations import RowTargets, to_dense
-from minilm_cache.storage_schema.arrays import small_arrays
+from minilm_cache.storage_schema.arrays import CODES_PATH, small_arrays
 from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind, VectorsParameters
 from minilm_cache.store.layout import shard_of
-from minilm_cache.store.reader import CacheReader, Shard, read_manifest
+from minilm_cache.store.reader import CacheReader, Shard, read_manifest, read_small_array
 
 _SHARDS_KEPT = 2
 
@@ -100,12 +100,15 @@ class CachedSequence:
 
 
 def check_rows(reader: CacheReader, shard: Shard) -> None:
-    """Decode every relation of a shard.
+    """Look at every stored row of a shard.
 
     Raises:
         CacheCorruptError: rows that the codec never writes.
     """
     cache = Cache(reader)
+    if isinstance(cache.codec, VectorsCodec):
+        cache.codec.check(torch.from_numpy(shard.rows[CODES_PATH].astype(np.int16)))
+        return
     for number in range(shard.first_sequence, shard.first_sequence + len(shard.lengths)):
         sequence = CachedSequence(cache, number, shard)
         for kind in cache.codec.kinds:
@@ -119,21 +122,31 @@ def signal_codec(reader: CacheReader) -> SignalCodec:
         CacheCorruptError: its arrays are damaged.
         UnsupportedFormatError: a newer release wrote it.
     """
-    identity, calibration = reader.manifest.identity, reader.manifest.calibration
+    identity = reader.manifest.identity
     if isinstance(identity.codec, VectorsParameters):
-        assert calibration is not None
-        arrays = {
-            small.path.rsplit("/", 1)[-1]: torch.from_numpy(reader.small_array(small).copy())
-            for small in small_arrays(identity, calibration)
-        }
-        return VectorsCodec(
-            num_heads=identity.relation_heads,
-            head_size=calibration.head_size,
-            scaling=calibration.scaling,
-            window=calibration.window,
-            **arrays,
-        )
+        return vectors_codec(reader.root, reader.manifest)
     return store_relations(identity.codec, identity.packing.max_length, identity.relations)
+
+
+def vectors_codec(root: Path, manifest: CacheManifest) -> VectorsCodec:
+    """Return the fitted codec of a cache of codec `vectors`; no shard is looked at.
+
+    Raises:
+        CacheCorruptError: its arrays are damaged.
+    """
+    calibration = manifest.calibration
+    assert calibration is not None
+    arrays = {
+        small.path.rsplit("/", 1)[-1]: torch.from_numpy(read_small_array(root, manifest, small).copy())
+        for small in small_arrays(manifest.identity, calibration)
+    }
+    return VectorsCodec(
+        num_heads=manifest.identity.relation_heads,
+        head_size=calibration.head_size,
+        scaling=calibration.scaling,
+        window=calibration.window,
+        **arrays,
+    )
 
 
 def open_cache(path: str | Path) -> Cache:

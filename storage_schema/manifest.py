@@ -300,6 +300,10 @@ class CacheManifest(StoredModel):
     def _calibration_goes_with_vectors(self) -> "CacheManifest":
         if (self.calibration is None) == isinstance(self.identity.codec, VectorsParameters):
             raise ValueError("`calibration` goes with codec `vectors`, and only with it")
+        if self.calibration is not None and isinstance(self.identity.codec, VectorsParameters):
+            worst = max(self.calibration.kl.values(), default=0.0)
+            if not worst <= self.identity.codec.max_kl:
+                raise ValueError("the calibration does not keep to the codec's max_kl")
         return self
 
     @property

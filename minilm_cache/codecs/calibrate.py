@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from minilm_cache.codecs.vectors import VectorsCodec, as_directions, concatenate, quantise
-from minilm_cache.errors import TeacherError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.relations import TeacherSignal, key_mask, relation_probs
 from minilm_cache.storage_schema.arrays import CODES_PATH
 from minilm_cache.storage_schema.manifest import RelationKind
@@ -31,6 +31,8 @@ _STEP_ROUNDS = 9
 _LEAST_SENSITIVITY = 1e-6
 """Of a direction, over the greatest of its head: what costs nothing is still stored, coarsely."""
 
+_GAIN_TOKENS = 2**13
+"""Tokens that decide which components are stored, and their gains."""
 _LEAST_VARIANCE = 1e-9
 """Of a component, over the greatest: what is less is rounding of the teacher's own arithmetic."""
 
@@ -45,40 +47,53 @@ class Fitted:
     kl: dict[RelationKind, float]
 
 
-def calibrate(fit: Sequence[TeacherSignal], check: Sequence[TeacherSignal], max_kl: float) -> Fitted:
+def calibrate(
+    fit: Sequence[TeacherSignal],
+    check: Sequence[TeacherSignal],
+    max_kl: float,
+    longest: TeacherSignal | None = None,
+) -> Fitted:
     """Return the coarsest code whose mean KLs on `check` are at most `max_kl`, nats.
 
     Args:
         fit: batches that statistics are taken of.
         check: batches that weight and step are chosen on.
         max_kl: for attention and value relation alike.
+        longest: a sequence of full length, whose mask tells how far the teacher's attention sees.
 
     Raises:
         TeacherError: its attention mask is no window.
+        InvalidConfigError: no step comes down to `max_kl`.
     """
-    moments = _Moments(fit)
+    moments = _Moments(fit, [*fit, *check] if longest is None else [longest, *fit, *check])
     weight = 1.0
-    best = _finest_step(moments, fit, check, weight, max_kl)
+    best = _finest_step(moments, check, weight, max_kl)
     for _ in range(_WEIGHT_ROUNDS):
         ratio = best.kl[RelationKind.VALUE] / max(best.kl[RelationKind.ATTENTION], 1e-9)
         weight *= min(max(ratio, 0.1), 10.0)
-        found = _finest_step(moments, fit, check, weight, max_kl)
+        found = _finest_step(moments, check, weight, max_kl)
         if _bits(found.codec, check) >= _bits(best.codec, check):
             break
         best = found
+    if max(best.kl.values()) > max_kl:
+        raise InvalidConfigError(
+            f"--max-kl {max_kl:g} cannot be reached with this teacher and text: the finest step comes to "
+            f"{max(best.kl.values()):.2g} nats. Give a greater --max-kl, or --codec dense."
+        )
     return best
 
 
 class _Moments:
     """Statistics of the sequences fitted to."""
 
-    def __init__(self, signals: Sequence[TeacherSignal]) -> None:
+    def __init__(self, signals: Sequence[TeacherSignal], masked: Sequence[TeacherSignal]) -> None:
         vectors = signals[0].vectors
         self.num_heads, self.head_size = vectors.query.shape[1], vectors.query.shape[3]
         self.scaling = vectors.scaling
-        self.window = _attention_window(signals)
+        self.window = _attention_window(masked)
         rows = torch.cat([_valid_rows(signal) for signal in signals])
         self.mean = rows.mean(0)
+        self.sample = rows[:_GAIN_TOKENS] - self.mean
         centred = rows - self.mean
         self.covariance = (centred.T @ centred / len(rows)).double()
         totals = [_sensitivities(signal) for signal in signals]
@@ -129,7 +144,7 @@ def _attention_window(signals: Sequence[TeacherSignal]) -> int | None:
     for signal in signals:
         mask = signal.vectors.mask
         if mask is None:
-            return None
+            continue
         valid = key_mask(signal.lengths, mask.shape[-1])
         inside = mask & valid[:, None, None, :] & valid[:, None, :, None]
         position = torch.arange(mask.shape[-1], device=mask.device)
@@ -164,13 +179,7 @@ def _components(moments: _Moments, weight: float) -> tuple[Tensor, Tensor]:
     return kept.T @ to_metric, kept.T @ from_metric
 
 
-def _finest_step(
-    moments: _Moments,
-    fit: Sequence[TeacherSignal],
-    check: Sequence[TeacherSignal],
-    weight: float,
-    max_kl: float,
-) -> Fitted:
+def _finest_step(moments: _Moments, check: Sequence[TeacherSignal], weight: float, max_kl: float) -> Fitted:
     """Return the code of the greatest step that keeps both KLs, by bisection of its logarithm."""
     analysis, synthesis = _components(moments, weight)
     # An error of a step in every component costs step**2 / 12 each, to second order.
@@ -179,23 +188,21 @@ def _finest_step(
     best: Fitted | None = None
     for _ in range(_STEP_ROUNDS):
         step = math.sqrt(low * high)
-        codec = _codec(moments, fit, analysis / step, synthesis * step)
+        codec = _codec(moments, analysis / step, synthesis * step)
         kl = measured_kl(codec, check)
         if max(kl.values()) <= max_kl * MARGIN:
             best, low = Fitted(codec=codec, kl=kl), step
         else:
             high = step
     if best is None:
-        codec = _codec(moments, fit, analysis / low, synthesis * low)
+        codec = _codec(moments, analysis / low, synthesis * low)
         best = Fitted(codec=codec, kl=measured_kl(codec, check))
     return best
 
 
-def _codec(
-    moments: _Moments, fit: Sequence[TeacherSignal], analysis: Tensor, synthesis: Tensor
-) -> VectorsCodec:
+def _codec(moments: _Moments, analysis: Tensor, synthesis: Tensor) -> VectorsCodec:
     """Return the code with components that are ever stored, and with the gain that makes rounding good."""
-    components = (_valid_rows(fit[0]) - moments.mean) @ analysis.float().T
+    components = moments.sample @ analysis.float().T
     codes = quantise(components)
     power = codes.square().sum(0)
     used = power > 0

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Float16, Int, Int16
 from torch import Tensor
 
 from minilm_cache.codecs.base import Rows
+from minilm_cache.errors import CacheCorruptError
 from minilm_cache.relations import DenseRows, RowTargets, TeacherSignal, Vectors, relation_probs, split_heads
 from minilm_cache.storage_schema.arrays import CODES_PATH
 from minilm_cache.storage_schema.manifest import RelationKind
@@ -102,6 +103,14 @@ class VectorsCodec:
         mask = window_mask(self.window, codes.shape[1], codes.device)
         return Vectors(heads[0], heads[1], heads[2], mask, self.scaling)
 
+    def check(self, codes: Int16[Tensor, "*tokens components"]) -> None:
+        """Raise CacheCorruptError for codes that `encode` never writes."""
+        if bool((codes < -MAX_CODE).any()):
+            raise CacheCorruptError(
+                "a stored token has no codes. It was not written by `minilm-cache dump`: dump the cache "
+                "again, or fetch it from who made it."
+            )
+
     def decode(
         self,
         rows: Mapping[str, Tensor],
@@ -109,9 +118,14 @@ class VectorsCodec:
         lengths: Int[Tensor, " batch"],
         relation_heads: int | None = None,
     ) -> dict[RelationKind, RowTargets]:
-        """Return relations, dense, computed as the teacher computes them."""
+        """Return relations, dense, computed as the teacher computes them.
+
+        Raises:
+            CacheCorruptError: codes that `encode` never writes.
+        """
         if not kinds:
             return {}
+        self.check(rows[CODES_PATH])
         vectors = self.vectors(rows[CODES_PATH])
         if relation_heads is not None:
             vectors = split_heads(vectors, relation_heads)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minilm_cache.cache import Cache
 from minilm_cache.dump.teacher import Teacher
+from minilm_cache.progress import Progress
 from minilm_cache.relations import DenseRows, RowTargets, key_mask
 from minilm_cache.storage_schema.manifest import Fidelity, RelationKind
 
@@ -73,7 +74,7 @@ def audit_sequences(cache: Cache) -> range:
     return range(first, min(first + MAX_SEQUENCES, len(cache)))
 
 
-def audit(cache: Cache, teacher: Teacher, batch_size: int) -> Audit:
+def audit(cache: Cache, teacher: Teacher, batch_size: int, progress: Progress) -> Audit:
     """Run the teacher again on held-out sequences and compare with what was stored.
 
     Raises:
@@ -82,6 +83,7 @@ def audit(cache: Cache, teacher: Teacher, batch_size: int) -> Audit:
     numbers = audit_sequences(cache)
     kinds = (RelationKind.ATTENTION, RelationKind.VALUE)
     sums = {kind: _Sums() for kind in kinds}
+    progress.start("measure fidelity", len(numbers), "sequences")
     for start in range(0, len(numbers), batch_size):
         sequences = [cache[number] for number in numbers[start : start + batch_size]]
         ids, lengths = pad([sequence.input_ids for sequence in sequences], teacher.tokenizer.pad_token_id)
@@ -93,6 +95,7 @@ def audit(cache: Cache, teacher: Teacher, batch_size: int) -> Audit:
                 sums[kind].add(
                     live, sequence.relation(kind), _kept_columns(sequence.target_rows(kind), length)
                 )
+        progress.advance(len(sequences))
     return Audit(num_sequences=len(numbers), fidelity={kind: sums[kind].fidelity() for kind in kinds})
 
 

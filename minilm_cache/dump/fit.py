@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minilm_cache.cache import signal_codec
+from minilm_cache.cache import vectors_codec
 from minilm_cache.codecs.base import SignalCodec
 from minilm_cache.codecs.calibrate import calibrate, split_sample
 from minilm_cache.codecs.chain import store_relations
-from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.dump.audit import pad
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher
@@ -22,7 +21,7 @@ from minilm_cache.relations import TeacherSignal
 from minilm_cache.storage_schema.arrays import small_arrays
 from minilm_cache.storage_schema.manifest import CacheIdentity, Calibration, VectorsParameters
 from minilm_cache.store.layout import MANIFEST
-from minilm_cache.store.reader import CacheReader, read_manifest
+from minilm_cache.store.reader import read_checked, read_manifest
 
 MIN_SEQUENCES = 4
 """Training sequences below which nothing could be checked that nothing was fitted to."""
@@ -64,13 +63,15 @@ def fit_codec(
             f"codec vectors is fitted to the corpus, and {num_train} training sequences are too few: it "
             f"needs {MIN_SEQUENCES}. Give more text, or --codec topk or dense."
         )
-    wanted = max(1, identity.codec.calibration_tokens // identity.packing.max_length)
+    ends = np.cumsum(sequences.lengths[:num_train])
+    wanted = int(np.searchsorted(ends, identity.codec.calibration_tokens)) + 1
     fit, check = split_sample(num_train, wanted)
     progress.start("calibrate", len(fit) + len(check), "sequences")
     found = calibrate(
         _signals(teacher, sequences, fit, batch_size, progress),
         _signals(teacher, sequences, check, batch_size, progress),
         identity.codec.max_kl,
+        _longest(teacher, identity.packing.max_length),
     )
     codec = found.codec
     calibration = Calibration(
@@ -97,17 +98,23 @@ def _kept_codec(path: Path, identity: CacheIdentity) -> FittedCodec | None:
     """Return the codec that a dump into this folder began with; none where it did not get so far."""
     if not (path / MANIFEST).is_file() or read_manifest(path).identity != identity:
         return None
+    manifest = read_manifest(path)
+    calibration = manifest.calibration
     try:
-        reader = CacheReader(path, partial=True)
-        codec = signal_codec(reader)
+        codec = vectors_codec(path, manifest)
+        attachments = {
+            small.chunk_path: read_checked(path, small.chunk_path, manifest.files.get(small.chunk_path))
+            for small in small_arrays(identity, calibration)
+        }
     except CacheCorruptError:  # killed before the codec was written: fitted again, it is the same
         return None
-    assert isinstance(codec, VectorsCodec)
-    calibration = reader.manifest.calibration
-    attachments = {
-        small.chunk_path: reader.attachment(small.chunk_path) for small in small_arrays(identity, calibration)
-    }
     return FittedCodec(codec=codec, calibration=calibration, attachments=attachments)
+
+
+def _longest(teacher: Teacher, max_length: int) -> TeacherSignal:
+    """Return what the teacher says of a sequence of full length: its attention may have a window."""
+    ids = torch.full((1, max_length), teacher.tokenizer.cls_token_id, device=teacher.device)
+    return teacher.signal(ids, torch.full((1,), max_length, device=teacher.device))
 
 
 def _signals(

@@ -24,6 +24,8 @@ from minilm_cache.dump.teacher import Teacher, locate_teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent
 from minilm_cache.storage_schema.manifest import CodecParameters, Fidelity, Packing, RelationKind
 
+LEAST_SEQUENCES = 16
+"""Of a sample, at full length: enough to fit codec `vectors`, check it, and hold something out."""
 TIMED_BATCHES = 5
 """Forward passes timed for the break-even, after one that is not."""
 
@@ -108,7 +110,8 @@ def plan(
     sequences = SequenceTable(corpus, teacher.tokenizer, packing)
     num_tokens = int(sequences.lengths.sum())
     rate = _teacher_rate(teacher, sequences, first.batch_size)
-    sample = max(first.max_length, min(sample_tokens, num_tokens))
+    sample = min(max(sample_tokens, LEAST_SEQUENCES * first.max_length), num_tokens)
+    sample = max(sample, first.max_length)
     settings = []
     for config in configs:
         progress.note(f"sampling {codec_words(codec_parameters(config))}")
@@ -127,7 +130,9 @@ def _measure(
     should_stop: ShouldStop,
 ) -> PlannedSetting:
     clock = _Clock(progress)
-    sampled = config.model_copy(update={"max_tokens": sample, "shard_tokens": None})
+    # Several shards, so that writing one while the teacher runs on the next is timed, too.
+    shard_tokens = 2 ** max(math.ceil(math.log2(config.max_length)), math.floor(math.log2(sample)) - 3)
+    sampled = config.model_copy(update={"max_tokens": sample, "shard_tokens": max(shard_tokens, 64)})
     with TemporaryDirectory() as folder:
         path = Path(folder) / "cache"
         manifest = dump(sampled, path, Path(folder), progress=clock, should_stop=should_stop).manifest
@@ -164,7 +169,9 @@ class _Clock(Silent):
         return self._tokens / self._elapsed
 
     def start(self, task: str, total: int, unit: str) -> None:
-        """Begin a task; that of name `dump` is timed."""
+        """Begin a task; that of name `dump` is timed until the next one begins, so with its last shard."""
+        if self._timing:
+            self._elapsed = time.perf_counter() - self._started
         self._timing = task == "dump"
         self._started = time.perf_counter()
         self._progress.start(task, total, unit)
@@ -173,7 +180,6 @@ class _Clock(Silent):
         """Count units of the timed task."""
         if self._timing:
             self._tokens += amount
-            self._elapsed = time.perf_counter() - self._started
         self._progress.advance(amount)
 
 

@@ -114,8 +114,7 @@ def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress
 def _seal(writer: CacheWriter, teacher: Teacher, config: DumpConfig, progress: Progress) -> None:
     """Measure the finished dump from its bytes on disk, then declare it complete."""
     cache = Cache(CacheReader(writer.root, partial=True))
-    progress.note("measuring fidelity on held-out sequences")
-    audited = audit(cache, teacher, config.batch_size)
+    audited = audit(cache, teacher, config.batch_size, progress)
     total = sum(file.size for record in cache.reader.records.values() for file in record.files.values())
     measured = Measured(
         bytes_per_token=total / writer.manifest.num_tokens,

@@ -123,21 +123,6 @@ class CacheReader:
         """The arrays with a row per token."""
         return array_specs(self.manifest.identity, self.manifest.calibration)
 
-    def small_array(self, small: SmallArray) -> npt.NDArray[np.generic]:
-        """Return an array that is the same for all tokens.
-
-        Raises:
-            CacheCorruptError: it is damaged.
-        """
-        content = self.attachment(small.chunk_path)
-        dtype = np.dtype(small.dtype).newbyteorder("<")
-        values = np.frombuffer(content, dtype) if len(content) % dtype.itemsize == 0 else np.empty(0)
-        if values.size != math.prod(small.shape) or not np.isfinite(values).all():
-            raise CacheCorruptError(
-                f"{self.root / small.chunk_path} is not the array it should be. {_REMEDY}"
-            )
-        return values.reshape(small.shape)
-
     def _documents(self) -> dict[str, bytes]:
         manifest = self.manifest
         return zarr_documents(
@@ -300,3 +285,17 @@ def read_checked(root: Path, path: str, expected: FileDigest | None) -> bytes:
     if xxh3(content) != expected.xxh3_128:
         raise CacheCorruptError(f"{file} is damaged: its bytes are not those committed. {_REMEDY}")
     return content
+
+
+def read_small_array(root: Path, manifest: CacheManifest, small: SmallArray) -> npt.NDArray[np.generic]:
+    """Return an array that is the same for all tokens.
+
+    Raises:
+        CacheCorruptError: it is damaged.
+    """
+    content = read_checked(root, small.chunk_path, manifest.files.get(small.chunk_path))
+    dtype = np.dtype(small.dtype).newbyteorder("<")
+    values = np.frombuffer(content, dtype) if len(content) % dtype.itemsize == 0 else np.empty(0)
+    if values.size != math.prod(small.shape) or not np.isfinite(values).all():
+        raise CacheCorruptError(f"{root / small.chunk_path} is not the array it should be. {_REMEDY}")
+    return values.reshape(small.shape)

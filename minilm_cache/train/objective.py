@@ -73,7 +73,8 @@ def choose_objective(
     if name != "minilmv2":
         return Objective(relations=relations, relation_heads=None)
     heads = relation_heads or manifest.identity.relation_heads
-    width = manifest.identity.teacher.hidden_size
+    assert manifest.calibration is not None
+    width = manifest.identity.relation_heads * manifest.calibration.head_size
     if width % heads:
         raise InvalidConfigError(
             f"--relation-heads {heads}: the teacher's width {width} does not divide by it. Take a divisor."
