@@ -138,44 +138,26 @@ def small_arrays(identity: CacheIdentity, calibration: Calibration | None) -> tu
     """Return the arrays that codec `vectors` decodes and encodes with."""
     if calibration is None:
         return ()
-    width = 3 * identity.relation_heads * calibration.head_size
-    names = ("component", "vector")
-    return (
-        SmallArray(
-            path=f"{VECTORS_FOLDER}/basis",
-            dimension_names=names,
-            meaning="direction of each component, greatest entry 1",
-            dtype="float16",
-            shape=(calibration.components, width),
+    components, width = calibration.components, 3 * identity.relation_heads * calibration.head_size
+    names, shape = ("component", "vector"), (components, width)
+    table: tuple[tuple[str, DType, tuple[str, ...], tuple[int, ...], str], ...] = (
+        ("basis", "float16", names, shape, "direction of each component, greatest entry 1"),
+        ("step", "float32", names[:1], shape[:1], "length of one step along each direction"),
+        (
+            "analysis",
+            "float16",
+            names,
+            shape,
+            "for writers: a token's components, in steps, are gain * (analysis @ (vectors - mean))",
         ),
+        ("gain", "float32", names[:1], shape[:1], "for writers: see analysis"),
+        ("mean", "float32", names[1:], shape[1:], "mean of queries, keys and values, head by head"),
+    )
+    return tuple(
         SmallArray(
-            path=f"{VECTORS_FOLDER}/step",
-            dimension_names=names[:1],
-            meaning="length of one step along each direction",
-            dtype="float32",
-            shape=(calibration.components,),
-        ),
-        SmallArray(
-            path=f"{VECTORS_FOLDER}/analysis",
-            dimension_names=names,
-            meaning="for writers: a token's components, in steps, are gain * (analysis @ (vectors - mean))",
-            dtype="float16",
-            shape=(calibration.components, width),
-        ),
-        SmallArray(
-            path=f"{VECTORS_FOLDER}/gain",
-            dimension_names=names[:1],
-            meaning="for writers: see analysis",
-            dtype="float32",
-            shape=(calibration.components,),
-        ),
-        SmallArray(
-            path=f"{VECTORS_FOLDER}/mean",
-            dimension_names=names[1:],
-            meaning="mean of queries, keys and values, head by head",
-            dtype="float32",
-            shape=(width,),
-        ),
+            path=f"{VECTORS_FOLDER}/{name}", dtype=dtype, shape=size, dimension_names=axes, meaning=meaning
+        )
+        for name, dtype, axes, size, meaning in table
     )
 
 

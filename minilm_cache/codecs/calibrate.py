@@ -67,11 +67,11 @@ def calibrate(
     """
     moments = _Moments(fit, [*fit, *check] if longest is None else [longest, *fit, *check])
     weight = 1.0
-    best = _finest_step(moments, check, weight, max_kl)
+    best = _coarsest_step(moments, check, weight, max_kl)
     for _ in range(_WEIGHT_ROUNDS):
         ratio = best.kl[RelationKind.VALUE] / max(best.kl[RelationKind.ATTENTION], 1e-9)
         weight *= min(max(ratio, 0.1), 10.0)
-        found = _finest_step(moments, check, weight, max_kl)
+        found = _coarsest_step(moments, check, weight, max_kl)
         if _bits(found.codec, check) >= _bits(best.codec, check):
             break
         best = found
@@ -179,7 +179,7 @@ def _components(moments: _Moments, weight: float) -> tuple[Tensor, Tensor]:
     return kept.T @ to_metric, kept.T @ from_metric
 
 
-def _finest_step(moments: _Moments, check: Sequence[TeacherSignal], weight: float, max_kl: float) -> Fitted:
+def _coarsest_step(moments: _Moments, check: Sequence[TeacherSignal], weight: float, max_kl: float) -> Fitted:
     """Return the code of the greatest step that keeps both KLs, by bisection of its logarithm."""
     analysis, synthesis = _components(moments, weight)
     # An error of a step in every component costs step**2 / 12 each, to second order.

@@ -96,9 +96,11 @@ def fit_codec(
 
 def _kept_codec(path: Path, identity: CacheIdentity) -> FittedCodec | None:
     """Return the codec that a dump into this folder began with; none where it did not get so far."""
-    if not (path / MANIFEST).is_file() or read_manifest(path).identity != identity:
+    if not (path / MANIFEST).is_file():
         return None
     manifest = read_manifest(path)
+    if manifest.identity != identity:  # the writer will refuse this folder, and say why
+        return None
     calibration = manifest.calibration
     try:
         codec = vectors_codec(path, manifest)

@@ -16,10 +16,7 @@ from minilm_cache.dump.shards import ShardJob
 from minilm_cache.dump.teacher import Teacher, locate_teacher
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
-from minilm_cache.storage_schema.manifest import (
-    CacheManifest,
-    Measured,
-)
+from minilm_cache.storage_schema.manifest import CacheManifest, Measured
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.verify import is_sound
 from minilm_cache.store.writer import CacheWriter

@@ -1,13 +1,7 @@
 """The command line as a user meets it: what it prints, and how bad input ends."""
 
 import json
-import os
-import resource
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from inspect import signature
 from pathlib import Path
 
@@ -20,19 +14,7 @@ from minilm_cache.cli.dump import dump
 from minilm_cache.cli.train import train
 from minilm_cache.config import DumpConfig, TrainConfig
 from tests.conftest import Command
-from tests.support import World, save_teacher, tiny_model, tiny_tokenizer
-
-
-def dump_arguments(world: World, *more: object) -> list[object]:
-    settings: dict[str, object] = {
-        "--teacher": world.teacher,
-        "--corpus": world.corpus,
-        "--max-length": 32,
-        "--shard-tokens": 256,
-        "--k": 6,
-        "--out": world.root / "cache",
-    }
-    return ["dump", *(part for pair in settings.items() for part in pair), *more]
+from tests.support import World, dump_arguments, save_teacher, tiny_model, tiny_tokenizer
 
 
 def test_dump_info_train_verify_speak_json(world: World, command: Command) -> None:
@@ -97,45 +79,6 @@ def test_the_pretrained_encoder_goes_the_whole_way(command: Command, world: Worl
     assert code == 0, err
     student = json.loads(out)["students"][0]
     assert AutoModel.from_pretrained(student["path"]).config.num_hidden_layers == 3
-
-
-def plan_arguments(world: World, *more: object) -> list[object]:
-    return [
-        *("plan", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32, "--k", 4),
-        *("--max-kl", 0.02, "--max-kl", 0.1, "--sample-tokens", 1024, *more),
-    ]
-
-
-def test_a_plan_is_what_the_dumps_then_are(world: World, command: Command) -> None:
-    code, out, err = command(*plan_arguments(world, "--json"))
-    assert code == 0, err
-    found = json.loads(out)
-    names = [setting["codec"]["name"] for setting in found["settings"]]
-    assert names == ["topk", "vectors", "vectors", "dense"]
-    assert all(setting["break_even_epochs"] >= 2 for setting in found["settings"])
-    dumped = world.dump(codec="dense", shard_tokens=None, max_length=32)
-    assert found["num_tokens"] == dumped.manifest.num_tokens
-    total = sum(file.stat().st_size for file in dumped.path.rglob("*") if file.is_file())
-    assert found["settings"][3]["total_bytes"] == pytest.approx(total, rel=0.25)
-    kls = [setting["fidelity"]["value"]["kl_teacher_to_stored"] for setting in found["settings"]]
-    assert kls[0] is None
-    assert 0 <= kls[3] < kls[1] < kls[2]
-
-
-def test_a_plan_chooses_the_best_setting_of_a_size(world: World, command: Command) -> None:
-    _, out, _ = command(*plan_arguments(world, "--json"))
-    sizes = {json.dumps(one["codec"]): one["total_bytes"] for one in json.loads(out)["settings"]}
-    vectors = [name for name in sizes if '"vectors"' in name]
-    code, out, _ = command(*plan_arguments(world, "--json", "--max-bytes", sizes[vectors[0]]))
-    assert code == 0
-    assert json.loads(out)["best"] == json.loads(vectors[0])
-    code, out, _ = command(*plan_arguments(world, "--no-dense", "--max-bytes", 10**12))
-    assert code == 0
-    assert "one epoch of one student never is" in out
-    assert "vectors max_kl=0.02" in out.splitlines()[-1]
-    command.fails(
-        *plan_arguments(world, "--max-bytes", 1000), code=2, says="nothing is so small; the least is"
-    )
 
 
 def test_version_and_help(command: Command) -> None:
@@ -370,125 +313,6 @@ def test_a_newer_format_is_told_apart_from_damage(world: World, command: Command
     manifest = json.loads((cache / "manifest.json").read_text())
     (cache / "manifest.json").write_text(json.dumps({**manifest, "format_version": 2}))
     command.fails("info", cache, code=1, says=("format version 2", "Install a newer minilm-cache"))
-
-
-# The machine
-
-
-class Process:
-    """The command line in a process of its own."""
-
-    def __init__(self, world: World, *arguments: object, limit_bytes: int | None = None) -> None:
-        """Start a command; `limit_bytes`: no file may grow larger."""
-
-        def limit() -> None:
-            if limit_bytes is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "minilm_cache.cli.main", *map(str, arguments)],
-            env={**os.environ, "MINILM_CACHE_HOME": str(world.home)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=limit,
-        )
-
-    def wait_for(self, path: Path) -> None:
-        """Wait until a file is there."""
-        deadline = time.monotonic() + 120
-        while not path.exists():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    def end(self) -> tuple[int, str]:
-        """Wait for the end, and return exit code and stderr."""
-        _, err = self.process.communicate(timeout=120)
-        return self.process.returncode, err
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_dump_keeps_its_shards_and_goes_on(world: World, number: signal.Signals) -> None:
-    world.corpus.write_text(world.corpus.read_text() * 20)
-    arguments = dump_arguments(world, "--shard-tokens", 1024)
-    process = Process(world, *arguments, "--batch-size", 1)
-    process.wait_for(world.root / "cache/commits/00001.json")
-    process.process.send_signal(number)
-    code, err = process.end()
-
-    assert code == 130
-    assert "Run the same command again to go on." in err
-    assert "Traceback" not in err
-    kept = {file: file.read_bytes() for file in (world.root / "cache/commits").glob("*.json")}
-    assert len(kept) >= 2
-    assert Process(world, *arguments).end()[0] == 0
-    assert {file: file.read_bytes() for file in kept} == kept
-
-
-def test_an_interrupted_training_keeps_its_state_and_goes_on(world: World) -> None:
-    world.dump()
-    arguments = [
-        "train",
-        world.root / "cache",
-        "--arch",
-        "2x64",
-        "--steps",
-        4000,
-        "--out",
-        world.root / "run",
-    ]
-    process = Process(world, *arguments)
-    process.wait_for(world.root / "run/log.jsonl")
-    time.sleep(1)
-    process.process.send_signal(signal.SIGINT)
-    code, err = process.end()
-
-    assert code == 130
-    assert "is kept in" in err
-    assert "Traceback" not in err
-    (checkpoint,) = (world.root / "run/checkpoints").iterdir()
-    assert json.loads((checkpoint / "state.json").read_text())["step"] > 0
-    kept = json.loads((checkpoint / "state.json").read_text())["step"]
-    process = Process(world, *arguments)
-    process.wait_for(world.root / "run/run.json")
-    deadline = time.monotonic() + 60
-    while f'"step": {kept + 10 - kept % 10}' not in (world.root / "run/log.jsonl").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.process.send_signal(signal.SIGTERM)
-    code, err = process.end()
-
-    assert code == 130
-    assert f"going on after step {kept}" in err
-    (checkpoint,) = (world.root / "run/checkpoints").iterdir()
-    assert json.loads((checkpoint / "state.json").read_text())["step"] > kept
-
-
-def test_a_file_system_that_refuses_is_one_line(world: World) -> None:
-    """A limit on file sizes stands in for a full disk: the same failure of the same calls."""
-    code, err = Process(world, *dump_arguments(world, "--k", 24), limit_bytes=9000).end()
-
-    assert code == 1, err
-    assert err.count("error: ") == 1
-    assert "File too large" in err
-    assert "Traceback" not in err
-    assert Process(world, *dump_arguments(world, "--k", 24)).end()[0] == 0
-
-
-def test_a_killed_dump_resumes(world: World) -> None:
-    world.corpus.write_text(world.corpus.read_text() * 5)
-    expected = world.dump("whole", batch_size=4).path
-    process = Process(world, *dump_arguments(world, "--batch-size", 4))
-    process.wait_for(world.root / "cache/commits/00001.json")
-    process.process.kill()
-    process.end()
-    code, err = Process(world, *dump_arguments(world, "--batch-size", 4)).end()
-
-    assert code == 0, err
-    files = [file.relative_to(expected) for file in (expected / "relations").rglob("*") if file.is_file()]
-    for file in files:
-        assert (world.root / "cache" / file).read_bytes() == (expected / file).read_bytes()
 
 
 def test_output_folder_without_permission(world: World, command: Command) -> None:

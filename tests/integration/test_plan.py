@@ -1,0 +1,47 @@
+"""`minilm-cache plan`: what it says before is what a dump is after."""
+
+import json
+
+import pytest
+
+from tests.conftest import Command
+from tests.support import World
+
+
+def plan_arguments(world: World, *more: object) -> list[object]:
+    return [
+        *("plan", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32, "--k", 4),
+        *("--max-kl", 0.02, "--max-kl", 0.1, "--sample-tokens", 1024, *more),
+    ]
+
+
+def test_a_plan_is_what_the_dumps_then_are(world: World, command: Command) -> None:
+    code, out, err = command(*plan_arguments(world, "--json"))
+    assert code == 0, err
+    found = json.loads(out)
+    names = [setting["codec"]["name"] for setting in found["settings"]]
+    assert names == ["topk", "vectors", "vectors", "dense"]
+    assert all(setting["break_even_epochs"] >= 2 for setting in found["settings"])
+    dumped = world.dump(codec="dense", shard_tokens=None, max_length=32)
+    assert found["num_tokens"] == dumped.manifest.num_tokens
+    total = sum(file.stat().st_size for file in dumped.path.rglob("*") if file.is_file())
+    assert found["settings"][3]["total_bytes"] == pytest.approx(total, rel=0.25)
+    kls = [setting["fidelity"]["value"]["kl_teacher_to_stored"] for setting in found["settings"]]
+    assert kls[0] is None
+    assert 0 <= kls[3] < kls[1] < kls[2]
+
+
+def test_a_plan_chooses_the_best_setting_of_a_size(world: World, command: Command) -> None:
+    _, out, _ = command(*plan_arguments(world, "--json"))
+    sizes = {json.dumps(one["codec"]): one["total_bytes"] for one in json.loads(out)["settings"]}
+    vectors = [name for name in sizes if '"vectors"' in name]
+    code, out, _ = command(*plan_arguments(world, "--json", "--max-bytes", sizes[vectors[0]]))
+    assert code == 0
+    assert json.loads(out)["best"] == json.loads(vectors[0])
+    code, out, _ = command(*plan_arguments(world, "--no-dense", "--max-bytes", 10**12))
+    assert code == 0
+    assert "one epoch of one student never is" in out
+    assert "vectors max_kl=0.02" in out.splitlines()[-1]
+    command.fails(
+        *plan_arguments(world, "--max-bytes", 1000), code=2, says="nothing is so small; the least is"
+    )

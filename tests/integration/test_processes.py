@@ -1,0 +1,130 @@
+"""Commands in processes of their own: signals, kills, and a file system that refuses."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import World, dump_arguments
+
+
+class Process:
+    """The command line in a process of its own."""
+
+    def __init__(self, world: World, *arguments: object, limit_bytes: int | None = None) -> None:
+        """Start a command; `limit_bytes`: no file may grow larger."""
+
+        def limit() -> None:
+            if limit_bytes is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "minilm_cache.cli.main", *map(str, arguments)],
+            env={**os.environ, "MINILM_CACHE_HOME": str(world.home)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=limit,
+        )
+
+    def wait_for(self, path: Path) -> None:
+        """Wait until a file is there."""
+        deadline = time.monotonic() + 120
+        while not path.exists():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end, and return exit code and stderr."""
+        _, err = self.process.communicate(timeout=120)
+        return self.process.returncode, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_dump_keeps_its_shards_and_goes_on(world: World, number: signal.Signals) -> None:
+    world.corpus.write_text(world.corpus.read_text() * 20)
+    arguments = dump_arguments(world, "--shard-tokens", 1024)
+    process = Process(world, *arguments, "--batch-size", 1)
+    process.wait_for(world.root / "cache/commits/00001.json")
+    process.process.send_signal(number)
+    code, err = process.end()
+
+    assert code == 130
+    assert "Run the same command again to go on." in err
+    assert "Traceback" not in err
+    kept = {file: file.read_bytes() for file in (world.root / "cache/commits").glob("*.json")}
+    assert len(kept) >= 2
+    assert Process(world, *arguments).end()[0] == 0
+    assert {file: file.read_bytes() for file in kept} == kept
+
+
+def test_an_interrupted_training_keeps_its_state_and_goes_on(world: World) -> None:
+    world.dump()
+    arguments = [
+        "train",
+        world.root / "cache",
+        "--arch",
+        "2x64",
+        "--steps",
+        4000,
+        "--out",
+        world.root / "run",
+    ]
+    process = Process(world, *arguments)
+    process.wait_for(world.root / "run/log.jsonl")
+    time.sleep(1)
+    process.process.send_signal(signal.SIGINT)
+    code, err = process.end()
+
+    assert code == 130
+    assert "is kept in" in err
+    assert "Traceback" not in err
+    (checkpoint,) = (world.root / "run/checkpoints").iterdir()
+    assert json.loads((checkpoint / "state.json").read_text())["step"] > 0
+    kept = json.loads((checkpoint / "state.json").read_text())["step"]
+    process = Process(world, *arguments)
+    process.wait_for(world.root / "run/run.json")
+    deadline = time.monotonic() + 60
+    while f'"step": {kept + 10 - kept % 10}' not in (world.root / "run/log.jsonl").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.process.send_signal(signal.SIGTERM)
+    code, err = process.end()
+
+    assert code == 130
+    assert f"going on after step {kept}" in err
+    (checkpoint,) = (world.root / "run/checkpoints").iterdir()
+    assert json.loads((checkpoint / "state.json").read_text())["step"] > kept
+
+
+def test_a_file_system_that_refuses_is_one_line(world: World) -> None:
+    """A limit on file sizes stands in for a full disk: the same failure of the same calls."""
+    code, err = Process(world, *dump_arguments(world, "--k", 24), limit_bytes=9000).end()
+
+    assert code == 1, err
+    assert err.count("error: ") == 1
+    assert "File too large" in err
+    assert "Traceback" not in err
+    assert Process(world, *dump_arguments(world, "--k", 24)).end()[0] == 0
+
+
+def test_a_killed_dump_resumes(world: World) -> None:
+    world.corpus.write_text(world.corpus.read_text() * 5)
+    expected = world.dump("whole", batch_size=4).path
+    process = Process(world, *dump_arguments(world, "--batch-size", 4))
+    process.wait_for(world.root / "cache/commits/00001.json")
+    process.process.kill()
+    process.end()
+    code, err = Process(world, *dump_arguments(world, "--batch-size", 4)).end()
+
+    assert code == 0, err
+    files = [file.relative_to(expected) for file in (expected / "relations").rglob("*") if file.is_file()]
+    for file in files:
+        assert (world.root / "cache" / file).read_bytes() == (expected / file).read_bytes()
