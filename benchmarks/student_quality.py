@@ -41,7 +41,7 @@ CACHES = {
 
 
 def train_and_judge(cache: Cache, teacher: Teacher, seed: int, *, online: bool) -> dict[str, float]:
-    """Return the held-out KL of each relation, to the live teacher's dense rows, of a newly trained student."""
+    """Train a student anew, and return its held-out KLs."""
     config = TrainConfig(arch=(ARCH,), steps=STEPS, batch_size=16, seed=seed)
     identity = cache.manifest.identity
     order = SequenceOrder(

@@ -168,8 +168,8 @@ ROWS = {
     "one column": torch.cat([torch.ones(1), torch.zeros(31)]),
     "fewer columns than k": torch.cat([torch.tensor([0.5, 0.3, 0.2]), torch.zeros(29)]),
     "k columns, all the same": torch.cat([torch.full((16,), 1 / 16), torch.zeros(16)]),
-    "k columns, one a little more": torch.cat([torch.full((1,), 1.001), torch.ones(15), torch.zeros(16)]),
-    "one column and dust": torch.cat([torch.ones(1), torch.full((31,), 1e-7)]),
+    "k columns, one a little more": torch.cat([torch.full((1,), 1.2), torch.ones(15), torch.zeros(16)]),
+    "one column and dust": torch.cat([torch.ones(1), torch.full((31,), 1e-3)]),
 }
 
 
