@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModel
 
 from benchmarks.inputs import KINDS, mini_teacher
+from benchmarks.plots import plot_dump_speed
 from benchmarks.report import write_result
 from minilm_cache.codecs.base import SignalCodec
 from minilm_cache.codecs.calibrate import calibrate
@@ -38,7 +39,7 @@ def main() -> None:
         return torch.stack([torch.from_numpy(row) for row in rows])
 
     lengths = torch.full((BATCH,), LENGTH)
-    samples = [teacher.signal(batch(number), lengths) for number in range(6)]
+    samples = [signal for number in range(6) for signal in teacher.signals(batch(number), lengths)]
     fitted = calibrate(samples[:4], samples[4:], 0.02).codec
     codecs: dict[str, SignalCodec] = {"vectors": fitted}
     for name in ("topk", "dense"):
@@ -48,7 +49,7 @@ def main() -> None:
 
     def dump_with(codec: SignalCodec) -> Callable[[torch.Tensor], None]:
         def run(ids: torch.Tensor) -> None:
-            signal = teacher.signal(ids, lengths)
+            (signal,) = teacher.signals(ids, lengths)
             codec.encode(signal, range(BATCH))
             if codec is not fitted:
                 for kind in KINDS:
@@ -81,6 +82,7 @@ def main() -> None:
             },
         },
     )
+    plot_dump_speed()
 
 
 if __name__ == "__main__":

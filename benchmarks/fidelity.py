@@ -1,55 +1,119 @@
 """Bytes per token against KL for every codec: what a dump measures of itself, on sequences held out.
 
-python -m benchmarks.fidelity [--corpus FILE]
+Beside them the known alternative: the layer's input, rounded to 8 or 4 bits per component with a scale for
+each token, from which queries, keys and values are computed again.
+
+    python -m benchmarks.fidelity [--corpus FILE]
 """
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
+from numcodecs.zstd import Zstd
+from torch import Tensor, nn
 
+from benchmarks.inputs import KINDS, mini_teacher
+from benchmarks.plots import plot_fidelity
 from benchmarks.report import write_result
+from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import DumpConfig
+from minilm_cache.dump.audit import audit_sequences
 from minilm_cache.dump.corpus import PYTHON_DOCS
 from minilm_cache.dump.run import dump
+from minilm_cache.dump.teacher import Teacher
 
 LENGTHS = (128, 256, 512)
 MAX_TOKENS = 65_536
 SETTINGS: dict[str, dict[str, object]] = {
-    "topk pps, k=8": {"k": 8},
-    "topk pps, k=16": {"k": 16},
-    "topk largest, k=16, uniform tail": {"k": 16, "select": "largest"},
-    "topk largest, k=64, uniform tail": {"k": 64, "select": "largest"},
+    "topk pps k=8": {"k": 8},
+    "topk pps k=16": {"k": 16},
+    "topk largest k=16, uniform tail": {"k": 16, "select": "largest"},
+    "topk largest k=64, uniform tail": {"k": 64, "select": "largest"},
     "vectors, KL at most 0.05": {"codec": "vectors", "max_kl": 0.05},
     "vectors, KL at most 0.02": {"codec": "vectors", "max_kl": 0.02},
     "vectors, KL at most 0.005": {"codec": "vectors", "max_kl": 0.005},
     "dense": {"codec": "dense"},
 }
+Row = dict[str, Any]
+
+
+def dumped(corpus: str, length: int, settings: dict[str, object], folder: Path) -> tuple[Cache, Row]:
+    """Dump, and return the cache and what it measured of itself."""
+    base = {"teacher": "mini", "corpus": corpus, "max_length": length, "max_tokens": MAX_TOKENS}
+    cache = open_cache(dump(DumpConfig.model_validate({**base, **settings}), folder / "cache", folder).path)
+    measured = cache.manifest.measured
+    assert measured is not None
+    relations = measured.fidelity[-1].relations
+    return cache, {
+        "bytes_per_token": round(measured.bytes_per_token, 1),
+        "kl_teacher_to_stored": {str(kind): one.kl_teacher_to_stored for kind, one in relations.items()},
+        "kl_stored_to_teacher": {str(kind): one.kl_stored_to_teacher for kind, one in relations.items()},
+    }
+
+
+class RoundedInput:
+    """Rounds what a layer is given, and counts the bytes that storing it takes."""
+
+    def __init__(self, bits: int) -> None:
+        self.greatest = 2 ** (bits - 1) - 1
+        self.bits = bits
+        self.num_bytes = 0
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Stand in for a layer's inputs, of one sequence."""
+        del module
+        scale = (inputs[0].abs().amax(-1, keepdim=True) / self.greatest).half().float()
+        codes = (inputs[0] / scale).round().clamp(-self.greatest, self.greatest)
+        stored = codes.to(torch.int8)
+        if self.bits == 4:
+            stored = (stored[..., ::2] << 4) | (stored[..., 1::2] & 0xF)
+        self.num_bytes += len(Zstd(level=1).encode(stored.numpy())) + 2 * scale.numel()
+        return (codes * scale, *inputs[1:])
+
+
+def layer_input(teacher: Teacher, cache: Cache, bits: int) -> Row:
+    """Measure the alternative on the sequences that the dump measures itself on."""
+    rounded = RoundedInput(bits)
+    layer = teacher.model.get_submodule(f"encoder.layer.{teacher.layers[-1]}.attention.self")
+    sums = dict.fromkeys(KINDS, 0.0)
+    num_rows = num_tokens = 0
+    for number in audit_sequences(cache):
+        ids = cache[number].input_ids[None]
+        lengths = torch.tensor([ids.shape[1]])
+        (exact,) = teacher.signals(ids, lengths)
+        hook = layer.register_forward_pre_hook(rounded)
+        (stored,) = teacher.signals(ids, lengths)
+        hook.remove()
+        for kind in KINDS:
+            teachers = exact.probs(kind)
+            sums[kind] += float(torch.special.xlogy(teachers, teachers / stored.probs(kind)).sum())
+        num_tokens += ids.shape[1]
+        num_rows += ids.shape[1] * exact.vectors.query.shape[1]
+    return {
+        "bytes_per_token": round(rounded.num_bytes / num_tokens, 1),
+        "kl_teacher_to_stored": {str(kind): total / num_rows for kind, total in sums.items()},
+    }
 
 
 def main(corpus: Annotated[str, typer.Option(help="A corpus, as for `dump`")] = PYTHON_DOCS) -> None:
     """Dump the same tokens with every codec at every length, and write what each measured."""
-    table: dict[str, dict[str, dict[str, object]]] = {}
+    teacher = mini_teacher()
+    table: dict[str, dict[str, Row]] = {}
     for length in LENGTHS:
         found = table.setdefault(str(length), {})
         for name, settings in SETTINGS.items():
-            base = {"teacher": "mini", "corpus": corpus, "max_length": length, "max_tokens": MAX_TOKENS}
-            config = DumpConfig.model_validate({**base, **settings})
             with TemporaryDirectory() as folder:
-                measured = dump(config, Path(folder) / "cache", Path(folder)).manifest.measured
-            assert measured is not None
-            found[name] = {
-                "bytes_per_token": round(measured.bytes_per_token, 1),
-                "kl_teacher_to_stored": {
-                    str(kind): fidelity.kl_teacher_to_stored for kind, fidelity in measured.fidelity.items()
-                },
-                "kl_stored_to_teacher": {
-                    str(kind): fidelity.kl_stored_to_teacher for kind, fidelity in measured.fidelity.items()
-                },
-            }
-    label = Path(corpus).stem.replace("python-docs", "python_docs")
+                cache, found[name] = dumped(corpus, length, settings, Path(folder))
+                if name == "dense":
+                    for bits in (8, 4):
+                        found[f"layer's input, {bits} bits"] = layer_input(teacher, cache, bits)
+            print(length, name, found[name], flush=True)
+    label = Path(corpus).stem.replace("-", "_")
     write_result(f"fidelity_{label}", {"corpus": label, "tokens": MAX_TOKENS, "lengths": table})
+    plot_fidelity(f"fidelity_{label}")
 
 
 if __name__ == "__main__":

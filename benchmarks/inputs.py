@@ -25,5 +25,5 @@ def mini_relations(
     batch = sequences.read(0, num_tokens // length)
     ids = torch.stack([torch.from_numpy(row) for row in batch.ids])
     lengths = torch.full((len(ids),), length)
-    signal = teacher.signal(ids, lengths)
+    (signal,) = teacher.signals(ids, lengths)
     return {kind: signal.probs(kind) for kind in KINDS}, lengths

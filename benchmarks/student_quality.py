@@ -12,13 +12,14 @@ from statistics import mean, stdev
 from tempfile import TemporaryDirectory
 
 from benchmarks.inputs import KINDS, mini_teacher
+from benchmarks.plots import plot_student_quality
 from benchmarks.report import write_result
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import DumpConfig, TrainConfig
 from minilm_cache.dump.run import dump
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.live import with_live_targets
-from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.batches import BatchReader, WantedTargets
 from minilm_cache.train.heldout import MAX_SEQUENCES, held_out_kl
 from minilm_cache.train.objective import choose_objective
 from minilm_cache.train.run import build_trainers
@@ -50,11 +51,11 @@ def train_and_judge(cache: Cache, teacher: Teacher, seed: int, *, online: bool) 
         seed=seed,
         buffer_shards=config.buffer_shards,
     )
-    objective = choose_objective(config.objective, None, cache.codec.kinds, cache.manifest)
+    objective = choose_objective(config, cache)
     shape = parse_arch(ARCH, identity.relation_heads)
     (trainer,) = build_trainers(config, cache, [shape], objective, STEPS, teacher.device)
-    kinds = () if online else KINDS
-    reader = BatchReader(cache, kinds, teacher.tokenizer.pad_token_id, teacher.device)
+    wanted = WantedTargets(kinds=()) if online else objective.wanted
+    reader = BatchReader(cache, wanted, teacher.tokenizer.pad_token_id, teacher.device)
     with closing(reader.train_batches(order, config.batch_size, 0)) as stored:
         batches = with_live_targets(stored, teacher, KINDS) if online else stored
         for step in range(STEPS):
@@ -64,7 +65,7 @@ def train_and_judge(cache: Cache, teacher: Teacher, seed: int, *, online: bool) 
 
 def judged(trainer: StudentTrainer, cache: Cache, teacher: Teacher) -> dict[str, float]:
     """Return the held-out KL of each relation, to the live teacher's dense rows."""
-    reader = BatchReader(cache, (), teacher.tokenizer.pad_token_id, teacher.device)
+    reader = BatchReader(cache, WantedTargets(kinds=()), teacher.tokenizer.pad_token_id, teacher.device)
     tokens = reader.held_out_batches(16, MAX_SEQUENCES)
     (found,) = held_out_kl([trainer], with_live_targets(tokens, teacher, KINDS))
     return {**{str(kind): value for kind, value in found.items()}, "sum": sum(found.values())}
@@ -109,6 +110,7 @@ def main() -> None:
             "bytes_per_token": sizes,
         },
     )
+    plot_student_quality()
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     max_kl: Annotated[
         float | None, typer.Option(help="KL of each relation, nats, for vectors [default: 0.02]")
     ] = None,
+    layers: Annotated[
+        str, typer.Option(help="last, all, or numbers from 0 on like 2,5,8; several for vectors")
+    ] = "last",
     packing: Annotated[
         str, typer.Option(help="packed (documents joined to full length) or records (one sequence each)")
     ] = "packed",
@@ -57,7 +60,7 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     resume: ResumeOption = True,
     json: JsonOption = False,
 ) -> None:
-    """Run a teacher once over a corpus and write its last-layer relations into a cache.
+    """Run a teacher once over a corpus and write its relations into a cache.
 
     Example: minilm-cache dump --teacher mini --corpus notes.txt --out notes.cache
     """
@@ -76,6 +79,7 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         select=select,
         tail=tail,
         max_kl=max_kl,
+        layers=layers,
         shard_tokens=shard_tokens,
         batch_size=batch_size,
         seed=seed,

@@ -50,7 +50,7 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
         "sequences": f"{manifest.num_sequences:,} of at most {identity.packing.max_length} tokens "
         f"({identity.packing.mode}), {manifest.num_held_out:,} held out",
         "tokens": f"{manifest.num_tokens:,}",
-        "relations": f"{_relations(manifest)} of layer {identity.layers[0]}, {identity.relation_heads} heads",
+        "relations": f"{_relations(manifest)}, {identity.relation_heads} heads",
         "codec": " ".join(
             f"{name}={value}" if name != "name" else str(value)
             for name, value in identity.codec.model_dump().items()
@@ -67,27 +67,30 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
 def _relations(manifest: CacheManifest) -> str:
     calibration = manifest.calibration
     if calibration is None:
-        return ", ".join(manifest.identity.relations)
-    return f"all, from queries, keys and values in {calibration.components} components,"
+        return f"{', '.join(manifest.identity.relations)} of layer {manifest.identity.layers[0]}"
+    layers = ", ".join(f"{one.components} components of layer {one.layer}" for one in calibration.layers)
+    return f"all, from queries, keys and values in {layers}"
 
 
 def fidelity_table(measured: Measured) -> None:
     """Print how faithful a cache is."""
     rows = []
-    for kind, found in measured.fidelity.items():
-        forward = found.kl_teacher_to_stored
-        rows.append(
-            [
-                str(kind),
-                "infinite: sparse" if forward is None else f"{forward:.4f}",
-                f"{found.kl_stored_to_teacher:.4f}",
-                f"{found.mass_kept:.3f}",
-                f"{found.cross_entropy_bias:+.4f}",
-            ]
-        )
+    for one in measured.fidelity:
+        for kind, found in one.relations.items():
+            forward = found.kl_teacher_to_stored
+            rows.append(
+                [
+                    str(one.layer),
+                    str(kind),
+                    "infinite: sparse" if forward is None else f"{forward:.4f}",
+                    f"{found.kl_stored_to_teacher:.4f}",
+                    f"{found.mass_kept:.3f}",
+                    f"{found.cross_entropy_bias:+.4f}",
+                ]
+            )
     print_table(
         f"Fidelity on {measured.fidelity_sequences} held-out sequences (nats); "
         f"{measured.bytes_per_token:.1f} bytes per token",
-        ["relation", "KL(teacher, stored)", "KL(stored, teacher)", "mass kept", "CE bias"],
+        ["layer", "relation", "KL(teacher, stored)", "KL(stored, teacher)", "mass kept", "CE bias"],
         rows,
     )

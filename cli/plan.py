@@ -1,5 +1,6 @@
 """`minilm-cache plan`: what a dump would cost and be worth, before it is made."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import DeviceOption, JsonOption, quiet_libraries
 from minilm_cache.config import DumpConfig, make_config
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.storage_schema.manifest import Fidelity
+from minilm_cache.storage_schema.manifest import LayerFidelity
 
 if TYPE_CHECKING:
     from minilm_cache.dump.plan import Plan, PlannedSetting
@@ -30,6 +31,9 @@ def plan(  # noqa: PLR0913 - one parameter for each option
     max_kl: Annotated[
         list[float] | None, typer.Option(help="For vectors; repeat [default: 0.05, 0.02, 0.005]")
     ] = None,
+    layers: Annotated[
+        str, typer.Option(help="last, all, or numbers from 0 on like 2,5,8, for vectors")
+    ] = "last",
     dense: Annotated[bool, typer.Option(help="Look at the exact reference, too")] = True,
     packing: Annotated[str, typer.Option(help="packed or records")] = "packed",
     max_length: Annotated[int, typer.Option(help="Tokens per sequence, at most")] = 128,
@@ -53,7 +57,9 @@ def plan(  # noqa: PLR0913 - one parameter for each option
     settings: list[dict[str, Any]] = [
         {"codec": "topk", "k": number} for number in k or sorted({min(n, max_length) for n in DEFAULT_KS})
     ]
-    settings += [{"codec": "vectors", "max_kl": bound} for bound in max_kl or (0.05, 0.02, 0.005)]
+    settings += [
+        {"codec": "vectors", "max_kl": bound, "layers": layers} for bound in max_kl or (0.05, 0.02, 0.005)
+    ]
     settings += [{"codec": "dense"}] if dense else []
     configs = [
         make_config(
@@ -102,7 +108,7 @@ def _document(found: "Plan", best: "PlannedSetting | None") -> dict[str, object]
                 "codec": setting.codec.model_dump(mode="json"),
                 "bytes_per_token": setting.bytes_per_token,
                 "total_bytes": setting.total_bytes,
-                "fidelity": {str(kind): fidelity.model_dump() for kind, fidelity in setting.fidelity.items()},
+                "fidelity": [one.model_dump(mode="json") for one in setting.fidelity],
                 "tokens_per_s": setting.tokens_per_s,
                 "dump_s": setting.dump_s,
                 "break_even_epochs": setting.break_even_epochs,
@@ -122,7 +128,7 @@ def _print_plan(found: "Plan") -> None:
                 setting.words,
                 f"{setting.bytes_per_token:.1f}",
                 f"{setting.total_bytes / 1e6:,.1f} MB",
-                " / ".join(_kl(fidelity) for fidelity in setting.fidelity.values()),
+                _kls(setting.fidelity),
                 f"{setting.dump_s / 60:,.1f} min",
                 f"{setting.break_even_epochs} epochs",
             ]
@@ -131,13 +137,19 @@ def _print_plan(found: "Plan") -> None:
     )
     print_pairs(
         {
-            "KL": "of attention and value relation, nats; sampled rows are unbiased instead",
+            "KL": "of attention and value relation, nats, of the worst layer; "
+            "sampled rows are unbiased instead",
             "pays": "after so many student-epochs the cache is cheaper than the teacher running along; "
             "one epoch of one student never is",
         }
     )
 
 
-def _kl(fidelity: Fidelity) -> str:
-    kl = fidelity.kl_teacher_to_stored
-    return "sampled" if kl is None else f"{kl:.4f}"
+def _kls(layers: Sequence[LayerFidelity]) -> str:
+    """Return the KL of each relation, of its worst layer."""
+    found = []
+    for kind in layers[0].relations:
+        kls = [one.relations[kind].kl_teacher_to_stored for one in layers]
+        known = [kl for kl in kls if kl is not None]
+        found.append(f"{max(known):.4f}" if len(known) == len(kls) else "sampled")
+    return " / ".join(found)

@@ -30,6 +30,9 @@ def train(  # noqa: PLR0913 - one parameter for each option
     relation_heads: Annotated[
         int | None, typer.Option(help="Relation heads of minilmv2 [default: the teacher's heads]")
     ] = None,
+    teacher_layer: Annotated[
+        int | None, typer.Option(help="Layer of the teacher to learn from [default: the cache's last]")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the cache [default: 5]")] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per step")] = 16,
@@ -56,6 +59,7 @@ def train(  # noqa: PLR0913 - one parameter for each option
         arch=tuple(arch),
         objective=objective,
         relation_heads=relation_heads,
+        teacher_layer=teacher_layer,
         steps=steps,
         epochs=epochs,
         batch_size=batch_size,

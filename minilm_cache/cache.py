@@ -13,7 +13,7 @@ from minilm_cache.codecs.chain import store_relations
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheIncompleteError, MiniLMCacheError
 from minilm_cache.relations import RowTargets, to_dense
-from minilm_cache.storage_schema.arrays import CODES_PATH, small_arrays
+from minilm_cache.storage_schema.arrays import small_arrays
 from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind, VectorsParameters
 from minilm_cache.store.layout import shard_of
 from minilm_cache.store.reader import CacheReader, Shard, read_manifest, read_small_array
@@ -27,13 +27,23 @@ class Cache:
     def __init__(self, reader: CacheReader) -> None:
         """Look at a cache through its reader."""
         self.reader = reader
-        self.codec = signal_codec(reader)
+        self.codecs = {layer: signal_codec(reader, layer) for layer in reader.manifest.identity.layers}
         self._shards: OrderedDict[int, Shard] = OrderedDict()
 
     @property
     def manifest(self) -> CacheManifest:
         """All that describes the cache."""
         return self.reader.manifest
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The teacher's layers that are stored, counted from 0, ascending."""
+        return self.manifest.identity.layers
+
+    @property
+    def codec(self) -> SignalCodec:
+        """Of the last layer that is stored."""
+        return self.codecs[self.layers[-1]]
 
     def __len__(self) -> int:
         """Return the number of sequences, held-out ones counted."""
@@ -74,24 +84,29 @@ class CachedSequence:
         """Token ids, int64, special tokens counted."""
         return torch.from_numpy(self._rows["tokens"].astype(np.int64))
 
-    def relation(self, kind: str | RelationKind) -> Float[Tensor, "heads query key"]:
+    def relation(
+        self, kind: str | RelationKind, layer: int | None = None
+    ) -> Float[Tensor, "heads query key"]:
         """Return the stored estimate of a relation, float32, dense.
 
+        Args:
+            kind: `attention`, `value`, and of codec `vectors` also `query` and `key`.
+            layer: of the teacher, counted from 0; none: the last that is stored.
+
         Raises:
-            ValueError: the cache holds no such relation.
+            ValueError: the cache holds no such relation or layer.
         """
-        rows = self.target_rows(kind)
+        rows = self.target_rows(kind, layer)
         lengths = torch.tensor([len(self._rows["tokens"])])
         return to_dense(rows, lengths, int(lengths))[0]
 
-    def target_rows(self, kind: str | RelationKind) -> RowTargets:
-        """Return a relation as the codec decodes it, a batch of one.
-
-        Raises:
-            ValueError: the cache holds no such relation.
-        """
+    def target_rows(self, kind: str | RelationKind, layer: int | None = None) -> RowTargets:
+        """Return a relation as the codec decodes it, a batch of one; arguments and errors: see `relation`."""
         chosen = RelationKind(kind)
-        codec = self._cache.codec
+        layers = self._cache.layers
+        if layer is not None and layer not in layers:
+            raise ValueError(f"this cache holds no layer {layer}, but {', '.join(map(str, layers))}")
+        codec = self._cache.codecs[layers[-1] if layer is None else layer]
         if chosen not in codec.kinds:
             raise ValueError(f"this cache holds no {chosen} relation")
         lengths = torch.tensor([len(self._rows["tokens"])])
@@ -106,8 +121,10 @@ def check_rows(reader: CacheReader, shard: Shard) -> None:
         CacheCorruptError: rows that the codec never writes.
     """
     cache = Cache(reader)
+    for codec in cache.codecs.values():
+        if isinstance(codec, VectorsCodec):
+            codec.check(torch.from_numpy(shard.rows[codec.codes_path].astype(np.int16)))
     if isinstance(cache.codec, VectorsCodec):
-        cache.codec.check(torch.from_numpy(shard.rows[CODES_PATH].astype(np.int16)))
         return
     for number in range(shard.first_sequence, shard.first_sequence + len(shard.lengths)):
         sequence = CachedSequence(cache, number, shard)
@@ -115,8 +132,8 @@ def check_rows(reader: CacheReader, shard: Shard) -> None:
             sequence.target_rows(kind)
 
 
-def signal_codec(reader: CacheReader) -> SignalCodec:
-    """Return the codec that a cache was written with.
+def signal_codec(reader: CacheReader, layer: int) -> SignalCodec:
+    """Return the codec that a layer was written with.
 
     Raises:
         CacheCorruptError: its arrays are damaged.
@@ -124,27 +141,28 @@ def signal_codec(reader: CacheReader) -> SignalCodec:
     """
     identity = reader.manifest.identity
     if isinstance(identity.codec, VectorsParameters):
-        return vectors_codec(reader.root, reader.manifest)
+        return vectors_codec(reader.root, reader.manifest, layer)
     return store_relations(identity.codec, identity.packing.max_length, identity.relations)
 
 
-def vectors_codec(root: Path, manifest: CacheManifest) -> VectorsCodec:
-    """Return the fitted codec of a cache of codec `vectors`; no shard is looked at.
+def vectors_codec(root: Path, manifest: CacheManifest, layer: int) -> VectorsCodec:
+    """Return the fitted codec of a layer of a cache of codec `vectors`; no shard is looked at.
 
     Raises:
         CacheCorruptError: its arrays are damaged.
     """
-    calibration = manifest.calibration
-    assert calibration is not None
+    assert manifest.calibration is not None
+    fitted = manifest.calibration.of_layer(layer)
     arrays = {
         small.path.rsplit("/", 1)[-1]: torch.from_numpy(read_small_array(root, manifest, small).copy())
-        for small in small_arrays(manifest.identity, calibration)
+        for small in small_arrays(manifest.identity, fitted)
     }
     return VectorsCodec(
+        layer=layer,
         num_heads=manifest.identity.relation_heads,
-        head_size=calibration.head_size,
-        scaling=calibration.scaling,
-        window=calibration.window,
+        head_size=fitted.head_size,
+        scaling=fitted.scaling,
+        window=fitted.window,
         **arrays,
     )
 

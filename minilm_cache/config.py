@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from minilm_cache.errors import InvalidConfigError
 
@@ -40,6 +40,8 @@ class DumpConfig(FrozenSettings):
     """Of codec `topk`; none: pps."""
     tail: Literal["uniform", "renormalise"] | None = None
     """For select=largest; none: uniform."""
+    layers: Literal["last", "all"] | tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = "last"
+    """Layers to tap, counted from 0; several only with codec `vectors`."""
     max_kl: Annotated[float, Field(gt=0, le=1)] | None = None
     """Mean KL of each relation that codec `vectors` may have, nats; none: 0.02."""
     shard_tokens: Annotated[int, Field(ge=MIN_SHARD_TOKENS, le=2**26)] | None = None
@@ -55,6 +57,26 @@ class DumpConfig(FrozenSettings):
     """Revision of a teacher from the hub."""
     device: str | None = None
     """torch device; none: a GPU where there is one."""
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _list_of_layers(cls, value: object) -> object:
+        """Read `2,5,8`."""
+        if not isinstance(value, str) or value in ("last", "all"):
+            return value
+        numbers = [part.strip() for part in value.split(",")]
+        if not all(number.isdecimal() for number in numbers) or len(set(numbers)) < len(numbers):
+            raise ValueError(
+                "give last, all, or different numbers from 0 on with commas between them, like 2,5,8"
+            )
+        return tuple(sorted(map(int, numbers)))
+
+    @model_validator(mode="after")
+    def _several_layers_go_with_vectors(self) -> "DumpConfig":
+        several = self.layers == "all" or (self.layers != "last" and len(self.layers) > 1)
+        if several and self.codec != "vectors":
+            raise ValueError(f"several --layers go with --codec vectors, not with {self.codec}")
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> "DumpConfig":
@@ -90,6 +112,8 @@ class TrainConfig(FrozenSettings):
     objective: Literal["minilm", "minilmv2"] = "minilm"
     relation_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Of objective `minilmv2`; none: the heads of the teacher's attention."""
+    teacher_layer: Annotated[int, Field(ge=0, lt=1024)] | None = None
+    """Layer of the teacher to learn from, counted from 0; none: the last that the cache holds."""
     steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -135,7 +159,8 @@ def make_config(model: type[Settings], **values: Any) -> Settings:  # noqa: ANN4
         if not problem["loc"]:
             raise InvalidConfigError(problem["msg"].removeprefix("Value error, ") + ".") from error
         option = "--" + str(problem["loc"][0]).replace("_", "-")
-        message = problem["msg"][0].lower() + problem["msg"][1:]
+        message = problem["msg"].removeprefix("Value error, ")
+        message = message[0].lower() + message[1:]
         raise InvalidConfigError(f"{option} {problem['input']}: {message}.") from error
 
 

@@ -19,7 +19,7 @@ from minilm_cache.dump.teacher import MINI, Teacher, locate_teacher
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.live import with_live_targets
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.train.batches import BatchReader, StudentBatch
+from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
 from minilm_cache.train.objective import choose_objective
 from minilm_cache.train.run import TrainResult, build_trainers, train
 from minilm_cache.train.sampler import SequenceOrder
@@ -95,7 +95,7 @@ def _speed(
     should_stop: ShouldStop,
 ) -> Speed:
     manifest = cache.manifest
-    objective = choose_objective(config.objective, None, cache.codec.kinds, manifest)
+    objective = choose_objective(config, cache)
     shape = parse_arch(arch, manifest.identity.relation_heads)
     (trainer,) = build_trainers(config, cache, [shape], objective, TIMED_STEPS, teacher.device)
     order = SequenceOrder(
@@ -107,15 +107,17 @@ def _speed(
     pad_token = teacher.tokenizer.pad_token_id
 
     def batches(*, with_targets: bool) -> Generator[StudentBatch]:
-        kinds = objective.relations if with_targets else ()
-        return BatchReader(cache, kinds, pad_token, teacher.device).train_batches(order, config.batch_size, 0)
+        wanted = objective.wanted if with_targets else WantedTargets(kinds=())
+        return BatchReader(cache, wanted, pad_token, teacher.device).train_batches(
+            order, config.batch_size, 0
+        )
 
     rates: dict[str, list[float]] = {"offline": [], "online": []}
     with ExitStack() as stack:
         tokens_only = stack.enter_context(closing(batches(with_targets=False)))
         streams: dict[str, Iterator[StudentBatch]] = {
             "offline": stack.enter_context(closing(batches(with_targets=True))),
-            "online": with_live_targets(tokens_only, teacher, objective.relations),
+            "online": with_live_targets(tokens_only, teacher, objective.wanted.kinds),
         }
         for step in range(TIMED_STEPS + 1):
             for kind, stream in streams.items():

@@ -12,9 +12,12 @@ from minilm_cache.train.batches import StudentBatch
 def with_live_targets(
     batches: Iterable[StudentBatch], teacher: Teacher, kinds: Sequence[RelationKind]
 ) -> Iterator[StudentBatch]:
-    """Yield the same sequences with the teacher's dense relations, from a forward pass for each batch."""
+    """Yield the same sequences with the teacher's dense relations, from a forward pass for each batch.
+
+    They are those of its last tapped layer.
+    """
     for batch in batches:
-        signal = teacher.signal(batch.ids, batch.lengths)
+        signal = teacher.signals(batch.ids, batch.lengths)[-1]
         targets = {
             kind: Targets(DenseRows(signal.probs(kind)), mean_row_entropy(signal.probs(kind), batch.lengths))
             for kind in kinds

@@ -105,12 +105,8 @@ def refuse_untapped(model: PreTrainedModel) -> None:
 class TappedModel(nn.Module):
     """A model whose forward pass returns Q, K, V of chosen layers and stops there."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int] = (-1,)) -> None:
-        """Wrap a model loaded with `attn_implementation=ATTENTION`.
-
-        Args:
-            model: the model.
-            layers: attention calls to hand out, counted from 0; negative from the end.
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Wrap a model loaded with `attn_implementation=ATTENTION`; its last layer is tapped.
 
         Raises:
             TeacherError: the family cannot be tapped exactly.
@@ -119,7 +115,13 @@ class TappedModel(nn.Module):
         refuse_untapped(model)
         self.model = model
         self.num_layers = _count_attention_calls(model)
-        self.layers = [layer % self.num_layers for layer in layers]
+        self.layers: tuple[int, ...] = (self.num_layers - 1,)
+
+    def tap(self, layers: Sequence[int]) -> "TappedModel":
+        """Hand out these attention calls, counted from 0, instead of the last."""
+        assert all(0 <= layer < self.num_layers for layer in layers)
+        self.layers = tuple(layers)
+        return self
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> list[Vectors]:
         """Run the model up to the last chosen layer's Q, K, V.

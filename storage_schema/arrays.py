@@ -14,6 +14,7 @@ from minilm_cache.storage_schema.manifest import (
     CacheIdentity,
     Calibration,
     DenseParameters,
+    LayerCalibration,
     RelationKind,
     TopKParameters,
     VectorsParameters,
@@ -28,8 +29,6 @@ ITEM_BYTES: Final[dict[DType, int]] = {
     "float16": 2,
     "float32": 4,
 }
-
-CODES_PATH: Final = f"{VECTORS_FOLDER}/codes"
 
 INNER_CHUNK_BYTES: Final = 2**18
 """Least decoded size of an inner chunk: zarr-python spends about 64 us on each, whatever its size."""
@@ -101,18 +100,18 @@ def array_specs(identity: CacheIdentity, calibration: Calibration | None = None)
             meaning="token id",
         )
     ]
-    if calibration is not None:
-        specs.append(
-            ArraySpec(
-                path=CODES_PATH,
-                dtype="int16",
-                row_shape=(calibration.components,),
-                dimension_names=("token", "component"),
-                fill_value=-(2**15),
-                meaning="the token's queries, keys and values are mean + (codes * step) @ basis",
-                compressor="pcodec",
-            )
+    specs.extend(
+        ArraySpec(
+            path=codes_path(fitted.layer),
+            dtype="int16",
+            row_shape=(fitted.components,),
+            dimension_names=("token", "component"),
+            fill_value=-(2**15),
+            meaning="the token's queries, keys and values are mean + (codes * step) @ basis",
+            compressor="pcodec",
         )
+        for fitted in (calibration.layers if calibration is not None else ())
+    )
     for kind in identity.relations:
         specs.extend(_relation_specs(identity, kind))
     return tuple(specs)
@@ -134,11 +133,14 @@ class SmallArray:
         return "/".join([self.path, "c", *("0" for _ in self.shape)])
 
 
-def small_arrays(identity: CacheIdentity, calibration: Calibration | None) -> tuple[SmallArray, ...]:
-    """Return the arrays that codec `vectors` decodes and encodes with."""
-    if calibration is None:
-        return ()
-    components, width = calibration.components, 3 * identity.relation_heads * calibration.head_size
+def codes_path(layer: int) -> str:
+    """Return the path of a layer's codes, of codec `vectors`."""
+    return f"{VECTORS_FOLDER}/{layer}/codes"
+
+
+def small_arrays(identity: CacheIdentity, fitted: LayerCalibration) -> tuple[SmallArray, ...]:
+    """Return the arrays that codec `vectors` decodes and encodes a layer with."""
+    components, width = fitted.components, 3 * identity.relation_heads * fitted.head_size
     names, shape = ("component", "vector"), (components, width)
     table: tuple[tuple[str, DType, tuple[str, ...], tuple[int, ...], str], ...] = (
         ("basis", "float16", names, shape, "direction of each component, greatest entry 1"),
@@ -155,7 +157,11 @@ def small_arrays(identity: CacheIdentity, calibration: Calibration | None) -> tu
     )
     return tuple(
         SmallArray(
-            path=f"{VECTORS_FOLDER}/{name}", dtype=dtype, shape=size, dimension_names=axes, meaning=meaning
+            path=f"{VECTORS_FOLDER}/{fitted.layer}/{name}",
+            dtype=dtype,
+            shape=size,
+            dimension_names=axes,
+            meaning=meaning,
         )
         for name, dtype, axes, size, meaning in table
     )
@@ -204,8 +210,9 @@ def zarr_documents(
 ) -> dict[str, bytes]:
     """Return every `zarr.json` of a cache: path below the root, exact content."""
     documents = {"zarr.json": _json(_group({"minilm_cache": {"format_version": identity.format_version}}))}
-    for small in small_arrays(identity, calibration):
-        documents[f"{small.path}/zarr.json"] = _json(_small_array(small))
+    for fitted in calibration.layers if calibration is not None else ():
+        for small in small_arrays(identity, fitted):
+            documents[f"{small.path}/zarr.json"] = _json(_small_array(small))
     for spec in array_specs(identity, calibration):
         parts = spec.path.split("/")
         for depth in range(1, len(parts)):

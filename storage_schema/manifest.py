@@ -7,6 +7,7 @@ hashed into the fingerprint.
 
 import hashlib
 import json
+import re
 from enum import StrEnum
 from typing import Annotated, Final, Literal
 
@@ -26,6 +27,9 @@ RelativePath = Annotated[
 """A path below the cache's root: no `..`, no leading slash, no hidden names, no backslash."""
 
 VECTORS_FOLDER: Final = "vectors"
+_SMALL_CHUNK: Final = re.compile(
+    rf"^{VECTORS_FOLDER}/\d{{1,4}}/((basis|analysis)/c/0/0|(step|gain|mean)/c/0)$"
+)
 TEACHER_FOLDER: Final = "teacher"
 TEACHER_CONFIG: Final = "teacher/config.json"
 TOKENIZER_FILES: Final = (
@@ -39,6 +43,8 @@ TOKENIZER_FILES: Final = (
 )
 """What a tokenizer may consist of; other files beside it could steer whoever loads it."""
 
+MAX_LAYERS: Final = 128
+"""Tapped layers of a cache: each has a file in every shard."""
 MAX_TOKENS: Final = 2**44
 """Far above any corpus; keeps arithmetic on hostile sizes small."""
 
@@ -157,8 +163,10 @@ class CacheIdentity(StoredModel):
     tokenizer_sha256: Sha256
     corpus: CorpusIdentity
     packing: Packing
-    layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=1024)], ...], Field(min_length=1, max_length=1)]
-    """Tapped layers, counted from 0: the last one."""
+    layers: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=1024)], ...], Field(min_length=1, max_length=MAX_LAYERS)
+    ]
+    """Tapped layers, counted from 0, ascending; several only with codec `vectors`."""
     relation_heads: int = Field(ge=1, le=1024)
     relations: Annotated[tuple[RelationKind, ...], Field(max_length=2)]
     """Relations that are stored; with codec `vectors` none is, and all can be computed."""
@@ -168,6 +176,16 @@ class CacheIdentity(StoredModel):
     def _relations_go_with_the_codec(self) -> "CacheIdentity":
         if bool(self.relations) == isinstance(self.codec, VectorsParameters):
             raise ValueError("codec `vectors` stores no relations, and every other codec does")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_are_the_teachers(self) -> "CacheIdentity":
+        if list(self.layers) != sorted(set(self.layers)):
+            raise ValueError("layers do not ascend")
+        if self.layers[-1] >= self.teacher.num_layers:
+            raise ValueError(f"the teacher has no layer {self.layers[-1]}")
+        if len(self.layers) > 1 and not isinstance(self.codec, VectorsParameters):
+            raise ValueError("only codec `vectors` stores several layers")
         return self
 
     def fingerprint(self) -> str:
@@ -200,6 +218,13 @@ class Fidelity(StoredModel):
     """Mean of sum_j (stored_j - teacher_j) log teacher_j: 0 in expectation where the codec is unbiased."""
 
 
+class LayerFidelity(StoredModel):
+    """Fidelity of one tapped layer."""
+
+    layer: int = Field(ge=0, lt=1024)
+    relations: dict[RelationKind, Fidelity]
+
+
 class Measured(StoredModel):
     """What a finished dump measured of itself."""
 
@@ -209,16 +234,14 @@ class Measured(StoredModel):
     """Bytes of all shard files."""
     fidelity_sequences: int = Field(ge=1)
     """Held-out sequences that the fidelity was measured on."""
-    fidelity: dict[RelationKind, Fidelity]
+    fidelity: Annotated[tuple[LayerFidelity, ...], Field(min_length=1, max_length=MAX_LAYERS)]
+    """One for each tapped layer, in order."""
 
 
-class Calibration(StoredModel):
-    """How codec `vectors` was fitted to the tapped layer."""
+class LayerCalibration(StoredModel):
+    """How codec `vectors` was fitted to one layer."""
 
-    num_fitted: int = Field(ge=1, le=MAX_TOKENS)
-    """The first so many sequences were fitted to."""
-    num_checked: int = Field(ge=1, le=MAX_TOKENS)
-    """The so many after them chose the step."""
+    layer: int = Field(ge=0, lt=1024)
     components: int = Field(ge=1, le=2**18)
     """Codes of a token."""
     head_size: int = Field(ge=1, le=2**16)
@@ -228,6 +251,21 @@ class Calibration(StoredModel):
     """Positions to each side that the teacher's attention sees; none: all."""
     kl: dict[RelationKind, float]
     """Mean KL(teacher || stored) on the checked sequences, nats."""
+
+
+class Calibration(StoredModel):
+    """How codec `vectors` was fitted to the tapped layers."""
+
+    num_fitted: int = Field(ge=1, le=MAX_TOKENS)
+    """The first so many sequences were fitted to."""
+    num_checked: int = Field(ge=1, le=MAX_TOKENS)
+    """The so many after them chose the step."""
+    layers: Annotated[tuple[LayerCalibration, ...], Field(min_length=1, max_length=MAX_LAYERS)]
+    """One for each tapped layer, in order."""
+
+    def of_layer(self, layer: int) -> LayerCalibration:
+        """Return how the code was fitted to a tapped layer."""
+        return next(one for one in self.layers if one.layer == layer)
 
 
 class Labels(StoredModel):
@@ -289,9 +327,11 @@ class CacheManifest(StoredModel):
     @classmethod
     def _names_no_other_file(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
         known = {TEACHER_CONFIG, *(f"{TEACHER_FOLDER}/{name}" for name in TOKENIZER_FILES)}
-        chunks = ("basis/c/0/0", "step/c/0", "analysis/c/0/0", "gain/c/0", "mean/c/0")
-        known |= {f"{VECTORS_FOLDER}/{name}" for name in chunks}
-        unknown = [path for path in files if path not in known and path.rsplit("/", 1)[-1] != "zarr.json"]
+        unknown = [
+            path
+            for path in files
+            if path not in known and not _SMALL_CHUNK.match(path) and path.rsplit("/", 1)[-1] != "zarr.json"
+        ]
         if unknown:
             raise ValueError(f"{unknown[0]} is no file of the format")
         return files
@@ -301,9 +341,18 @@ class CacheManifest(StoredModel):
         if (self.calibration is None) == isinstance(self.identity.codec, VectorsParameters):
             raise ValueError("`calibration` goes with codec `vectors`, and only with it")
         if self.calibration is not None and isinstance(self.identity.codec, VectorsParameters):
-            worst = max(self.calibration.kl.values(), default=0.0)
+            if tuple(one.layer for one in self.calibration.layers) != self.identity.layers:
+                raise ValueError("the calibration is not one of the tapped layers")
+            worst = max((kl for one in self.calibration.layers for kl in one.kl.values()), default=0.0)
             if not worst <= self.identity.codec.max_kl:
                 raise ValueError("the calibration does not keep to the codec's max_kl")
+        return self
+
+    @model_validator(mode="after")
+    def _fidelity_is_of_the_layers(self) -> "CacheManifest":
+        found = self.identity.layers if self.measured is None else [x.layer for x in self.measured.fidelity]
+        if list(found) != list(self.identity.layers):
+            raise ValueError("the fidelity is not one of the tapped layers")
         return self
 
     @property

@@ -145,14 +145,14 @@ class World:
         return dump(self.config(**changes), self.root / out, self.home)
 
 
-def dump_arguments(world: World, *more: object) -> list[object]:
+def dump_arguments(world: World, *more: object, k: int | None = 6) -> list[object]:
     """Return a small dump as words of the command line."""
     settings: dict[str, object] = {
         "--teacher": world.teacher,
         "--corpus": world.corpus,
         "--max-length": 32,
         "--shard-tokens": 256,
-        "--k": 6,
         "--out": world.root / "cache",
     }
-    return ["dump", *(part for pair in settings.items() for part in pair), *more]
+    entries = [] if k is None else ["--k", k]
+    return ["dump", *(part for pair in settings.items() for part in pair), *entries, *more]

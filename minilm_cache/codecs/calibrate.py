@@ -18,14 +18,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from minilm_cache.codecs.vectors import VectorsCodec, as_directions, concatenate, quantise
-from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError, TeacherError
+from minilm_cache.progress import ShouldStop, never_stop
 from minilm_cache.relations import TeacherSignal, key_mask, relation_probs
-from minilm_cache.storage_schema.arrays import CODES_PATH
 from minilm_cache.storage_schema.manifest import RelationKind
 
 KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
 MARGIN = 0.97
 """Share of the KL allowed that is aimed at: other sequences than those checked differ by a few per cent."""
+INTERRUPTED = "interrupted while fitting the codec: nothing was written. Run the same command to begin again."
 _WEIGHT_ROUNDS = 3
 _STEP_ROUNDS = 9
 _LEAST_SENSITIVITY = 1e-6
@@ -51,7 +52,10 @@ def calibrate(
     fit: Sequence[TeacherSignal],
     check: Sequence[TeacherSignal],
     max_kl: float,
+    *,
+    layer: int = 0,
     longest: TeacherSignal | None = None,
+    should_stop: ShouldStop = never_stop,
 ) -> Fitted:
     """Return the coarsest code whose mean KLs on `check` are at most `max_kl`, nats.
 
@@ -59,19 +63,22 @@ def calibrate(
         fit: batches that statistics are taken of.
         check: batches that weight and step are chosen on.
         max_kl: for attention and value relation alike.
+        layer: of the teacher, that the vectors are of.
         longest: a sequence of full length, whose mask tells how far the teacher's attention sees.
+        should_stop: asked before each try.
 
     Raises:
+        InterruptedRunError: it was asked to stop.
         TeacherError: its attention mask is no window.
         InvalidConfigError: no step comes down to `max_kl`.
     """
-    moments = _Moments(fit, [*fit, *check] if longest is None else [longest, *fit, *check])
+    moments = _Moments(layer, fit, [*fit, *check] if longest is None else [longest, *fit, *check])
     weight = 1.0
-    best = _coarsest_step(moments, check, weight, max_kl)
+    best = _coarsest_step(moments, check, weight, max_kl, should_stop)
     for _ in range(_WEIGHT_ROUNDS):
         ratio = best.kl[RelationKind.VALUE] / max(best.kl[RelationKind.ATTENTION], 1e-9)
         weight *= min(max(ratio, 0.1), 10.0)
-        found = _coarsest_step(moments, check, weight, max_kl)
+        found = _coarsest_step(moments, check, weight, max_kl, should_stop)
         if _bits(found.codec, check) >= _bits(best.codec, check):
             break
         best = found
@@ -86,7 +93,8 @@ def calibrate(
 class _Moments:
     """Statistics of the sequences fitted to."""
 
-    def __init__(self, signals: Sequence[TeacherSignal], masked: Sequence[TeacherSignal]) -> None:
+    def __init__(self, layer: int, signals: Sequence[TeacherSignal], masked: Sequence[TeacherSignal]) -> None:
+        self.layer = layer
         vectors = signals[0].vectors
         self.num_heads, self.head_size = vectors.query.shape[1], vectors.query.shape[3]
         self.scaling = vectors.scaling
@@ -179,7 +187,13 @@ def _components(moments: _Moments, weight: float) -> tuple[Tensor, Tensor]:
     return kept.T @ to_metric, kept.T @ from_metric
 
 
-def _coarsest_step(moments: _Moments, check: Sequence[TeacherSignal], weight: float, max_kl: float) -> Fitted:
+def _coarsest_step(
+    moments: _Moments,
+    check: Sequence[TeacherSignal],
+    weight: float,
+    max_kl: float,
+    should_stop: ShouldStop,
+) -> Fitted:
     """Return the code of the greatest step that keeps both KLs, by bisection of its logarithm."""
     analysis, synthesis = _components(moments, weight)
     # An error of a step in every component costs step**2 / 12 each, to second order.
@@ -187,6 +201,8 @@ def _coarsest_step(moments: _Moments, check: Sequence[TeacherSignal], weight: fl
     low, high = guess / 16, guess * 16
     best: Fitted | None = None
     for _ in range(_STEP_ROUNDS):
+        if should_stop():
+            raise InterruptedRunError(INTERRUPTED)
         step = math.sqrt(low * high)
         codec = _codec(moments, analysis / step, synthesis * step)
         kl = measured_kl(codec, check)
@@ -212,6 +228,7 @@ def _codec(moments: _Moments, analysis: Tensor, synthesis: Tensor) -> VectorsCod
     basis, lengths = as_directions((shrunk[:, None] * synthesis)[used].cpu())
     forward, gains = as_directions(analysis[used].cpu())
     return VectorsCodec(
+        layer=moments.layer,
         num_heads=moments.num_heads,
         head_size=moments.head_size,
         scaling=moments.scaling,
@@ -243,7 +260,7 @@ def measured_kl(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> dict[R
 
 def _bits(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> float:
     """Return the entropy of a token's codes, each component by itself, bits."""
-    encoded = [codec.encode(signal, ())[CODES_PATH] for signal in signals]
+    encoded = [codec.encode(signal, ())[codec.codes_path] for signal in signals]
     codes = torch.cat(
         [
             torch.from_numpy(part)[key_mask(signal.lengths.cpu(), part.shape[1])]

@@ -7,7 +7,7 @@ Decoding is one matrix product: vectors = mean + (codes * step) @ basis.
 
 Rounding goes towards zero more than to the nearest (`ROUNDING`), which saves a tenth of the bytes at the same
 KL; what that shrinks on average, the basis makes good. Error bound: none for a row; the mean KL of attention
-and value relation is what the manifest says (`calibration.kl`, `measured.fidelity`).
+and value relation is what the manifest says (`calibration`, `measured.fidelity`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from torch import Tensor
 from minilm_cache.codecs.base import Rows
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.relations import DenseRows, RowTargets, TeacherSignal, Vectors, relation_probs, split_heads
-from minilm_cache.storage_schema.arrays import CODES_PATH
+from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.manifest import RelationKind
 
 ROUNDING = 0.2
@@ -62,6 +62,8 @@ def as_directions(
 class VectorsCodec:
     """One tapped layer's vectors; see the module's docstring."""
 
+    layer: int
+    """Of the teacher, counted from 0."""
     num_heads: int
     head_size: int
     scaling: float
@@ -75,6 +77,11 @@ class VectorsCodec:
     gain: Float[Tensor, " components"]
 
     @property
+    def codes_path(self) -> str:
+        """The one array that everything is decoded from."""
+        return codes_path(self.layer)
+
+    @property
     def is_unbiased(self) -> bool:
         """Its relations are rows of their own, close to the teacher's."""
         return False
@@ -85,15 +92,15 @@ class VectorsCodec:
         return tuple(RelationKind)
 
     def paths(self, kinds: Sequence[RelationKind]) -> tuple[str, ...]:
-        """Return the one array that everything is decoded from."""
-        return (CODES_PATH,) if kinds else ()
+        """Return `codes_path`, unless nothing is wanted."""
+        return (self.codes_path,) if kinds else ()
 
     def encode(self, signal: TeacherSignal, sequences: Sequence[int]) -> Rows:
-        """Return `vectors/codes`, `(batch, length, components)` int16; nothing is drawn."""
+        """Return the codes, `(batch, length, components)` int16; nothing is drawn."""
         del sequences
         flat = concatenate(signal.vectors) - self.mean.to(signal.lengths.device)
         codes = quantise(flat @ self.analysis.to(flat).T * self.gain.to(flat.device))
-        return {CODES_PATH: codes.to(torch.int16).cpu().numpy()}
+        return {self.codes_path: codes.to(torch.int16).cpu().numpy()}
 
     def vectors(self, codes: Int16[Tensor, "batch length components"]) -> Vectors:
         """Return queries, keys and values, float32, on the device of the codes."""
@@ -125,8 +132,8 @@ class VectorsCodec:
         """
         if not kinds:
             return {}
-        self.check(rows[CODES_PATH])
-        vectors = self.vectors(rows[CODES_PATH])
+        self.check(rows[self.codes_path])
+        vectors = self.vectors(rows[self.codes_path])
         if relation_heads is not None:
             vectors = split_heads(vectors, relation_heads)
         return {kind: DenseRows(relation_probs(vectors, kind, lengths)) for kind in kinds}

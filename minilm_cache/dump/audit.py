@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,7 +12,7 @@ from minilm_cache.cache import Cache
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.progress import Progress
 from minilm_cache.relations import DenseRows, RowTargets, key_mask
-from minilm_cache.storage_schema.manifest import Fidelity, RelationKind
+from minilm_cache.storage_schema.manifest import Fidelity, LayerFidelity, RelationKind
 
 MAX_SEQUENCES = 64
 LEAST_PROBABILITY = 2.0**-24
@@ -65,7 +65,7 @@ class Audit:
     """What an audit found."""
 
     num_sequences: int
-    fidelity: dict[RelationKind, Fidelity] = field(default_factory=dict)
+    fidelity: tuple[LayerFidelity, ...]
 
 
 def audit_sequences(cache: Cache) -> range:
@@ -82,21 +82,27 @@ def audit(cache: Cache, teacher: Teacher, batch_size: int, progress: Progress) -
     """
     numbers = audit_sequences(cache)
     kinds = (RelationKind.ATTENTION, RelationKind.VALUE)
-    sums = {kind: _Sums() for kind in kinds}
+    sums = {(layer, kind): _Sums() for layer in teacher.layers for kind in kinds}
     progress.start("measure fidelity", len(numbers), "sequences")
     for start in range(0, len(numbers), batch_size):
         sequences = [cache[number] for number in numbers[start : start + batch_size]]
         ids, lengths = pad([sequence.input_ids for sequence in sequences], teacher.tokenizer.pad_token_id)
-        signal = teacher.signal(ids.to(teacher.device), lengths.to(teacher.device))
-        for kind in kinds:
-            for at, sequence in enumerate(sequences):
-                length = len(sequence.input_ids)
-                live = signal.probs(kind)[at, :, :length, :length].cpu()
-                sums[kind].add(
-                    live, sequence.relation(kind), _kept_columns(sequence.target_rows(kind), length)
-                )
+        signals = teacher.signals(ids.to(teacher.device), lengths.to(teacher.device))
+        for layer, signal in zip(teacher.layers, signals, strict=True):
+            for kind in kinds:
+                for at, sequence in enumerate(sequences):
+                    length = len(sequence.input_ids)
+                    live = signal.probs(kind)[at, :, :length, :length].cpu()
+                    kept = _kept_columns(sequence.target_rows(kind, layer), length)
+                    sums[layer, kind].add(live, sequence.relation(kind, layer), kept)
         progress.advance(len(sequences))
-    return Audit(num_sequences=len(numbers), fidelity={kind: sums[kind].fidelity() for kind in kinds})
+    return Audit(
+        num_sequences=len(numbers),
+        fidelity=tuple(
+            LayerFidelity(layer=layer, relations={kind: sums[layer, kind].fidelity() for kind in kinds})
+            for layer in teacher.layers
+        ),
+    )
 
 
 def _kept_columns(rows: RowTargets, length: int) -> Bool[Tensor, "heads query key"]:

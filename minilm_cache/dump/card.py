@@ -33,10 +33,16 @@ def preview_table(cache: Cache, tokenizer: PreTrainedTokenizerFast) -> pa.Table:
     return pa.Table.from_pylist(rows)
 
 
+def _layers(layers: tuple[int, ...]) -> str:
+    if len(layers) == 1:
+        return f"a teacher's layer {layers[0]} (counted from 0)"
+    return f"a teacher's layers {', '.join(map(str, layers))} (counted from 0)"
+
+
 def cache_card(manifest: CacheManifest, measured: Measured) -> str:
     """Return the dataset card: metadata for hubs, then what the cache holds and how to read it."""
     data = DatasetCardData(
-        pretty_name=f"Last-layer relations of {manifest.labels.teacher} on {manifest.labels.corpus}",
+        pretty_name=f"Relations of {manifest.labels.teacher} on {manifest.labels.corpus}",
         tags=["minilm-cache", "zarr", "knowledge-distillation"],
         configs=[
             {"config_name": "preview", "data_files": "preview/*.parquet", "default": True},
@@ -52,9 +58,10 @@ def cache_card(manifest: CacheManifest, measured: Measured) -> str:
     else:
         setting = f"topk, k={codec.k}, select={codec.select}" + (f", tail={codec.tail}" if codec.tail else "")
     rows = [
-        f"| {kind} | {fidelity.kl_stored_to_teacher:.4f} | {fidelity.mass_kept:.3f} "
+        f"| {one.layer} | {kind} | {fidelity.kl_stored_to_teacher:.4f} | {fidelity.mass_kept:.3f} "
         f"| {fidelity.cross_entropy_bias:+.4f} |"
-        for kind, fidelity in measured.fidelity.items()
+        for one in measured.fidelity
+        for kind, fidelity in one.relations.items()
     ]
     return "\n".join(
         [
@@ -63,8 +70,8 @@ def cache_card(manifest: CacheManifest, measured: Measured) -> str:
             "---",
             f"# {data.pretty_name}",
             "",
-            "Attention distributions and value relations of a teacher's last layer, for distilling students",
-            "offline with minilm-cache. Format version "
+            f"Attention distributions and value relations of {_layers(identity.layers)}, for distilling",
+            "students offline with minilm-cache. Format version "
             f"{manifest.format_version}; every array opens with plain `zarr.open_group`.",
             "",
             f"- teacher: {manifest.labels.teacher} ({identity.teacher.model_type}, weights SHA-256 "
@@ -79,8 +86,8 @@ def cache_card(manifest: CacheManifest, measured: Measured) -> str:
             "",
             f"Measured on {measured.fidelity_sequences} held-out sequences, from the bytes on disk:",
             "",
-            "| relation | KL(stored, teacher), nats | mass kept | cross-entropy bias, nats |",
-            "|---|---|---|---|",
+            "| layer | relation | KL(stored, teacher), nats | mass kept | cross-entropy bias, nats |",
+            "|---|---|---|---|---|",
             *rows,
             "",
             "```python",

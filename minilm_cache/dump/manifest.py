@@ -51,7 +51,7 @@ def identify(config: DumpConfig, teacher: Teacher, corpus: Corpus) -> CacheIdent
             max_tokens=config.max_tokens,
             seed=config.seed,
         ),
-        layers=(teacher.layer,),
+        layers=teacher.layers,
         relation_heads=teacher.identity.num_heads,
         relations=() if isinstance(parameters, VectorsParameters) else RELATIONS,
         codec=parameters,

@@ -21,8 +21,9 @@ from minilm_cache.dump.manifest import codec_parameters
 from minilm_cache.dump.run import dump
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher, locate_teacher
+from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop, Silent
-from minilm_cache.storage_schema.manifest import CodecParameters, Fidelity, Packing, RelationKind
+from minilm_cache.storage_schema.manifest import CodecParameters, LayerFidelity, Packing
 
 LEAST_SEQUENCES = 16
 """Of a sample, at full length: enough to fit codec `vectors`, check it, and hold something out."""
@@ -47,10 +48,11 @@ class PlannedSetting:
     """Shard files, per token."""
     total_bytes: int
     """Of a cache of the whole corpus, all files."""
-    fidelity: dict[RelationKind, Fidelity]
+    fidelity: tuple[LayerFidelity, ...]
     tokens_per_s: float
+    """Of the corpus, written."""
     dump_s: float
-    """Seconds that the whole corpus takes."""
+    """Seconds that the whole corpus takes, fitting the codec and measuring fidelity included."""
     break_even_epochs: int
     """Student-epochs from which on the cache is cheaper than the teacher running along."""
 
@@ -62,7 +64,9 @@ class PlannedSetting:
     @property
     def worst_kl(self) -> float:
         """The greater KL(teacher || stored), nats; infinite where rows are sampled."""
-        found = [fidelity.kl_teacher_to_stored for fidelity in self.fidelity.values()]
+        found = [
+            fidelity.kl_teacher_to_stored for one in self.fidelity for fidelity in one.relations.values()
+        ]
         return max(math.inf if kl is None else kl for kl in found)
 
 
@@ -135,51 +139,57 @@ def _measure(
     sampled = config.model_copy(update={"max_tokens": sample, "shard_tokens": max(shard_tokens, 64)})
     with TemporaryDirectory() as folder:
         path = Path(folder) / "cache"
-        manifest = dump(sampled, path, Path(folder), progress=clock, should_stop=should_stop).manifest
+        try:
+            manifest = dump(sampled, path, Path(folder), progress=clock, should_stop=should_stop).manifest
+        except InterruptedRunError:
+            raise InterruptedRunError(
+                "interrupted: a plan keeps nothing. Run the same command again."
+            ) from None
+        clock.stop()
         whole = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     measured = manifest.measured
     assert measured is not None
     beside = whole - measured.total_bytes
-    rate = clock.tokens_per_s
+    rate = manifest.num_tokens / clock.seconds["dump"]
+    # Fitting the codec and measuring fidelity take as long whatever the corpus.
+    fixed = clock.seconds["measure fidelity"] + clock.seconds.get("calibrate", 0.0)
+    dump_s = num_tokens / rate + fixed
     return PlannedSetting(
         codec=manifest.identity.codec,
         bytes_per_token=measured.bytes_per_token,
         total_bytes=round(measured.bytes_per_token * num_tokens) + beside,
         fidelity=measured.fidelity,
         tokens_per_s=rate,
-        dump_s=num_tokens / rate,
+        dump_s=dump_s,
         # n epochs online run the teacher n times; offline they cost one dump. One epoch never pays.
-        break_even_epochs=max(2, math.floor(teacher_rate / rate) + 1),
+        break_even_epochs=max(2, math.floor(dump_s * teacher_rate / num_tokens) + 1),
     )
 
 
 class _Clock(Silent):
-    """Times the dump proper: not loading, calibrating or measuring."""
+    """Times the tasks of a dump."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._timing = False
+        self._task: str | None = None
         self._started = 0.0
-        self._elapsed = 0.0
-        self._tokens = 0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of the dump per second."""
-        return self._tokens / self._elapsed
+        self.seconds: dict[str, float] = {}
+        """Of each task, up to the beginning of the next one: with its last shard, with the fit."""
 
     def start(self, task: str, total: int, unit: str) -> None:
-        """Begin a task; that of name `dump` is timed until the next one begins, so with its last shard."""
-        if self._timing:
-            self._elapsed = time.perf_counter() - self._started
-        self._timing = task == "dump"
+        """Begin a task."""
+        self.stop()
+        self._task = task
         self._started = time.perf_counter()
         self._progress.start(task, total, unit)
 
+    def stop(self) -> None:
+        """End the task that was begun last."""
+        if self._task is not None:
+            self.seconds[self._task] = time.perf_counter() - self._started
+
     def advance(self, amount: int) -> None:
-        """Count units of the timed task."""
-        if self._timing:
-            self._tokens += amount
+        """Tell of units done."""
         self._progress.advance(amount)
 
 
@@ -193,7 +203,7 @@ def _teacher_rate(teacher: Teacher, sequences: SequenceTable, batch_size: int) -
     times = []
     for _ in range(TIMED_BATCHES + 1):
         started = time.perf_counter()
-        teacher.signal(ids, lengths)
+        teacher.signals(ids, lengths)
         if teacher.device.type == "cuda":
             torch.cuda.synchronize(teacher.device)
         times.append(time.perf_counter() - started)

@@ -1,5 +1,6 @@
 """Stage one on one page: corpus -> sequences -> teacher -> codec -> shards -> sealed cache."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from minilm_cache.device import choose_device
 from minilm_cache.dump.audit import audit
 from minilm_cache.dump.card import cache_card, preview_table
 from minilm_cache.dump.corpus import load_corpus
-from minilm_cache.dump.fit import fit_codec
+from minilm_cache.dump.fit import CodecFitter
 from minilm_cache.dump.manifest import cache_name, identify, plan_manifest
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.shards import ShardJob
@@ -19,7 +20,7 @@ from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.storage_schema.manifest import CacheManifest, Measured
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.verify import is_sound
-from minilm_cache.store.writer import CacheWriter
+from minilm_cache.store.writer import CacheWriter, creating
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ def dump(
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> DumpResult:
-    """Run a teacher over a corpus and write its last-layer relations into a cache.
+    """Run a teacher over a corpus and write its tapped layers' relations into a cache.
 
     Args:
         config: what to dump.
@@ -56,7 +57,8 @@ def dump(
         MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
     """
     progress = progress or Silent()
-    teacher = Teacher(locate_teacher(config.teacher, config.revision), choose_device(config.device))
+    source = locate_teacher(config.teacher, config.revision)
+    teacher = Teacher(source, choose_device(config.device), config.layers)
     teacher.check_length(config.max_length)
     corpus = load_corpus(config.corpus, config.text_column)
     progress.note(
@@ -71,15 +73,25 @@ def dump(
             f"{path} exists. Leave out --no-resume to take it up, or choose another --out."
         )
     sequences = SequenceTable(corpus, teacher.tokenizer, identity.packing)
-    fitted = fit_codec(path, identity, teacher, sequences, config.batch_size, progress)
-    attachments = teacher.attachments() | dict(fitted.attachments)
-    manifest = plan_manifest(config, identity, fitted.calibration, sequences, attachments)
-    writer = CacheWriter(path, manifest, attachments)
+    fitter = CodecFitter(
+        identity=identity,
+        teacher=teacher,
+        sequences=sequences,
+        batch_size=config.batch_size,
+        progress=progress,
+        should_stop=should_stop,
+    )
+    # Ranks on unlike machines would fit unlike codecs: the first one's is everybody's.
+    with creating(path, progress, should_stop) if config.world_size > 1 else nullcontext():
+        fitted = fitter.codecs(path)
+        attachments = teacher.attachments() | dict(fitted.attachments)
+        manifest = plan_manifest(config, identity, fitted.calibration, sequences, attachments)
+        writer = CacheWriter(path, manifest, attachments)
     progress.note(f"cache {path} ({manifest.num_tokens:,} tokens, {len(manifest.shards)} shards)")
     todo = _shards_to_write(writer, config, progress)
     if writer.is_complete and not todo:
         progress.note("this cache is already complete and undamaged: nothing to do")
-    job = ShardJob(config=config, teacher=teacher, codec=fitted.codec, sequences=sequences, writer=writer)
+    job = ShardJob(config=config, teacher=teacher, codecs=fitted.codecs, sequences=sequences, writer=writer)
     job.write(todo, progress, should_stop)
     with writer.sealing() as ready:
         if ready:

@@ -1,5 +1,6 @@
 """Write shards: the teacher runs on one while the one before is written to disk."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -30,7 +31,8 @@ class ShardJob:
 
     config: DumpConfig
     teacher: Teacher
-    codec: SignalCodec
+    codecs: Sequence[SignalCodec]
+    """One for each layer that the teacher is tapped at."""
     sequences: SequenceTable
     writer: CacheWriter
 
@@ -95,13 +97,15 @@ class ShardJob:
                 [torch.from_numpy(tokens.ids[n]) for n in chosen], self.teacher.tokenizer.pad_token_id
             )
             on_device = batch_lengths.to(self.teacher.device)
-            signal = self.teacher.signal(batch.to(self.teacher.device), on_device)
-            stored = self.codec.encode(signal, (part.first_sequence + chosen).tolist())
-            for path, values in stored.items():
-                for at, n in enumerate(chosen):
-                    rows[path][starts[n] : starts[n] + lengths[n]] = values[at, : lengths[n]]
+            signals = self.teacher.signals(batch.to(self.teacher.device), on_device)
+            numbers = (part.first_sequence + chosen).tolist()
+            for codec, signal in zip(self.codecs, signals, strict=True):
+                for path, values in codec.encode(signal, numbers).items():
+                    for at, n in enumerate(chosen):
+                        rows[path][starts[n] : starts[n] + lengths[n]] = values[at, : lengths[n]]
             for kind in kinds:
-                entropy[kind][chosen] = mean_row_entropy(signal.probs(kind), on_device).cpu().numpy()
+                probs = signals[0].probs(kind)  # relations are stored of one layer
+                entropy[kind][chosen] = mean_row_entropy(probs, on_device).cpu().numpy()
             progress.advance(int(batch_lengths.sum()))
         table = {
             "sequence": np.arange(part.first_sequence, part.first_sequence + part.num_sequences),

@@ -1,10 +1,11 @@
-"""Load a teacher safely, name it by content, and let it say its last layer's relations.
+"""Load a teacher safely, name it by content, and let it say its tapped layers' relations.
 
 Safetensors only, no code from the model's folder, fast tokenizers only (their whole state is one JSON).
 """
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -109,10 +110,18 @@ def _mini_folder() -> Path:
 class Teacher:
     """A frozen encoder, its tokenizer, and what identifies them."""
 
-    def __init__(self, source: TeacherSource, device: torch.device) -> None:
+    def __init__(
+        self, source: TeacherSource, device: torch.device, layers: str | Sequence[int] = "last"
+    ) -> None:
         """Load a teacher.
 
+        Args:
+            source: where it lies.
+            device: where it runs.
+            layers: to tap: `last`, `all`, or numbers counted from 0, ascending.
+
         Raises:
+            InvalidConfigError: it has no such layer.
             TeacherError: no safetensors weights, no tokenizer, or a family that cannot be tapped.
         """
         self.name = source.name
@@ -125,17 +134,28 @@ class Teacher:
                 f"{model.config.vocab_size}. Put the tokenizer that belongs to the model there."
             )
         self.device = device
-        self._tapped = TappedModel(model).eval().requires_grad_(requires_grad=False).to(device)
+        tapped = TappedModel(model).eval().requires_grad_(requires_grad=False).to(device)
+        self._tapped = tapped.tap(self._layer_numbers(layers, tapped.num_layers))
 
     @property
     def model(self) -> PreTrainedModel:
         """The model as transformers made it."""
         return self._tapped.model
 
+    def _layer_numbers(self, layers: str | Sequence[int], num_layers: int) -> tuple[int, ...]:
+        if isinstance(layers, str):
+            return tuple(range(num_layers)) if layers == "all" else (num_layers - 1,)
+        if max(layers) >= num_layers:
+            raise InvalidConfigError(
+                f"--layers {max(layers)}: teacher {self.name} has layers 0 to {num_layers - 1}. "
+                "Choose among them."
+            )
+        return tuple(layers)
+
     @property
-    def layer(self) -> int:
-        """The tapped layer, counted from 0: the last."""
-        return self._tapped.layers[0]
+    def layers(self) -> tuple[int, ...]:
+        """The tapped layers, counted from 0, ascending."""
+        return self._tapped.layers
 
     @cached_property
     def identity(self) -> TeacherIdentity:
@@ -191,11 +211,12 @@ class Teacher:
             )
 
     @torch.no_grad()
-    def signal(self, ids: Int[Tensor, "batch length"], lengths: Int[Tensor, " batch"]) -> TeacherSignal:
-        """Return what the last layer says of a padded batch, on the teacher's device."""
+    def signals(
+        self, ids: Int[Tensor, "batch length"], lengths: Int[Tensor, " batch"]
+    ) -> list[TeacherSignal]:
+        """Return what each tapped layer says of a padded batch, on the teacher's device."""
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-        (vectors,) = self._tapped(ids, mask.to(torch.int64))
-        return TeacherSignal(vectors, lengths)
+        return [TeacherSignal(vectors, lengths) for vectors in self._tapped(ids, mask.to(torch.int64))]
 
 
 def load_encoder(folder: Path, attention: str = ATTENTION) -> PreTrainedModel:

@@ -67,9 +67,12 @@ def create_file(path: Path, content: bytes) -> None:
     sync_directories([path.parent])
 
 
-def is_vacant(folder: Path) -> bool:
-    """Return whether a folder holds nothing but what an interrupted write left behind."""
-    return all(entry.name.startswith(".") and entry.name.endswith(_PARTIAL) for entry in folder.iterdir())
+def is_vacant(folder: Path, beside: Path | None = None) -> bool:
+    """Return whether a folder holds nothing, `beside` apart, but what an interrupted write left behind."""
+    return all(
+        entry == beside or (entry.name.startswith(".") and entry.name.endswith(_PARTIAL))
+        for entry in folder.iterdir()
+    )
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:

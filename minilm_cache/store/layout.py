@@ -14,6 +14,7 @@ MANIFEST: Final = "manifest.json"
 CARD: Final = "README.md"
 PREVIEW: Final = "preview/sequences.parquet"
 SEAL_LOCK: Final = "locks/seal.lock"
+CREATE_LOCK: Final = "locks/create.lock"
 MAX_SHARD_BYTES: Final = 2**32
 """Decoded; readers take whole shards into memory."""
 _GOOD_SHARD_BYTES: Final = 2**28

@@ -6,7 +6,7 @@ error that names the file and the remedy; nothing is ever filled in.
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,8 +143,12 @@ class CacheReader:
         """Return the checked content of a file outside the shards, such as `teacher/config.json`."""
         return read_checked(self.root, path, self.manifest.files.get(path))
 
-    def shard(self, number: int) -> Shard:
-        """Read one shard whole.
+    def shard(self, number: int, paths: Collection[str] | None = None) -> Shard:
+        """Read one shard.
+
+        Args:
+            number: of the shard.
+            paths: arrays to read beside `tokens`; none: all.
 
         Raises:
             CacheIncompleteError: it is not committed.
@@ -152,7 +156,11 @@ class CacheReader:
         """
         size = self.manifest.shard_tokens
         table = self.table(number)
-        rows = {spec.path: self._rows(spec, number) for spec in self.specs}
+        rows = {
+            spec.path: self._rows(spec, number)
+            for spec in self.specs
+            if paths is None or spec.path == "tokens" or spec.path in paths
+        }
         if int(rows["tokens"].max()) >= self.manifest.identity.teacher.vocab_size:
             raise CacheCorruptError(f"shard {number} of {self.root} holds ids that are no tokens. {_REMEDY}")
         return Shard(

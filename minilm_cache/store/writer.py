@@ -8,7 +8,7 @@ written again, never adopted.
 import io
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 import zarr
 from filelock import FileLock, Timeout
 
-from minilm_cache.errors import IdentityMismatchError, ShardBusyError, StorageError
+from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, ShardBusyError, StorageError
 from minilm_cache.fingerprint import digest_bytes, xxh3
+from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs, zarr_documents
 from minilm_cache.storage_schema.manifest import (
     MAX_MANIFEST_BYTES,
@@ -41,6 +42,7 @@ from minilm_cache.store.durable import (
 )
 from minilm_cache.store.layout import (
     CARD,
+    CREATE_LOCK,
     MANIFEST,
     PREVIEW,
     SEAL_LOCK,
@@ -50,6 +52,8 @@ from minilm_cache.store.layout import (
     sequences_path,
 )
 from minilm_cache.store.shards import encode_pcodec_shard
+
+_LOCK_POLL_S = 1.0
 
 
 class CacheWriter:
@@ -87,11 +91,7 @@ class CacheWriter:
     def _create_or_adopt(self) -> None:
         path = self.root / MANIFEST
         if not path.exists():
-            if self.root.is_dir() and not is_vacant(self.root):
-                raise IdentityMismatchError(
-                    f"{self.root} is not empty and is no cache. Choose another --out."
-                )
-            self.root.mkdir(parents=True, exist_ok=True)
+            _prepare(self.root)
             try:
                 create_file(path, self.manifest.model_dump_json(indent=1).encode())
             except FileExistsError:  # another rank of this dump was first
@@ -275,6 +275,48 @@ class CacheWriter:
             for lock in (self.root / "locks").glob("[0-9]*.lock"):
                 lock.unlink(missing_ok=True)
         self.manifest = complete
+
+
+def _prepare(root: Path) -> None:
+    """Make the folder of a new cache; what interrupted and waiting processes leave in it is no hindrance."""
+    locks = below(root, CREATE_LOCK).parent
+    if root.is_dir() and not is_vacant(root, beside=locks):
+        raise IdentityMismatchError(f"{root} is not empty and is no cache. Choose another --out.")
+    root.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def creating(root: Path, progress: Progress, should_stop: ShouldStop) -> Iterator[None]:
+    """Hold the right to create a cache, so that what one process decides is what the others find.
+
+    Raises:
+        IdentityMismatchError: the folder holds something that is no cache.
+        InterruptedRunError: it was asked to stop while it waited.
+        StorageError: the file system refused.
+    """
+    path = below(root, CREATE_LOCK)
+    lock = FileLock(path)
+    with storage_errors("lock", path):
+        if not (root / MANIFEST).exists():
+            _prepare(root)
+        path.parent.mkdir(exist_ok=True)
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+        if not lock.is_locked:
+            progress.note(f"waiting for the process that creates {root}")
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=_LOCK_POLL_S)
+            except Timeout:
+                if should_stop():
+                    raise InterruptedRunError(
+                        f"interrupted while another process creates {root}: this one wrote nothing. "
+                        "Run the same command again."
+                    ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def differing_fields(found: CacheManifest, expected: CacheManifest) -> list[str]:

@@ -36,6 +36,18 @@ class StudentBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WantedTargets:
+    """What a student is to be told of the teacher."""
+
+    kinds: tuple[RelationKind, ...]
+    """Relations; none: token ids are all that is wanted."""
+    relation_heads: int | None = None
+    """Heads to split vectors into; none: those of the teacher's attention."""
+    layer: int | None = None
+    """Of the teacher; none: the last that the cache holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Gathered:
     """A batch as it is stored."""
 
@@ -46,7 +58,7 @@ class _Gathered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
+class _Stored:
     """What is taken of each shard beside its token ids."""
 
     paths: tuple[str, ...]
@@ -60,26 +72,25 @@ class BatchReader:
     def __init__(
         self,
         cache: Cache,
-        kinds: Sequence[RelationKind],
+        wanted: WantedTargets,
         pad_token: int,
         device: torch.device,
-        relation_heads: int | None = None,
     ) -> None:
-        """Read relations of `kinds` only; none: token ids alone.
+        """Read what is wanted, and nothing else.
 
         Args:
             cache: where from.
-            kinds: relations wanted.
+            wanted: of each sequence, beside its token ids.
             pad_token: id that stands beyond a sequence's end.
             device: where batches go, and where they are decoded.
-            relation_heads: heads to split vectors into; none: those of the teacher's attention.
         """
         self._cache = cache
-        self._kinds = kinds
-        self._relation_heads = relation_heads
-        stored = cache.manifest.identity.relations if cache.codec.is_unbiased else ()
-        self._wanted = _Wanted(
-            paths=cache.codec.paths(kinds), entropies=tuple(kind for kind in kinds if kind in stored)
+        self._wanted = wanted
+        self._codec = cache.codec if wanted.layer is None else cache.codecs[wanted.layer]
+        estimated = cache.manifest.identity.relations if self._codec.is_unbiased else ()
+        self._stored = _Stored(
+            paths=self._codec.paths(wanted.kinds),
+            entropies=tuple(kind for kind in wanted.kinds if kind in estimated),
         )
         self._pad_token = pad_token
         self._device = device
@@ -93,10 +104,10 @@ class BatchReader:
             ThreadPoolExecutor(max_workers=1) as ahead,
         ):
             pieces = _pieces(loaded, batch_size)
-            pending = ahead.submit(_gather_next, pieces, self._wanted)
+            pending = ahead.submit(_gather_next, pieces, self._stored)
             while True:
                 gathered = pending.result()
-                pending = ahead.submit(_gather_next, pieces, self._wanted)
+                pending = ahead.submit(_gather_next, pieces, self._stored)
                 yield self._decode(gathered)
 
     def held_out_batches(self, batch_size: int, max_sequences: int) -> Iterator[StudentBatch]:
@@ -107,15 +118,15 @@ class BatchReader:
         for first in range(manifest.num_train, last, batch_size):
             numbers = np.arange(first, min(first + batch_size, last))
             wanted = {shard_of(manifest.shards, number) for number in numbers.tolist()}
-            shards = {n: shards.get(n) or self._cache.reader.shard(n) for n in wanted}
-            yield self._decode(_gather([(shards, numbers)], self._wanted))
+            shards = {n: shards.get(n) or self._read(n) for n in wanted}
+            yield self._decode(_gather([(shards, numbers)], self._stored))
 
     def _loaded(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Shard], Buffer]]:
         """Yield each buffer with its shards; those of the next one are read meanwhile."""
         with ThreadPoolExecutor(_READ_THREADS) as threads:
 
             def read(buffer: Buffer, known: Mapping[int, Future[Shard]]) -> dict[int, Future[Shard]]:
-                return {n: known.get(n) or threads.submit(self._cache.reader.shard, n) for n in buffer.shards}
+                return {n: known.get(n) or threads.submit(self._read, n) for n in buffer.shards}
 
             current = next(buffers)
             reads = read(current, {})
@@ -125,13 +136,16 @@ class BatchReader:
                 yield {n: future.result() for n, future in reads.items()}, current
                 current, reads = upcoming, upcoming_reads
 
+    def _read(self, number: int) -> Shard:
+        return self._cache.reader.shard(number, self._stored.paths)
+
     def _decode(self, gathered: _Gathered) -> StudentBatch:
         lengths = torch.from_numpy(gathered.lengths).to(self._device)
         ids = torch.from_numpy(gathered.rows["tokens"].astype(np.int64))
         beyond = torch.arange(ids.shape[1]) >= torch.from_numpy(gathered.lengths)[:, None]
         rows = {path: torch.from_numpy(values).to(self._device) for path, values in gathered.rows.items()}
         try:
-            decoded = self._cache.codec.decode(rows, self._kinds, lengths, self._relation_heads)
+            decoded = self._codec.decode(rows, self._wanted.kinds, lengths, self._wanted.relation_heads)
         except CacheCorruptError as error:
             raise CacheCorruptError(f"{self._cache.reader.root}: {error}") from error
         targets = {kind: self._targets(kind, found, gathered, lengths) for kind, found in decoded.items()}
@@ -171,11 +185,11 @@ def _pieces(loaded: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: in
                 batch, room = [], batch_size
 
 
-def _gather_next(pieces: Iterator[list[_Piece]], wanted: _Wanted) -> _Gathered:
+def _gather_next(pieces: Iterator[list[_Piece]], wanted: _Stored) -> _Gathered:
     return _gather(next(pieces), wanted)
 
 
-def _gather(pieces: Sequence[_Piece], wanted: _Wanted) -> _Gathered:
+def _gather(pieces: Sequence[_Piece], wanted: _Stored) -> _Gathered:
     """Copy sequences out of their shards into padded arrays."""
     found = [
         (next(shard for shard in shards.values() if number in shard), number)

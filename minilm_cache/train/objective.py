@@ -1,6 +1,6 @@
 """Losses that train a student from a cache. Each says which relations it needs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,10 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from minilm_cache.cache import Cache
+from minilm_cache.config import TrainConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.relations import Vectors, key_mask, relation_kl, relation_scores, split_heads
-from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind
-from minilm_cache.train.batches import StudentBatch
+from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.train.batches import StudentBatch, WantedTargets
 
 
 class Losses(NamedTuple):
@@ -27,24 +29,24 @@ class Losses(NamedTuple):
 class Objective:
     """The sum over relations of KL(teacher || student), mean over relation heads and valid rows, nats.
 
-    `minilm`: L = L_AT + L_VR, attention distributions and value relations of the last layer (MiniLM, Wang et
-    al. 2020, arXiv 2002.10957, eq. 10). `minilmv2`: query, key and value relations, heads split anew
-    (MiniLMv2, Wang et al. 2021, arXiv 2012.15828). The student sees every column that is not padding; where
-    the teacher's own mask hid columns, its rows have no mass there.
+    `minilm`: L = L_AT + L_VR, attention distributions and value relations of one layer of the teacher, its
+    last where nothing else is asked for (MiniLM, Wang et al. 2020, arXiv 2002.10957, eq. 10).
+    `minilmv2`: query, key and value relations, heads split anew (MiniLMv2, Wang et al. 2021, arXiv
+    2012.15828). The student sees every column that is not padding; where the teacher's own mask hid
+    columns, its rows have no mass there.
     """
 
-    relations: tuple[RelationKind, ...]
-    """Relations that the cache must serve."""
-    relation_heads: int | None
-    """Relation heads that teacher's and student's vectors are split into; none: their attention heads."""
+    wanted: WantedTargets
+    """What the cache must serve; the student's vectors are split into as many relation heads."""
 
     def __call__(self, vectors: Vectors, batch: StudentBatch) -> Losses:
         """Return the loss of a student's last-layer vectors."""
         mask = key_mask(batch.lengths, batch.ids.shape[1])[:, None, None, :]
-        split = vectors if self.relation_heads is None else split_heads(vectors, self.relation_heads)
+        heads = self.wanted.relation_heads
+        split = vectors if heads is None else split_heads(vectors, heads)
         parts = {
             kind: relation_kl(relation_scores(split, kind, mask), batch.targets[kind], batch.lengths)
-            for kind in self.relations
+            for kind in self.wanted.kinds
         }
         return Losses(torch.stack(list(parts.values())).sum(), parts)
 
@@ -55,28 +57,34 @@ RELATIONS: dict[str, tuple[RelationKind, ...]] = {
 }
 
 
-def choose_objective(
-    name: str, relation_heads: int | None, kinds: Sequence[RelationKind], manifest: CacheManifest
-) -> Objective:
-    """Return an objective that a cache of these relations can serve.
+def choose_objective(config: TrainConfig, cache: Cache) -> Objective:
+    """Return the objective that a run asks for, if the cache can serve it.
 
     Raises:
-        InvalidConfigError: it needs relations that the cache does not hold, or heads that do not fit.
+        InvalidConfigError: the cache does not hold the layer or the relations, or heads do not fit.
     """
+    manifest, name, layer = cache.manifest, config.objective, config.teacher_layer
+    if layer is None:
+        layer = cache.layers[-1]
+    elif layer not in cache.layers:
+        raise InvalidConfigError(
+            f"--teacher-layer {layer}: the cache holds layer {', '.join(map(str, cache.layers))}. Choose "
+            "one of them, or dump a cache with --codec vectors --layers."
+        )
     relations = RELATIONS[name]
-    missing = [kind for kind in relations if kind not in kinds]
+    missing = [kind for kind in relations if kind not in cache.codecs[layer].kinds]
     if missing:
         raise InvalidConfigError(
             f"--objective {name} needs the {' and '.join(missing)} relation, which a cache of codec "
             f"{manifest.identity.codec.name} does not hold. Dump one with --codec vectors."
         )
     if name != "minilmv2":
-        return Objective(relations=relations, relation_heads=None)
-    heads = relation_heads or manifest.identity.relation_heads
+        return Objective(wanted=WantedTargets(kinds=relations, layer=layer))
+    heads = config.relation_heads or manifest.identity.relation_heads
     assert manifest.calibration is not None
-    width = manifest.identity.relation_heads * manifest.calibration.head_size
+    width = manifest.identity.relation_heads * manifest.calibration.of_layer(layer).head_size
     if width % heads:
         raise InvalidConfigError(
             f"--relation-heads {heads}: the teacher's width {width} does not divide by it. Take a divisor."
         )
-    return Objective(relations=relations, relation_heads=heads)
+    return Objective(wanted=WantedTargets(kinds=relations, relation_heads=heads, layer=layer))

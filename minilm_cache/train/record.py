@@ -28,6 +28,7 @@ class RunIdentity(_Record):
     arch: tuple[str, ...]
     objective: str
     relation_heads: int | None
+    teacher_layer: int | None
     steps: int
     batch_size: int
     lr: float
@@ -39,13 +40,13 @@ class RunIdentity(_Record):
     """Of the cache: the order of sequences depends on it."""
 
     @classmethod
-    def of(cls, config: TrainConfig, manifest: CacheManifest, steps: int) -> "RunIdentity":
+    def of(cls, config: TrainConfig, manifest: CacheManifest, layer: int | None, steps: int) -> "RunIdentity":
         """Return the identity of a run with these settings on this cache."""
         shared = {
             name: getattr(config, name) for name in cls.model_fields if name in TrainConfig.model_fields
         }
         found = {"fingerprint": manifest.fingerprint, "shard_tokens": manifest.shard_tokens}
-        return cls(**{**shared, **found, "steps": steps})
+        return cls(**{**shared, **found, "teacher_layer": layer, "steps": steps})
 
     def name(self) -> str:
         """Return a folder name: shapes for people, a hash for the rest."""

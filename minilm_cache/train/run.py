@@ -86,19 +86,21 @@ def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a th
     progress = progress or Silent()
     cache = open_cache(cache_path)
     manifest = cache.manifest
-    objective = choose_objective(config.objective, config.relation_heads, cache.codec.kinds, manifest)
-    shapes = [
-        parse_arch(arch, manifest.identity.relation_heads, objective.relation_heads) for arch in config.arch
-    ]
+    objective = choose_objective(config, cache)
+    heads = manifest.identity.relation_heads
+    shapes = [parse_arch(arch, heads, objective.wanted.relation_heads) for arch in config.arch]
     steps = num_steps(config, manifest)
-    identity = RunIdentity.of(config, manifest, steps)
+    identity = RunIdentity.of(config, manifest, objective.wanted.layer, steps)
     path = out or home / "runs" / identity.name()
     if not resume and path.exists():
         raise IdentityMismatchError(
             f"{path} exists. Leave out --no-resume to take it up, or choose another --out."
         )
     found = read_record(path, identity)
-    progress.note(f"run {path}: {', '.join(config.arch)}, {steps} steps, objective {config.objective}")
+    progress.note(
+        f"run {path}: {', '.join(config.arch)}, {steps} steps, objective {config.objective}, "
+        f"layer {objective.wanted.layer} of the teacher"
+    )
     if found is not None and found.complete:
         progress.note("this run is already complete: nothing to do")
         return TrainResult(path=path, record=found, tokens_per_s=None)
@@ -196,13 +198,7 @@ class _Run:
         return self.trainers[0].model.model.config.pad_token_id or 0
 
     def _batches(self) -> BatchReader:
-        return BatchReader(
-            self.cache,
-            self.objective.relations,
-            self._pad_token,
-            self.device,
-            self.objective.relation_heads,
-        )
+        return BatchReader(self.cache, self.objective.wanted, self._pad_token, self.device)
 
     def _held_out(self) -> list[HeldOutKL] | list[None]:
         if not self.cache.manifest.num_held_out:

@@ -72,9 +72,10 @@ def test_the_pretrained_encoder_goes_the_whole_way(command: Command, world: Worl
         *("dump", "--teacher", "mini", "--max-tokens", 4096, "--out", world.root / "mini.cache", "--json")
     )
     assert code == 0, err
-    measured = json.loads(out)["measured"]
+    (fidelity,) = json.loads(out)["measured"]["fidelity"]
+    assert fidelity["layer"] == 5
     for kind in ("attention", "value"):
-        assert abs(measured["fidelity"][kind]["cross_entropy_bias"]) < 0.1
+        assert abs(fidelity["relations"][kind]["cross_entropy_bias"]) < 0.1
     code, out, err = command("train", world.root / "mini.cache", "--arch", "3x384", "--steps", 2, "--json")
     assert code == 0, err
     student = json.loads(out)["students"][0]

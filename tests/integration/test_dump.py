@@ -20,7 +20,7 @@ from minilm_cache.errors import (
     InvalidConfigError,
     ShardBusyError,
 )
-from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind
 from minilm_cache.store.writer import CacheWriter
 from tests.support import World, save_teacher, write_corpus
 
@@ -293,7 +293,7 @@ def test_fidelity_is_measured_from_the_bytes_on_disk(world: World) -> None:
         total += float(torch.special.xlogy(teacher, teacher / stored).nan_to_num().sum())
         rows += teacher.shape[0] * teacher.shape[1]
 
-    found = measured.fidelity["attention"].kl_teacher_to_stored  # type: ignore[index]
+    found = measured.fidelity[0].relations[RelationKind.ATTENTION].kl_teacher_to_stored
     assert found == pytest.approx(total / rows, rel=1e-3)
 
 

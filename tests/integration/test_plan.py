@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from minilm_cache.dump.plan import plan
+from minilm_cache.errors import InterruptedRunError
+from minilm_cache.progress import Silent
 from tests.conftest import Command
 from tests.support import World
 
@@ -26,9 +29,25 @@ def test_a_plan_is_what_the_dumps_then_are(world: World, command: Command) -> No
     assert found["num_tokens"] == dumped.manifest.num_tokens
     total = sum(file.stat().st_size for file in dumped.path.rglob("*") if file.is_file())
     assert found["settings"][3]["total_bytes"] == pytest.approx(total, rel=0.25)
-    kls = [setting["fidelity"]["value"]["kl_teacher_to_stored"] for setting in found["settings"]]
+    kls = [
+        setting["fidelity"][0]["relations"]["value"]["kl_teacher_to_stored"] for setting in found["settings"]
+    ]
     assert kls[0] is None
     assert 0 <= kls[3] < kls[1] < kls[2]
+
+
+def test_an_interrupted_plan_keeps_nothing_and_says_so(world: World) -> None:
+    config = world.config(codec="vectors")
+    with pytest.raises(InterruptedRunError, match="interrupted: a plan keeps nothing"):
+        plan([config], 1024, Silent(), lambda: True)
+
+
+def test_several_layers_are_planned(world: World, command: Command) -> None:
+    code, out, err = command(*plan_arguments(world, "--no-dense", "--layers", "all", "--json"))
+    assert code == 0, err
+    settings = json.loads(out)["settings"]
+    assert [len(setting["fidelity"]) for setting in settings] == [1, 3, 3]
+    assert command(*plan_arguments(world, "--layers", "0,1"))[0] == 0
 
 
 def test_a_plan_chooses_the_best_setting_of_a_size(world: World, command: Command) -> None:

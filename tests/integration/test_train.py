@@ -24,7 +24,7 @@ from minilm_cache.errors import (
 from minilm_cache.live import with_live_targets
 from minilm_cache.storage_schema.manifest import RelationKind
 from minilm_cache.tap import ATTENTION, TappedModel
-from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.batches import BatchReader, WantedTargets
 from minilm_cache.train.objective import Objective
 from minilm_cache.train.run import TrainResult, train
 from minilm_cache.train.sampler import SequenceOrder
@@ -255,9 +255,10 @@ def test_targets_from_the_cache_are_those_of_the_live_teacher(world: World) -> N
     order = SequenceOrder(
         shards=cache.manifest.shards, num_train=cache.manifest.num_train, seed=0, buffer_shards=2
     )
-    stored = BatchReader(cache, KINDS, 0, device).train_batches(order, 6, 0)
-    live = with_live_targets(BatchReader(cache, (), 0, device).train_batches(order, 6, 0), teacher, KINDS)
-    objective = Objective(relations=KINDS, relation_heads=None)
+    stored = BatchReader(cache, WantedTargets(kinds=KINDS), 0, device).train_batches(order, 6, 0)
+    tokens = BatchReader(cache, WantedTargets(kinds=()), 0, device).train_batches(order, 6, 0)
+    live = with_live_targets(tokens, teacher, KINDS)
+    objective = Objective(wanted=WantedTargets(kinds=KINDS))
     student = TappedModel(with_attention(tiny_model("bert", seed=9), ATTENTION))
     for _ in range(6):
         left, right = next(stored), next(live)

@@ -1,7 +1,9 @@
 """Codec `vectors`: KL as asked, read with plain zarr and torch, for every family."""
 
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,15 @@ from minilm_cache.codecs.calibrate import calibrate, measured_kl, split_sample
 from minilm_cache.codecs.vectors import VectorsCodec, concatenate, quantise
 from minilm_cache.dump.run import dump
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError, InvalidConfigError
+from minilm_cache.progress import Silent
 from minilm_cache.relations import TeacherSignal, Vectors, key_mask, relation_probs
-from minilm_cache.storage_schema.arrays import CODES_PATH
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.storage_schema.arrays import codes_path
+from minilm_cache.storage_schema.manifest import (
+    CacheManifest,
+    LayerCalibration,
+    RelationKind,
+)
+from minilm_cache.store.writer import creating
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.objective import choose_objective
 from minilm_cache.train.run import train
@@ -30,18 +38,36 @@ from tests.conftest import Command
 from tests.integration.test_dump import arrays_of, manifest_of, stop_after
 from tests.integration.test_hostile import replace_in_manifest, replace_in_shard, shard_file
 from tests.integration.test_train import settings as train_settings
-from tests.support import World, save_teacher, write_corpus
+from tests.support import World, dump_arguments, save_teacher, write_corpus
 
 KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
 
 
-def plain_kl(path: Path, teacher_folder: Path) -> dict[str, float]:
+def last_layer(manifest: CacheManifest) -> LayerCalibration:
+    """Return how the last tapped layer was fitted."""
+    assert manifest.calibration is not None
+    return manifest.calibration.layers[-1]
+
+
+def measured_kls(manifest: CacheManifest, at: int = -1) -> dict[RelationKind, float]:
+    """Return KL(teacher || stored) of a tapped layer, as the dump measured it."""
+    assert manifest.measured is not None
+    found = {}
+    for kind, fidelity in manifest.measured.fidelity[at].relations.items():
+        assert fidelity.kl_teacher_to_stored is not None
+        found[kind] = fidelity.kl_teacher_to_stored
+    return found
+
+
+def plain_kl(path: Path, teacher_folder: Path, at: int = -1) -> dict[str, float]:
     """Held-out KL(teacher || stored), from the arrays with plain zarr, numpy and the eager model."""
     manifest = manifest_of(path)
     assert manifest.calibration is not None
-    heads, size = manifest.identity.relation_heads, manifest.calibration.head_size
+    fitted = manifest.calibration.layers[at]
+    heads, size = manifest.identity.relation_heads, fitted.head_size
     group = zarr.open_group(path, mode="r", zarr_format=3)
-    arrays: dict[str, Any] = {name: group[f"vectors/{name}"] for name in ("codes", "basis", "step", "mean")}
+    names = ("codes", "basis", "step", "mean")
+    arrays: dict[str, Any] = {name: group[f"vectors/{fitted.layer}/{name}"] for name in names}
     basis, step, mean = (np.asarray(arrays[name][:], dtype=np.float64) for name in ("basis", "step", "mean"))
     model = AutoModel.from_pretrained(teacher_folder, attn_implementation="eager").eval()
     tables = [pq.read_table(file) for file in sorted((path / "sequences").iterdir())]
@@ -54,13 +80,13 @@ def plain_kl(path: Path, teacher_folder: Path) -> dict[str, float]:
         query, key, value = flat.view(-1, 3, heads, size).permute(1, 2, 0, 3)
         with torch.no_grad():
             outputs = model(cache[row["sequence"]].input_ids[None], output_attentions=True)
-        teacher = outputs.attentions[-1][0].double()
+        teacher = outputs.attentions[fitted.layer][0].double()
         stored = torch.softmax(query @ key.mT / math.sqrt(size), -1)
-        if manifest.calibration.window is not None:
+        if fitted.window is not None:
             seen = teacher > 0
             stored = stored * seen / (stored * seen).sum(-1, keepdim=True)
         sums["attention"] += float(torch.special.xlogy(teacher, teacher / stored).nan_to_num().sum())
-        found = cache[row["sequence"]].relation("value").double()
+        found = cache[row["sequence"]].relation("value", fitted.layer).double()
         expected = torch.softmax(value @ value.mT / math.sqrt(size), -1)
         sums["value"] += float((found - expected).abs().max())
         rows += heads * row["length"]
@@ -75,20 +101,15 @@ def test_relations_keep_to_the_kl_asked_for(tmp_path: Path, family: str) -> None
     world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt", 600))
     path = world.dump(codec="vectors", shard_tokens=4096).path
     manifest = manifest_of(path)
-    assert manifest.measured is not None
-    assert manifest.calibration is not None
+    fitted, kls = last_layer(manifest), measured_kls(manifest)
     found = plain_kl(path, teacher)
 
-    assert max(manifest.calibration.kl.values()) <= 0.02
-    for kind in KINDS:
-        kl = manifest.measured.fidelity[kind].kl_teacher_to_stored
-        assert kl is not None
-        assert 0.002 < kl <= 0.03
-    attention = manifest.measured.fidelity[RelationKind.ATTENTION].kl_teacher_to_stored
-    assert found["attention"] == pytest.approx(attention, rel=0.02)
+    assert max(fitted.kl.values()) <= 0.02
+    assert all(0.002 < kls[kind] <= 0.03 for kind in KINDS)
+    assert found["attention"] == pytest.approx(kls[RelationKind.ATTENTION], rel=0.02)
     assert found["value"] < 1e-5
     # width of the layer's input, and twice as much again where positions turn queries and keys
-    assert manifest.calibration.components <= (96 if family == "modernbert" else 32)
+    assert fitted.components <= (96 if family == "modernbert" else 32)
 
 
 def test_attention_that_sees_a_window_is_kept_as_such(tmp_path: Path) -> None:
@@ -96,17 +117,100 @@ def test_attention_that_sees_a_window_is_kept_as_such(tmp_path: Path) -> None:
     teacher = save_teacher(tmp_path / "teacher", "modernbert", num_hidden_layers=3)
     world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt", 200))
     result = world.dump(codec="vectors", shard_tokens=4096)
-    assert result.manifest.calibration is not None
     attention = open_cache(result.path)[0].relation("attention")
     position = torch.arange(attention.shape[-1])
     near = (position[:, None] - position).abs() <= 4
 
-    assert result.manifest.calibration.window == 4
+    assert last_layer(result.manifest).window == 4
     assert bool((attention[:, ~near] == 0).all())
-    assert result.manifest.measured is not None
-    kl = result.manifest.measured.fidelity[RelationKind.ATTENTION].kl_teacher_to_stored
-    assert kl is not None
-    assert kl <= 0.03
+    assert measured_kls(result.manifest)[RelationKind.ATTENTION] <= 0.03
+
+
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3 specification")
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_every_tapped_layer_keeps_to_the_kl(tmp_path: Path, family: str) -> None:
+    """ModernBERT's first layer sees everything, its others a window: each has a mask of its own."""
+    teacher = save_teacher(tmp_path / "teacher", family, num_hidden_layers=3)
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt", 600))
+    path = world.dump(codec="vectors", shard_tokens=4096, layers="all").path
+    manifest = manifest_of(path)
+
+    assert manifest.identity.layers == (0, 1, 2)
+    for at in range(3):
+        kls, found = measured_kls(manifest, at), plain_kl(path, teacher, at)
+        assert all(kls[kind] <= 0.03 for kind in KINDS)
+        assert found["attention"] == pytest.approx(kls[RelationKind.ATTENTION], rel=0.02)
+        assert found["value"] < 1e-5
+
+
+def test_layers_are_chosen_by_number_and_trained_from(world: World, command: Command) -> None:
+    cache = world.root / "cache"
+    code, out, err = command(*dump_arguments(world, k=None), "--codec", "vectors", "--layers", "2,0")
+    assert code == 0, err
+    assert open_cache(cache).layers == (0, 2)
+    assert {folder.name for folder in (cache / "vectors").iterdir() if folder.is_dir()} == {"0", "2"}
+    assert "components of layer 0" in command("info", cache)[1]
+    found = {}
+    for layer in (0, 2):
+        arguments = ("train", cache, "--arch", "2x32", "--steps", 3, "--teacher-layer", layer, "--json")
+        code, out, err = command(*arguments)
+        assert code == 0, err
+        assert f"layer {layer} of the teacher" in err
+        found[layer] = out
+    assert found[0] != found[2]
+    command.fails(
+        *("train", cache, "--arch", "2x32", "--teacher-layer", 1),
+        code=2,
+        says=("--teacher-layer 1: the cache holds layer 0, 2", "--layers"),
+    )
+    with pytest.raises(ValueError, match="no layer 1, but 0, 2"):
+        open_cache(cache)[0].relation("value", 1)
+
+
+def test_relations_of_any_one_layer_can_be_stored(world: World) -> None:
+    path = world.dump(codec="dense", layers=(0,)).path
+    sequence = open_cache(path)[0]
+    eager = AutoModel.from_pretrained(world.teacher, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = eager(sequence.input_ids[None], output_attentions=True).attentions[0][0]
+
+    assert manifest_of(path).identity.layers == (0,)
+    torch.testing.assert_close(sequence.relation("attention"), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (("--layers", "9"), 2, "--layers 9: teacher teacher has layers 0 to 2. Choose among them."),
+        (("--layers", "1,1", "--codec", "vectors"), 2, "--layers 1,1: give last, all, or different numbers"),
+        (("--layers", "first"), 2, "--layers first: give last, all, or different numbers"),
+        (("--layers", "0,1"), 2, "several --layers go with --codec vectors, not with topk"),
+        (
+            ("--layers", "all", "--codec", "dense"),
+            2,
+            "several --layers go with --codec vectors, not with dense",
+        ),
+    ],
+    ids=str,
+)
+def test_layers_that_make_no_sense(
+    world: World, command: Command, options: tuple[str, ...], code: int, says: str
+) -> None:
+    command.fails(*dump_arguments(world, k=None), *options, code=code, says=says)
+
+
+def test_only_the_layer_asked_for_is_read(world: World) -> None:
+    """What is damaged elsewhere does not matter then."""
+    path = world.dump(codec="vectors", layers=(0, 2)).path
+    damaged = path / codes_path(0) / "c/0/0"
+    damaged.write_bytes(b"")
+    reader = open_cache(path).reader
+
+    assert set(reader.shard(0, [codes_path(2)]).rows) == {"tokens", codes_path(2)}
+    with pytest.raises(CacheCorruptError, match="vectors/0/codes/c/0/0 is damaged"):
+        reader.shard(0)
+    result = train(train_settings(steps=2), path, world.root / "run", world.home)
+    assert result.record.complete
 
 
 def test_a_kl_that_cannot_be_reached_is_refused(world: World) -> None:
@@ -120,7 +224,7 @@ def test_a_missing_record_is_repaired_with_the_same_codec(world: World) -> None:
     expected = arrays_of(path)
     (path / "commits/00002.json").unlink()
     world.dump(codec="vectors", batch_size=3)
-    basis = "vectors/basis/c/0/0"
+    basis = "vectors/2/basis/c/0/0"
 
     assert arrays_of(path)[basis] == expected[basis]
 
@@ -133,10 +237,7 @@ def test_the_pretrained_encoder_keeps_to_the_kl_and_to_62_bytes(tmp_path: Path) 
     measured = result.manifest.measured
     assert measured is not None
 
-    for kind in KINDS:
-        kl = measured.fidelity[kind].kl_teacher_to_stored
-        assert kl is not None
-        assert kl <= 0.022
+    assert max(measured_kls(result.manifest).values()) <= 0.022
     assert measured.bytes_per_token <= 50
 
 
@@ -147,13 +248,14 @@ def test_calibration_sequences_are_recorded_and_are_not_those_of_the_fidelity(wo
     assert manifest.calibration.num_fitted + manifest.calibration.num_checked <= manifest.num_train
 
 
-@pytest.mark.parametrize("calls", [0, 2])
-def test_a_resumed_dump_is_byte_for_byte_an_uninterrupted_one(world: World, calls: int) -> None:
+@pytest.mark.parametrize("reached", ["manifest.json", "commits/00000.json"])
+def test_a_resumed_dump_is_byte_for_byte_an_uninterrupted_one(world: World, reached: str) -> None:
     expected = arrays_of(world.dump("whole", codec="vectors").path)
     config = world.config(codec="vectors")
-    with pytest.raises(InterruptedRunError):
-        dump(config, world.root / "parts", world.home, should_stop=stop_after(calls))
-    dump(config, world.root / "parts", world.home)
+    parts = world.root / "parts"
+    with pytest.raises(InterruptedRunError, match=r"of 6 shards of .* are committed"):
+        dump(config, parts, world.home, should_stop=(parts / reached).exists)
+    dump(config, parts, world.home)
 
     assert arrays_of(world.root / "parts") == expected
 
@@ -162,19 +264,47 @@ def test_a_kill_before_the_codec_was_written_is_not_in_the_way(world: World) -> 
     expected = arrays_of(world.dump("whole", codec="vectors").path)
     config = world.config(codec="vectors")
     with pytest.raises(InterruptedRunError):
-        dump(config, world.root / "parts", world.home, should_stop=lambda: True)
-    (world.root / "parts/vectors/basis/c/0/0").unlink()
+        dump(
+            config, world.root / "parts", world.home, should_stop=(world.root / "parts/manifest.json").exists
+        )
+    (world.root / "parts/vectors/2/basis/c/0/0").unlink()
     dump(config, world.root / "parts", world.home)
 
     assert arrays_of(world.root / "parts") == expected
 
 
+@pytest.mark.parametrize("calls", [0, 5])
+def test_fitting_the_codec_can_be_interrupted(world: World, calls: int) -> None:
+    """While the teacher runs over the sample, and while steps are tried."""
+    with pytest.raises(InterruptedRunError, match="while fitting the codec: nothing was written"):
+        dump(world.config(codec="vectors"), world.root / "cache", world.home, should_stop=stop_after(calls))
+    assert not (world.root / "cache").exists()
+
+
+def test_a_rank_waits_for_the_one_that_fits_the_codec(world: World) -> None:
+    """In batches of another size it would fit another codec, and be refused."""
+    path = world.root / "cache"
+    stop = threading.Event()
+    with ThreadPoolExecutor() as threads:
+        with creating(path, Silent(), stop.is_set):
+            later = world.config(codec="vectors", rank=1, world_size=2, batch_size=3)
+            waiting = threads.submit(dump, later, path, world.home)
+            given_up = threads.submit(dump, later, path, world.home, should_stop=lambda: True)
+            with pytest.raises(InterruptedRunError, match="this one wrote nothing"):
+                given_up.result()
+            assert not waiting.done()
+        assert waiting.result().shards_written == 3
+    first = world.dump(codec="vectors", rank=0, world_size=2)
+    assert first.manifest.complete
+    assert not list(first.path.glob("locks/0*"))
+
+
 def test_info_says_what_vectors_hold(world: World, command: Command) -> None:
     result = world.dump(codec="vectors")
-    assert result.manifest.calibration is not None
+    components = last_layer(result.manifest).components
     code, out, _ = command("info", result.path)
     assert code == 0
-    assert f"all, from queries, keys and values in {result.manifest.calibration.components} components" in out
+    assert f"all, from queries, keys and values in {components} components of layer 2" in out
     assert "vectors max_kl=0.02" in out
     assert command("verify", "--full", result.path)[0] == 0
 
@@ -203,13 +333,13 @@ def test_a_corpus_too_small_to_hold_anything_out_is_told_so(world: World) -> Non
 
 def test_damage_to_basis_and_codes_is_an_error(world: World) -> None:
     cache = world.dump(codec="vectors").path
-    codes = f"{CODES_PATH}/c/1/0"
+    codes = f"{codes_path(2)}/c/1/0"
     for content in (shard_file(None), shard_file(b"nonsense"), b""):
         replace_in_shard(cache, codes, _always(content))
         with pytest.raises(CacheCorruptError, match="codes/c/1/0 is damaged"):
             open_cache(cache).reader.shard(1)
-    basis = (cache / "vectors/basis/c/0/0").read_bytes()
-    replace_in_manifest(cache, "vectors/basis/c/0/0", basis[:-2] + b"\xff\x7f")
+    basis = (cache / "vectors/2/basis/c/0/0").read_bytes()
+    replace_in_manifest(cache, "vectors/2/basis/c/0/0", basis[:-2] + b"\xff\x7f")
     with pytest.raises(CacheCorruptError, match="is not the array it should be"):
         open_cache(cache)
 
@@ -250,7 +380,7 @@ def test_any_vectors_can_be_coded(batches: list[TeacherSignal]) -> None:
     assert max(fitted.kl.values()) <= 0.02
     codec = fitted.codec
     (codes,) = codec.encode(batches[2], ()).values()
-    again = codec.encode(batches[2], ())[CODES_PATH]
+    again = codec.encode(batches[2], ())[codec.codes_path]
     stored = codec.vectors(torch.from_numpy(codes))
 
     assert np.array_equal(codes, again)
@@ -276,6 +406,7 @@ def test_decoding_is_one_matrix_product() -> None:
     basis = torch.randn(5, 24, generator=generator).half()
     mean = torch.randn(24, generator=generator)
     codec = VectorsCodec(
+        layer=0,
         num_heads=2,
         head_size=4,
         scaling=0.5,
@@ -307,15 +438,16 @@ def test_the_sample_is_split_without_overlap(num_sequences: int) -> None:
 def test_minilmv2_is_plain_torch_on_heads_split_anew(world: World, relation_heads: int | None) -> None:
     """Q-Q, K-K and V-V of a teacher of width 32 and a student of width 16, any number of relation heads."""
     cache = open_cache(world.dump(codec="vectors").path)
-    objective = choose_objective("minilmv2", relation_heads, cache.codec.kinds, cache.manifest)
+    config = train_settings(objective="minilmv2", relation_heads=relation_heads)
+    objective = choose_objective(config, cache)
     heads = relation_heads or 4
-    reader = BatchReader(cache, objective.relations, 0, torch.device("cpu"), objective.relation_heads)
+    reader = BatchReader(cache, objective.wanted, 0, torch.device("cpu"))
     batch = next(iter(reader.held_out_batches(1, 1)))
     query, key, value = torch.randn(3, len(batch.ids), 4, batch.ids.shape[1], 4)
     found = objective(Vectors(query, key, value, None, 0.5), batch)
     assert isinstance(cache.codec, VectorsCodec)
     sequence = cache[cache.manifest.num_train]
-    codes = torch.from_numpy(sequence._rows[CODES_PATH][None])
+    codes = torch.from_numpy(sequence._rows[cache.codec.codes_path][None])
     teacher = cache.codec.vectors(codes)
     length = len(sequence.input_ids)
     parts = {"query": (teacher.query, query), "key": (teacher.key, key), "value": (teacher.value, value)}

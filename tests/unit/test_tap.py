@@ -41,7 +41,8 @@ def with_attention(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 def assert_attention_is_eagers(eager: PreTrainedModel, layer: int) -> None:
     ids, valid = padded_ids(), key_mask(LENGTHS, 20)
-    tapped = TappedModel(with_attention(eager, ATTENTION), [layer])
+    tapped = TappedModel(with_attention(eager, ATTENTION))
+    tapped.tap([layer % tapped.num_layers])
     with torch.no_grad():
         expected = eager(ids, attention_mask=valid.long(), output_attentions=True).attentions[layer]
         (vectors,) = tapped(ids, valid.long())

@@ -1,0 +1,109 @@
+"""Pictures of the results: each is drawn from the JSON file beside it, and can be drawn again from it.
+
+python -m benchmarks.plots
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from benchmarks.report import RESULTS
+
+COLOURS = {
+    "vectors": "#0b6e4f",
+    "topk": "#c44536",
+    "layer's": "#7d8597",
+    "dense": "#1d3557",
+    "online": "#1d3557",
+}
+MARKERS = {"128": "o", "256": "s", "512": "^"}
+
+
+def _read(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return content
+
+
+def _colour(setting: str) -> str:
+    return COLOURS[setting.replace(",", " ").split()[0]]
+
+
+@contextmanager
+def _picture(name: str, size: tuple[float, float]) -> Iterator[Axes]:
+    mpl.use("Agg")
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    axes.spines[["top", "right"]].set_visible(False)
+    yield axes
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    plt.close(figure)
+
+
+def plot_fidelity(name: str) -> None:
+    """Draw bytes per token against the greater KL of both relations; sampled rows have none."""
+    result = _read(name)
+    with _picture(name, (7.5, 4.5)) as axes:
+        for length, rows in result["lengths"].items():
+            for family in ("vectors", "topk largest", "layer's input", "dense"):
+                found = sorted(
+                    (row["bytes_per_token"], max(row["kl_teacher_to_stored"].values()))
+                    for setting, row in rows.items()
+                    if setting.startswith(family)
+                )
+                label = f"{family}, length {length}"
+                axes.plot(
+                    *zip(*found, strict=True), marker=MARKERS[length], color=_colour(family), label=label
+                )
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("bytes per token")
+        axes.set_ylabel("KL(teacher, stored), worse relation, nats")
+        axes.set_title(f"all-MiniLM-L6-v2 on {result['corpus']}, held-out sequences", loc="left")
+        axes.grid(visible=True, which="major", alpha=0.3)
+        axes.legend(fontsize=7, ncols=2, frameon=False)
+
+
+def plot_student_quality() -> None:
+    """Draw bytes per token against the student's held-out KL over that of online training."""
+    result = _read("student_quality")
+    quality, sizes = result["held_out_kl_nats"], result["bytes_per_token"]
+    with _picture("student_quality", (7.5, 4)) as axes:
+        for setting, size in sizes.items():
+            ratios = quality[setting]["over_online_by_seed"]
+            mean = quality[setting]["over_online"]
+            axes.plot([size] * len(ratios), ratios, "_", color=_colour(setting), alpha=0.6)
+            axes.plot([size], [mean], "o", color=_colour(setting))
+            axes.annotate(
+                f"{setting}\n{mean:.3f}", (size, mean), xytext=(6, 6), textcoords="offset points", fontsize=8
+            )
+        axes.axhline(1, color=COLOURS["online"], linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlim(right=4 * max(sizes.values()))
+        axes.set_xlabel("bytes per token of the cache")
+        axes.set_ylabel("held-out KL, over online training")
+        axes.set_title(
+            f"{result['student']}, {result['steps']} steps, {len(result['seeds'])} seeds", loc="left"
+        )
+
+
+def plot_dump_speed() -> None:
+    """Draw tokens per second of each codec over the plain forward pass."""
+    ratios = _read("dump_speed")["over_plain_forward"]
+    with _picture("dump_speed", (6, 2.5)) as axes:
+        bars = axes.barh(list(ratios), list(ratios.values()), color="#0b6e4f")
+        axes.bar_label(bars, fmt="%.2f", padding=3)
+        axes.invert_yaxis()
+        axes.axvline(1, color=COLOURS["online"], linewidth=0.8)
+        axes.set_xlabel("tokens per second of a dump, over the teacher's plain forward pass")
+
+
+if __name__ == "__main__":
+    for path in sorted(RESULTS.glob("fidelity_*.json")):
+        plot_fidelity(path.stem)
+    plot_student_quality()
+    plot_dump_speed()
