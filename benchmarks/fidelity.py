@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "topk largest k=64, uniform tail": {"k": 64, "select": "largest"},
     "vectors, KL at most 0.05": {"codec": "vectors", "max_kl": 0.05},
     "vectors, KL at most 0.02": {"codec": "vectors", "max_kl": 0.02},
+    "vectors, KL at most 0.015": {"codec": "vectors", "max_kl": 0.015},
     "vectors, KL at most 0.005": {"codec": "vectors", "max_kl": 0.005},
     "dense": {"codec": "dense"},
 }

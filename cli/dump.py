@@ -35,7 +35,7 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         str | None, typer.Option(help="uniform or renormalise, for largest [default: uniform]")
     ] = None,
     max_kl: Annotated[
-        float | None, typer.Option(help="KL of each relation, nats, for vectors [default: 0.02]")
+        float | None, typer.Option(help="KL of each relation, nats, for vectors [default: 0.015]")
     ] = None,
     layers: Annotated[
         str, typer.Option(help="last, all, or numbers from 0 on like 2,5,8; several for vectors")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_KS = (8, 16)
+DEFAULT_MAX_KLS = (0.02, 0.015, 0.005)
 
 
 def plan(  # noqa: PLR0913 - one parameter for each option
@@ -29,7 +30,7 @@ def plan(  # noqa: PLR0913 - one parameter for each option
     ] = None,
     k: Annotated[list[int] | None, typer.Option(help="For topk; repeat [default: 8, 16]")] = None,
     max_kl: Annotated[
-        list[float] | None, typer.Option(help="For vectors; repeat [default: 0.05, 0.02, 0.005]")
+        list[float] | None, typer.Option(help="For vectors; repeat [default: 0.02, 0.015, 0.005]")
     ] = None,
     layers: Annotated[
         str, typer.Option(help="last, all, or numbers from 0 on like 2,5,8, for vectors")
@@ -58,7 +59,7 @@ def plan(  # noqa: PLR0913 - one parameter for each option
         {"codec": "topk", "k": number} for number in k or sorted({min(n, max_length) for n in DEFAULT_KS})
     ]
     settings += [
-        {"codec": "vectors", "max_kl": bound, "layers": layers} for bound in max_kl or (0.05, 0.02, 0.005)
+        {"codec": "vectors", "max_kl": bound, "layers": layers} for bound in max_kl or DEFAULT_MAX_KLS
     ]
     settings += [{"codec": "dense"}] if dense else []
     configs = [

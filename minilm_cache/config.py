@@ -43,7 +43,7 @@ class DumpConfig(FrozenSettings):
     layers: Literal["last", "all"] | tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = "last"
     """Layers to tap, counted from 0; several only with codec `vectors`."""
     max_kl: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Mean KL of each relation that codec `vectors` may have, nats; none: 0.02."""
+    """Mean KL of each relation that codec `vectors` may have, nats; none: 0.015."""
     shard_tokens: Annotated[int, Field(ge=MIN_SHARD_TOKENS, le=2**26)] | None = None
     """Tokens per shard, a power of two; none: 2**18, less where that would decode to over 256 MiB."""
     batch_size: Annotated[int, Field(ge=1)] = 32

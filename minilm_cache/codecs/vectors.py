@@ -5,8 +5,8 @@ width (rotary positions widen it). They are taken to that subspace by principal 
 an error costs in KL (`calibrate.py`), rounded with one step, and entropy-coded component by component.
 Decoding is one matrix product: vectors = mean + (codes * step) @ basis.
 
-Rounding goes towards zero more than to the nearest (`ROUNDING`), which saves a tenth of the bytes at the same
-KL; what that shrinks on average, the basis makes good. Error bound: none for a row; the mean KL of attention
+Rounding goes towards zero more than to the nearest (`ROUNDING`), which saves bytes at the same KL; what that
+shrinks on average, the basis makes good. Error bound: none for a row; the mean KL of attention
 and value relation is what the manifest says (`calibration`, `measured.fidelity`).
 """
 
@@ -23,7 +23,7 @@ from minilm_cache.relations import DenseRows, RowTargets, TeacherSignal, Vectors
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.manifest import RelationKind
 
-ROUNDING = 0.2
+ROUNDING = 0.33
 """A component of n + 1 - ROUNDING steps or more has code n + 1; to the nearest would be 0.5."""
 MAX_CODE = 2**15 - 1
 

@@ -34,7 +34,8 @@ from minilm_cache.store.layout import (
 RELATIONS = (RelationKind.ATTENTION, RelationKind.VALUE)
 DEFAULT_K = 16
 """Entries per row: students come within 0.3 % of dense targets (benchmarks/student_quality.py)."""
-DEFAULT_MAX_KL = 0.02
+DEFAULT_MAX_KL = 0.015
+"""Nats: students come within 1 % of dense targets (benchmarks/student_quality.py)."""
 CALIBRATION_TOKENS = 2**15
 
 
