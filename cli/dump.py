@@ -57,6 +57,12 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     world_size: Annotated[int, typer.Option(help="Processes that write this cache")] = 1,
     revision: Annotated[str | None, typer.Option(help="Of a teacher from the hub")] = None,
     device: DeviceOption = None,
+    cache_store: Annotated[
+        str | None,
+        typer.Option(
+            envvar="MINILM_CACHE_STORE", help="URL of a store to pull the cache from, if it is there already"
+        ),
+    ] = None,
     resume: ResumeOption = True,
     json: JsonOption = False,
 ) -> None:
@@ -92,7 +98,15 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         if corpus is None:
             progress.note(f"no --corpus given: taking {config.corpus}")
-        result = run_dump(config, out, home(), resume=resume, progress=progress, should_stop=should_stop)
+        result = run_dump(
+            config,
+            out,
+            home(),
+            resume=resume,
+            cache_store=cache_store,
+            progress=progress,
+            should_stop=should_stop,
+        )
     manifest = result.manifest
     if json:
         print_json(

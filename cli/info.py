@@ -1,7 +1,7 @@
 """`minilm-cache info`: what a cache is and how faithful it is."""
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
-from minilm_cache.cli.options import CacheArgument, JsonOption, home
+from minilm_cache.cli.options import CacheArgument, JsonOption, chosen_cache
 from minilm_cache.storage_schema.manifest import CacheManifest, Measured
 
 
@@ -10,13 +10,9 @@ def info(cache: CacheArgument = None, json: JsonOption = False) -> None:
 
     Example: minilm-cache info notes.cache --json
     """
-    from minilm_cache.cache import newest_cache  # noqa: PLC0415 - importing it takes seconds
-    from minilm_cache.store.reader import CacheReader  # noqa: PLC0415 - likewise
+    from minilm_cache.store.reader import CacheReader  # noqa: PLC0415 - importing it takes seconds
 
-    path = cache
-    if path is None:
-        path = newest_cache(home())
-        TerminalProgress().note(f"no CACHE given: taking the newest complete one, {path}")
+    path = chosen_cache(cache, TerminalProgress())
     reader = CacheReader(path, partial=True)
     manifest = reader.manifest
     if json:

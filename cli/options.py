@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from minilm_cache.config import cache_home
+from minilm_cache.progress import Progress
 
 HOME_VARIABLE = "MINILM_CACHE_HOME"
 
@@ -20,6 +21,17 @@ CacheArgument = Annotated[
     Path | None,
     typer.Argument(metavar="[CACHE]", help="Folder of the cache [default: the newest complete one]"),
 ]
+
+
+def chosen_cache(cache: Path | None, progress: Progress) -> Path:
+    """Return the cache given, else the newest complete one, said aloud."""
+    from minilm_cache.cache import newest_cache  # noqa: PLC0415 - importing it takes seconds
+
+    if cache is not None:
+        return cache
+    found = newest_cache(home())
+    progress.note(f"no CACHE given: taking the newest complete one, {found}")
+    return found
 
 
 def home() -> Path:

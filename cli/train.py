@@ -9,10 +9,10 @@ import typer
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import (
-    CacheArgument,
     DeviceOption,
     JsonOption,
     ResumeOption,
+    chosen_cache,
     home,
     quiet_libraries,
 )
@@ -25,7 +25,12 @@ def train(  # noqa: PLR0913 - one parameter for each option
         list[str],
         typer.Option(help="Student shape LAYERSxHIDDEN[:ffN][:hN][:eN]; repeat for several students"),
     ],
-    cache: CacheArgument = None,
+    cache: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CACHE]", help="Folder or URL of the cache [default: the newest complete one]"
+        ),
+    ] = None,
     objective: Annotated[str, typer.Option(help="What students learn: minilm or minilmv2")] = "minilm",
     relation_heads: Annotated[
         int | None, typer.Option(help="Relation heads of minilmv2 [default: the teacher's heads]")
@@ -42,6 +47,9 @@ def train(  # noqa: PLR0913 - one parameter for each option
     seed: Annotated[int, typer.Option(help="Of initial weights, dropout and order")] = 0,
     buffer_shards: Annotated[int, typer.Option(help="Shards whose sequences are shuffled together")] = 4,
     checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints")] = 500,
+    local_bytes: Annotated[
+        int, typer.Option(help="Bytes of shards kept on this machine, of a cache at a URL")
+    ] = 2**34,
     out: Annotated[Path | None, typer.Option(help="Folder of the run [default: in the cache home]")] = None,
     device: DeviceOption = None,
     resume: ResumeOption = True,
@@ -51,8 +59,7 @@ def train(  # noqa: PLR0913 - one parameter for each option
 
     Example: minilm-cache train notes.cache --arch 3x384 --arch 4x312:ff1200 --epochs 5
     """
-    from minilm_cache.cache import newest_cache  # noqa: PLC0415 - importing it takes seconds
-    from minilm_cache.train.run import train as run_train  # noqa: PLC0415 - likewise
+    from minilm_cache.train.run import train as run_train  # noqa: PLC0415 - importing it takes seconds
 
     config = make_config(
         TrainConfig,
@@ -69,14 +76,12 @@ def train(  # noqa: PLR0913 - one parameter for each option
         seed=seed,
         buffer_shards=buffer_shards,
         checkpoint_steps=checkpoint_steps,
+        local_bytes=local_bytes,
         device=device,
     )
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        path = cache
-        if path is None:
-            path = newest_cache(home())
-            progress.note(f"no CACHE given: taking the newest complete one, {path}")
+        path = cache or chosen_cache(None, progress)
         result = run_train(
             config, path, out, home(), resume=resume, progress=progress, should_stop=should_stop
         )

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
-from minilm_cache.cli.options import CacheArgument, JsonOption, home
+from minilm_cache.cli.options import CacheArgument, JsonOption, chosen_cache
 from minilm_cache.errors import VerificationError
 
 
@@ -22,14 +22,11 @@ def verify(
 
     Example: minilm-cache verify --full notes.cache
     """
-    from minilm_cache.cache import check_rows, newest_cache  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.cache import check_rows  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.store.verify import verify as run_verify  # noqa: PLC0415 - likewise
 
     with TerminalProgress().shown() as progress:
-        path = cache
-        if path is None:
-            path = newest_cache(home())
-            progress.note(f"no CACHE given: taking the newest complete one, {path}")
+        path = chosen_cache(cache, progress)
         verdict = run_verify(
             path, full=full, num_threads=os.cpu_count() or 1, progress=progress, check_rows=check_rows
         )

@@ -11,12 +11,15 @@ from torch import Tensor
 from minilm_cache.codecs.base import SignalCodec
 from minilm_cache.codecs.chain import store_relations
 from minilm_cache.codecs.vectors import VectorsCodec
+from minilm_cache.config import cache_home
 from minilm_cache.errors import CacheIncompleteError, MiniLMCacheError
 from minilm_cache.relations import RowTargets, to_dense
 from minilm_cache.storage_schema.arrays import small_arrays
 from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind, VectorsParameters
 from minilm_cache.store.layout import shard_of
+from minilm_cache.store.mirror import DEFAULT_BYTES, MirrorReader
 from minilm_cache.store.reader import CacheReader, Shard, read_manifest, read_small_array
+from minilm_cache.store.remote import is_url
 
 _SHARDS_KEPT = 2
 
@@ -167,16 +170,24 @@ def vectors_codec(root: Path, manifest: CacheManifest, layer: int) -> VectorsCod
     )
 
 
-def open_cache(path: str | Path) -> Cache:
+def open_cache(place: str | Path, home: Path | None = None, local_bytes: int = DEFAULT_BYTES) -> Cache:
     """Open a finished cache.
 
+    Args:
+        place: its folder, or its URL (`s3://`, `gs://`, `az://`, `hf://`): shards then come as they are read.
+        home: folder below which shards from a URL are kept; none: `~/.cache/minilm-cache`.
+        local_bytes: of shard files from a URL that are kept.
+
     Raises:
+        StorageError: the store cannot be reached.
         CacheNotFoundError: there is none.
         CacheIncompleteError: its dump has not finished.
         CacheCorruptError: it is damaged.
         UnsupportedFormatError: a newer release wrote it.
     """
-    return Cache(CacheReader(Path(path)))
+    if is_url(str(place)):
+        return Cache(MirrorReader(str(place), home or cache_home(None), local_bytes))
+    return Cache(CacheReader(Path(place)))
 
 
 def newest_cache(home: Path) -> Path:

@@ -129,6 +129,8 @@ class TrainConfig(FrozenSettings):
     """Of initial weights, dropout and order."""
     buffer_shards: Annotated[int, Field(ge=1)] = 4
     """Shards whose sequences are shuffled together."""
+    local_bytes: Annotated[int, Field(ge=1)] = 2**34
+    """Of a cache at a URL: bytes of its shards that are kept on this machine."""
     checkpoint_steps: Annotated[int, Field(ge=1)] = 500
     """Steps between checkpoints."""
     device: str | None = None

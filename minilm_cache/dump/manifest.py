@@ -77,10 +77,13 @@ def codec_parameters(config: DumpConfig) -> CodecParameters:
     )
 
 
-def cache_name(config: DumpConfig, identity: CacheIdentity) -> str:
-    """Return the name of the cache's folder: words for people, a hash for the rest."""
-    teacher, corpus = (_label(name).replace(":", "-") for name in (config.teacher, config.corpus))
-    return f"{teacher}-{corpus}-{config.codec}-{identity.fingerprint()[:12]}"
+def name_labels(config: DumpConfig) -> Labels:
+    """Return the names that a cache carries for people."""
+    return Labels(
+        teacher=_label(config.teacher),
+        corpus=_label(config.corpus),
+        created_by=f"minilm-cache {__version__}",
+    )
 
 
 def _label(name: str) -> str:
@@ -109,11 +112,7 @@ def plan_manifest(
     return CacheManifest(
         fingerprint=identity.fingerprint(),
         complete=False,
-        labels=Labels(
-            teacher=_label(config.teacher),
-            corpus=_label(config.corpus),
-            created_by=f"minilm-cache {__version__}",
-        ),
+        labels=name_labels(config),
         identity=identity,
         num_tokens=int(sequences.lengths.sum()),
         num_sequences=len(sequences.lengths),

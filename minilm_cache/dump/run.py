@@ -11,14 +11,16 @@ from minilm_cache.dump.audit import audit
 from minilm_cache.dump.card import cache_card, preview_table
 from minilm_cache.dump.corpus import load_corpus
 from minilm_cache.dump.fit import CodecFitter
-from minilm_cache.dump.manifest import cache_name, identify, plan_manifest
+from minilm_cache.dump.manifest import identify, name_labels, plan_manifest
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.shards import ShardJob
 from minilm_cache.dump.teacher import Teacher, locate_teacher
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.storage_schema.manifest import CacheManifest, Measured
+from minilm_cache.store.layout import MANIFEST, cache_name
 from minilm_cache.store.reader import CacheReader
+from minilm_cache.store.share import find_cache, pull
 from minilm_cache.store.verify import is_sound
 from minilm_cache.store.writer import CacheWriter, creating
 
@@ -31,15 +33,16 @@ class DumpResult:
     manifest: CacheManifest
     shards_written: int
     shards_kept: int
-    """Shards that others, or an earlier run, have committed."""
+    """Shards that others, or an earlier run, have committed, or that were pulled."""
 
 
-def dump(
+def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thing of its own
     config: DumpConfig,
     out: Path | None,
     home: Path,
     *,
     resume: bool = True,
+    cache_store: str | None = None,
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> DumpResult:
@@ -50,6 +53,8 @@ def dump(
         out: folder of the cache; none: below `home`, named by content.
         home: folder of caches.
         resume: take up an unfinished dump in the same folder; if false, the folder must not exist.
+        cache_store: URL of a store where a cache of the same fingerprint is looked for, and pulled from,
+            before anything is computed.
         progress: told of tokens done.
         should_stop: asked before each batch.
 
@@ -67,11 +72,20 @@ def dump(
         f"({corpus.identity.num_documents} documents)"
     )
     identity = identify(config, teacher, corpus)
-    path = out or home / "caches" / cache_name(config, identity)
+    path = out or home / "caches" / cache_name(name_labels(config), identity)
     if not resume and path.exists():
         raise IdentityMismatchError(
             f"{path} exists. Leave out --no-resume to take it up, or choose another --out."
         )
+    if cache_store is not None and not (path / MANIFEST).exists():
+        url = find_cache(cache_store, identity.fingerprint())
+        progress.note(
+            f"this cache is {'not in' if url is None else 'to be pulled from'} {url or cache_store}"
+        )
+        if url is not None:
+            pulled = pull(url, path, progress, should_stop)
+            kept = len(pulled.manifest.shards)
+            return DumpResult(path=path, manifest=pulled.manifest, shards_written=0, shards_kept=kept)
     sequences = SequenceTable(corpus, teacher.tokenizer, identity.packing)
     fitter = CodecFitter(
         identity=identity,

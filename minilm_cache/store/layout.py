@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.storage_schema.arrays import array_specs
-from minilm_cache.storage_schema.manifest import CacheIdentity, CacheManifest, Calibration, ShardRange
+from minilm_cache.storage_schema.manifest import CacheIdentity, CacheManifest, Calibration, Labels, ShardRange
 
 MANIFEST: Final = "manifest.json"
 CARD: Final = "README.md"
@@ -18,6 +18,12 @@ CREATE_LOCK: Final = "locks/create.lock"
 MAX_SHARD_BYTES: Final = 2**32
 """Decoded; readers take whole shards into memory."""
 _GOOD_SHARD_BYTES: Final = 2**28
+
+
+def cache_name(labels: Labels, identity: CacheIdentity) -> str:
+    """Return the name of a cache's folder: words for people, a hash for the rest."""
+    words = (label.replace(":", "-").replace("/", "-") for label in (labels.teacher, labels.corpus))
+    return "-".join([*words, identity.codec.name, identity.fingerprint()[:12]])
 
 
 def commit_path(shard: int) -> str:

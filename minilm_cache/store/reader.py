@@ -251,18 +251,29 @@ def read_manifest(root: Path) -> CacheManifest:
             "Make one with `minilm-cache dump`, or check the path."
         )
     manifest = parse(CacheManifest, read_bounded(path, MAX_MANIFEST_BYTES), str(path))
+    check_size(manifest, str(path))
+    return manifest
+
+
+def check_size(manifest: CacheManifest, place: str) -> None:
+    """Raise CacheCorruptError for shards that no reader takes into memory."""
     if shard_bytes(manifest.identity, manifest.calibration, manifest.shard_tokens) > MAX_SHARD_BYTES:
         raise CacheCorruptError(
-            f"{path} names shards that decode to more than {MAX_SHARD_BYTES >> 20} MiB. Dump the cache again "
-            "with smaller --shard-tokens."
+            f"{place} names shards that decode to more than {MAX_SHARD_BYTES >> 20} MiB. Dump the cache "
+            "again with smaller --shard-tokens."
         )
-    return manifest
 
 
 def read_record(root: Path, manifest: CacheManifest, shard: int) -> CommitRecord:
     """Read a shard's commit record and check that it belongs to this cache and this shard."""
     path = below(root, commit_path(shard))
     record = parse(CommitRecord, read_bounded(path, MAX_RECORD_BYTES), str(path))
+    check_record(record, manifest, shard, str(path))
+    return record
+
+
+def check_record(record: CommitRecord, manifest: CacheManifest, shard: int, place: str) -> None:
+    """Raise CacheCorruptError for the record of another cache or shard."""
     belongs = (
         record.fingerprint == manifest.fingerprint
         and record.shard == shard
@@ -270,8 +281,7 @@ def read_record(root: Path, manifest: CacheManifest, shard: int) -> CommitRecord
         and set(record.files) == set(shard_files(manifest, shard))
     )
     if not belongs:
-        raise CacheCorruptError(f"{path} is the record of another cache or shard. {_REMEDY}")
-    return record
+        raise CacheCorruptError(f"{place} is the record of another cache or shard. {_REMEDY}")
 
 
 def read_checked(root: Path, path: str, expected: FileDigest | None) -> bytes:

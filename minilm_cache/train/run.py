@@ -61,7 +61,7 @@ def student_folder(run: Path, arch: str) -> Path:
 
 def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a thing of its own
     config: TrainConfig,
-    cache_path: Path,
+    cache_place: str | Path,
     out: Path | None,
     home: Path,
     *,
@@ -73,9 +73,9 @@ def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a th
 
     Args:
         config: what to train.
-        cache_path: the cache.
+        cache_place: folder or URL of the cache.
         out: folder of the run; none: below `home`, named by content.
-        home: folder of runs.
+        home: folder of runs, and of what is kept of caches at URLs.
         resume: take up an unfinished run in the same folder; if false, the folder must not exist.
         progress: told of tokens done.
         should_stop: asked before each step.
@@ -84,7 +84,7 @@ def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a th
         MiniLMCacheError: see `minilm_cache.errors`; the last checkpoint is kept whatever happens.
     """
     progress = progress or Silent()
-    cache = open_cache(cache_path)
+    cache = open_cache(cache_place, home, config.local_bytes)
     manifest = cache.manifest
     objective = choose_objective(config, cache)
     heads = manifest.identity.relation_heads

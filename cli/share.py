@@ -1,0 +1,117 @@
+"""`minilm-cache push`, `pull` and `ls`: caches of a team."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
+from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.options import JsonOption, home
+from minilm_cache.storage_schema.manifest import CacheManifest
+
+StoreArgument = Annotated[
+    str, typer.Argument(metavar="STORE", help="s3://, gs://, az:// or hf:// URL, or a folder")
+]
+
+
+def push(
+    cache: Annotated[Path, typer.Argument(metavar="CACHE", help="Folder of the cache")],
+    store: StoreArgument,
+    json: JsonOption = False,
+) -> None:
+    """Copy a complete cache into a store, below its own name there; a push that was cut off goes on.
+
+    Example: minilm-cache push notes.cache s3://team/caches
+    """
+    from minilm_cache.store.share import push as run_push  # noqa: PLC0415 - importing it takes seconds
+
+    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
+        done = run_push(cache, store, progress, should_stop)
+    _print_shared("url", done.place, done.manifest, (done.shards_copied, done.shards_kept), json)
+
+
+def pull(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Of a cache, as `ls` shows it")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the cache [default: in the cache home]")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Copy a cache from a store, checking every file; a pull that was cut off goes on.
+
+    Example: minilm-cache pull s3://team/caches/NAME --out notes.cache
+    """
+    from minilm_cache.store.share import pull as run_pull  # noqa: PLC0415 - importing it takes seconds
+
+    target = out or home() / "caches" / url.rstrip("/").rsplit("/", 1)[-1]
+    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
+        done = run_pull(url, target, progress, should_stop)
+    _print_shared("cache", done.place, done.manifest, (done.shards_copied, done.shards_kept), json)
+
+
+def ls(
+    store: Annotated[
+        str | None,
+        typer.Argument(metavar="[STORE]", help="URL or folder [default: the caches of the cache home]"),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List the caches of a store.
+
+    Example: minilm-cache ls s3://team/caches
+    """
+    from minilm_cache.store.share import catalogue  # noqa: PLC0415 - importing it takes seconds
+
+    place = store or str(home() / "caches")
+    found = catalogue(place)
+    if json:
+        caches = [
+            {"url": entry.url, "problem": entry.problem}
+            if entry.manifest is None
+            else {"url": entry.url, "problem": None, **_described(entry.manifest)}
+            for entry in found
+        ]
+        print_json({"store": place, "caches": caches})
+        return
+    for entry in found:
+        if entry.manifest is None:
+            print_pairs({"url": entry.url, "problem": entry.problem})
+        else:
+            print_pairs({"url": entry.url, **_described(entry.manifest)})
+    if not found:
+        TerminalProgress().note(f"no cache in {place}")
+
+
+def _described(manifest: CacheManifest) -> dict[str, object]:
+    measured = manifest.measured
+    assert measured is not None
+    kls = [
+        f"{kind} {fidelity.kl_stored_to_teacher:.4f}"
+        for kind, fidelity in measured.fidelity[-1].relations.items()
+    ]
+    return {
+        "teacher": manifest.labels.teacher,
+        "corpus": manifest.labels.corpus,
+        "codec": manifest.identity.codec.name,
+        "layers": ", ".join(map(str, manifest.identity.layers)),
+        "tokens": manifest.num_tokens,
+        "bytes": measured.total_bytes,
+        "KL(stored, teacher)": ", ".join(kls),
+        "fingerprint": manifest.fingerprint,
+    }
+
+
+def _print_shared(
+    name: str, place: str, manifest: CacheManifest, shards: tuple[int, int], json: bool
+) -> None:
+    copied, kept = shards
+    if json:
+        found = {"fingerprint": manifest.fingerprint, "shards_copied": copied, "shards_kept": kept}
+        print_json({name: place, **found})
+        return
+    print_pairs(
+        {
+            name: place,
+            "fingerprint": manifest.fingerprint,
+            "shards": f"{copied} copied, {kept} were there",
+        }
+    )

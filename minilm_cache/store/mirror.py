@@ -1,0 +1,98 @@
+"""Read a cache from its URL: shards come when they are needed, are checked, and are kept up to a bound."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+
+from minilm_cache.progress import never_stop
+from minilm_cache.store.durable import storage_errors
+from minilm_cache.store.layout import MANIFEST, below, sequences_path
+from minilm_cache.store.reader import CacheReader, Shard
+from minilm_cache.store.remote import open_store
+from minilm_cache.store.share import Fetcher, remote_manifest
+
+DEFAULT_BYTES = 2**34
+"""Of shard files kept on this machine."""
+
+
+class MirrorReader(CacheReader):
+    """Reader of a cache at a URL. Threads may share it.
+
+    Its folder holds everything but the shards of a cache, and of those the ones used last.
+    """
+
+    def __init__(self, url: str, home: Path, max_bytes: int = DEFAULT_BYTES) -> None:
+        """Open a complete cache.
+
+        Args:
+            url: of the cache.
+            home: folder of mirrors; this one's is named by fingerprint.
+            max_bytes: of shard files on this machine; those of a shard in use may exceed it.
+
+        Raises:
+            CacheNotFoundError: there is none.
+            CacheCorruptError: what arrives is not what was committed.
+            StorageError: the store cannot be reached.
+        """
+        source = open_store(url)
+        manifest = remote_manifest(source)
+        folder = home / "mirrors" / manifest.fingerprint
+        self._fetcher = Fetcher(source, folder, manifest)
+        self._fetcher.records(never_stop)
+        self._fetcher.attachments()
+        self._fetcher.write(MANIFEST, manifest.model_dump_json(indent=1).encode())
+        self._max_bytes = max_bytes
+        self._lock = Lock()
+        self._used: OrderedDict[int, None] = OrderedDict()
+        self._busy: dict[int, int] = {}
+        super().__init__(folder)
+        for number in self.records:  # what an earlier run has left
+            if self._num_bytes(number):
+                self._used[number] = None
+
+    def shard(self, number: int, paths: Collection[str] | None = None) -> Shard:
+        """Read one shard, after fetching those of its files that are not here yet."""
+        with self._using(number):
+            for path, expected in self._require(number).files.items():
+                array = path.split("/c/")[0]
+                wanted = paths is None or array in paths or array == "tokens"
+                if wanted or path == sequences_path(number):
+                    self._fetcher.fetch(path, expected)
+            return super().shard(number, paths)
+
+    @contextmanager
+    def _using(self, number: int) -> Iterator[None]:
+        """Keep a shard from being removed while the block runs, and remove others afterwards."""
+        with self._lock:
+            self._busy[number] = self._busy.get(number, 0) + 1
+            self._used[number] = None
+            self._used.move_to_end(number)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy[number] -= 1
+                self._remove_oldest()
+
+    def _remove_oldest(self) -> None:
+        sizes = {number: self._num_bytes(number) for number in self._used}
+        total = sum(sizes.values())
+        for number in list(self._used):
+            if total <= self._max_bytes:
+                return
+            if not self._busy.get(number):
+                self._remove(number)
+                total -= sizes[number]
+
+    def _remove(self, number: int) -> None:
+        for path in self.records[number].files:
+            file = below(self.root, path)
+            with storage_errors("remove", file):
+                file.unlink(missing_ok=True)
+        del self._used[number]
+
+    def _num_bytes(self, number: int) -> int:
+        files = (below(self.root, path) for path in self.records[number].files)
+        return sum(file.stat().st_size for file in files if file.is_file())

@@ -1,0 +1,159 @@
+"""Folders elsewhere: object stores through obstore, everything else that fsspec knows, one interface.
+
+obstore brings its own retries; what it and fsspec raise becomes one line that names the place and a remedy.
+Credentials come from the environment, as their own tools read them (AWS_ACCESS_KEY_ID, HF_TOKEN, ...), and
+never enter a message.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import fsspec
+import obstore.exceptions
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
+from obstore.fsspec import register
+
+from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InvalidConfigError, StorageError
+from minilm_cache.store.durable import write_file
+
+OBJECT_STORES: Final = ("s3", "gs", "az")
+register(OBJECT_STORES)
+
+_DENIED: Final = (
+    PermissionError,
+    obstore.exceptions.PermissionDeniedError,
+    obstore.exceptions.UnauthenticatedError,
+)
+_DENIED_REMEDY: Final = (
+    "Check the credentials that the environment holds (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, HF_TOKEN)"
+)
+_RETRY_REMEDY: Final = (
+    "Check the URL and the network and run the same command again: what has arrived is kept"
+)
+
+
+_WAITS_S: Final = (0.1, 0.3, 1.0, 3.0)
+"""Before a broken answer is asked for again."""
+
+
+def is_url(place: str) -> bool:
+    """Return whether a place is a URL and no path."""
+    return "://" in place
+
+
+@contextmanager
+def _remote_errors(doing: str, url: str) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except (OSError, obstore.exceptions.BaseError) as error:
+        denied = isinstance(error, _DENIED) or "403 Forbidden" in str(error) or "401 Unauth" in str(error)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(". ")
+        remedy = _DENIED_REMEDY if denied else _RETRY_REMEDY
+        raise StorageError(f"cannot {doing} {url}: {reason}. {remedy}.") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFolder:
+    """One folder; names are relative to it, with `/` between parts."""
+
+    url: str
+    filesystem: AbstractFileSystem
+    path: str
+
+    def below(self, name: str) -> "RemoteFolder":
+        """Return a folder in it."""
+        return RemoteFolder(f"{self.url}/{name}", self.filesystem, f"{self.path}/{name}")
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return a file of at most so many bytes; no more than one above them is ever fetched.
+
+        Raises:
+            CacheNotFoundError: there is none.
+            CacheCorruptError: it is longer.
+            StorageError: the store refused, or cannot be reached.
+        """
+        try:
+            with _remote_errors("read", f"{self.url}/{name}"):
+                content = self._fetch(f"{self.path}/{name}", max_bytes + 1)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise CacheNotFoundError(f"{self.url}/{name} is not there. Check the URL.") from error
+            raise
+        if len(content) > max_bytes:
+            raise CacheCorruptError(
+                f"{self.url}/{name} is longer than the {max_bytes} bytes it should have. "
+                "Ask who published it to push it again."
+            )
+        return content
+
+    def _fetch(self, path: str, num_bytes: int) -> bytes:
+        """Fetch the first bytes of a file; obstore does not ask again when an answer breaks off."""
+        for wait_s in _WAITS_S:
+            try:
+                return bytes(self.filesystem.cat_file(path, start=0, end=num_bytes))
+            except obstore.exceptions.GenericError as error:
+                if "416 Range" in str(error):  # of an empty file no byte can be asked for
+                    return b""
+                if "body" not in str(error):
+                    raise
+                time.sleep(wait_s)
+        return bytes(self.filesystem.cat_file(path, start=0, end=num_bytes))
+
+    def read_if_there(self, name: str, max_bytes: int) -> bytes | None:
+        """Return a file as `read` does; none where it is not there."""
+        try:
+            return self.read(name, max_bytes)
+        except CacheNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file whole, replacing an older one.
+
+        Raises:
+            StorageError: the store refused, or cannot be reached.
+        """
+        with _remote_errors("write", f"{self.url}/{name}"):
+            if isinstance(self.filesystem, LocalFileSystem):
+                write_file(Path(self.path, name), content)
+            else:
+                self.filesystem.pipe_file(f"{self.path}/{name}", content)
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders in it, sorted.
+
+        Raises:
+            StorageError: the store refused, or cannot be reached.
+        """
+        with _remote_errors("list", self.url):
+            try:
+                found = self.filesystem.ls(self.path, detail=True, refresh=True)
+            except FileNotFoundError:
+                return []
+        return sorted(
+            entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in found if entry["type"] != "file"
+        )
+
+
+def open_store(url: str) -> RemoteFolder:
+    """Return the folder at a URL (`s3://`, `gs://`, `az://`, `hf://`, what else fsspec knows) or a path.
+
+    Raises:
+        InvalidConfigError: no such kind of store is known.
+    """
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url.rstrip("/"), skip_instance_cache=True)
+    except (ValueError, ImportError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise InvalidConfigError(
+            f"cannot open {url}: {reason}. Give a path, or a URL that begins with "
+            f"{', '.join(f'{name}://' for name in OBJECT_STORES)} or hf://."
+        ) from error
+    return RemoteFolder(url.rstrip("/"), filesystem, path.rstrip("/"))

@@ -1,0 +1,295 @@
+"""Caches of a team, over a real S3 server: pushed, listed, pulled, trained from."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from minilm_cache import open_cache
+from minilm_cache.dump.teacher import Teacher
+from minilm_cache.errors import (
+    CacheCorruptError,
+    CacheNotFoundError,
+    IdentityMismatchError,
+    InterruptedRunError,
+    InvalidConfigError,
+    StorageError,
+)
+from minilm_cache.progress import Silent, never_stop
+from minilm_cache.store.layout import cache_name, commit_path
+from minilm_cache.store.remote import open_store
+from minilm_cache.store.share import catalogue, pull, push
+from minilm_cache.train.run import train
+from tests.conftest import Command
+from tests.integration.test_dump import arrays_of, manifest_of, stop_after
+from tests.integration.test_train import assert_same, weights
+from tests.integration.test_train import settings as train_settings
+from tests.s3 import BUCKET, CREDENTIALS, Between, Refusing, s3_server, tamper
+from tests.support import World, dump_arguments
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Return the endpoint of a real S3 server."""
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def store(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """Return the URL of an empty store, with credentials in the environment."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    return f"s3://{BUCKET}/{request.node.name.replace('[', '-').replace(']', '')}"
+
+
+def pushed(world: World, store: str) -> str:
+    """Push the world's cache, and return its URL."""
+    return push(world.root / "cache", store, Silent(), never_stop).place
+
+
+@pytest.mark.parametrize("codec", ["topk", "vectors"])
+def test_a_cache_goes_the_whole_way_through_a_store(
+    world: World, command: Command, store: str, codec: str
+) -> None:
+    cache, elsewhere = world.root / "cache", world.root / "elsewhere"
+    expected = world.dump(codec=codec)
+    code, out, err = command("push", cache, store, "--json")
+    assert code == 0, err
+    url = json.loads(out)["url"]
+    assert url == f"{store}/teacher-corpus.txt-{codec}-{expected.manifest.fingerprint[:12]}"
+
+    code, out, _ = command("ls", store, "--json")
+    (listed,) = json.loads(out)["caches"]
+    assert (code, listed["url"], listed["problem"]) == (0, url, None)
+    assert listed["fingerprint"] == expected.manifest.fingerprint
+    assert listed["tokens"] == expected.manifest.num_tokens
+    assert "KL(stored, teacher)" in command("ls", store)[1]
+
+    code, out, err = command("pull", url, "--out", elsewhere)
+    assert code == 0, err
+    assert "6 copied, 0 were there" in out
+    assert manifest_of(elsewhere) == manifest_of(cache)
+    assert arrays_of(elsewhere) == arrays_of(cache)
+    assert (elsewhere / "README.md").read_bytes() == (cache / "README.md").read_bytes()
+    assert command("verify", "--full", elsewhere)[0] == 0
+    assert "0 copied, 6 were there" in command("pull", url, "--out", elsewhere)[1]
+    assert "0 copied, 6 were there" in command("push", cache, store)[1]
+
+    offline = train(train_settings(steps=4), cache, world.root / "local", world.home)
+    remote = train(train_settings(steps=4), url, world.root / "remote", world.home)
+    for arch, found in weights(remote).items():
+        assert_same(found, weights(offline)[arch])
+
+
+def test_a_url_is_read_within_its_bound_on_this_machine(world: World, store: str) -> None:
+    expected = open_cache(world.dump(codec="dense").path)
+    url = pushed(world, store)
+    sizes = [sum(file.size for file in record.files.values()) for record in expected.reader.records.values()]
+    cache = open_cache(url, world.home, local_bytes=2 * max(sizes))
+    for number in range(len(expected)):
+        torch.testing.assert_close(cache[number].relation("value"), expected[number].relation("value"))
+        kept = [file for file in cache.reader.root.rglob("c/*") if file.is_file()]
+        kept += [file for file in cache.reader.root.rglob("c/**/0") if file.is_file()]
+        assert sum(file.stat().st_size for file in set(kept)) <= 2 * max(sizes)
+    assert kept
+    again = open_cache(url, world.home, local_bytes=2 * max(sizes))
+    assert torch.equal(again[0].input_ids, expected[0].input_ids)
+
+
+def test_what_is_kept_of_a_url_is_checked_each_time(world: World, store: str) -> None:
+    world.dump()
+    url = pushed(world, store)
+    cache = open_cache(url, world.home)
+    expected = cache[0].relation("attention")
+    file = cache.reader.root / "relations/attention/weight/c/0/0/0"
+    file.write_bytes(b"x" * file.stat().st_size)
+
+    assert torch.equal(open_cache(url, world.home)[0].relation("attention"), expected)
+
+
+@pytest.mark.parametrize("period", [2, 5])
+def test_a_bad_network_changes_nothing(
+    world: World, store: str, server: str, period: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are refused with 503, dropped, or answered by half."""
+    world.dump()
+    between = Between(server, period)
+    with between.serving() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        url = pushed(world, f"{store}/{period}")
+        pull(url, world.root / "elsewhere", Silent(), never_stop)
+
+    assert between.num_failed >= between.num_requests // period > 5
+    assert arrays_of(world.root / "elsewhere") == arrays_of(world.root / "cache")
+
+
+def test_a_push_that_is_cut_off_is_no_cache_and_goes_on(world: World, store: str) -> None:
+    cache = world.dump().path
+    with pytest.raises(InterruptedRunError, match="is kept"):
+        push(cache, store, Silent(), stop_after(2))
+    manifest = manifest_of(cache)
+    url = f"{store}/{cache_name(manifest.labels, manifest.identity)}"
+    assert catalogue(store) == []
+    with pytest.raises(CacheNotFoundError, match=r"no cache at .* `minilm-cache ls` shows it"):
+        pull(url, world.root / "elsewhere", Silent(), never_stop)
+    done = push(cache, store, Silent(), never_stop)
+
+    assert done.shards_kept == 2
+    assert done.shards_copied == 4
+    assert pull(url, world.root / "elsewhere", Silent(), never_stop).shards_copied == 6
+
+
+def test_a_pull_that_is_cut_off_is_no_cache_and_goes_on(world: World, store: str) -> None:
+    world.dump()
+    url = pushed(world, store)
+    out = world.root / "elsewhere"
+    with pytest.raises(InterruptedRunError, match="is kept"):
+        pull(url, out, Silent(), stop_after(6 + 3))
+    assert not out.exists()
+    done = pull(url, out, Silent(), never_stop)
+
+    assert (done.shards_kept, done.shards_copied) == (3, 3)
+    assert arrays_of(out) == arrays_of(world.root / "cache")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["relations/value/gap/c/3/0/0", "sequences/part-00002.parquet", "teacher/tokenizer.json", "zarr.json"],
+)
+def test_what_was_damaged_in_the_store_is_never_taken(
+    world: World, server: str, store: str, path: str
+) -> None:
+    cache = world.dump().path
+    url = pushed(world, store)
+    content = (cache / path).read_bytes()
+    for damaged in (content[:-1], bytes([content[0] ^ 1]) + content[1:], content + b"x", b""):
+        tamper(server, f"{url}/{path}", damaged)
+        with pytest.raises(CacheCorruptError, match=path):
+            pull(url, world.root / "elsewhere", Silent(), never_stop)
+        assert not (world.root / "elsewhere").exists()
+    tamper(server, f"{url}/{path}", None)
+    with pytest.raises(CacheNotFoundError, match=path):
+        pull(url, world.root / "elsewhere", Silent(), never_stop)
+    tamper(server, f"{url}/{path}", content)
+
+    assert pull(url, world.root / "elsewhere", Silent(), never_stop).manifest.complete
+
+
+def test_a_damaged_cache_is_not_pushed(world: World, store: str) -> None:
+    cache = world.dump().path
+    file = cache / "relations/value/gap/c/3/0/0"
+    file.write_bytes(b"x" * file.stat().st_size)
+    with pytest.raises(CacheCorruptError, match="its bytes are not those committed"):
+        pushed(world, store)
+    assert catalogue(store) == []
+
+
+def test_records_and_manifests_that_lie_are_refused(world: World, server: str, store: str) -> None:
+    cache = world.dump().path
+    url = pushed(world, store)
+    record = json.loads((cache / commit_path(1)).read_text())
+    size = record["files"]["tokens/c/1"]["size"]
+    for old, new, says in [
+        (
+            f'"size": {size},',
+            f'"size": {2**39},',
+            "claims 549755813888 bytes, more than its shard decodes to",
+        ),
+        ('"shard": 1,', '"shard": 2,', "is the record of another cache or shard"),
+        ("tokens/c/1", "../../outside", "commits/00001.json"),
+    ]:
+        content = (cache / commit_path(1)).read_text()
+        assert old in content
+        tamper(server, f"{url}/{commit_path(1)}", content.replace(old, new).encode())
+        with pytest.raises(CacheCorruptError, match=says):
+            pull(url, world.root / "elsewhere", Silent(), never_stop)
+    tamper(server, f"{url}/manifest.json", b"{}")
+    (entry,) = catalogue(store)
+    assert entry.problem is not None
+    assert not (world.root / "outside").exists()
+
+
+def test_credentials_that_are_refused_are_one_line_without_them(
+    world: World, command: Command, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.dump()
+    with Refusing().serving() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        for arguments in (
+            ("push", world.root / "cache", store),
+            ("ls", store),
+            ("pull", f"{store}/x"),
+            ("train", f"{store}/x", "--arch", "1x32"),
+        ):
+            line = command.fails(*arguments, code=1, says="Check the credentials that the environment holds")
+            assert not any(secret in line for secret in ("key-of-the-test", "secret-of-the-test"))
+
+
+def test_a_store_that_does_not_answer_is_one_line(
+    world: World, command: Command, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    command.fails("ls", store, code=1, says=(f"cannot read {store}", "Check the URL and the network"))
+    command.fails(
+        "ls", "gopher://x/y", code=2, says=("cannot open gopher://x/y", "s3://, gs://, az:// or hf://")
+    )
+
+
+def test_equal_fingerprints_are_pulled_instead_of_dumped(
+    world: World, command: Command, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = world.dump(batch_size=32)
+    monkeypatch.setenv("MINILM_CACHE_STORE", store)
+    code, _, err = command(*dump_arguments(world, "--max-tokens", 512, "--out", world.root / "other"))
+    assert code == 0
+    assert f"this cache is not in {store}" in err
+    pushed(world, store)
+    monkeypatch.setattr(Teacher, "signals", None)  # whoever runs the teacher now fails
+    monkeypatch.setattr(Teacher, "check_length", lambda *_: None)
+    code, out, err = command(*dump_arguments(world, "--out", world.root / "mine", "--json"))
+
+    assert code == 0, err
+    assert "to be pulled from" in err
+    assert json.loads(out)["shards_written"] == 0
+    assert arrays_of(world.root / "mine") == arrays_of(expected.path)
+
+
+def test_dumps_of_one_fingerprint_are_not_mixed_in_a_store(world: World, store: str) -> None:
+    with pytest.raises(InterruptedRunError):
+        push(world.dump("one").path, store, Silent(), stop_after(2))
+    other = world.dump("other").path
+    with pytest.raises(IdentityMismatchError, match="shards of another dump of the same fingerprint"):
+        push(other, store, Silent(), never_stop)
+
+
+def test_folders_are_stores_and_destinations_are_not_overwritten(world: World, command: Command) -> None:
+    world.dump()
+    shared = world.root / "shared"
+    url = pushed(world, str(shared))
+    assert [entry.url for entry in catalogue(str(shared))] == [url]
+    assert [entry.url for entry in catalogue(url)] == [url]
+    assert catalogue(str(world.root / "nothing")) == []
+    (world.root / "mine").mkdir()
+    (world.root / "mine/notes.txt").write_text("keep me")
+    with pytest.raises(IdentityMismatchError, match="is not empty and is no cache"):
+        pull(url, world.root / "mine", Silent(), never_stop)
+    other = world.dump("other", max_tokens=512).path
+    with pytest.raises(IdentityMismatchError, match="holds another cache"):
+        pull(url, other, Silent(), never_stop)
+    assert "teacher-corpus.txt-topk" in command("ls", shared)[1]
+    assert command("ls")[0] == 0
+
+
+def test_a_file_that_is_too_long_is_not_fetched(tmp_path: Path) -> None:
+    (tmp_path / "long").write_bytes(b"x" * 100)
+    with pytest.raises(CacheCorruptError, match="longer than the 99 bytes"):
+        open_store(str(tmp_path)).read("long", 99)
+    assert open_store(str(tmp_path)).read("long", 100) == b"x" * 100
+    with pytest.raises(StorageError, match="cannot read"):
+        open_store(str(tmp_path)).read("", 99)
+    with pytest.raises(InvalidConfigError):
+        open_store("nothing://x")
