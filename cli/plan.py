@@ -33,7 +33,7 @@ def plan(  # noqa: PLR0913 - one parameter for each option
         list[float] | None, typer.Option(help="For vectors; repeat [default: 0.02, 0.015, 0.005]")
     ] = None,
     layers: Annotated[
-        str, typer.Option(help="last, all, or numbers from 0 on like 2,5,8, for vectors")
+        str, typer.Option(help="last, all, or numbers from 0 on like 2,5,8; several for vectors only")
     ] = "last",
     dense: Annotated[bool, typer.Option(help="Look at the exact reference, too")] = True,
     packing: Annotated[str, typer.Option(help="packed or records")] = "packed",
@@ -55,13 +55,17 @@ def plan(  # noqa: PLR0913 - one parameter for each option
     """
     from minilm_cache.dump.plan import plan as run_plan  # noqa: PLC0415 - importing it takes seconds
 
+    asked = make_config(DumpConfig, teacher=teacher, codec="vectors", layers=layers).layers
+    # Only vectors store several layers: the others are then measured on the last one.
+    one = "last" if asked == "all" or len(asked) > 1 else asked
     settings: list[dict[str, Any]] = [
-        {"codec": "topk", "k": number} for number in k or sorted({min(n, max_length) for n in DEFAULT_KS})
+        {"codec": "topk", "k": number, "layers": one}
+        for number in k or sorted({min(n, max_length) for n in DEFAULT_KS})
     ]
     settings += [
         {"codec": "vectors", "max_kl": bound, "layers": layers} for bound in max_kl or DEFAULT_MAX_KLS
     ]
-    settings += [{"codec": "dense"}] if dense else []
+    settings += [{"codec": "dense", "layers": one}] if dense else []
     configs = [
         make_config(
             DumpConfig,
@@ -123,10 +127,11 @@ def _document(found: "Plan", best: "PlannedSetting | None") -> dict[str, object]
 def _print_plan(found: "Plan") -> None:
     print_table(
         f"{found.num_tokens:,} tokens, from a sample of {found.sample_tokens:,}",
-        ["codec", "B/token", "all files", "KL(teacher, stored)", "dump", "pays from"],
+        ["codec", "layers", "B/token", "all files", "KL(teacher, stored)", "dump", "pays from"],
         [
             [
                 setting.words,
+                ", ".join(str(one.layer) for one in setting.fidelity),
                 f"{setting.bytes_per_token:.1f}",
                 f"{setting.total_bytes / 1e6:,.1f} MB",
                 _kls(setting.fidelity),

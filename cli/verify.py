@@ -22,13 +22,13 @@ def verify(
 
     Example: minilm-cache verify --full notes.cache
     """
-    from minilm_cache.cache import check_rows  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.cache import row_checker  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.store.verify import verify as run_verify  # noqa: PLC0415 - likewise
 
     with TerminalProgress().shown() as progress:
         path = chosen_cache(cache, progress)
         verdict = run_verify(
-            path, full=full, num_threads=os.cpu_count() or 1, progress=progress, check_rows=check_rows
+            path, full=full, num_threads=os.cpu_count() or 1, progress=progress, check_rows=row_checker
         )
     if json:
         print_json({"cache": str(path), "full": full, **asdict(verdict)})

@@ -1,6 +1,7 @@
 """A cache as people use it: sequences with their ids and relations. See `open_cache`."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -117,13 +118,17 @@ class CachedSequence:
         return codec.decode(rows, [chosen], lengths)[chosen]
 
 
-def check_rows(reader: CacheReader, shard: Shard) -> None:
-    """Look at every stored row of a shard.
+def row_checker(reader: CacheReader) -> Callable[[Shard], None]:
+    """Return what looks at a shard's rows, and raises CacheCorruptError for those that no codec writes.
 
     Raises:
-        CacheCorruptError: rows that the codec never writes.
+        CacheCorruptError: the codecs' own arrays are damaged.
     """
     cache = Cache(reader)
+    return lambda shard: _check_rows(cache, shard)
+
+
+def _check_rows(cache: Cache, shard: Shard) -> None:
     for codec in cache.codecs.values():
         if isinstance(codec, VectorsCodec):
             codec.check(torch.from_numpy(shard.rows[codec.codes_path].astype(np.int16)))

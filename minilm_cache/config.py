@@ -1,11 +1,13 @@
 """Settings of the two stages: frozen, validated once, units beside each field."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.storage_schema.manifest import MAX_LAYERS
 
 Settings = TypeVar("Settings", bound="FrozenSettings")
 
@@ -40,7 +42,7 @@ class DumpConfig(FrozenSettings):
     """Of codec `topk`; none: pps."""
     tail: Literal["uniform", "renormalise"] | None = None
     """For select=largest; none: uniform."""
-    layers: Literal["last", "all"] | tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = "last"
+    layers: Literal["last", "all"] | tuple[int, ...] = "last"
     """Layers to tap, counted from 0; several only with codec `vectors`."""
     max_kl: Annotated[float, Field(gt=0, le=1)] | None = None
     """Mean KL of each relation that codec `vectors` may have, nats; none: 0.015."""
@@ -61,13 +63,17 @@ class DumpConfig(FrozenSettings):
     @field_validator("layers", mode="before")
     @classmethod
     def _list_of_layers(cls, value: object) -> object:
-        """Read `2,5,8`."""
-        if not isinstance(value, str) or value in ("last", "all"):
+        """Read `2,5,8`, and put layers in order."""
+        if value in ("last", "all"):
             return value
-        numbers = [part.strip() for part in value.split(",")]
-        if not all(number.isdecimal() for number in numbers) or len(set(numbers)) < len(numbers):
+        parts = value.split(",") if isinstance(value, str) else value
+        numbers = [str(part).strip() for part in parts] if isinstance(parts, Sequence) else []
+        if not all(number.isdecimal() and int(number) < MAX_LAYERS for number in numbers):
+            numbers = []
+        if not numbers or len(set(map(int, numbers))) < len(numbers):
             raise ValueError(
-                "give last, all, or different numbers from 0 on with commas between them, like 2,5,8"
+                f"give last, all, or different numbers from 0 to {MAX_LAYERS - 1} with commas between them, "
+                "like 2,5,8"
             )
         return tuple(sorted(map(int, numbers)))
 

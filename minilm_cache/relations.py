@@ -70,7 +70,7 @@ RowTargets = DenseRows | SparseRows
 
 
 class TeacherSignal:
-    """What a teacher says of a padded batch: its last layer's vectors, and relations when asked for."""
+    """What a layer of a teacher says of a padded batch: its vectors, and relations when asked for."""
 
     def __init__(self, vectors: Vectors, lengths: Int[Tensor, " batch"]) -> None:
         """Wrap a layer's vectors."""

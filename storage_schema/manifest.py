@@ -7,11 +7,11 @@ hashed into the fingerprint.
 
 import hashlib
 import json
-import re
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from minilm_cache.storage_schema.versions import FORMAT_VERSION
 
@@ -20,6 +20,7 @@ MAX_RECORD_BYTES: Final = 64 * 2**10
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
 RelativePath = Annotated[
     str, Field(max_length=128, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$")
@@ -27,9 +28,7 @@ RelativePath = Annotated[
 """A path below the cache's root: no `..`, no leading slash, no hidden names, no backslash."""
 
 VECTORS_FOLDER: Final = "vectors"
-_SMALL_CHUNK: Final = re.compile(
-    rf"^{VECTORS_FOLDER}/\d{{1,4}}/((basis|analysis)/c/0/0|(step|gain|mean)/c/0)$"
-)
+_SMALL_CHUNKS: Final = ("basis/c/0/0", "step/c/0", "analysis/c/0/0", "gain/c/0", "mean/c/0")
 TEACHER_FOLDER: Final = "teacher"
 TEACHER_CONFIG: Final = "teacher/config.json"
 TOKENIZER_FILES: Final = (
@@ -50,7 +49,7 @@ MAX_TOKENS: Final = 2**44
 
 
 class RelationKind(StrEnum):
-    """Which relation of the last layer (MiniLM, Wang et al. 2020, section 3)."""
+    """Which relation of a layer (MiniLM, Wang et al. 2020, section 3)."""
 
     ATTENTION = "attention"
     """softmax(Q K^T / sqrt(d_k)), eq. 3."""
@@ -208,14 +207,19 @@ class Fidelity(StoredModel):
     Means over relation heads and valid rows, in nats.
     """
 
-    kl_teacher_to_stored: float | None
+    kl_teacher_to_stored: Finite | None
     """KL(teacher || stored); none where it is infinite: a sparse row leaves out what the teacher has."""
-    kl_stored_to_teacher: float
+    kl_stored_to_teacher: Finite
     """KL(stored || teacher)."""
-    mass_kept: float
+    mass_kept: Finite
     """Teacher's probability on the stored columns."""
-    cross_entropy_bias: float
+    cross_entropy_bias: Finite
     """Mean of sum_j (stored_j - teacher_j) log teacher_j: 0 in expectation where the codec is unbiased."""
+
+
+def _require_both(relations: Collection[RelationKind]) -> None:
+    if set(relations) != {RelationKind.ATTENTION, RelationKind.VALUE}:
+        raise ValueError("figures are not of attention and value relation")
 
 
 class LayerFidelity(StoredModel):
@@ -223,6 +227,12 @@ class LayerFidelity(StoredModel):
 
     layer: int = Field(ge=0, lt=1024)
     relations: dict[RelationKind, Fidelity]
+    """Of attention and of value relation."""
+
+    @model_validator(mode="after")
+    def _covers_both_relations(self) -> "LayerFidelity":
+        _require_both(self.relations)
+        return self
 
 
 class Measured(StoredModel):
@@ -245,12 +255,17 @@ class LayerCalibration(StoredModel):
     components: int = Field(ge=1, le=2**18)
     """Codes of a token."""
     head_size: int = Field(ge=1, le=2**16)
-    scaling: float = Field(gt=0, allow_inf_nan=False)
+    scaling: float = Field(gt=0, le=2**20)
     """Factor on query-key products."""
     window: int | None = Field(ge=0, le=2**16)
     """Positions to each side that the teacher's attention sees; none: all."""
-    kl: dict[RelationKind, float]
-    """Mean KL(teacher || stored) on the checked sequences, nats."""
+    kl: dict[RelationKind, Annotated[float, Field(ge=0, le=1)]]
+    """Mean KL(teacher || stored) of attention and of value relation on the checked sequences, nats."""
+
+    @model_validator(mode="after")
+    def _covers_both_relations(self) -> "LayerCalibration":
+        _require_both(self.kl)
+        return self
 
 
 class Calibration(StoredModel):
@@ -323,18 +338,18 @@ class CacheManifest(StoredModel):
             raise ValueError("`measured` goes with complete=true, and only with it")
         return self
 
-    @field_validator("files")
-    @classmethod
-    def _names_no_other_file(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
+    @model_validator(mode="after")
+    def _names_no_other_file(self) -> "CacheManifest":
         known = {TEACHER_CONFIG, *(f"{TEACHER_FOLDER}/{name}" for name in TOKENIZER_FILES)}
+        if self.calibration is not None:
+            folders = [f"{VECTORS_FOLDER}/{layer}" for layer in self.identity.layers]
+            known |= {f"{folder}/{chunk}" for folder in folders for chunk in _SMALL_CHUNKS}
         unknown = [
-            path
-            for path in files
-            if path not in known and not _SMALL_CHUNK.match(path) and path.rsplit("/", 1)[-1] != "zarr.json"
+            path for path in self.files if path not in known and path.rsplit("/", 1)[-1] != "zarr.json"
         ]
         if unknown:
             raise ValueError(f"{unknown[0]} is no file of the format")
-        return files
+        return self
 
     @model_validator(mode="after")
     def _calibration_goes_with_vectors(self) -> "CacheManifest":
@@ -342,17 +357,19 @@ class CacheManifest(StoredModel):
             raise ValueError("`calibration` goes with codec `vectors`, and only with it")
         if self.calibration is not None and isinstance(self.identity.codec, VectorsParameters):
             if tuple(one.layer for one in self.calibration.layers) != self.identity.layers:
-                raise ValueError("the calibration is not one of the tapped layers")
-            worst = max((kl for one in self.calibration.layers for kl in one.kl.values()), default=0.0)
-            if not worst <= self.identity.codec.max_kl:
+                raise ValueError("calibration.layers names other layers than identity.layers")
+            worst = max(kl for one in self.calibration.layers for kl in one.kl.values())
+            if worst > self.identity.codec.max_kl:
                 raise ValueError("the calibration does not keep to the codec's max_kl")
+            if self.calibration.num_fitted + self.calibration.num_checked > self.num_train:
+                raise ValueError("the calibration used sequences that are held out")
         return self
 
     @model_validator(mode="after")
     def _fidelity_is_of_the_layers(self) -> "CacheManifest":
         found = self.identity.layers if self.measured is None else [x.layer for x in self.measured.fidelity]
         if list(found) != list(self.identity.layers):
-            raise ValueError("the fidelity is not one of the tapped layers")
+            raise ValueError("measured.fidelity names other layers than identity.layers")
         return self
 
     @property

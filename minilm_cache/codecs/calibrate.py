@@ -53,7 +53,7 @@ def calibrate(
     check: Sequence[TeacherSignal],
     max_kl: float,
     *,
-    layer: int = 0,
+    layer: int,
     longest: TeacherSignal | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> Fitted:
@@ -255,7 +255,7 @@ def measured_kl(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> dict[R
             tiny = torch.finfo(torch.float32).tiny
             kl = (teacher * (teacher.clamp(min=tiny).log() - found.clamp(min=tiny).log())).sum(-1)
             sums[kind] += float((kl * valid).sum())
-    return {kind: total / rows for kind, total in sums.items()}
+    return {kind: max(total / rows, 0.0) for kind, total in sums.items()}
 
 
 def _bits(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> float:

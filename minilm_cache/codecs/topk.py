@@ -1,13 +1,13 @@
 """Codec `topk`: k entries per row and relation.
 
-`select=pps` (default) is systematic sampling with probability proportional to size. Solve tau from
-sum_j min(1, p_j / tau) = k. Entries with p_j >= tau are kept with their own weight, the other slots are
-drawn systematically, in the order of columns, with equal weight. Two things differ from the textbook so
-that the draw stays exactly unbiased after its weights are rounded to one byte: kept weights are rounded
-down, and what rounding leaves of them stays in the pool that the equal slots are drawn from. So every row
-has exactly k entries, its weights sum to 1, and its expectation is the teacher's row, as decoded from
-bytes; the price is that a slot now and then falls on a kept column (one row in eight at length 128), which
-then comes twice.
+`select=pps` (default) is systematic sampling with probability proportional to size. In the textbook, tau
+solves sum_j min(1, p_j / tau) = k; entries with p_j >= tau are kept with their own weight, the other slots
+are drawn systematically, in the order of columns, with equal weight. Three things differ. The threshold is
+one step towards tau, which needs no sorting (`_least_kept`). Kept weights are rounded down to one byte, and
+what rounding leaves of them stays in the pool that the equal slots are drawn from. So the draw is exactly
+unbiased: every row has k entries, its weights sum to 1, and its expectation is the teacher's row, as decoded
+from bytes. The price is that a slot may fall on a kept column, which then comes more than once (in one row of
+eight at length 128).
 Prior work: priority sampling (Duffield, Lund, Thorup 2007) and Sparse Logit Sampling (ACL 2025,
 arXiv 2503.16870), which draws with replacement.
 

@@ -13,17 +13,18 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from minilm_cache.codecs.calibrate import split_sample
 from minilm_cache.config import DumpConfig
 from minilm_cache.device import choose_device
-from minilm_cache.dump.audit import pad
+from minilm_cache.dump.audit import MAX_SEQUENCES, pad
 from minilm_cache.dump.corpus import load_corpus
-from minilm_cache.dump.manifest import codec_parameters
+from minilm_cache.dump.manifest import CALIBRATION_TOKENS, codec_parameters
 from minilm_cache.dump.run import dump
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher, locate_teacher
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop, Silent
-from minilm_cache.storage_schema.manifest import CodecParameters, LayerFidelity, Packing
+from minilm_cache.storage_schema.manifest import CacheManifest, CodecParameters, LayerFidelity, Packing
 
 LEAST_SEQUENCES = 16
 """Of a sample, at full length: enough to fit codec `vectors`, check it, and hold something out."""
@@ -106,7 +107,8 @@ def plan(
         MiniLMCacheError: see `minilm_cache.errors`.
     """
     first = configs[0]
-    teacher = Teacher(locate_teacher(first.teacher, first.revision), choose_device(first.device))
+    layers = next((config.layers for config in configs if config.layers != "last"), "last")
+    teacher = Teacher(locate_teacher(first.teacher, first.revision), choose_device(first.device), layers)
     corpus = load_corpus(first.corpus, first.text_column)
     packing = Packing(
         mode=first.packing, max_length=first.max_length, max_tokens=first.max_tokens, seed=first.seed
@@ -119,7 +121,7 @@ def plan(
     settings = []
     for config in configs:
         progress.note(f"sampling {codec_words(codec_parameters(config))}")
-        settings.append(_measure(config, sample, num_tokens, rate, progress, should_stop))
+        settings.append(_measure(config, sample, sequences, rate, progress, should_stop))
     return Plan(
         num_tokens=num_tokens, sample_tokens=sample, teacher_tokens_per_s=rate, settings=tuple(settings)
     )
@@ -128,7 +130,7 @@ def plan(
 def _measure(
     config: DumpConfig,
     sample: int,
-    num_tokens: int,
+    sequences: SequenceTable,
     teacher_rate: float,
     progress: Progress,
     should_stop: ShouldStop,
@@ -150,10 +152,9 @@ def _measure(
     measured = manifest.measured
     assert measured is not None
     beside = whole - measured.total_bytes
+    num_tokens = int(sequences.lengths.sum())
     rate = manifest.num_tokens / clock.seconds["dump"]
-    # Fitting the codec and measuring fidelity take as long whatever the corpus.
-    fixed = clock.seconds["measure fidelity"] + clock.seconds.get("calibrate", 0.0)
-    dump_s = num_tokens / rate + fixed
+    dump_s = num_tokens / rate + _fixed_s(manifest, clock, sequences)
     return PlannedSetting(
         codec=manifest.identity.codec,
         bytes_per_token=measured.bytes_per_token,
@@ -164,6 +165,20 @@ def _measure(
         # n epochs online run the teacher n times; offline they cost one dump. One epoch never pays.
         break_even_epochs=max(2, math.floor(dump_s * teacher_rate / num_tokens) + 1),
     )
+
+
+def _fixed_s(manifest: CacheManifest, clock: "_Clock", sequences: SequenceTable) -> float:
+    """Return the seconds of measuring fidelity and fitting the codec, for the whole corpus."""
+    assert manifest.measured is not None
+    audited = min(max(sequences.num_held_out, 1), MAX_SEQUENCES)
+    seconds = clock.seconds["measure fidelity"] * audited / manifest.measured.fidelity_sequences
+    if manifest.calibration is None:
+        return seconds
+    num_train = len(sequences.lengths) - sequences.num_held_out
+    wanted = math.ceil(CALIBRATION_TOKENS / float(sequences.lengths.mean()))
+    fit, check = split_sample(num_train, wanted)
+    used = manifest.calibration.num_fitted + manifest.calibration.num_checked
+    return seconds + clock.seconds["calibrate"] * (len(fit) + len(check)) / used
 
 
 class _Clock(Silent):

@@ -29,6 +29,7 @@ from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.fingerprint import sha256_file, sha256_files, sha256_json
 from minilm_cache.relations import TeacherSignal
 from minilm_cache.storage_schema.manifest import (
+    MAX_LAYERS,
     TEACHER_CONFIG,
     TEACHER_FOLDER,
     TOKENIZER_FILES,
@@ -143,6 +144,10 @@ class Teacher:
         return self._tapped.model
 
     def _layer_numbers(self, layers: str | Sequence[int], num_layers: int) -> tuple[int, ...]:
+        if layers == "all" and num_layers > MAX_LAYERS:
+            raise InvalidConfigError(
+                f"--layers all: teacher {self.name} has {num_layers}, and a cache holds {MAX_LAYERS} at most."
+            )
         if isinstance(layers, str):
             return tuple(range(num_layers)) if layers == "all" else (num_layers - 1,)
         if max(layers) >= num_layers:

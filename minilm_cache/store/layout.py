@@ -18,6 +18,7 @@ CREATE_LOCK: Final = "locks/create.lock"
 MAX_SHARD_BYTES: Final = 2**32
 """Decoded; readers take whole shards into memory."""
 _GOOD_SHARD_BYTES: Final = 2**28
+_MAX_WRITTEN_BYTES: Final = 2**31
 
 
 def cache_name(labels: Labels, identity: CacheIdentity) -> str:
@@ -80,10 +81,14 @@ def shard_bytes(identity: CacheIdentity, calibration: Calibration | None, shard_
 
 
 def default_shard_tokens(identity: CacheIdentity, calibration: Calibration | None) -> int:
-    """Return rows per shard: 2**18, or fewer where a shard would decode to more than 256 MiB."""
+    """Return rows per shard: 2**18, or fewer where a layer of a shard would decode to more than 256 MiB.
+
+    A student reads one layer, a writer holds all of them: together they stay below 2 GiB.
+    """
     tokens = 2**18
     least = 2 * identity.packing.max_length
-    while tokens >= least and shard_bytes(identity, calibration, tokens) > _GOOD_SHARD_BYTES:
+    most = min(_GOOD_SHARD_BYTES * len(identity.layers), _MAX_WRITTEN_BYTES)
+    while tokens >= least and shard_bytes(identity, calibration, tokens) > most:
         tokens //= 2
     return tokens
 

@@ -19,7 +19,8 @@ from minilm_cache.storage_schema.manifest import CacheManifest, FileDigest
 from minilm_cache.store.layout import MANIFEST, below, commit_path
 from minilm_cache.store.reader import CacheReader, Shard, read_checked, read_manifest, read_record
 
-CheckRows = Callable[[CacheReader, Shard], None]
+CheckRows = Callable[[CacheReader], Callable[[Shard], None]]
+"""Makes, of a reader, what looks at the rows of its shards."""
 
 _Listed = tuple[str, int | None, FileDigest]
 """Path below the root, shard (none: outside the shards), what was committed."""
@@ -117,6 +118,7 @@ def _content_damage(root: Path, progress: Progress, check_rows: CheckRows) -> It
     """Yield what is wrong inside files that have the committed bytes: a record may lie."""
     try:
         reader = CacheReader(root, partial=True)
+        check_shard = check_rows(reader)
     except CacheCorruptError as error:
         yield Damage(path=MANIFEST, shard=None, reason=str(error))
         return
@@ -124,7 +126,7 @@ def _content_damage(root: Path, progress: Progress, check_rows: CheckRows) -> It
     for number, record in reader.records.items():
         try:
             shard = reader.shard(number)
-            check_rows(reader, shard)
+            check_shard(shard)
             tokens = np.ascontiguousarray(shard.rows["tokens"])
         except CacheCorruptError as error:
             yield Damage(path=commit_path(number), shard=number, reason=str(error))

@@ -280,7 +280,9 @@ class CacheWriter:
 def _prepare(root: Path) -> None:
     """Make the folder of a new cache; what interrupted and waiting processes leave in it is no hindrance."""
     locks = below(root, CREATE_LOCK).parent
-    if root.is_dir() and not is_vacant(root, beside=locks):
+    occupied = root.is_dir() and not is_vacant(root, beside=locks)
+    # Another rank may have begun meanwhile; the manifest is the first file it writes.
+    if occupied and not (root / MANIFEST).exists():
         raise IdentityMismatchError(f"{root} is not empty and is no cache. Choose another --out.")
     root.mkdir(parents=True, exist_ok=True)
 

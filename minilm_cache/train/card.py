@@ -44,7 +44,8 @@ def student_card(manifest: CacheManifest, identity: RunIdentity, record: Student
         f"# {record.arch}, distilled from {manifest.labels.teacher}",
         "",
         f"A student of {record.num_parameters:,} parameters ({record.arch}), distilled offline with",
-        f"minilm-cache (objective `{identity.objective}`) from layer {identity.teacher_layer} of a teacher.",
+        f"minilm-cache (objective `{identity.objective}`) from layer {identity.teacher_layer} of a teacher",
+        "(counted from 0).",
         "",
         f"- teacher: {manifest.labels.teacher} ({teacher.model_type}, {teacher.num_layers} layers, hidden "
         f"{teacher.hidden_size}, weights SHA-256 `{teacher.weights_sha256}`)",

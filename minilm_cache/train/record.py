@@ -28,7 +28,7 @@ class RunIdentity(_Record):
     arch: tuple[str, ...]
     objective: str
     relation_heads: int | None
-    teacher_layer: int | None
+    teacher_layer: int
     steps: int
     batch_size: int
     lr: float
@@ -40,7 +40,7 @@ class RunIdentity(_Record):
     """Of the cache: the order of sequences depends on it."""
 
     @classmethod
-    def of(cls, config: TrainConfig, manifest: CacheManifest, layer: int | None, steps: int) -> "RunIdentity":
+    def of(cls, config: TrainConfig, manifest: CacheManifest, layer: int, steps: int) -> "RunIdentity":
         """Return the identity of a run with these settings on this cache."""
         shared = {
             name: getattr(config, name) for name in cls.model_fields if name in TrainConfig.model_fields

@@ -90,7 +90,8 @@ def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a th
     heads = manifest.identity.relation_heads
     shapes = [parse_arch(arch, heads, objective.wanted.relation_heads) for arch in config.arch]
     steps = num_steps(config, manifest)
-    identity = RunIdentity.of(config, manifest, objective.wanted.layer, steps)
+    layer = cache.layers[-1] if config.teacher_layer is None else config.teacher_layer
+    identity = RunIdentity.of(config, manifest, layer, steps)
     path = out or home / "runs" / identity.name()
     if not resume and path.exists():
         raise IdentityMismatchError(
@@ -99,7 +100,7 @@ def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a th
     found = read_record(path, identity)
     progress.note(
         f"run {path}: {', '.join(config.arch)}, {steps} steps, objective {config.objective}, "
-        f"layer {objective.wanted.layer} of the teacher"
+        f"layer {layer} of the teacher, counted from 0"
     )
     if found is not None and found.complete:
         progress.note("this run is already complete: nothing to do")

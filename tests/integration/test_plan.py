@@ -46,8 +46,20 @@ def test_several_layers_are_planned(world: World, command: Command) -> None:
     code, out, err = command(*plan_arguments(world, "--no-dense", "--layers", "all", "--json"))
     assert code == 0, err
     settings = json.loads(out)["settings"]
-    assert [len(setting["fidelity"]) for setting in settings] == [1, 3, 3]
-    assert command(*plan_arguments(world, "--layers", "0,1"))[0] == 0
+    assert [[one["layer"] for one in setting["fidelity"]] for setting in settings] == [
+        [2],
+        [0, 1, 2],
+        [0, 1, 2],
+    ]
+
+
+def test_one_layer_is_planned_for_every_codec(world: World, command: Command) -> None:
+    code, out, err = command(*plan_arguments(world, "--layers", "0", "--json"))
+    assert code == 0, err
+    settings = json.loads(out)["settings"]
+    assert [[one["layer"] for one in setting["fidelity"]] for setting in settings] == [[0]] * 4
+    err = command.fails(*plan_arguments(world, "--layers", "9"), code=2, says="has layers 0 to 2")
+    assert "sampling" not in err
 
 
 def test_a_plan_chooses_the_best_setting_of_a_size(world: World, command: Command) -> None:

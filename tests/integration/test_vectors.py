@@ -1,5 +1,7 @@
 """Codec `vectors`: KL as asked, read with plain zarr and torch, for every family."""
 
+import hashlib
+import json
 import math
 import threading
 from collections.abc import Callable
@@ -30,6 +32,7 @@ from minilm_cache.storage_schema.manifest import (
     LayerCalibration,
     RelationKind,
 )
+from minilm_cache.store.shards import encode_pcodec_shard
 from minilm_cache.store.writer import creating
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.objective import choose_objective
@@ -183,6 +186,8 @@ def test_relations_of_any_one_layer_can_be_stored(world: World) -> None:
     [
         (("--layers", "9"), 2, "--layers 9: teacher teacher has layers 0 to 2. Choose among them."),
         (("--layers", "1,1", "--codec", "vectors"), 2, "--layers 1,1: give last, all, or different numbers"),
+        (("--layers", "2000"), 2, "--layers 2000: give last, all, or different numbers from 0 to 127"),
+        (("--layers", ","), 2, "--layers ,: give last, all, or different numbers"),
         (("--layers", "first"), 2, "--layers first: give last, all, or different numbers"),
         (("--layers", "0,1"), 2, "several --layers go with --codec vectors, not with topk"),
         (
@@ -197,6 +202,74 @@ def test_layers_that_make_no_sense(
     world: World, command: Command, options: tuple[str, ...], code: int, says: str
 ) -> None:
     command.fails(*dump_arguments(world, k=None), *options, code=code, says=says)
+
+
+def test_layers_are_put_in_order_however_they_are_given(world: World) -> None:
+    assert world.config(codec="vectors", layers=(2, 0)).layers == (0, 2)
+    assert world.config(codec="vectors", layers="2, 0").layers == (0, 2)
+    for nonsense in ((), (1, 1), (-1,), (1.5,), 3):
+        with pytest.raises(InvalidConfigError, match="give last, all, or different numbers"):
+            world.config(codec="vectors", layers=nonsense)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"identity": {"layers": [2, 0]}}, "layers do not ascend"),
+        ({"identity": {"layers": [0, 9]}}, "the teacher has no layer 9"),
+        ({"identity": {"codec": {"name": "dense"}, "relations": ["value"]}}, "stores several layers"),
+        ({"calibration": None}, "is no file of the format"),
+        ({"calibration": {"num_fitted": 2**40}}, "held out"),
+        ({"calibration": {"layers": {"reverse": 1}}}, "calibration.layers names other layers"),
+        ({"measured": {"fidelity": {"reverse": 1}}}, "measured.fidelity names other layers"),
+        ({"calibration": {"layers": {"kl": {"attention": 0.01}}}}, "not of attention and value relation"),
+        ({"calibration": {"layers": {"kl": {"attention": 0.01, "value": float("nan")}}}}, "manifest.json"),
+        (
+            {"calibration": {"layers": {"kl": {"attention": 0.01, "value": -1.0}}}},
+            "greater than or equal to 0",
+        ),
+        ({"calibration": {"layers": {"scaling": 1e300}}}, "less than or equal to"),
+        ({"files": {"vectors/0099/basis/c/0/0": None}}, "vectors/0099/basis/c/0/0 is no file of the format"),
+        ({"files": {"vectors/1/basis/c/0/0": None}}, "vectors/1/basis/c/0/0 is no file of the format"),
+    ],
+    ids=str,
+)
+def test_manifests_whose_layers_disagree_are_refused(
+    world: World, command: Command, change: dict[str, Any], says: str
+) -> None:
+    path = world.dump(codec="vectors", layers=(0, 2)).path
+    manifest = json.loads((path / "manifest.json").read_text())
+    _alter(manifest, change, next(iter(manifest["files"].values())))
+    identity = json.dumps(manifest["identity"], sort_keys=True, separators=(",", ":"))
+    manifest["fingerprint"] = hashlib.sha256(identity.encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    command.fails("info", path, code=1, says=says)
+
+
+def _alter(document: dict[str, Any], change: dict[str, Any], digest: dict[str, Any]) -> None:
+    """Change fields of a document; of a list its first entry, or its order."""
+    for name, value in change.items():
+        there: Any = document.get(name)
+        if isinstance(value, dict) and value == {"reverse": 1}:
+            document[name] = there[::-1]
+        elif isinstance(there, list) and isinstance(value, dict):
+            there[0].update(value)
+        elif isinstance(there, dict) and isinstance(value, dict) and "name" not in value:
+            _alter(there, value, digest)
+        else:
+            document[name] = digest if name.startswith("vectors/") else value
+
+
+def test_codes_that_are_none_are_found_in_every_layer(world: World, command: Command) -> None:
+    path = world.dump(codec="vectors", layers=(0, 2), shard_tokens=256).path
+    manifest = manifest_of(path)
+    assert manifest.calibration is not None
+    components = manifest.calibration.layers[0].components
+    spec = next(one for one in open_cache(path).reader.specs if one.path == codes_path(0))
+    poison = np.full((manifest.shards[1].num_tokens, components), spec.fill_value, dtype=np.int16)
+    content = encode_pcodec_shard(poison, spec, manifest.shard_tokens)
+    replace_in_shard(path, f"{codes_path(0)}/c/1/0", _always(content))
+    command.fails("verify", "--full", path, code=3, says="a stored token has no codes")
 
 
 def test_only_the_layer_asked_for_is_read(world: World) -> None:
@@ -287,6 +360,7 @@ def test_a_rank_waits_for_the_one_that_fits_the_codec(world: World) -> None:
     stop = threading.Event()
     with ThreadPoolExecutor() as threads:
         with creating(path, Silent(), stop.is_set):
+            assert not (path / "manifest.json").exists()
             later = world.config(codec="vectors", rank=1, world_size=2, batch_size=3)
             waiting = threads.submit(dump, later, path, world.home)
             given_up = threads.submit(dump, later, path, world.home, should_stop=lambda: True)
@@ -374,7 +448,7 @@ def signals(draw: st.DrawFn) -> list[TeacherSignal]:
 @given(signals())
 def test_any_vectors_can_be_coded(batches: list[TeacherSignal]) -> None:
     try:
-        fitted = calibrate(batches[:2], batches[2:], 0.02)
+        fitted = calibrate(batches[:2], batches[2:], 0.02, layer=0)
     except InvalidConfigError:  # outliers beyond what the codes reach: refused, not stored badly
         return
     assert max(fitted.kl.values()) <= 0.02
