@@ -8,7 +8,14 @@ import typer
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
 from minilm_cache.cli.info import fidelity_table
 from minilm_cache.cli.interrupt import stop_on_signal
-from minilm_cache.cli.options import DeviceOption, JsonOption, ResumeOption, home, quiet_libraries
+from minilm_cache.cli.options import (
+    DeviceOption,
+    JsonOption,
+    ResumeOption,
+    home,
+    quiet_libraries,
+    rank_and_world_size,
+)
 from minilm_cache.config import DumpConfig, make_config
 
 
@@ -53,8 +60,12 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per forward pass")] = 32,
     seed: Annotated[int, typer.Option(help="Of the order of documents and of the sample")] = 0,
-    rank: Annotated[int, typer.Option(help="Number of this process, of --world-size")] = 0,
-    world_size: Annotated[int, typer.Option(help="Processes that write this cache")] = 1,
+    rank: Annotated[
+        int | None, typer.Option(help="Number of this process [default: as torchrun or SLURM say]")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Processes that write this cache [default: likewise]")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Of a teacher from the hub")] = None,
     device: DeviceOption = None,
     cache_store: Annotated[
@@ -72,6 +83,7 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     """
     from minilm_cache.dump.run import dump as run_dump  # noqa: PLC0415 - importing it takes seconds
 
+    this_rank, all_ranks = rank_and_world_size(rank, world_size, TerminalProgress())
     config = make_config(
         DumpConfig,
         teacher=teacher,
@@ -89,8 +101,8 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         shard_tokens=shard_tokens,
         batch_size=batch_size,
         seed=seed,
-        rank=rank,
-        world_size=world_size,
+        rank=this_rank,
+        world_size=all_ranks,
         revision=revision,
         device=device,
     )

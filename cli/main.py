@@ -16,7 +16,7 @@ from minilm_cache.cli.demo import demo
 from minilm_cache.cli.dump import dump
 from minilm_cache.cli.info import info
 from minilm_cache.cli.plan import plan
-from minilm_cache.cli.share import ls, pull, push
+from minilm_cache.cli.share import ls, merge, pull, push
 from minilm_cache.cli.train import train
 from minilm_cache.cli.verify import verify
 from minilm_cache.errors import ErrorKind, InterruptedRunError, MiniLMCacheError
@@ -24,7 +24,7 @@ from minilm_cache.errors import ErrorKind, InterruptedRunError, MiniLMCacheError
 app = typer.Typer(
     name="minilm-cache", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
 )
-for command in (dump, train, info, verify, plan, push, pull, ls, demo):
+for command in (dump, train, info, verify, plan, push, pull, ls, merge, demo):
     app.command()(command)
 
 

@@ -7,9 +7,16 @@ from typing import Annotated
 import typer
 
 from minilm_cache.config import cache_home
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.progress import Progress
 
 HOME_VARIABLE = "MINILM_CACHE_HOME"
+_RANKS = (
+    ("RANK", "WORLD_SIZE"),  # torchrun
+    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+"""Rank, world size, and the number of the first rank where that is not 0."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 DeviceOption = Annotated[str | None, typer.Option(help="torch device [default: a GPU where there is one]")]
@@ -37,6 +44,27 @@ def chosen_cache(cache: Path | None, progress: Progress) -> Path:
 def home() -> Path:
     """Return the folder of caches and runs."""
     return cache_home(os.environ.get(HOME_VARIABLE))
+
+
+def rank_and_world_size(rank: int | None, world_size: int | None, progress: Progress) -> tuple[int, int]:
+    """Return the options given, else what torchrun or SLURM say of this process, else a process alone.
+
+    Raises:
+        InvalidConfigError: only one of the two is given, or the environment makes no sense.
+    """
+    if (rank is None) != (world_size is None):
+        raise InvalidConfigError("--rank and --world-size go together. Give both, or neither.")
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    for names in _RANKS:
+        found = [os.environ.get(name) for name in names]
+        if all(value is not None and value.isdecimal() for value in found):
+            rank, world_size, *first = (int(value or 0) for value in found)
+            rank -= first[0] if first else 0
+            if world_size > 1:
+                progress.note(f"rank {rank} of {world_size}, as {' and '.join(names)} say")
+            return rank, world_size
+    return 0, 1
 
 
 def quiet_libraries() -> None:

@@ -1,4 +1,4 @@
-"""`minilm-cache push`, `pull` and `ls`: caches of a team."""
+"""`minilm-cache push`, `pull`, `ls` and `merge`: caches of a team."""
 
 from pathlib import Path
 from typing import Annotated
@@ -46,6 +46,37 @@ def pull(
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         done = run_pull(url, target, progress, should_stop)
     _print_shared("cache", done.place, done.manifest, (done.shards_copied, done.shards_kept), json)
+
+
+def merge(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the cache, new or begun before")],
+    parts: Annotated[list[Path], typer.Argument(metavar="PART...", help="Folders that dumps have written")],
+    json: JsonOption = False,
+) -> None:
+    """Join parts of one cache that several machines have dumped, each its own --rank.
+
+    Example: minilm-cache merge whole.cache part0.cache part1.cache
+    """
+    from minilm_cache.store.merge import merge as run_merge  # noqa: PLC0415 - importing it takes seconds
+
+    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
+        done = run_merge(parts, out, progress, should_stop)
+    if json:
+        found = {"shards_copied": done.shards_copied, "shards_missing": done.shards_missing}
+        print_json({"cache": str(done.path), "shards": done.num_shards, **found})
+        return
+    state = (
+        f"{done.shards_missing} shards are missing: dump them"
+        if done.shards_missing
+        else "every shard is there"
+    )
+    print_pairs(
+        {
+            "cache": done.path,
+            "shards": f"{done.shards_copied} copied, {done.num_shards} in all",
+            "state": f"{state}; the dump command with --out {done.path} and no --rank finishes it",
+        }
+    )
 
 
 def ls(

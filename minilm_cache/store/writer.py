@@ -51,6 +51,7 @@ from minilm_cache.store.layout import (
     lock_path,
     sequences_path,
 )
+from minilm_cache.store.reader import CacheReader, read_checked
 from minilm_cache.store.shards import encode_pcodec_shard
 
 _LOCK_POLL_S = 1.0
@@ -205,6 +206,20 @@ class CacheWriter:
                     f"{path} appeared while the shard was being written: the lock is not honoured by "
                     "this file system. Run `minilm-cache verify --full` and use one writer."
                 ) from None
+
+    def copy_shard(self, shard: int, reader: CacheReader) -> None:
+        """Take a committed shard over from another copy of this cache; the caller holds its claim.
+
+        Raises:
+            CacheCorruptError: it is damaged there.
+            StorageError: the file system refused; the shard does not exist then.
+        """
+        record = reader.records[shard]
+        with storage_errors("write", self.root):
+            for path, expected in record.files.items():
+                write_file(below(self.root, path), read_checked(reader.root, path, expected))
+            self._make_durable(list(record.files))
+            create_file(below(self.root, commit_path(shard)), record.model_dump_json(indent=1).encode())
 
     def _write_rows(self, spec: ArraySpec, shard: int, rows: npt.NDArray[np.generic]) -> str:
         size = self.manifest.shard_tokens

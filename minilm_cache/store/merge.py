@@ -1,0 +1,87 @@
+"""Join parts of one cache that machines without a common file system have dumped, each some of the shards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from minilm_cache.errors import IdentityMismatchError, InterruptedRunError
+from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.store.reader import CacheReader
+from minilm_cache.store.writer import CacheWriter, differing_fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """What a merge did."""
+
+    path: Path
+    num_shards: int
+    shards_copied: int
+    shards_missing: int
+    """Shards that none of the parts holds."""
+
+
+def merge(parts: Sequence[Path], out: Path, progress: Progress, should_stop: ShouldStop) -> Merged:
+    """Copy the committed shards of every part into one cache, new or begun before.
+
+    The cache is not complete then, even with every shard there: the dump command that made the parts measures
+    its fidelity and seals it.
+
+    Raises:
+        IdentityMismatchError: the parts are not of one cache, or two of them hold one shard.
+        CacheCorruptError: a part is damaged.
+        InterruptedRunError: it was asked to stop; shards that have been copied are kept.
+        StorageError: the file system refused.
+    """
+    readers = [CacheReader(part, partial=True) for part in parts]
+    for reader in readers[1:]:
+        _check_same(readers[0], reader)
+    owners = _owners(readers)
+    first = readers[0]
+    attachments = {
+        path: first.attachment(path) for path in first.manifest.files if not path.endswith("zarr.json")
+    }
+    manifest = first.manifest.model_copy(update={"complete": False, "measured": None})
+    writer = CacheWriter(out, manifest, attachments)
+    todo = [shard for shard in sorted(owners) if not writer.is_committed(shard)]
+    sizes = {shard: sum(file.size for file in owners[shard].records[shard].files.values()) for shard in todo}
+    progress.start("merge", sum(sizes.values()), "bytes")
+    for shard in todo:
+        if should_stop():
+            raise InterruptedRunError(
+                f"interrupted: the shards that are in {out} are kept. Run the same command again."
+            )
+        with writer.claim(shard):
+            writer.copy_shard(shard, owners[shard])
+        progress.advance(sizes[shard])
+    missing = len(writer.missing_shards())
+    num_shards = len(manifest.shards)
+    return Merged(path=out, num_shards=num_shards, shards_copied=len(todo), shards_missing=missing)
+
+
+def _check_same(first: CacheReader, other: CacheReader) -> None:
+    differing = differing_fields(other.manifest, first.manifest)
+    if differing:
+        raise IdentityMismatchError(
+            f"{other.root} and {first.root} are not parts of one cache: they differ in "
+            f"{', '.join(differing)}."
+        )
+    if other.manifest.files != first.manifest.files:
+        raise IdentityMismatchError(
+            f"{other.root} and {first.root} were begun apart: their codecs were fitted on each machine. Copy "
+            "the folder that one dump has begun to the other machines before they dump."
+        )
+
+
+def _owners(readers: Sequence[CacheReader]) -> dict[int, CacheReader]:
+    """Return which part each shard is taken from."""
+    owners: dict[int, CacheReader] = {}
+    for reader in readers:
+        for shard, record in reader.records.items():
+            there = owners.setdefault(shard, reader)
+            if there.records[shard] != record:
+                raise IdentityMismatchError(
+                    f"shard {shard} is in {there.root} and in {reader.root}, from two dumps. "
+                    "Give each machine a --rank of its own, or leave one of them out."
+                )
+    return owners

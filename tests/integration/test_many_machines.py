@@ -1,0 +1,136 @@
+"""Dumps by several machines: who writes what, and how the parts become one cache."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
+from minilm_cache.progress import Silent, never_stop
+from minilm_cache.store.merge import merge
+from tests.conftest import Command
+from tests.integration.test_dump import arrays_of, manifest_of, stop_after
+from tests.support import World, dump_arguments
+
+
+def parts_of(world: World, world_size: int = 2, **changes: object) -> list[Path]:
+    """Dump each rank into a folder of its own."""
+    return [
+        world.dump(f"part{rank}", rank=rank, world_size=world_size, **changes).path
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("codec", ["topk", "vectors"])
+def test_parts_of_machines_become_the_cache_of_one(world: World, command: Command, codec: str) -> None:
+    expected = world.dump("whole", codec=codec).path
+    one, other = parts_of(world, codec=codec)
+    out = world.root / "merged"
+    code, printed, err = command("merge", out, one, "--json")
+    assert code == 0, err
+    assert json.loads(printed)["shards_missing"] == 3
+    code, printed, err = command("merge", out, one, other)
+    assert code == 0, err
+    assert "3 copied, 6 in all" in printed
+    assert "every shard is there; the dump command" in printed
+    assert not manifest_of(out).complete
+    result = world.dump("merged", codec=codec)
+
+    assert (result.shards_written, result.shards_kept) == (0, 6)
+    assert result.manifest.complete
+    assert result.manifest.measured == manifest_of(expected).measured
+    assert arrays_of(out) == arrays_of(expected)
+    assert command("verify", "--full", out)[0] == 0
+
+
+def test_what_is_no_part_of_the_same_cache_is_refused(world: World, command: Command) -> None:
+    one, other = parts_of(world)
+    again = world.dump("again", rank=0, world_size=2).path
+    different = world.dump("different", k=5, rank=1, world_size=2).path
+    out = world.root / "merged"
+    command.fails("merge", out, one, different, code=1, says=("not parts of one cache", "codec.k"))
+    command.fails("merge", out, one, again, code=1, says=("shard 0 is in", "from two dumps"))
+    assert not out.exists()
+    weight = other / "relations/value/weight/c/1/0/0"
+    weight.write_bytes(weight.read_bytes()[:-1])
+    with pytest.raises(CacheCorruptError, match="c/1/0/0 is damaged"):
+        merge([one, other], out, Silent(), never_stop)
+    command.fails("merge", out, world.root / "nothing", code=1, says="no cache at")
+
+
+def test_codecs_that_were_fitted_apart_are_not_mixed(world: World) -> None:
+    one = world.dump("part0", codec="vectors", rank=0, world_size=2).path
+    other = world.dump("part1", codec="vectors", rank=1, world_size=2, batch_size=3).path
+    if manifest_of(one).files == manifest_of(other).files:
+        pytest.skip("this machine rounds batches of every size alike")
+    with pytest.raises(IdentityMismatchError, match="their codecs were fitted on each machine"):
+        merge([one, other], world.root / "merged", Silent(), never_stop)
+
+
+def test_an_interrupted_merge_goes_on(world: World) -> None:
+    parts = parts_of(world)
+    out = world.root / "merged"
+    with pytest.raises(InterruptedRunError, match="Run the same command again"):
+        merge(parts, out, Silent(), stop_after(2))
+    assert merge(parts, out, Silent(), never_stop).shards_copied == 4
+
+
+def test_a_cache_folder_that_was_begun_elsewhere_can_be_copied(world: World) -> None:
+    """What the message above advises."""
+    one = world.dump("part0", codec="vectors", rank=0, world_size=2).path
+    begun = world.root / "part1"
+    shutil.copytree(one, begun)
+    shutil.rmtree(begun / "commits")
+    other = world.dump("part1", codec="vectors", rank=1, world_size=2, batch_size=3).path
+
+    assert merge([one, other], world.root / "merged", Silent(), never_stop).shards_missing == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "shards"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 3),
+        ({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "4"}, 2),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, 1),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, 6),
+    ],
+    ids=str,
+)
+def test_ranks_come_from_torchrun_and_slurm(
+    world: World,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    shards: int,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = command(*dump_arguments(world), "--json")
+    assert code == 0, err
+    assert json.loads(out)["shards_written"] == shards
+    assert ("as " in err and " say" in err) == (shards < 6)
+    code, out, _ = command(*dump_arguments(world, "--rank", 0, "--world-size", 1), "--json")
+    assert json.loads(out)["shards_written"] == 6 - shards
+    command.fails(*dump_arguments(world), "--rank", 0, code=2, says="--rank and --world-size go together")
+
+
+def test_torchrun_dumps_with_two_processes(world: World) -> None:
+    arguments = [str(word) for word in dump_arguments(world)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "minilm_cache.cli.main", *arguments],
+        env={**os.environ, "MINILM_CACHE_HOME": str(world.home), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    manifest = manifest_of(world.root / "cache")
+    assert manifest.complete
+    records = [json.loads(file.read_text()) for file in sorted((world.root / "cache/commits").iterdir())]
+    assert [record["rank"] for record in records] == [0, 1] * 3
