@@ -74,16 +74,16 @@ def audit_sequences(cache: Cache) -> range:
     return range(first, min(first + MAX_SEQUENCES, len(cache)))
 
 
-def audit(cache: Cache, teacher: Teacher, batch_size: int, progress: Progress) -> Audit:
-    """Run the teacher again on held-out sequences and compare with what was stored.
+def audit(
+    cache: Cache, teacher: Teacher, numbers: Sequence[int], batch_size: int, progress: Progress
+) -> Audit:
+    """Run the teacher again on some sequences and compare with what was stored.
 
     Raises:
         CacheCorruptError: a shard is damaged.
     """
-    numbers = audit_sequences(cache)
     kinds = (RelationKind.ATTENTION, RelationKind.VALUE)
     sums = {(layer, kind): _Sums() for layer in teacher.layers for kind in kinds}
-    progress.start("measure fidelity", len(numbers), "sequences")
     for start in range(0, len(numbers), batch_size):
         sequences = [cache[number] for number in numbers[start : start + batch_size]]
         ids, lengths = pad([sequence.input_ids for sequence in sequences], teacher.tokenizer.pad_token_id)

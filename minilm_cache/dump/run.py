@@ -7,7 +7,7 @@ from pathlib import Path
 from minilm_cache.cache import Cache
 from minilm_cache.config import DumpConfig
 from minilm_cache.device import choose_device
-from minilm_cache.dump.audit import audit
+from minilm_cache.dump.audit import audit, audit_sequences
 from minilm_cache.dump.card import cache_card, preview_table
 from minilm_cache.dump.corpus import load_corpus
 from minilm_cache.dump.fit import CodecFitter
@@ -137,7 +137,9 @@ def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress
 def _seal(writer: CacheWriter, teacher: Teacher, config: DumpConfig, progress: Progress) -> None:
     """Measure the finished dump from its bytes on disk, then declare it complete."""
     cache = Cache(CacheReader(writer.root, partial=True))
-    audited = audit(cache, teacher, config.batch_size, progress)
+    numbers = audit_sequences(cache)
+    progress.start("measure fidelity", len(numbers), "sequences")
+    audited = audit(cache, teacher, numbers, config.batch_size, progress)
     total = sum(file.size for record in cache.reader.records.values() for file in record.files.values())
     measured = Measured(
         bytes_per_token=total / writer.manifest.num_tokens,

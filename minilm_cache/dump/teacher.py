@@ -162,6 +162,10 @@ class Teacher:
         """The tapped layers, counted from 0, ascending."""
         return self._tapped.layers
 
+    def tap(self, layers: Sequence[int]) -> None:
+        """Tap these layers from now on, counted from 0, ascending."""
+        self._tapped.tap(layers)
+
     @cached_property
     def identity(self) -> TeacherIdentity:
         """The teacher, by content."""

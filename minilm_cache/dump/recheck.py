@@ -1,0 +1,156 @@
+"""Run the teacher again on a sample of a cache: is it the teacher, and the text, that the cache says it is?
+
+Hashes tell a swapped teacher, tokenizer or corpus; the relations themselves tell a cache whose hashes lie.
+What is stored is no exact copy, so the difference is shown beside the one that the dump measured of itself.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from minilm_cache.cache import Cache
+from minilm_cache.device import choose_device
+from minilm_cache.dump.audit import audit
+from minilm_cache.dump.corpus import Corpus
+from minilm_cache.dump.sequences import SequenceTable
+from minilm_cache.dump.teacher import Teacher, locate_teacher
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.progress import Progress
+from minilm_cache.storage_schema.manifest import RelationKind
+
+MAX_SHARDS = 16
+SEQUENCES = 4
+"""Looked at in each of these shards."""
+_FACTOR = 2.0
+_LEAST = 0.01
+"""A shard's KL may be so many times what the dump measured, plus so many nats: sequences differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardDifference:
+    """How far a shard is from what the teacher says now."""
+
+    shard: int
+    layer: int
+    relation: RelationKind
+    kl: float
+    """KL(stored || teacher), nats."""
+    measured: float
+    """The same, as the dump measured it on held-out sequences."""
+
+    @property
+    def is_too_far(self) -> bool:
+        """More than other sequences could explain."""
+        return self.kl > _FACTOR * self.measured + _LEAST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recheck:
+    """What running the teacher again has shown."""
+
+    identity: tuple[str, ...]
+    """What of teacher, tokenizer and corpus is not what the cache says it was made with."""
+    tokens: tuple[int, ...]
+    """Shards whose token ids are not those of the corpus."""
+    differences: tuple[ShardDifference, ...]
+
+    @property
+    def damaged_shards(self) -> list[int]:
+        """Shards to dump again."""
+        return sorted({*self.tokens, *(one.shard for one in self.differences if one.is_too_far)})
+
+
+def recheck(
+    cache: Cache, teacher_name: str, corpus: Corpus | None, device: str | None, progress: Progress
+) -> Recheck:
+    """Compare a cache with a teacher, and with a corpus where one is given.
+
+    Args:
+        cache: a complete one.
+        teacher_name: as `dump` takes it.
+        corpus: what the cache should be of.
+        device: torch device; none: a GPU where there is one.
+        progress: told of sequences done.
+
+    Raises:
+        TeacherError: the teacher cannot be run.
+        CacheCorruptError: a file is damaged.
+    """
+    identity = cache.manifest.identity
+    teacher = Teacher(locate_teacher(teacher_name), choose_device(device))
+    differing = [
+        f"the teacher's {name}"
+        for name, value in identity.teacher.model_dump().items()
+        if getattr(teacher.identity, name) != value
+    ]
+    if teacher.tokenizer_sha256 != identity.tokenizer_sha256:
+        differing.append("the tokenizer")
+    wrong_tokens: tuple[int, ...] = ()
+    if corpus is not None:
+        if corpus.identity != identity.corpus:
+            differing.append("the corpus")
+        else:
+            sequences = SequenceTable(corpus, teacher.tokenizer, identity.packing)
+            wrong_tokens = tuple(
+                shard for shard, numbers in _sample(cache).items() if not _same(cache, sequences, numbers)
+            )
+    differences = _differences(cache, teacher, progress) if _is_alike(cache, teacher) else ()
+    return Recheck(identity=tuple(differing), tokens=wrong_tokens, differences=differences)
+
+
+def _is_alike(cache: Cache, teacher: Teacher) -> bool:
+    """Return whether a teacher has relations of the cache's shape, for ids such as the cache's."""
+    identity = cache.manifest.identity
+    shape = ("num_layers", "num_heads", "vocab_size")
+    if any(getattr(teacher.identity, name) != getattr(identity.teacher, name) for name in shape):
+        return False
+    try:
+        teacher.check_length(identity.packing.max_length)
+    except InvalidConfigError:
+        return False
+    return True
+
+
+def _sample(cache: Cache) -> dict[int, list[int]]:
+    """Return some sequences of some shards, spread over the cache."""
+    shards = cache.manifest.shards
+    chosen = np.unique(np.linspace(0, len(shards) - 1, min(len(shards), MAX_SHARDS)).round().astype(int))
+    found = {}
+    for number in chosen.tolist():
+        part = shards[number]
+        spread = np.linspace(0, part.num_sequences - 1, min(part.num_sequences, SEQUENCES))
+        found[number] = (part.first_sequence + np.unique(spread.round().astype(int))).tolist()
+    return found
+
+
+def _same(cache: Cache, sequences: SequenceTable, numbers: list[int]) -> bool:
+    if numbers[-1] >= len(sequences.lengths):
+        return False
+    return all(
+        torch.equal(cache[number].input_ids, torch.from_numpy(sequences.read(number, number + 1).ids[0]))
+        for number in numbers
+    )
+
+
+def _differences(cache: Cache, teacher: Teacher, progress: Progress) -> tuple[ShardDifference, ...]:
+    measured = cache.manifest.measured
+    assert measured is not None
+    teacher.tap(cache.layers)
+    sample = _sample(cache)
+    progress.start("run the teacher again", sum(map(len, sample.values())), "sequences")
+    found = []
+    for shard, numbers in sample.items():
+        audited = audit(cache, teacher, numbers, len(numbers), progress)
+        for now, then in zip(audited.fidelity, measured.fidelity, strict=True):
+            found += [
+                ShardDifference(
+                    shard=shard,
+                    layer=now.layer,
+                    relation=kind,
+                    kl=now.relations[kind].kl_stored_to_teacher,
+                    measured=then.relations[kind].kl_stored_to_teacher,
+                )
+                for kind in now.relations
+            ]
+    return tuple(found)
