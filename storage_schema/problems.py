@@ -74,10 +74,11 @@ def parse(model: type[Document], document: bytes, where: str) -> Document:
         ) from error
 
 
-def _format_version(document: bytes) -> object:
+def _format_version(document: bytes) -> int | None:
     """Read the version apart from the rest: a newer format may differ in every other field."""
     try:
         content = json.loads(document)
     except (ValueError, RecursionError):
         return None
-    return content.get("format_version") if isinstance(content, dict) else None
+    version = content.get("format_version") if isinstance(content, dict) else None
+    return version if isinstance(version, int) else None

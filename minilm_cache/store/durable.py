@@ -10,7 +10,8 @@ from pathlib import Path
 
 from minilm_cache.errors import CacheCorruptError, StorageError
 
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
+"""Ending of files that are being written, ours and zarr's."""
 _REMEDIES = {
     errno.ENOSPC: "Free some space and run the same command again: what is committed is kept",
     errno.EDQUOT: "Free some quota and run the same command again: what is committed is kept",
@@ -70,7 +71,7 @@ def create_file(path: Path, content: bytes) -> None:
 def is_vacant(folder: Path, beside: Path | None = None) -> bool:
     """Return whether a folder holds nothing, `beside` apart, but what an interrupted write left behind."""
     return all(
-        entry == beside or (entry.name.startswith(".") and entry.name.endswith(_PARTIAL))
+        entry == beside or (entry.name.startswith(".") and entry.name.endswith(PARTIAL))
         for entry in folder.iterdir()
     )
 
@@ -96,7 +97,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill; it takes `path`'s place durably when the block ends well, else it goes away."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     temporary.mkdir()
     try:
         yield temporary
@@ -114,7 +115,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def _temporary(path: Path, content: bytes) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     try:
         with temporary.open("xb") as file:
             file.write(content)

@@ -32,6 +32,7 @@ from minilm_cache.storage_schema.manifest import (
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import sequence_columns
 from minilm_cache.store.durable import (
+    PARTIAL,
     create_file,
     is_vacant,
     read_bounded,
@@ -287,8 +288,9 @@ class CacheWriter:
             write_file(below(self.root, PREVIEW), buffer.getvalue())
             write_file(self.root / CARD, card.encode())
             write_file(self.root / MANIFEST, complete.model_dump_json(indent=1).encode())
-            for lock in (self.root / "locks").glob("[0-9]*.lock"):
-                lock.unlink(missing_ok=True)
+            # Every shard is committed: nobody writes any more, and what kills have left over is nobody's.
+            for left in (*(self.root / "locks").glob("[0-9]*.lock"), *self.root.rglob(f"*{PARTIAL}")):
+                left.unlink(missing_ok=True)
         self.manifest = complete
 
 

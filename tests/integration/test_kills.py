@@ -93,6 +93,7 @@ def test_a_dump_killed_at_random_moments_ends_as_if_it_had_not_been(world: World
         assert before.items() <= committed(out).items()
         assert arrays_of(out) == expected
         assert CacheReader(out).manifest.complete
+        assert not list(out.rglob("*.partial"))
         rounds += 1
     assert acknowledged > 0
 
@@ -111,11 +112,7 @@ def test_a_training_killed_at_random_moments_ends_as_if_it_had_not_been(world: W
         out = world.root / f"killed{rounds}"
         while killer.run(chance.uniform(0, whole), out, settings) is None:
             kills += 1
-        for file in (
-            "log.jsonl",
-            "run.json",
-            "students/2x16/model.safetensors",
-            "students/1x32/model.safetensors",
-        ):
+        students = [f"students/{arch}/model.safetensors" for arch in ("2x16", "1x32")]
+        for file in ("log.jsonl", "run.json", *students):
             assert (out / file).read_bytes() == (world.root / "whole" / file).read_bytes(), file
         rounds += 1
