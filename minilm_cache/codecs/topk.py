@@ -41,6 +41,8 @@ LEAST_TAIL = 0.01
 """Least mass of a uniform tail: rounding may carry the sum of the weights above 1."""
 _ROUNDING = 1e-5
 """More than a row's sum differs from 1 by rounding."""
+_PART_ENTRIES = 2**21
+"""Probabilities that are drawn from at once, 8 MiB."""
 _BYTE = 0xFF
 _REMEDY = "It was not written by `minilm-cache dump`: dump the cache again, or fetch it from who made it."
 _CODE_RANGE = 256
@@ -90,8 +92,12 @@ class TopKCodec:
     ) -> Rows:
         """Return `gap`, `weight` and, above length 256, `gap_high`: uint8, `(batch, length, heads, k)`."""
         if self.select == "pps":
-            draws = self._draws(kind, sequences, lengths, probs.shape)
-            entries = sample_pps(probs, self.k, draws.to(probs.device), self._scale)
+            draws = self._draws(kind, sequences, lengths, probs.shape).to(probs.device)
+            # A part at a time, that fits into the processor's cache.
+            part = max(1, _PART_ENTRIES // probs[0].numel())
+            parts = zip(probs.split(part), draws.split(part), strict=True)
+            found = [sample_pps(rows, self.k, drawn, self._scale) for rows, drawn in parts]
+            entries = _Entries(*(torch.cat(each) for each in zip(*found, strict=True)))
         else:
             entries = select_largest(probs, self.k, self._scale)
         gap = torch.diff(entries.column, dim=-1, prepend=torch.zeros_like(entries.column[..., :1]))
