@@ -1,4 +1,4 @@
-"""How many bytes per token the arrays of codec `topk` take: columns or gaps, zstd or pcodec.
+"""Bytes per token of the arrays of codecs: `topk` as columns or gaps, `vectors` by compressor.
 
 python -m benchmarks.compressors
 """
@@ -7,12 +7,22 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from numcodecs.blosc import Blosc
 from numcodecs.zstd import Zstd
 from pcodec import ChunkConfig, standalone
 
 from benchmarks.inputs import KINDS, mini_relations, mini_teacher
 from benchmarks.report import write_result
+from minilm_cache.codecs.calibrate import calibrate
 from minilm_cache.codecs.topk import TopKCodec
+from minilm_cache.dump.corpus import PYTHON_DOCS, load_corpus
+from minilm_cache.dump.manifest import DEFAULT_MAX_KL
+from minilm_cache.dump.sequences import SequenceTable
+from minilm_cache.dump.teacher import Teacher
+from minilm_cache.relations import TeacherSignal
+from minilm_cache.storage_schema.arrays import PCODEC_LEVEL
+from minilm_cache.storage_schema.manifest import Packing
 
 LENGTHS = (128, 256, 512)
 NUM_TOKENS = 16_384
@@ -46,6 +56,37 @@ def sizes(rows: Mapping[str, Array]) -> dict[str, int]:
     return found
 
 
+def code_sizes(codes: Array) -> dict[str, int]:
+    """Return the bytes of codes, `(tokens, components)` int16, stored in each way."""
+    by_component = np.ascontiguousarray(codes.T)
+    shuffled = Blosc(cname="zstd", clevel=3, shuffle=Blosc.BITSHUFFLE)
+    config = ChunkConfig(compression_level=PCODEC_LEVEL)
+    return {
+        "token by token, zstd 1": zstd(codes, 1),
+        "component by component, zstd 1": zstd(by_component, 1),
+        "component by component, zstd 19": zstd(by_component, 19),
+        "component by component, bitshuffle and zstd 3": len(shuffled.encode(by_component)),
+        "component by component, pcodec": len(standalone.simple_compress(by_component.ravel(), config)),
+    }
+
+
+def mini_codes(teacher: Teacher) -> Array:
+    """Return the codes of tokens that nothing was fitted to."""
+    packing = Packing(mode="packed", max_length=128, max_tokens=None, seed=0)
+    sequences = SequenceTable(load_corpus(PYTHON_DOCS), teacher.tokenizer, packing)
+
+    def signals(first: int, last: int) -> list[TeacherSignal]:
+        found = []
+        for number in range(first, last, 32):
+            ids = torch.stack([torch.from_numpy(row) for row in sequences.read(number, number + 32).ids])
+            found += teacher.signals(ids, torch.full((len(ids),), 128))
+        return found
+
+    codec = calibrate(signals(0, 256), signals(256, 320), DEFAULT_MAX_KL, layer=teacher.layers[-1]).codec
+    parts = [codec.encode(signal, ())[codec.codes_path] for signal in signals(320, 320 + NUM_TOKENS // 128)]
+    return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
 def main() -> None:
     """Measure and write the result."""
     teacher = mini_teacher()
@@ -53,11 +94,16 @@ def main() -> None:
     for length in LENGTHS:
         relations, lengths = mini_relations(teacher, length, NUM_TOKENS)
         codec = TopKCodec(max_length=length, k=K)
-        found = [sizes(codec.encode(relations[kind], kind, range(len(lengths)), lengths)) for kind in KINDS]
+        sized = [sizes(codec.encode(relations[kind], kind, range(len(lengths)), lengths)) for kind in KINDS]
         table[str(length)] = {
-            name: round(sum(one[name] for one in found) / int(lengths.sum()), 1) for name in found[0]
+            name: round(sum(one[name] for one in sized) / int(lengths.sum()), 1) for name in sized[0]
         }
-    write_result("compressors", {"k": K, "tokens": NUM_TOKENS, "bytes_per_token": table})
+    codes = mini_codes(teacher)
+    found = {name: round(size / len(codes), 1) for name, size in code_sizes(codes).items()}
+    write_result(
+        "compressors",
+        {"tokens": NUM_TOKENS, f"topk k={K}": table, f"vectors, KL at most {DEFAULT_MAX_KL}": found},
+    )
 
 
 if __name__ == "__main__":

@@ -76,8 +76,7 @@ def fidelity_table(measured: Measured) -> None:
             forward = found.kl_teacher_to_stored
             rows.append(
                 [
-                    str(one.layer),
-                    str(kind),
+                    f"{kind}" if len(measured.fidelity) == 1 else f"{kind} {one.layer}",
                     "infinite: sparse" if forward is None else f"{forward:.4f}",
                     f"{found.kl_stored_to_teacher:.4f}",
                     f"{found.mass_kept:.3f}",
@@ -87,6 +86,6 @@ def fidelity_table(measured: Measured) -> None:
     print_table(
         f"Fidelity on {measured.fidelity_sequences} held-out sequences (nats); "
         f"{measured.bytes_per_token:.1f} bytes per token",
-        ["layer", "relation", "KL(teacher, stored)", "KL(stored, teacher)", "mass kept", "CE bias"],
+        ["relation", "KL(teacher, stored)", "KL(stored, teacher)", "mass kept", "CE bias"],
         rows,
     )
