@@ -98,7 +98,7 @@ def plain_kl(path: Path, teacher_folder: Path, at: int = -1) -> dict[str, float]
 
 
 def plain_value_kl(path: Path) -> float:
-    """Held-out KL of the value relation of `mini`, with plain zarr, torch and a hook on the value projection."""
+    """Held-out KL of the value relation of `mini`, with plain zarr, torch and a hook."""
     manifest = manifest_of(path)
     group = zarr.open_group(path, mode="r", zarr_format=3)
     arrays: dict[str, Any] = {name: group[f"vectors/5/{name}"] for name in ("codes", "basis", "step", "mean")}
