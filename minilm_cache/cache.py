@@ -129,15 +129,9 @@ def row_checker(reader: CacheReader) -> Callable[[Shard], None]:
 
 
 def _check_rows(cache: Cache, shard: Shard) -> None:
+    lengths = torch.from_numpy(np.repeat(shard.lengths, shard.lengths))
     for codec in cache.codecs.values():
-        if isinstance(codec, VectorsCodec):
-            codec.check(torch.from_numpy(shard.rows[codec.codes_path].astype(np.int16)))
-    if isinstance(cache.codec, VectorsCodec):
-        return
-    for number in range(shard.first_sequence, shard.first_sequence + len(shard.lengths)):
-        sequence = CachedSequence(cache, number, shard)
-        for kind in cache.codec.kinds:
-            sequence.target_rows(kind)
+        codec.check({path: torch.from_numpy(shard.rows[path]) for path in codec.paths(codec.kinds)}, lengths)
 
 
 def signal_codec(reader: CacheReader, layer: int) -> SignalCodec:

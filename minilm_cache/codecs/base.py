@@ -53,6 +53,18 @@ class RelationCodec(Protocol):
         """
         ...
 
+    def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
+        """Look at rows without decoding them.
+
+        Args:
+            rows: array name to `(tokens, ...)`.
+            lengths: for each token, the tokens of its sequence.
+
+        Raises:
+            CacheCorruptError: values that `encode` never writes.
+        """
+        ...
+
     def decode(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> RowTargets:
         """Return the rows as targets, on the device that `rows` are on.
 
@@ -91,6 +103,18 @@ class SignalCodec(Protocol):
         Args:
             signal: what the teacher says.
             sequences: numbers of the sequences in the cache; they seed what is drawn.
+        """
+        ...
+
+    def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
+        """Look at rows without decoding them.
+
+        Args:
+            rows: path of an array to `(tokens, ...)`.
+            lengths: for each token, the tokens of its sequence.
+
+        Raises:
+            CacheCorruptError: values that `encode` never writes.
         """
         ...
 

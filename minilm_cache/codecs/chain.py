@@ -76,6 +76,11 @@ class StoredRelations:
             for name, values in self.codec.encode(signal.probs(kind), kind, sequences, signal.lengths).items()
         }
 
+    def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
+        """Raise CacheCorruptError for values that `encode` never writes."""
+        for kind in self.kinds:
+            self.codec.check({name: rows[relation_path(kind, name)] for name in self.names}, lengths)
+
     def decode(
         self,
         rows: Mapping[str, Tensor],

@@ -44,6 +44,16 @@ class DenseCodec:
         padded = torch.nn.functional.pad(probs.half(), (0, self.max_length - probs.shape[-1]))
         return {"probability": padded.transpose(1, 2).cpu().numpy()}
 
+    def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
+        """Raise CacheCorruptError for values that are no probabilities."""
+        del lengths
+        least, greatest = rows["probability"].aminmax()
+        if not (float(least) >= 0 and float(greatest) <= 1):  # NaN is neither
+            raise CacheCorruptError(
+                "a stored row holds what is no probability. It was not written by `minilm-cache dump`: dump "
+                "the cache again, or fetch it from who made it."
+            )
+
     def decode(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> DenseRows:
         """Return the rows as float32, cut to the batch's padded length.
 
@@ -53,9 +63,5 @@ class DenseCodec:
         probability = rows["probability"][..., : rows["probability"].shape[1]].transpose(1, 2).float()
         valid = torch.arange(probability.shape[-1], device=lengths.device) < lengths[:, None]
         probability = probability.where(valid[:, None, :, None], 0)
-        if not bool(((probability >= 0) & (probability <= 1)).all()):
-            raise CacheCorruptError(
-                "a stored row holds what is no probability. It was not written by `minilm-cache dump`: dump "
-                "the cache again, or fetch it from who made it."
-            )
+        self.check({"probability": probability}, lengths)
         return DenseRows(probability)

@@ -88,7 +88,7 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, chec
     with ThreadPoolExecutor(num_threads) as threads:
         found += [damage for damage in threads.map(examine, files) if damage is not None]
     if full and not found:
-        found += _content_damage(root, progress, check_rows)
+        found += _content_damage(root, num_threads, progress, check_rows)
     return Verdict(num_files=len(files), num_bytes=num_bytes, damage=tuple(found))
 
 
@@ -114,7 +114,9 @@ def _file_damage(file: Path, expected: FileDigest, *, full: bool) -> str | None:
     return None
 
 
-def _content_damage(root: Path, progress: Progress, check_rows: CheckRows) -> Iterator[Damage]:
+def _content_damage(
+    root: Path, num_threads: int, progress: Progress, check_rows: CheckRows
+) -> Iterator[Damage]:
     """Yield what is wrong inside files that have the committed bytes: a record may lie."""
     try:
         reader = CacheReader(root, partial=True)
@@ -123,15 +125,24 @@ def _content_damage(root: Path, progress: Progress, check_rows: CheckRows) -> It
         yield Damage(path=MANIFEST, shard=None, reason=str(error))
         return
     progress.start("decode", sum(reader.manifest.shards[n].num_tokens for n in reader.records), "tokens")
-    for number, record in reader.records.items():
-        try:
-            shard = reader.shard(number)
-            check_shard(shard)
-            tokens = np.ascontiguousarray(shard.rows["tokens"])
-        except CacheCorruptError as error:
-            yield Damage(path=commit_path(number), shard=number, reason=str(error))
-        else:
-            if xxh3(tokens.data.cast("B")) != record.tokens_xxh3:
-                reason = "the token ids are not those committed"
-                yield Damage(path=commit_path(number), shard=number, reason=reason)
+
+    def examine(number: int) -> Damage | None:
+        reason = _shard_damage(reader, number, check_shard)
         progress.advance(reader.manifest.shards[number].num_tokens)
+        return None if reason is None else Damage(path=commit_path(number), shard=number, reason=reason)
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        yield from filter(None, threads.map(examine, reader.records))
+
+
+def _shard_damage(reader: CacheReader, number: int, check_shard: Callable[[Shard], None]) -> str | None:
+    """Return what is wrong inside files that have the committed bytes; none: nothing."""
+    try:
+        shard = reader.shard(number)
+        check_shard(shard)
+    except CacheCorruptError as error:
+        return str(error)
+    tokens = np.ascontiguousarray(shard.rows["tokens"])
+    if xxh3(tokens.data.cast("B")) != reader.records[number].tokens_xxh3:
+        return "the token ids are not those committed"
+    return None
