@@ -3,7 +3,7 @@
 Beside them the known alternative: the layer's input, rounded to 8 or 4 bits per component with a scale for
 each token, from which queries, keys and values are computed again.
 
-    python -m benchmarks.fidelity [--corpus FILE]
+    python -m benchmarks.fidelity [--corpus FILE --label NAME]
 """
 
 from pathlib import Path
@@ -99,7 +99,10 @@ def layer_input(teacher: Teacher, cache: Cache, bits: int) -> Row:
     }
 
 
-def main(corpus: Annotated[str, typer.Option(help="A corpus, as for `dump`")] = PYTHON_DOCS) -> None:
+def main(
+    corpus: Annotated[str, typer.Option(help="A corpus, as for `dump`")] = PYTHON_DOCS,
+    label: Annotated[str, typer.Option(help="Of the corpus, in the results' names")] = "python_docs",
+) -> None:
     """Dump the same tokens with every codec at every length, and write what each measured."""
     teacher = mini_teacher()
     table: dict[str, dict[str, Row]] = {}
@@ -112,7 +115,6 @@ def main(corpus: Annotated[str, typer.Option(help="A corpus, as for `dump`")] = 
                     for bits in (8, 4):
                         found[f"layer's input, {bits} bits"] = layer_input(teacher, cache, bits)
             print(length, name, found[name], flush=True)
-    label = Path(corpus).stem.replace("-", "_")
     write_result(f"fidelity_{label}", {"corpus": label, "tokens": MAX_TOKENS, "lengths": table})
     plot_fidelity(f"fidelity_{label}")
 
