@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 _STDERR = 2
+_PIPE_WIDTH = 240
 _PLAIN_PERIOD_S = 30.0
 """Seconds between lines of progress where stderr is not a terminal."""
 
@@ -105,10 +106,12 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     print(f"\n{title}")  # noqa: T201 - likewise; a table's own title would be cut to its width
     table = Table()
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(file=sys.stdout).print(table, markup=False, highlight=False)
+    # Nothing is ever cut off: in a pipe there is room, and a narrow terminal gets more lines.
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    Console(file=sys.stdout, width=width).print(table, markup=False, highlight=False)
 
 
 def print_from_signal(message: str) -> None:
