@@ -22,7 +22,7 @@ from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.relations import TeacherSignal
 from minilm_cache.storage_schema.arrays import PCODEC_LEVEL
-from minilm_cache.storage_schema.manifest import Packing
+from minilm_cache.storage_schema.identity import Packing
 
 LENGTHS = (128, 256, 512)
 NUM_TOKENS = 16_384

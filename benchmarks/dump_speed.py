@@ -21,7 +21,7 @@ from minilm_cache.dump.corpus import PYTHON_DOCS, load_corpus
 from minilm_cache.dump.manifest import DEFAULT_MAX_KL, codec_parameters
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.relations import mean_row_entropy
-from minilm_cache.storage_schema.manifest import Packing, VectorsParameters
+from minilm_cache.storage_schema.identity import Packing, VectorsParameters
 
 BATCH, LENGTH = 32, 128
 ROUNDS = 12

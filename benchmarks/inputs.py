@@ -6,7 +6,7 @@ from torch import Tensor
 from minilm_cache.dump.corpus import PYTHON_DOCS, load_corpus
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import MINI, Teacher, locate_teacher
-from minilm_cache.storage_schema.manifest import Packing, RelationKind
+from minilm_cache.storage_schema.identity import Packing, RelationKind
 
 KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
 

@@ -3,7 +3,6 @@
 python -m benchmarks.verify_speed
 """
 
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from minilm_cache.cache import row_checker
 from minilm_cache.config import DumpConfig
 from minilm_cache.dump.run import dump
 from minilm_cache.progress import Silent
-from minilm_cache.store.verify import verify
+from minilm_cache.store.verify import default_threads, verify
 
 CODECS = {
     "topk": DumpConfig(teacher="mini", shard_tokens=2**16),
@@ -34,7 +33,7 @@ def turns(path: Path) -> dict[str, float]:
         subprocess.run(["sha256sum", *files], check=True, stdout=subprocess.DEVNULL)  # noqa: S607
         times["sha256sum"].append(time.perf_counter() - started)
         started = time.perf_counter()
-        threads = os.cpu_count() or 1
+        threads = default_threads()
         verdict = verify(path, full=True, num_threads=threads, progress=Silent(), check_rows=row_checker)
         times["verify --full"].append(time.perf_counter() - started)
         assert not verdict.damage

@@ -1,6 +1,5 @@
 """`minilm-cache verify`: is a cache what was committed?"""
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,6 +40,7 @@ def verify(  # noqa: PLR0913 - one parameter for each option
     Example: minilm-cache verify --full notes.cache
     """
     from minilm_cache.cache import row_checker  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.store.verify import default_threads  # noqa: PLC0415 - likewise
     from minilm_cache.store.verify import verify as run_verify  # noqa: PLC0415 - likewise
 
     if teacher is None and (corpus is not None or text_column is not None or device is not None):
@@ -48,7 +48,7 @@ def verify(  # noqa: PLR0913 - one parameter for each option
     with TerminalProgress().shown() as progress:
         path = chosen_cache(cache, progress)
         verdict = run_verify(
-            path, full=full, num_threads=os.cpu_count() or 1, progress=progress, check_rows=row_checker
+            path, full=full, num_threads=default_threads(), progress=progress, check_rows=row_checker
         )
         again = None
         if teacher is not None and not verdict.damage:
@@ -84,7 +84,7 @@ def verify(  # noqa: PLR0913 - one parameter for each option
         first = verdict.damage[0]
         where = "" if first.shard is None else f" of shard {first.shard}"
         raise VerificationError(
-            f"{path} is damaged in {len(verdict.damage)} files, the first is {first.path}{where}: "
+            f"{path} is damaged in {len(verdict.damage)} of its files, the first is {first.path}{where}: "
             f"{first.reason}. {_remedy(_shards_to_redo(verdict, again))}"
         )
 

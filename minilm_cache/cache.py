@@ -16,7 +16,8 @@ from minilm_cache.config import cache_home
 from minilm_cache.errors import CacheIncompleteError, MiniLMCacheError
 from minilm_cache.relations import RowTargets, to_dense
 from minilm_cache.storage_schema.arrays import small_arrays
-from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind, VectorsParameters
+from minilm_cache.storage_schema.identity import RelationKind, VectorsParameters
+from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.layout import shard_of
 from minilm_cache.store.mirror import DEFAULT_BYTES, MirrorReader
 from minilm_cache.store.reader import CacheReader, Shard, read_manifest, read_small_array

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.storage_schema.manifest import MAX_LAYERS
+from minilm_cache.storage_schema.identity import MAX_LAYERS
 
 Settings = TypeVar("Settings", bound="FrozenSettings")
 

@@ -1,7 +1,6 @@
 """Hashes of content: files, texts, JSON. What a cache is made of is named by these, never by paths."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,11 +26,6 @@ def sha256_files(paths: Iterable[Path]) -> str:
         return sha256_file(ordered[0])
     lines = "".join(f"{sha256_file(path)}  {path.name}\n" for path in ordered)
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def sha256_json(document: object) -> str:
-    """Return the SHA-256 (hex) of a document's canonical JSON: sorted keys, no spaces."""
-    return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def sha256_texts(texts: Iterable[str]) -> str:

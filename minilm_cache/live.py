@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.relations import DenseRows, Targets, mean_row_entropy
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.batches import StudentBatch
 
 

@@ -9,16 +9,14 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from minilm_cache.storage_schema.manifest import (
-    VECTORS_FOLDER,
+from minilm_cache.storage_schema.identity import (
     CacheIdentity,
-    Calibration,
     DenseParameters,
-    LayerCalibration,
     RelationKind,
     TopKParameters,
     VectorsParameters,
 )
+from minilm_cache.storage_schema.manifest import VECTORS_FOLDER, Calibration, LayerCalibration
 
 DType = Literal["uint8", "uint16", "uint32", "int16", "float16", "float32"]
 ITEM_BYTES: Final[dict[DType, int]] = {

@@ -2,7 +2,7 @@
 
 from typing import Final, Literal
 
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
 
 ColumnType = Literal["int64", "int32", "float32"]
 

@@ -75,12 +75,17 @@ def tamper(endpoint: str, url: str, content: bytes | None) -> None:
 
 
 class Between(ThreadingHTTPServer):
-    """Stands between client and server, and lets every `period`-th request fail, in turns in three ways."""
+    """Stands between client and server, and spoils what goes through.
 
-    def __init__(self, endpoint: str, period: int) -> None:
+    Every `period`-th request fails, in turns in three ways; from `allowed` on each is answered with 403, as a
+    store does for keys it does not know, or no longer.
+    """
+
+    def __init__(self, endpoint: str, *, period: int | None = None, allowed: int | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream = endpoint.removeprefix("http://")
         self.period = period
+        self.allowed = allowed
         self.num_requests = 0
         self.num_failed = 0
         self.lock = Lock()
@@ -105,9 +110,13 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         with self.server.lock:
             self.server.num_requests += 1
-            fails = self.server.num_requests % self.server.period == 0
+            number = self.server.num_requests
+            fails = self.server.period is not None and number % self.server.period == 0
             self.server.num_failed += fails
             way = self.server.num_failed % 3
+        if self.server.allowed is not None and number > self.server.allowed:
+            self._answer(403, b"<Error><Code>ExpiredToken</Code></Error>", {})
+            return
         if fails and way == 0:
             self._answer(503, b"<Error><Code>SlowDown</Code></Error>", {})
             return
@@ -140,19 +149,3 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 _HOP = frozenset({"content-length", "connection", "transfer-encoding", "server", "date"})
-
-
-class Refusing(Between):
-    """Answers everything with 403, as a store does for keys it does not know."""
-
-    def __init__(self) -> None:
-        super().__init__("http://nowhere", 1)
-        self.RequestHandlerClass = _RefusingHandler
-
-
-class _RefusingHandler(_Handler):
-    def _refuse(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer(403, b"<Error><Code>InvalidAccessKeyId</Code></Error>", {})
-
-    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _refuse  # noqa: N815 - likewise

@@ -1,5 +1,6 @@
 """Tiny teachers and caches that tests share: real transformers models, built from their configurations."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,11 @@ class World:
     def dump(self, out: str = "cache", **changes: Any) -> DumpResult:
         """Make a cache."""
         return dump(self.config(**changes), self.root / out, self.home)
+
+
+def write_document(file: Path, document: Mapping[str, Any]) -> None:
+    """Write a manifest or a commit record as someone would who leaves its checksum out."""
+    file.write_text(json.dumps({name: value for name, value in document.items() if name != "checksum"}))
 
 
 def dump_arguments(world: World, *more: object, k: int | None = 6) -> list[object]:

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minilm_cache.relations import RowTargets, TeacherSignal
-from minilm_cache.storage_schema.manifest import CodecParameters, RelationKind
+from minilm_cache.storage_schema.identity import CodecParameters, RelationKind
 
 Rows = Mapping[str, npt.NDArray[np.generic]]
 """Stored rows: name of an array to `(batch, length, ...)`."""

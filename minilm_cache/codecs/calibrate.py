@@ -21,7 +21,7 @@ from minilm_cache.codecs.vectors import VectorsCodec, as_directions, concatenate
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError, TeacherError
 from minilm_cache.progress import ShouldStop, never_stop
 from minilm_cache.relations import TeacherSignal, key_mask, relation_probs
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
 
 KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
 MARGIN = 0.97

@@ -12,7 +12,7 @@ from minilm_cache.codecs.topk import LARGEST_RATIO, PPS_RATIO, TopKCodec
 from minilm_cache.errors import UnsupportedFormatError
 from minilm_cache.relations import RowTargets, TeacherSignal
 from minilm_cache.storage_schema.arrays import relation_arrays, relation_path
-from minilm_cache.storage_schema.manifest import DenseParameters, RelationKind, TopKParameters
+from minilm_cache.storage_schema.identity import DenseParameters, RelationKind, TopKParameters
 
 
 def build_codec(parameters: TopKParameters | DenseParameters, max_length: int) -> RelationCodec:

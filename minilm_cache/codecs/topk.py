@@ -30,10 +30,11 @@ from torch import Tensor
 
 from minilm_cache.codecs.base import Rows
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
+from minilm_cache.codecs.words import byte_sums, has_zero_byte
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.relations import SparseRows
 from minilm_cache.storage_schema.arrays import MAX_ONE_BYTE_LENGTH
-from minilm_cache.storage_schema.manifest import RelationKind, TopKParameters
+from minilm_cache.storage_schema.identity import RelationKind, TopKParameters
 
 PPS_RATIO = 1.03
 LARGEST_RATIO = 1.06
@@ -44,6 +45,8 @@ _ROUNDING = 1e-5
 _PART_ENTRIES = 2**21
 """Probabilities that are drawn from at once, 8 MiB."""
 _BYTE = 0xFF
+_CHECKED_TOKENS = 2048
+"""Tokens checked together: few enough to stay in a processor's cache."""
 _REMEDY = "It was not written by `minilm-cache dump`: dump the cache again, or fetch it from who made it."
 _CODE_RANGE = 256
 """Entries are sorted by column * 256 + code: columns ascend and codes stay with their columns."""
@@ -122,12 +125,17 @@ class TopKCodec:
 
     def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
         """Raise CacheCorruptError for what `decode` would; several times as fast."""
-        last = rows["gap"].sum(-1, dtype=torch.int32)
-        if self.max_length > MAX_ONE_BYTE_LENGTH:
-            last += rows["gap_high"].sum(-1, dtype=torch.int32) << 8
-        _refuse_entries(last, rows["weight"], lengths[:, None])
-        if self.select == "pps" and not bool((rows["weight"].amin(-1) == 0).all()):
-            raise CacheCorruptError(f"a stored row has no slot. {_REMEDY}")
+        for first in range(0, len(lengths), _CHECKED_TOKENS):
+            part = slice(first, first + _CHECKED_TOKENS)
+            gap, weight = rows["gap"][part].numpy(), rows["weight"][part].numpy()
+            last = byte_sums(gap)
+            if self.max_length > MAX_ONE_BYTE_LENGTH:
+                last += byte_sums(rows["gap_high"][part].numpy()) << 8
+            _refuse_entries(
+                beyond=bool((last >= lengths[part].numpy()[:, None]).any()), highest=int(weight.max())
+            )
+            if self.select == "pps" and not has_zero_byte(weight).all():
+                raise CacheCorruptError(f"a stored row has no slot. {_REMEDY}")
 
     def decode(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> SparseRows:
         """Return entries as `(batch, heads, length, k)`: int64 columns, float32 weights.
@@ -142,16 +150,17 @@ class TopKCodec:
         code = rows["weight"].transpose(1, 2).to(torch.int64)
         valid = (torch.arange(column.shape[2], device=column.device) < lengths[:, None])[:, None, :, None]
         column, code = column * valid, code * valid
-        _refuse_entries(column[..., -1], code, lengths[:, None, None])
+        beyond = bool((column[..., -1] >= lengths[:, None, None]).any())
+        _refuse_entries(beyond=beyond, highest=int(code.amax()))
         weight = self._scale.value(code)
         if self.select == "pps":
             return _with_shared_remainder(column, code, weight)
         return _with_tail(column, code, weight, lengths, uniform=self.tail == "uniform")
 
 
-def _refuse_entries(last_column: Tensor, code: Tensor, lengths: Tensor) -> None:
+def _refuse_entries(*, beyond: bool, highest: int) -> None:
     """Raise CacheCorruptError for entries that `encode` never writes."""
-    if bool((last_column >= lengths).any()) or bool((code > LAST_CODE).any()):
+    if beyond or highest > LAST_CODE:
         raise CacheCorruptError(
             f"a stored row names a column beyond its sequence or a weight that is none. {_REMEDY}"
         )

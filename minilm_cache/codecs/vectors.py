@@ -21,7 +21,7 @@ from minilm_cache.codecs.base import Rows
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.relations import DenseRows, RowTargets, TeacherSignal, Vectors, relation_probs, split_heads
 from minilm_cache.storage_schema.arrays import codes_path
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
 
 ROUNDING = 0.33
 """A component of n + 1 - ROUNDING steps or more has code n + 1; to the nearest would be 0.5."""

@@ -12,7 +12,8 @@ from minilm_cache.cache import Cache
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.progress import Progress
 from minilm_cache.relations import DenseRows, RowTargets, key_mask
-from minilm_cache.storage_schema.manifest import Fidelity, LayerFidelity, RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.manifest import Fidelity, LayerFidelity
 
 MAX_SEQUENCES = 64
 LEAST_PROBABILITY = 2.0**-24

@@ -5,13 +5,8 @@ from huggingface_hub import DatasetCardData
 from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.cache import Cache
-from minilm_cache.storage_schema.manifest import (
-    CacheManifest,
-    DenseParameters,
-    Measured,
-    RelationKind,
-    VectorsParameters,
-)
+from minilm_cache.storage_schema.identity import DenseParameters, RelationKind, VectorsParameters
+from minilm_cache.storage_schema.manifest import CacheManifest, Measured
 
 PREVIEW_SEQUENCES = 8
 

@@ -21,7 +21,7 @@ from datasets.exceptions import DatasetsError
 
 from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.fingerprint import sha256_texts
-from minilm_cache.storage_schema.manifest import CorpusIdentity
+from minilm_cache.storage_schema.identity import CorpusIdentity
 
 PYTHON_DOCS: Final = "python-docs"
 HUB_PREFIX: Final = "hf:"

@@ -19,12 +19,8 @@ from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunEr
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.relations import TeacherSignal
 from minilm_cache.storage_schema.arrays import small_arrays
-from minilm_cache.storage_schema.manifest import (
-    CacheIdentity,
-    Calibration,
-    LayerCalibration,
-    VectorsParameters,
-)
+from minilm_cache.storage_schema.identity import CacheIdentity, VectorsParameters
+from minilm_cache.storage_schema.manifest import Calibration, LayerCalibration
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_checked, read_manifest
 

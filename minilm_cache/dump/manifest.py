@@ -12,18 +12,16 @@ from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.fingerprint import digest_bytes
 from minilm_cache.storage_schema.arrays import zarr_documents
-from minilm_cache.storage_schema.manifest import (
+from minilm_cache.storage_schema.identity import (
     CacheIdentity,
-    CacheManifest,
-    Calibration,
     CodecParameters,
     DenseParameters,
-    Labels,
     Packing,
     RelationKind,
     TopKParameters,
     VectorsParameters,
 )
+from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, Labels
 from minilm_cache.store.layout import (
     MAX_SHARD_BYTES,
     default_shard_tokens,

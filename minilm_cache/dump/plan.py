@@ -24,7 +24,8 @@ from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher, locate_teacher
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop, Silent
-from minilm_cache.storage_schema.manifest import CacheManifest, CodecParameters, LayerFidelity, Packing
+from minilm_cache.storage_schema.identity import CodecParameters, Packing
+from minilm_cache.storage_schema.manifest import CacheManifest, LayerFidelity
 
 LEAST_SEQUENCES = 16
 """Of a sample, at full length: enough to fit codec `vectors`, check it, and hold something out."""

@@ -17,7 +17,7 @@ from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher, locate_teacher
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.progress import Progress
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
 
 MAX_SHARDS = 16
 SEQUENCES = 4

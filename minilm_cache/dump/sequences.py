@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.dump.corpus import Corpus
 from minilm_cache.errors import CorpusError
-from minilm_cache.storage_schema.manifest import Packing
+from minilm_cache.storage_schema.identity import Packing
 
 HELD_OUT_SHARE = 0.02
 MAX_HELD_OUT = 2048

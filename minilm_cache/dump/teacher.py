@@ -26,15 +26,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.fingerprint import sha256_file, sha256_files, sha256_json
+from minilm_cache.fingerprint import sha256_file, sha256_files
 from minilm_cache.relations import TeacherSignal
-from minilm_cache.storage_schema.manifest import (
-    MAX_LAYERS,
-    TEACHER_CONFIG,
-    TEACHER_FOLDER,
-    TOKENIZER_FILES,
-    TeacherIdentity,
-)
+from minilm_cache.storage_schema.identity import MAX_LAYERS, TeacherIdentity, canonical_sha256
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
 from minilm_cache.tap import ATTENTION, TappedModel
 
 MINI: Final = "mini"
@@ -173,7 +168,7 @@ class Teacher:
         return TeacherIdentity(
             model_type=config.model_type,
             weights_sha256=sha256_files(self.folder.glob("*.safetensors")),
-            config_sha256=sha256_json(self._config()),
+            config_sha256=canonical_sha256(self._config()),
             num_layers=self._tapped.num_layers,
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
@@ -190,7 +185,7 @@ class Teacher:
         backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
         backend["truncation"] = backend["padding"] = None
         special = [self.tokenizer.cls_token_id, self.tokenizer.sep_token_id, self.tokenizer.pad_token_id]
-        return sha256_json([backend, special])
+        return canonical_sha256([backend, special])
 
     def attachments(self) -> dict[str, bytes]:
         """Return what a student is built from, without weights: path in the cache to content."""

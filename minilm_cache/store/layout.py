@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.storage_schema.arrays import array_specs
-from minilm_cache.storage_schema.manifest import CacheIdentity, CacheManifest, Calibration, Labels, ShardRange
+from minilm_cache.storage_schema.identity import CacheIdentity
+from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, Labels, ShardRange
 
 MANIFEST: Final = "manifest.json"
 CARD: Final = "README.md"

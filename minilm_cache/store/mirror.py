@@ -42,7 +42,7 @@ class MirrorReader(CacheReader):
         self._fetcher = Fetcher(source, folder, manifest)
         self._fetcher.records(never_stop)
         self._fetcher.attachments()
-        self._fetcher.write(MANIFEST, manifest.model_dump_json(indent=1).encode())
+        self._fetcher.write(MANIFEST, manifest.to_json())
         self._max_bytes = max_bytes
         self._lock = Lock()
         self._used: OrderedDict[int, None] = OrderedDict()

@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 from minilm_cache.errors import CacheCorruptError, CacheIncompleteError, CacheNotFoundError
 from minilm_cache.fingerprint import xxh3
 from minilm_cache.storage_schema.arrays import ArraySpec, SmallArray, array_specs, zarr_documents
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_RECORD_BYTES,
     CacheManifest,
     CommitRecord,
     FileDigest,
-    RelationKind,
 )
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import entropy_column, sequence_columns

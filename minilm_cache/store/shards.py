@@ -6,7 +6,7 @@ that decodes to more than its size is refused before the memory is taken.
 """
 
 import math
-from typing import Final
+from typing import Final, Literal
 
 import google_crc32c
 import numpy as np
@@ -25,7 +25,7 @@ _ENTRY_BYTES: Final = 16
 def decode_shard(
     content: bytes, spec: ArraySpec, shard_tokens: int, num_tokens: int
 ) -> npt.NDArray[np.generic]:
-    """Return a shard's rows without its slack, `(num_tokens, ...)`.
+    """Return a shard's rows without its slack, `(num_tokens, ...)`, in memory as they are coded.
 
     Args:
         content: the whole file.
@@ -39,7 +39,10 @@ def decode_shard(
     chunk_rows = spec.chunk_tokens(shard_tokens)
     index = _read_index(content, shard_tokens // chunk_rows)
     decode = _decode_pcodec if spec.compressor == "pcodec" else _decode_zstd
-    rows = np.empty((num_tokens, *spec.row_shape), dtype=np.dtype(spec.dtype).newbyteorder("<"))
+    # Components that are coded one after the other stay so: turning them over here would take as long as
+    # decompressing them, and most readers want a few rows only.
+    order: Literal["C", "F"] = "F" if spec.compressor == "pcodec" else "C"
+    rows = np.empty((num_tokens, *spec.row_shape), np.dtype(spec.dtype).newbyteorder("<"), order=order)
     for number, first in enumerate(range(0, num_tokens, chunk_rows)):
         part = _checked(_slice(content, *index[number]))
         wanted = min(chunk_rows, num_tokens - first)
@@ -51,7 +54,7 @@ def decode_shard(
 
 
 def _decode_zstd(part: memoryview, spec: ArraySpec, chunk_rows: int) -> npt.NDArray[np.generic]:
-    decoded = pa.Codec("zstd").decompress(part, chunk_rows * spec.row_bytes, asbytes=True)
+    decoded = pa.Codec("zstd").decompress(part, chunk_rows * spec.row_bytes)
     return np.frombuffer(decoded, np.dtype(spec.dtype).newbyteorder("<")).reshape(-1, *spec.row_shape)
 
 

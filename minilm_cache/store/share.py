@@ -229,7 +229,7 @@ def pull(url: str, out: Path, progress: Progress, should_stop: ShouldStop) -> Sh
         content = source.read_if_there(page, _MAX_PAGE_BYTES)
         if content is not None:
             fetcher.write(page, content)
-    fetcher.write(MANIFEST, manifest.model_dump_json(indent=1).encode())
+    fetcher.write(MANIFEST, manifest.to_json())
     with storage_errors("create the cache", out):
         if out.is_dir():
             out.rmdir()

@@ -5,6 +5,7 @@ compares every file's SHA-256, decodes every array (which checks the crc32c of e
 token ids with the hash in the record and checks the sequence tables.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -90,6 +91,11 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, chec
     if full and not found:
         found += _content_damage(root, num_threads, progress, check_rows)
     return Verdict(num_files=len(files), num_bytes=num_bytes, damage=tuple(found))
+
+
+def default_threads() -> int:
+    """Return twice the cores: reading and decoding wait for each other. Each holds a decoded shard."""
+    return 2 * (os.cpu_count() or 1)
 
 
 def is_sound(root: Path, manifest: CacheManifest, shard: int) -> bool:

@@ -95,7 +95,7 @@ class CacheWriter:
         if not path.exists():
             _prepare(self.root)
             try:
-                create_file(path, self.manifest.model_dump_json(indent=1).encode())
+                create_file(path, self.manifest.to_json())
             except FileExistsError:  # another rank of this dump was first
                 pass
             else:
@@ -201,7 +201,7 @@ class CacheWriter:
             )
             path = below(self.root, commit_path(shard))
             try:
-                create_file(path, record.model_dump_json(indent=1).encode())
+                create_file(path, record.to_json())
             except FileExistsError:
                 raise ShardBusyError(
                     f"{path} appeared while the shard was being written: the lock is not honoured by "
@@ -220,7 +220,7 @@ class CacheWriter:
             for path, expected in record.files.items():
                 write_file(below(self.root, path), read_checked(reader.root, path, expected))
             self._make_durable(list(record.files))
-            create_file(below(self.root, commit_path(shard)), record.model_dump_json(indent=1).encode())
+            create_file(below(self.root, commit_path(shard)), record.to_json())
 
     def _write_rows(self, spec: ArraySpec, shard: int, rows: npt.NDArray[np.generic]) -> str:
         size = self.manifest.shard_tokens
@@ -287,7 +287,7 @@ class CacheWriter:
         with storage_errors("seal the cache", self.root):
             write_file(below(self.root, PREVIEW), buffer.getvalue())
             write_file(self.root / CARD, card.encode())
-            write_file(self.root / MANIFEST, complete.model_dump_json(indent=1).encode())
+            write_file(self.root / MANIFEST, complete.to_json())
             # Every shard is committed: nobody writes any more, and what kills have left over is nobody's.
             for left in (*(self.root / "locks").glob("[0-9]*.lock"), *self.root.rglob(f"*{PARTIAL}")):
                 left.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from minilm_cache.cache import Cache
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.relations import RowTargets, Targets, mean_row_entropy, to_dense
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.layout import shard_of
 from minilm_cache.store.reader import Shard
 from minilm_cache.train.sampler import Buffer, SequenceOrder
@@ -202,7 +202,9 @@ def _gather(pieces: Sequence[_Piece], wanted: _Stored) -> _Gathered:
         like = found[0][0].rows[path]
         padded = np.zeros((len(found), lengths.max(), *like.shape[1:]), dtype=like.dtype)
         for at, (shard, number) in enumerate(found):
-            padded[at, : lengths[at]] = shard.rows_of(path, number)
+            # torch turns rows over that lie component by component several times as fast as numpy.
+            own = shard.rows_of(path, number).copy(order="K")
+            torch.from_numpy(padded[at, : lengths[at]]).copy_(torch.from_numpy(own))
         rows[path] = padded
     entropy = {
         kind: np.asarray([shard.entropy(kind, number) for shard, number in found], dtype=np.float32)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.batches import StudentBatch
 from minilm_cache.train.trainer import StudentTrainer
 

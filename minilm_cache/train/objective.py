@@ -12,7 +12,7 @@ from minilm_cache.cache import Cache
 from minilm_cache.config import TrainConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.relations import Vectors, key_mask, relation_kl, relation_scores, split_heads
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.batches import StudentBatch, WantedTargets
 
 

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from minilm_cache.config import TrainConfig
 from minilm_cache.errors import IdentityMismatchError
-from minilm_cache.fingerprint import sha256_json
-from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind
+from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
+from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import is_vacant, storage_errors, write_file
 
 RUN_FILE = "run.json"
@@ -51,7 +51,7 @@ class RunIdentity(_Record):
     def name(self) -> str:
         """Return a folder name: shapes for people, a hash for the rest."""
         shapes = "_".join(map(arch_slug, self.arch))
-        return f"{shapes[:64]}-{sha256_json(self.model_dump(mode='json'))[:12]}"
+        return f"{shapes[:64]}-{canonical_sha256(self.model_dump(mode='json'))[:12]}"
 
 
 class StudentRecord(_Record):

@@ -20,7 +20,8 @@ from minilm_cache.errors import (
     InvalidConfigError,
     ShardBusyError,
 )
-from minilm_cache.storage_schema.manifest import CacheManifest, RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.writer import CacheWriter
 from tests.support import World, save_teacher, write_corpus
 

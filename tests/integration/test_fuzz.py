@@ -99,6 +99,7 @@ def damage(path: Path, chance: random.Random) -> Callable[[], None]:
         if name in document["files"] and chance.random() < 0.9:
             restored[listing] = listing.read_bytes()
             document["files"][name] = digest_bytes(changed).model_dump()
+            document.pop("checksum", None)
             listing.write_text(json.dumps(document))
 
     def restore() -> None:

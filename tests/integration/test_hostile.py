@@ -20,7 +20,7 @@ from minilm_cache.fingerprint import digest_bytes
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.manifest import CacheManifest
 from tests.conftest import Command
-from tests.support import World
+from tests.support import World, write_document
 
 WEIGHT = "relations/value/weight/c/1/0/0"
 
@@ -32,7 +32,7 @@ def replace_in_shard(cache: Path, path: str, change: Callable[[bytes], bytes], s
     record_path = cache / f"commits/{shard:05d}.json"
     record = json.loads(record_path.read_text())
     record["files"][path] = digest_bytes(content).model_dump()
-    record_path.write_text(json.dumps(record))
+    write_document(record_path, record)
 
 
 def replace_in_manifest(cache: Path, path: str, content: bytes) -> None:
@@ -40,7 +40,7 @@ def replace_in_manifest(cache: Path, path: str, content: bytes) -> None:
     (cache / path).write_bytes(content)
     manifest = json.loads((cache / "manifest.json").read_text())
     manifest["files"][path] = digest_bytes(content).model_dump()
-    (cache / "manifest.json").write_text(json.dumps(manifest))
+    write_document(cache / "manifest.json", manifest)
 
 
 def shard_file(chunk: bytes | None) -> bytes:
@@ -209,7 +209,7 @@ def test_shards_that_would_fill_memory_are_refused(world: World) -> None:
     cache = world.dump().path
     manifest = json.loads((cache / "manifest.json").read_text())
     manifest["shard_tokens"] = 2**26
-    (cache / "manifest.json").write_text(json.dumps(manifest))
+    write_document(cache / "manifest.json", manifest)
     with pytest.raises(CacheCorruptError, match=r"decode to more than 4096 MiB"):
         open_cache(cache)
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from minilm_cache.dump.run import dump
+from minilm_cache.errors import InterruptedRunError
+from tests.integration.test_dump import arrays_of, stop_after
 from tests.support import World, dump_arguments
 
 
@@ -106,13 +109,19 @@ def test_an_interrupted_training_keeps_its_state_and_goes_on(world: World) -> No
 
 def test_a_file_system_that_refuses_is_one_line(world: World) -> None:
     """A limit on file sizes stands in for a full disk: the same failure of the same calls."""
-    code, err = Process(world, *dump_arguments(world, "--k", 24), limit_bytes=9000).end()
+    with pytest.raises(InterruptedRunError):
+        dump(world.config(k=6), world.root / "cache", world.home, should_stop=stop_after(4))
+    committed = {file: file.read_bytes() for file in (world.root / "cache/commits").iterdir()}
+    code, err = Process(world, *dump_arguments(world), limit_bytes=2500).end()
 
     assert code == 1, err
+    assert committed
+    assert all(file.read_bytes() == content for file, content in committed.items())
     assert err.count("error: ") == 1
     assert "File too large" in err
     assert "Traceback" not in err
-    assert Process(world, *dump_arguments(world, "--k", 24)).end()[0] == 0
+    assert Process(world, *dump_arguments(world)).end()[0] == 0
+    assert arrays_of(world.root / "cache") == arrays_of(world.dump("whole").path)
 
 
 def test_a_killed_dump_resumes(world: World) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from minilm_cache.storage_schema.manifest import CacheIdentity
+from minilm_cache.storage_schema.identity import CacheIdentity
 from tests.conftest import Command
 from tests.integration.test_hostile import replace_in_shard
-from tests.support import World, save_teacher, tiny_tokenizer
+from tests.support import World, save_teacher, tiny_tokenizer, write_document
 
 
 @pytest.mark.parametrize("codec", ["topk", "vectors", "dense"])
@@ -117,9 +117,9 @@ def test_tokens_of_another_text_are_found(world: World, command: Command) -> Non
         json.dumps(manifest["identity"])
     ).fingerprint()
     old = json.loads(content)["fingerprint"]
-    (other / "manifest.json").write_text(json.dumps(manifest))
+    write_document(other / "manifest.json", manifest)
     for record in (other / "commits").iterdir():
-        record.write_text(record.read_text().replace(old, manifest["fingerprint"]))
+        write_document(record, json.loads(record.read_text().replace(old, manifest["fingerprint"])))
     world.corpus.write_text(mine)
     assert command("verify", "--full", other)[0] == 0
     command.fails(

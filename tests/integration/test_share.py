@@ -26,8 +26,8 @@ from tests.conftest import Command
 from tests.integration.test_dump import arrays_of, manifest_of, stop_after
 from tests.integration.test_train import assert_same, weights
 from tests.integration.test_train import settings as train_settings
-from tests.s3 import BUCKET, CREDENTIALS, Between, Refusing, s3_server, tamper
-from tests.support import World, dump_arguments
+from tests.s3 import BUCKET, CREDENTIALS, Between, s3_server, tamper
+from tests.support import World, dump_arguments, write_document
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_a_bad_network_changes_nothing(
 ) -> None:
     """Requests are refused with 503, dropped, or answered by half."""
     world.dump()
-    between = Between(server, period)
+    between = Between(server, period=period)
     with between.serving() as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         url = pushed(world, f"{store}/{period}")
@@ -153,6 +153,29 @@ def test_a_pull_that_is_cut_off_is_no_cache_and_goes_on(world: World, store: str
     done = pull(url, out, Silent(), never_stop)
 
     assert (done.shards_kept, done.shards_copied) == (3, 3)
+    assert arrays_of(out) == arrays_of(world.root / "cache")
+
+
+def test_keys_that_expire_in_the_middle_lose_nothing(
+    world: World, store: str, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.dump()
+    url = pushed(world, store)
+    out = world.root / "elsewhere"
+    counting = Between(server)
+    with counting.serving() as endpoint, monkeypatch.context() as patched:
+        patched.setenv("AWS_ENDPOINT_URL", endpoint)
+        pull(url, world.root / "counted", Silent(), never_stop)
+    between = Between(server, allowed=counting.num_requests - 8)
+    with between.serving() as endpoint, monkeypatch.context() as patched:
+        patched.setenv("AWS_ENDPOINT_URL", endpoint)
+        with pytest.raises(StorageError, match="Check the credentials"):
+            pull(url, out, Silent(), never_stop)
+    assert not out.exists()
+    done = pull(url, out, Silent(), never_stop)
+
+    assert done.shards_kept > 0
+    assert done.shards_kept + done.shards_copied == 6
     assert arrays_of(out) == arrays_of(world.root / "cache")
 
 
@@ -192,11 +215,12 @@ def test_records_and_manifests_that_lie_are_refused(world: World, server: str, s
     cache = world.dump().path
     url = pushed(world, store)
     record = json.loads((cache / commit_path(1)).read_text())
+    write_document(cache / commit_path(1), record)
     size = record["files"]["tokens/c/1"]["size"]
     for old, new, says in [
         (
-            f'"size": {size},',
-            f'"size": {2**39},',
+            f'"size": {size}, "sha',
+            f'"size": {2**39}, "sha',
             "claims 549755813888 bytes, more than its shard decodes to",
         ),
         ('"shard": 1,', '"shard": 2,', "is the record of another cache or shard"),
@@ -214,10 +238,10 @@ def test_records_and_manifests_that_lie_are_refused(world: World, server: str, s
 
 
 def test_credentials_that_are_refused_are_one_line_without_them(
-    world: World, command: Command, store: str, monkeypatch: pytest.MonkeyPatch
+    world: World, command: Command, store: str, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.dump()
-    with Refusing().serving() as endpoint:
+    with Between(server, allowed=0).serving() as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         for arguments in (
             ("push", world.root / "cache", store),

@@ -22,7 +22,7 @@ from minilm_cache.errors import (
     InvalidConfigError,
 )
 from minilm_cache.live import with_live_targets
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.tap import ATTENTION, TappedModel
 from minilm_cache.train.batches import BatchReader, WantedTargets
 from minilm_cache.train.objective import Objective

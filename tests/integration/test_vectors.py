@@ -28,11 +28,8 @@ from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunEr
 from minilm_cache.progress import Silent
 from minilm_cache.relations import TeacherSignal, Vectors, key_mask, relation_probs
 from minilm_cache.storage_schema.arrays import codes_path
-from minilm_cache.storage_schema.manifest import (
-    CacheManifest,
-    LayerCalibration,
-    RelationKind,
-)
+from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.manifest import CacheManifest, LayerCalibration
 from minilm_cache.store.shards import encode_pcodec_shard
 from minilm_cache.store.writer import creating
 from minilm_cache.train.batches import BatchReader
@@ -42,7 +39,7 @@ from tests.conftest import Command
 from tests.integration.test_dump import arrays_of, manifest_of, stop_after
 from tests.integration.test_hostile import replace_in_manifest, replace_in_shard, shard_file
 from tests.integration.test_train import settings as train_settings
-from tests.support import World, dump_arguments, save_teacher, write_corpus
+from tests.support import World, dump_arguments, save_teacher, write_corpus, write_document
 
 KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
 
@@ -271,7 +268,7 @@ def test_manifests_whose_layers_disagree_are_refused(
     _alter(manifest, change, next(iter(manifest["files"].values())))
     identity = json.dumps(manifest["identity"], sort_keys=True, separators=(",", ":"))
     manifest["fingerprint"] = hashlib.sha256(identity.encode()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    write_document(path / "manifest.json", manifest)
     command.fails("info", path, code=1, says=says)
 
 

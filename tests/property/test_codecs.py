@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from minilm_cache.codecs.base import RelationCodec, Rows
@@ -17,9 +18,10 @@ from minilm_cache.codecs.chain import build_codec
 from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
 from minilm_cache.codecs.topk import LARGEST_RATIO, PPS_RATIO, TopKCodec
+from minilm_cache.codecs.words import byte_sums, has_zero_byte
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
 from minilm_cache.relations import SparseRows, key_mask, to_dense
-from minilm_cache.storage_schema.manifest import (
+from minilm_cache.storage_schema.identity import (
     DenseParameters,
     RelationKind,
     TopKParameters,
@@ -271,3 +273,12 @@ def test_golden_bytes_decode_to_the_rows_they_were_released_with(name: str) -> N
 
 def test_scale_ratios_are_those_of_format_1() -> None:
     assert (PPS_RATIO, LARGEST_RATIO) == (1.03, 1.06)
+
+
+@given(st.data())
+def test_bytes_in_words_are_those_one_by_one(data: st.DataObject) -> None:
+    shape = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40)))
+    rows = data.draw(arrays(np.uint8, shape, elements=st.sampled_from([0, 1, 127, 128, 254, 255])))
+
+    assert byte_sums(rows).tolist() == rows.sum(-1, dtype=np.int64).tolist()
+    assert has_zero_byte(rows).tolist() == (rows == 0).any(-1).tolist()

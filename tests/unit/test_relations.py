@@ -18,7 +18,7 @@ from minilm_cache.relations import (
     relation_scores,
     to_dense,
 )
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
 
 LENGTHS = torch.tensor([12, 7, 1])
 SIZE = 12

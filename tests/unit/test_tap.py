@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from minilm_cache.dump.teacher import load_encoder, locate_teacher
 from minilm_cache.errors import TeacherError
 from minilm_cache.relations import key_mask, relation_probs
-from minilm_cache.storage_schema.manifest import RelationKind
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.tap import ATTENTION, TappedModel
 from tests.support import TINY, VOCABULARY, tiny_model
 

@@ -1,0 +1,161 @@
+"""What determines the content of a cache: its canonical JSON is hashed into the fingerprint.
+
+It comes from disk, possibly from a stranger, so every field is typed strictly and unknown fields are refused.
+"""
+
+import hashlib
+import json
+from enum import StrEnum
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from minilm_cache.storage_schema.versions import FORMAT_VERSION
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+MAX_LAYERS: Final = 128
+"""Tapped layers of a cache: each has a file in every shard."""
+MAX_TOKENS: Final = 2**44
+"""Far above any corpus; keeps arithmetic on hostile sizes small."""
+
+
+class RelationKind(StrEnum):
+    """Which relation of a layer (MiniLM, Wang et al. 2020, section 3)."""
+
+    ATTENTION = "attention"
+    """softmax(Q K^T / sqrt(d_k)), eq. 3."""
+    VALUE = "value"
+    """softmax(V V^T / sqrt(d_k)), eq. 7."""
+    QUERY = "query"
+    """softmax(Q Q^T / sqrt(d_k)) (MiniLMv2, Wang et al. 2021)."""
+    KEY = "key"
+    """softmax(K K^T / sqrt(d_k)) (MiniLMv2)."""
+
+
+class StoredModel(BaseModel):
+    """Base of everything read from a cache: frozen, strict, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def canonical_sha256(content: object) -> str:
+    """Return the SHA-256 (hex) over canonical JSON: sorted keys, no spaces."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+class TeacherIdentity(StoredModel):
+    """The teacher, by content."""
+
+    model_type: Name
+    """Family, as transformers names it: `bert`, `xlm-roberta`, ..."""
+    weights_sha256: Sha256
+    """One safetensors file: its SHA-256. Several: SHA-256 over their names and digests, sorted by name."""
+    config_sha256: Sha256
+    """SHA-256 over the canonical JSON of the model's configuration."""
+    num_layers: int = Field(ge=1, le=1024)
+    hidden_size: int = Field(ge=1, le=2**16)
+    num_heads: int = Field(ge=1, le=1024)
+    vocab_size: int = Field(ge=1, le=2**24)
+
+
+class CorpusIdentity(StoredModel):
+    """The text, by content."""
+
+    sha256: Sha256
+    """SHA-256 over the UTF-8 bytes of every record, each preceded by its length (8 bytes, little-endian)."""
+    num_documents: int = Field(ge=1, le=2**40)
+    """Records that hold text."""
+
+
+class Packing(StoredModel):
+    """How text became sequences."""
+
+    mode: Literal["packed", "records"]
+    """`packed`: documents joined by the separator and cut to full length; `records`: one document each."""
+    max_length: int = Field(ge=4, le=2**16)
+    """Tokens per sequence at most, special tokens counted."""
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """Tokens at most, special tokens counted; none: the whole corpus."""
+    seed: int = Field(ge=0, lt=2**63)
+    """Seed of the order in which documents are taken."""
+
+
+class TopKParameters(StoredModel):
+    """Codec `topk`: k entries per row and relation."""
+
+    name: Literal["topk"] = "topk"
+    k: int = Field(ge=1, le=4096)
+    """Entries per row."""
+    select: Literal["pps", "largest"]
+    """`pps`: unbiased systematic sampling, probability proportional to size; `largest`: the k largest."""
+    tail: Literal["uniform", "renormalise"] | None
+    """What `largest` makes of the mass it left out; none for `pps`, which leaves none out."""
+    weight_ratio: float = Field(gt=1.0, le=2.0)
+    """Ratio of neighbouring values of the weight scale."""
+    seed: int = Field(ge=0, lt=2**63)
+    """Seed of the draw; with the sequence's number it makes a dump reproducible."""
+
+    @model_validator(mode="after")
+    def _tail_belongs_to_largest(self) -> "TopKParameters":
+        if (self.tail is None) == (self.select == "largest"):
+            raise ValueError("`tail` goes with select=largest, and only with it")
+        return self
+
+
+class DenseParameters(StoredModel):
+    """Codec `dense`: every probability as float16, the exact reference."""
+
+    name: Literal["dense"] = "dense"
+
+
+class VectorsParameters(StoredModel):
+    """Codec `vectors`: queries, keys and values, transform-coded; relations are computed from them."""
+
+    name: Literal["vectors"] = "vectors"
+    max_kl: float = Field(gt=0, le=1)
+    """Mean KL(teacher || stored) that attention and value relation may have, nats."""
+    calibration_tokens: int = Field(ge=1, le=2**24)
+    """Tokens that the code is fitted to, about; a quarter as many more are checked with."""
+
+
+CodecParameters = Annotated[TopKParameters | DenseParameters | VectorsParameters, Field(discriminator="name")]
+
+
+class CacheIdentity(StoredModel):
+    """What determines the content of a cache, and nothing else."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    teacher: TeacherIdentity
+    tokenizer_sha256: Sha256
+    corpus: CorpusIdentity
+    packing: Packing
+    layers: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=1024)], ...], Field(min_length=1, max_length=MAX_LAYERS)
+    ]
+    """Tapped layers, counted from 0, ascending; several only with codec `vectors`."""
+    relation_heads: int = Field(ge=1, le=1024)
+    relations: Annotated[tuple[RelationKind, ...], Field(max_length=2)]
+    """Relations that are stored; with codec `vectors` none is, and all can be computed."""
+    codec: CodecParameters
+
+    @model_validator(mode="after")
+    def _relations_go_with_the_codec(self) -> "CacheIdentity":
+        if bool(self.relations) == isinstance(self.codec, VectorsParameters):
+            raise ValueError("codec `vectors` stores no relations, and every other codec does")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_are_the_teachers(self) -> "CacheIdentity":
+        if list(self.layers) != sorted(set(self.layers)):
+            raise ValueError("layers do not ascend")
+        if self.layers[-1] >= self.teacher.num_layers:
+            raise ValueError(f"the teacher has no layer {self.layers[-1]}")
+        if len(self.layers) > 1 and not isinstance(self.codec, VectorsParameters):
+            raise ValueError("only codec `vectors` stores several layers")
+        return self
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 (hex) over this identity's canonical JSON: sorted keys, no spaces."""
+        return canonical_sha256(self.model_dump(mode="json"))
