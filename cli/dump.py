@@ -17,6 +17,7 @@ from minilm_cache.cli.options import (
     rank_and_world_size,
 )
 from minilm_cache.config import DumpConfig, make_config
+from minilm_cache.errors import InvalidConfigError
 
 
 def dump(  # noqa: PLR0913 - one parameter for each option
@@ -66,6 +67,9 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     world_size: Annotated[
         int | None, typer.Option(help="Processes that write this cache [default: likewise]")
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="ray: run the --world-size ranks as tasks of a Ray cluster")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Of a teacher from the hub")] = None,
     device: DeviceOption = None,
     cache_store: Annotated[
@@ -81,9 +85,18 @@ def dump(  # noqa: PLR0913 - one parameter for each option
 
     Example: minilm-cache dump --teacher mini --corpus notes.txt --out notes.cache
     """
+    from minilm_cache.dump.on_ray import dump_on_ray  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.dump.run import dump as run_dump  # noqa: PLC0415 - importing it takes seconds
 
-    this_rank, all_ranks = rank_and_world_size(rank, world_size, TerminalProgress())
+    if engine is None:
+        this_rank, all_ranks = rank_and_world_size(rank, world_size, TerminalProgress())
+    else:
+        this_rank, all_ranks = 0, _ranks_of_engine(engine, rank, world_size)
+        if cache_store is not None or not resume:
+            raise InvalidConfigError(
+                "--engine does not go with --no-resume or --cache-store (MINILM_CACHE_STORE). Leave them "
+                "out; `minilm-cache pull` fetches a cache that is there already."
+            )
     config = make_config(
         DumpConfig,
         teacher=teacher,
@@ -110,15 +123,18 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         if corpus is None:
             progress.note(f"no --corpus given: taking {config.corpus}")
-        result = run_dump(
-            config,
-            out,
-            home(),
-            resume=resume,
-            cache_store=cache_store,
-            progress=progress,
-            should_stop=should_stop,
-        )
+        if engine is not None:
+            result = dump_on_ray(config, out, home(), progress=progress, should_stop=should_stop)
+        else:
+            result = run_dump(
+                config,
+                out,
+                home(),
+                resume=resume,
+                cache_store=cache_store,
+                progress=progress,
+                should_stop=should_stop,
+            )
     manifest = result.manifest
     if json:
         print_json(
@@ -148,3 +164,18 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     )
     if manifest.measured is not None:
         fidelity_table(manifest.measured)
+
+
+def _ranks_of_engine(engine: str, rank: int | None, world_size: int | None) -> int:
+    """Return how many ranks an engine is to run.
+
+    Raises:
+        InvalidConfigError: there is no such engine, or the options do not go with one.
+    """
+    if engine != "ray":
+        raise InvalidConfigError(f"--engine {engine}: there is no such engine. Take ray, or leave it out.")
+    if rank is not None or world_size is None:
+        raise InvalidConfigError(
+            "--engine ray runs every rank itself. Give --world-size, the number of ranks, without --rank."
+        )
+    return world_size

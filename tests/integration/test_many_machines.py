@@ -3,10 +3,13 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
@@ -134,3 +137,74 @@ def test_torchrun_dumps_with_two_processes(world: World) -> None:
     assert manifest.complete
     records = [json.loads(file.read_text()) for file in sorted((world.root / "cache/commits").iterdir())]
     assert [record["rank"] for record in records] == [0, 1] * 3
+
+
+def ray_dump(world: World) -> subprocess.Popen[str]:
+    arguments = dump_arguments(world, "--engine", "ray", "--world-size", 3, "--batch-size", 1)
+    return subprocess.Popen(
+        [sys.executable, "-m", "minilm_cache.cli.main", *map(str, arguments)],
+        env={**os.environ, "MINILM_CACHE_HOME": str(world.home), "RAY_ADDRESS": "local"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_a_commit(cache: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while not list(cache.glob("commits/*.json")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def kill_a_worker(driver: psutil.Process) -> None:
+    """SIGKILL to whichever rank is at work."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for child in driver.children(recursive=True):
+            if child.name().startswith("ray::_dump_rank") or "ray::_dump_rank" in " ".join(child.cmdline()):
+                child.kill()
+                return
+        time.sleep(0.01)
+    raise AssertionError("no rank is at work")
+
+
+def test_ray_starts_a_killed_rank_again(world: World) -> None:
+    world.corpus.write_text(world.corpus.read_text() * 8)
+    expected = arrays_of(world.dump("whole", batch_size=1).path)
+    cache = world.root / "cache"
+    process = ray_dump(world)
+    wait_for_a_commit(cache, process)
+    kill_a_worker(psutil.Process(process.pid))
+    before = {record: record.read_bytes() for record in cache.glob("commits/*.json")}
+    out, err = process.communicate(timeout=200)
+
+    assert process.returncode == 0, err
+    assert "3 ranks as tasks of Ray" in err
+    assert "complete" in out
+    assert arrays_of(cache) == expected
+    assert all(record.read_bytes() == content for record, content in before.items())
+
+
+def test_a_dump_on_ray_can_be_interrupted(world: World) -> None:
+    world.corpus.write_text(world.corpus.read_text() * 8)
+    process = ray_dump(world)
+    wait_for_a_commit(world.root / "cache", process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=200)
+
+    assert process.returncode == 130, err
+    assert "of 3 ranks to do: committed shards are kept" in err
+    world.dump(batch_size=1)
+    assert arrays_of(world.root / "cache") == arrays_of(world.dump("whole", batch_size=1).path)
+
+
+def test_what_an_engine_needs(world: World, command: Command) -> None:
+    arguments = dump_arguments(world, "--engine")
+    command.fails(*arguments, "spark", "--world-size", 2, code=2, says="there is no such engine. Take ray")
+    command.fails(*arguments, "ray", code=2, says="Give --world-size")
+    command.fails(*arguments, "ray", "--world-size", 2, "--rank", 0, code=2, says="without --rank")
+    command.fails(
+        *(*arguments, "ray", "--world-size", 2, "--no-resume"), code=2, says="does not go with --no-resume"
+    )

@@ -1,0 +1,83 @@
+"""A dump on a Ray cluster: each rank is a task, and Ray starts those again whose worker was lost.
+
+Ray decides what runs where and when; ranks write their own shards and never talk to each other, so that
+a rank that is started again takes up what it had committed. Machines need a common file system.
+"""
+
+import logging
+from pathlib import Path
+
+from minilm_cache.config import DumpConfig
+from minilm_cache.dump.run import DumpResult, dump
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.store.reader import read_manifest
+
+_POLL_S = 1.0
+
+
+def dump_on_ray(
+    config: DumpConfig, out: Path | None, home: Path, *, progress: Progress, should_stop: ShouldStop
+) -> DumpResult:
+    """Dump as `config.world_size` tasks of the cluster that RAY_ADDRESS names, or of one on this machine.
+
+    A task takes a GPU where the cluster has any, else a CPU core.
+
+    Args:
+        config: what to dump; its rank is ignored.
+        out: folder of the cache, the same on every machine; none: below `home`, named by content.
+        home: folder of caches.
+        progress: told of ranks done.
+        should_stop: asked about once a second.
+
+    Raises:
+        InvalidConfigError: Ray is not installed.
+        InterruptedRunError: it was asked to stop; what is committed is kept.
+        MiniLMCacheError: as `dump`.
+    """
+    try:
+        import ray  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise InvalidConfigError("Ray is not installed. Run: pip install 'minilm-cache[ray]'") from error
+    ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
+    num_gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
+    task = ray.remote(_dump_rank).options(num_cpus=1, num_gpus=num_gpus, max_retries=-1)
+    everywhere = config.model_copy(
+        update={"teacher": _from_anywhere(config.teacher), "corpus": _from_anywhere(config.corpus)}
+    )
+    place = None if out is None else out.resolve()
+    pending = [
+        task.remote(everywhere.model_copy(update={"rank": rank}), place, home.resolve())
+        for rank in range(config.world_size)
+    ]
+    progress.note(f"{config.world_size} ranks as tasks of Ray, each with {'a GPU' if num_gpus else 'a core'}")
+    progress.start("dump", config.world_size, "ranks")
+    results: list[DumpResult] = []
+    while pending:
+        done, pending = ray.wait(pending, timeout=_POLL_S)
+        results += ray.get(done)
+        progress.advance(len(done))
+        if pending and should_stop():
+            for waiting in pending:
+                ray.cancel(waiting, force=True)
+            raise InterruptedRunError(
+                f"interrupted with {len(pending)} of {config.world_size} ranks to do: committed shards are "
+                "kept. Run the same command again to go on."
+            )
+    manifest = read_manifest(results[0].path)
+    written = sum(result.shards_written for result in results)
+    return DumpResult(
+        path=results[0].path,
+        manifest=manifest,
+        shards_written=written,
+        shards_kept=manifest.num_shards - written,
+    )
+
+
+def _dump_rank(config: DumpConfig, out: Path | None, home: Path) -> DumpResult:
+    return dump(config, out, home)
+
+
+def _from_anywhere(name: str) -> str:
+    """Return an absolute path for what is a file or folder here: workers run in folders of their own."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
