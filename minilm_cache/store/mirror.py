@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
-from minilm_cache.progress import never_stop
+from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.layout import MANIFEST, below, sequences_path
 from minilm_cache.store.reader import CacheReader, Shard
@@ -41,7 +41,7 @@ class MirrorReader(CacheReader):
         folder = home / "mirrors" / manifest.fingerprint
         self._fetcher = Fetcher(source, folder, manifest)
         self._fetcher.records(never_stop)
-        self._fetcher.attachments()
+        self._fetcher.attachments(Silent())
         self._fetcher.write(MANIFEST, manifest.to_json())
         self._max_bytes = max_bytes
         self._lock = Lock()

@@ -13,22 +13,23 @@ from pathlib import Path
 from typing import Final
 
 import fsspec
+import obstore
 import obstore.exceptions
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
-from obstore.fsspec import register
+from obstore.store import ObjectStore, from_url
 
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InvalidConfigError, StorageError
 from minilm_cache.store.durable import write_file
 
 OBJECT_STORES: Final = ("s3", "gs", "az")
-register(OBJECT_STORES)
 
 _DENIED: Final = (
     PermissionError,
     obstore.exceptions.PermissionDeniedError,
     obstore.exceptions.UnauthenticatedError,
 )
+_MISSING: Final = (FileNotFoundError, obstore.exceptions.NotFoundError)
 _DENIED_REMEDY: Final = (
     "Check the credentials that the environment holds (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
     "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, HF_TOKEN)"
@@ -61,16 +62,74 @@ def _remote_errors(doing: str, url: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class _ObjectStore:
+    """Files of a bucket.
+
+    Calls that block, and not those that obstore offers to fsspec: the latter answer from threads that ask for
+    the interpreter, which ends a process with SIGABRT when it happens to be finishing just then.
+    """
+
+    store: ObjectStore
+
+    def read(self, path: str, num_bytes: int) -> bytes:
+        """Return the first bytes of a file; obstore does not ask again when an answer breaks off."""
+        for wait_s in (*_WAITS_S, None):
+            try:
+                return bytes(obstore.get_range(self.store, path, start=0, length=num_bytes))
+            except obstore.exceptions.GenericError as error:
+                if "416 Range" in str(error):  # of an empty file no byte can be asked for
+                    return b""
+                if "body" not in str(error) or wait_s is None:
+                    raise
+                time.sleep(wait_s)
+        raise AssertionError("the last turn returns or raises")
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write a file whole."""
+        obstore.put(self.store, path, content)
+
+    def folders(self, path: str) -> list[str]:
+        """Return the paths of the folders in a folder."""
+        return list(obstore.list_with_delimiter(self.store, path)["common_prefixes"])
+
+
+@dataclass(frozen=True, slots=True)
+class _FileSystem:
+    """Files of whatever fsspec knows."""
+
+    filesystem: AbstractFileSystem
+
+    def read(self, path: str, num_bytes: int) -> bytes:
+        """Return the first bytes of a file."""
+        return bytes(self.filesystem.cat_file(path, start=0, end=num_bytes))
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write a file whole."""
+        if isinstance(self.filesystem, LocalFileSystem):
+            write_file(Path(path), content)
+        else:
+            self.filesystem.pipe_file(path, content)
+
+    def folders(self, path: str) -> list[str]:
+        """Return the paths of the folders in a folder."""
+        try:
+            found = self.filesystem.ls(path, detail=True, refresh=True)
+        except FileNotFoundError:
+            return []
+        return [entry["name"] for entry in found if entry["type"] != "file"]
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteFolder:
     """One folder; names are relative to it, with `/` between parts."""
 
     url: str
-    filesystem: AbstractFileSystem
+    files: _ObjectStore | _FileSystem
     path: str
 
     def below(self, name: str) -> "RemoteFolder":
         """Return a folder in it."""
-        return RemoteFolder(f"{self.url}/{name}", self.filesystem, f"{self.path}/{name}")
+        return RemoteFolder(f"{self.url}/{name}", self.files, f"{self.path}/{name}")
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return a file of at most so many bytes; no more than one above them is ever fetched.
@@ -82,9 +141,9 @@ class RemoteFolder:
         """
         try:
             with _remote_errors("read", f"{self.url}/{name}"):
-                content = self._fetch(f"{self.path}/{name}", max_bytes + 1)
+                content = self.files.read(f"{self.path}/{name}", max_bytes + 1)
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            if isinstance(error.__cause__, _MISSING):
                 raise CacheNotFoundError(f"{self.url}/{name} is not there. Check the URL.") from error
             raise
         if len(content) > max_bytes:
@@ -93,19 +152,6 @@ class RemoteFolder:
                 "Ask who published it to push it again."
             )
         return content
-
-    def _fetch(self, path: str, num_bytes: int) -> bytes:
-        """Fetch the first bytes of a file; obstore does not ask again when an answer breaks off."""
-        for wait_s in _WAITS_S:
-            try:
-                return bytes(self.filesystem.cat_file(path, start=0, end=num_bytes))
-            except obstore.exceptions.GenericError as error:
-                if "416 Range" in str(error):  # of an empty file no byte can be asked for
-                    return b""
-                if "body" not in str(error):
-                    raise
-                time.sleep(wait_s)
-        return bytes(self.filesystem.cat_file(path, start=0, end=num_bytes))
 
     def read_if_there(self, name: str, max_bytes: int) -> bytes | None:
         """Return a file as `read` does; none where it is not there."""
@@ -121,10 +167,7 @@ class RemoteFolder:
             StorageError: the store refused, or cannot be reached.
         """
         with _remote_errors("write", f"{self.url}/{name}"):
-            if isinstance(self.filesystem, LocalFileSystem):
-                write_file(Path(self.path, name), content)
-            else:
-                self.filesystem.pipe_file(f"{self.path}/{name}", content)
+            self.files.write(f"{self.path}/{name}", content)
 
     def folders(self) -> list[str]:
         """Return the names of the folders in it, sorted.
@@ -133,13 +176,8 @@ class RemoteFolder:
             StorageError: the store refused, or cannot be reached.
         """
         with _remote_errors("list", self.url):
-            try:
-                found = self.filesystem.ls(self.path, detail=True, refresh=True)
-            except FileNotFoundError:
-                return []
-        return sorted(
-            entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in found if entry["type"] != "file"
-        )
+            found = self.files.folders(self.path)
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
 
 
 def open_store(url: str) -> RemoteFolder:
@@ -148,12 +186,16 @@ def open_store(url: str) -> RemoteFolder:
     Raises:
         InvalidConfigError: no such kind of store is known.
     """
+    scheme, _, place = url.rstrip("/").partition("://")
     try:
+        if scheme in OBJECT_STORES:
+            bucket, _, path = place.partition("/")
+            return RemoteFolder(url.rstrip("/"), _ObjectStore(from_url(f"{scheme}://{bucket}")), path)
         filesystem, path = fsspec.core.url_to_fs(url.rstrip("/"), skip_instance_cache=True)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, obstore.exceptions.BaseError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise InvalidConfigError(
             f"cannot open {url}: {reason}. Give a path, or a URL that begins with "
             f"{', '.join(f'{name}://' for name in OBJECT_STORES)} or hf://."
         ) from error
-    return RemoteFolder(url.rstrip("/"), filesystem, path.rstrip("/"))
+    return RemoteFolder(url.rstrip("/"), _FileSystem(filesystem), path.rstrip("/"))

@@ -223,7 +223,7 @@ def pull(url: str, out: Path, progress: Progress, should_stop: ShouldStop) -> Sh
             progress.advance(expected.size)
         return copied
 
-    fetcher.attachments()
+    fetcher.attachments(progress)
     copied = sum(_each(fetch_shard, range(num_shards), should_stop, url))
     for page in (CARD, PREVIEW):
         content = source.read_if_there(page, _MAX_PAGE_BYTES)
@@ -268,10 +268,11 @@ class Fetcher:
 
         return _each(fetch, range(len(self._manifest.shards)), should_stop, self._source.url)
 
-    def attachments(self) -> None:
+    def attachments(self, progress: Progress) -> None:
         """Fetch what lies outside the shards."""
         for path, expected in self._manifest.files.items():
             self.fetch(path, expected)
+            progress.advance(expected.size)
 
     def fetch(self, path: str, expected: FileDigest) -> bool:
         """Fetch a file; returns whether that was necessary.
