@@ -55,7 +55,10 @@ def dump_on_ray(
     results: list[DumpResult] = []
     while pending:
         done, pending = ray.wait(pending, timeout=_POLL_S)
-        results += ray.get(done)
+        try:
+            results += ray.get(done)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None  # a rank's own error, without the trace of where Ray ran it
         progress.advance(len(done))
         if pending and should_stop():
             for waiting in pending:

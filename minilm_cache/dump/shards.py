@@ -47,9 +47,13 @@ class ShardJob:
                 if self.writer.is_committed(shard):  # by another process, since this one looked
                     lock.release()
                     continue
-                encoded = self._encode(shard, progress, should_stop)
-                if pending is not None:
-                    pending.result()
+                try:
+                    encoded = self._encode(shard, progress, should_stop)
+                    if pending is not None:
+                        pending.result()
+                except BaseException:
+                    lock.release()  # whoever keeps the error keeps this frame, and the lock with it
+                    raise
                 if encoded is None:
                     lock.release()
                     raise self._interrupted()

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
+from filelock import FileLock
+
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.layout import MANIFEST, below, sequences_path
@@ -47,6 +49,8 @@ class MirrorReader(CacheReader):
         self._lock = Lock()
         self._used: OrderedDict[int, None] = OrderedDict()
         self._busy: dict[int, int] = {}
+        # Other processes fetch into and take from this folder, too; threads of this one may go together.
+        self._shared = FileLock(folder / "mirror.lock", thread_local=False)
         super().__init__(folder)
         for number in self.records:  # what an earlier run has left
             if self._num_bytes(number):
@@ -54,7 +58,7 @@ class MirrorReader(CacheReader):
 
     def shard(self, number: int, paths: Collection[str] | None = None) -> Shard:
         """Read one shard, after fetching those of its files that are not here yet."""
-        with self._using(number):
+        with self._shared, self._using(number):
             for path, expected in self._require(number).files.items():
                 array = path.split("/c/")[0]
                 wanted = paths is None or array in paths or array == "tokens"

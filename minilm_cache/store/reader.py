@@ -40,6 +40,9 @@ from minilm_cache.store.layout import (
 )
 from minilm_cache.store.shards import decode_shard
 
+_MAX_VALUE_BYTES = 32
+_MAX_TABLE_HEADERS = 2**20
+"""Bytes that a sequence table may take decompressed, for a value and beside values."""
 _REMEDY = (
     "Run `minilm-cache verify --full` for the extent of the damage, then `minilm-cache dump --resume` "
     "with the settings of the first dump to write damaged shards again, or fetch the cache again."
@@ -193,7 +196,7 @@ class CacheReader:
         try:
             file = pq.ParquetFile(io.BytesIO(content))
             types = {field.name: str(field.type) for field in file.schema_arrow}
-            fits = file.metadata.num_rows == record.range.num_sequences and types == expected_types
+            fits = types == expected_types and _has_rows(file.metadata, record.range.num_sequences)
             table = file.read() if fits else None
         except (pa.ArrowException, OSError) as error:
             raise CacheCorruptError(f"{self.root / path} is no Parquet file: {error}. {_REMEDY}") from error
@@ -303,6 +306,18 @@ def read_checked(root: Path, path: str, expected: FileDigest | None) -> bytes:
     if xxh3(content) != expected.xxh3_128:
         raise CacheCorruptError(f"{file} is damaged: its bytes are not those committed. {_REMEDY}")
     return content
+
+
+def _has_rows(metadata: pq.FileMetaData, num_rows: int) -> bool:
+    """Return whether a table has so many rows wherever it says how many, and no more bytes than they need."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    return (
+        metadata.num_rows == sum(group.num_rows for group in groups) == num_rows
+        and sum(column.num_values for column in columns) == num_rows * metadata.num_columns
+        and sum(column.total_uncompressed_size for column in columns)
+        <= num_rows * metadata.num_columns * _MAX_VALUE_BYTES + _MAX_TABLE_HEADERS
+    )
 
 
 def read_small_array(root: Path, manifest: CacheManifest, small: SmallArray) -> npt.NDArray[np.generic]:

@@ -213,8 +213,11 @@ class CacheWriter:
 
         Raises:
             CacheCorruptError: it is damaged there.
+            ShardBusyError: the shard exists; nothing of it is touched.
             StorageError: the file system refused; the shard does not exist then.
         """
+        if self.is_committed(shard):
+            raise ShardBusyError(f"shard {shard} of {self.root} was committed meanwhile by another process.")
         record = reader.records[shard]
         with storage_errors("write", self.root):
             for path, expected in record.files.items():

@@ -1,5 +1,6 @@
 """What machines and people do to caches: each fault is found, nothing turns into zeros, repeating repairs."""
 
+import io
 import json
 import shutil
 import threading
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from minilm_cache.cache import open_cache
@@ -22,12 +24,13 @@ from minilm_cache.errors import (
     ShardBusyError,
     StorageError,
 )
+from minilm_cache.fingerprint import digest_bytes
 from minilm_cache.storage_schema.identity import DenseParameters, TopKParameters, VectorsParameters
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
 from tests.conftest import Command
 from tests.integration.test_dump import arrays_of, manifest_of, stop_after
-from tests.support import World, save_teacher, write_corpus
+from tests.support import World, save_teacher, write_corpus, write_document
 
 KINDS = {
     "shard": ("relations/attention/gap/c/1/0/0", "relations/attention/gap/c/2/0/0"),
@@ -287,3 +290,50 @@ def test_a_copied_cache_is_a_cache(world: World, command: Command) -> None:
     shutil.copytree(path, world.root / "copy")
     shutil.rmtree(path)
     assert command("verify", "--full", world.root / "copy")[0] == 0
+
+
+def test_an_error_that_is_kept_keeps_no_lock(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook keeps the last error, and with it the frames that it came through."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("minilm_cache.dump.teacher.Teacher.signals", fail)
+        with pytest.raises(RuntimeError) as kept:
+            world.dump()
+    assert world.dump().manifest.complete
+    assert "out of memory" in str(kept.value)
+
+
+def test_a_table_that_is_a_bomb_is_refused(world: World) -> None:
+    """It says eight rows at its end and thirty million in its row group."""
+    cache = world.dump().path
+    path = "sequences/part-00001.parquet"
+    table = pq.read_table(cache / path)
+    num_rows = 3_000_000
+    zeros = {field.name: np.zeros(num_rows, field.type.to_pandas_dtype()) for field in table.schema}
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(zeros), buffer, compression="zstd", row_group_size=num_rows)
+    content = bytearray(buffer.getvalue())
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    at = content.index(b"\x16" + varint(num_rows), footer)  # the field of the number of rows, zigzag-coded
+    lie = varint(table.num_rows)
+    padded = bytes(byte | 0x80 for byte in lie[:1]) + b"\x80" * (len(varint(num_rows)) - 2) + b"\x00"
+    content[at + 1 : at + 1 + len(padded)] = padded
+    assert pq.ParquetFile(io.BytesIO(content)).metadata.num_rows == table.num_rows
+    (cache / path).write_bytes(content)
+    record = json.loads((cache / "commits/00001.json").read_text())
+    record["files"][path] = digest_bytes(bytes(content)).model_dump()
+    write_document(cache / "commits/00001.json", record)
+    with pytest.raises(CacheCorruptError, match="has other rows or columns than the format"):
+        CacheReader(cache).table(1)
+
+
+def varint(number: int) -> bytes:
+    """Return a number as Thrift's compact protocol codes it."""
+    number, coded = number << 1, bytearray()
+    while number >= 0x80:
+        coded.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*coded, number])

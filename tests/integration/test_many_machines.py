@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError, ShardBusyError
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store.merge import merge
+from minilm_cache.store.verify import is_sound
 from tests.conftest import Command
 from tests.integration.test_dump import arrays_of, manifest_of, stop_after
 from tests.support import World, dump_arguments
@@ -208,3 +209,25 @@ def test_what_an_engine_needs(world: World, command: Command) -> None:
     command.fails(
         *(*arguments, "ray", "--world-size", 2, "--no-resume"), code=2, says="does not go with --no-resume"
     )
+
+
+def test_an_error_of_a_rank_on_ray_is_one_line(world: World, command: Command) -> None:
+    arguments = [*dump_arguments(world), "--engine", "ray", "--world-size", 2, "--max-length", 64]
+    command.fails(
+        *arguments, "--shard-tokens", 64, "--corpus", world.root / "none", code=1, says="does not exist"
+    )
+
+
+def test_a_shard_that_another_merge_committed_is_not_touched(world: World) -> None:
+    one, other = parts_of(world)
+    out = world.root / "merged"
+
+    def overtake() -> bool:
+        if not out.exists() or not list(out.glob("commits/*.json")):
+            merge([one], out, Silent(), never_stop)
+        return False
+
+    with pytest.raises(ShardBusyError, match="was committed meanwhile"):
+        merge([one, other], out, Silent(), overtake)
+    merge([one, other], out, Silent(), never_stop)
+    assert all(is_sound(out, manifest_of(out), shard) for shard in range(6))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from minilm_cache.errors import (
 )
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store.layout import cache_name, commit_path
+from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.remote import open_store
 from minilm_cache.store.share import catalogue, pull, push
 from minilm_cache.train.run import train
@@ -319,3 +321,13 @@ def test_a_file_that_is_too_long_is_not_fetched(tmp_path: Path) -> None:
         open_store(str(tmp_path)).read("", 99)
     with pytest.raises(InvalidConfigError):
         open_store("nothing://x")
+
+
+def test_two_processes_share_what_is_kept_of_a_url(world: World) -> None:
+    """Two readers stand in for them: each removes what the other has fetched."""
+    world.dump()
+    url = f"file://{pushed(world, str(world.root / 'store'))}"
+    readers = [MirrorReader(url, world.home, 20_000) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        reads = [threads.submit(readers[n % 2].shard, n * 5 % 6) for n in range(60)]
+        assert all(len(read.result().rows) == 5 for read in reads)
