@@ -312,7 +312,7 @@ def _has_rows(metadata: pq.FileMetaData, num_rows: int) -> bool:
     """Return whether a table has so many rows wherever it says how many, and no more bytes than they need."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    return (
+    return bool(
         metadata.num_rows == sum(group.num_rows for group in groups) == num_rows
         and sum(column.num_values for column in columns) == num_rows * metadata.num_columns
         and sum(column.total_uncompressed_size for column in columns)
