@@ -1,7 +1,5 @@
 """Codec `vectors`: KL as asked, read with plain zarr and torch, for every family."""
 
-import hashlib
-import json
 import math
 import threading
 from collections.abc import Callable
@@ -30,16 +28,13 @@ from minilm_cache.relations import TeacherSignal, Vectors, key_mask, relation_pr
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest, LayerCalibration
-from minilm_cache.store.shards import encode_pcodec_shard
 from minilm_cache.store.writer import creating
-from minilm_cache.train.batches import BatchReader
-from minilm_cache.train.objective import choose_objective
 from minilm_cache.train.run import train
 from tests.conftest import Command
 from tests.integration.test_dump import arrays_of, manifest_of, stop_after
 from tests.integration.test_hostile import replace_in_manifest, replace_in_shard, shard_file
 from tests.integration.test_train import settings as train_settings
-from tests.support import World, dump_arguments, save_teacher, write_corpus, write_document
+from tests.support import World, save_teacher, write_corpus
 
 KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
 
@@ -153,163 +148,6 @@ def test_attention_that_sees_a_window_is_kept_as_such(tmp_path: Path) -> None:
     assert last_layer(result.manifest).window == 4
     assert bool((attention[:, ~near] == 0).all())
     assert measured_kls(result.manifest)[RelationKind.ATTENTION] <= 0.03
-
-
-@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3 specification")
-@pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_every_tapped_layer_keeps_to_the_kl(tmp_path: Path, family: str) -> None:
-    """ModernBERT's first layer sees everything, its others a window: each has a mask of its own."""
-    teacher = save_teacher(tmp_path / "teacher", family, num_hidden_layers=3)
-    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt", 600))
-    path = world.dump(codec="vectors", shard_tokens=4096, layers="all").path
-    manifest = manifest_of(path)
-
-    assert manifest.identity.layers == (0, 1, 2)
-    for at in range(3):
-        kls, found = measured_kls(manifest, at), plain_kl(path, teacher, at)
-        assert all(kls[kind] <= 0.03 for kind in KINDS)
-        assert found["attention"] == pytest.approx(kls[RelationKind.ATTENTION], rel=0.02)
-        assert found["value"] < 1e-5
-
-
-def test_layers_are_chosen_by_number_and_trained_from(world: World, command: Command) -> None:
-    cache = world.root / "cache"
-    code, out, err = command(*dump_arguments(world, k=None), "--codec", "vectors", "--layers", "2,0")
-    assert code == 0, err
-    assert open_cache(cache).layers == (0, 2)
-    assert {folder.name for folder in (cache / "vectors").iterdir() if folder.is_dir()} == {"0", "2"}
-    assert "components of layer 0" in command("info", cache)[1]
-    found = {}
-    for layer in (0, 2):
-        arguments = ("train", cache, "--arch", "2x32", "--steps", 3, "--teacher-layer", layer, "--json")
-        code, out, err = command(*arguments)
-        assert code == 0, err
-        assert f"layer {layer} of the teacher" in err
-        found[layer] = out
-    assert found[0] != found[2]
-    command.fails(
-        *("train", cache, "--arch", "2x32", "--teacher-layer", 1),
-        code=2,
-        says=("--teacher-layer 1: the cache holds layer 0, 2", "--layers"),
-    )
-    with pytest.raises(ValueError, match="no layer 1, but 0, 2"):
-        open_cache(cache)[0].relation("value", 1)
-
-
-def test_relations_of_any_one_layer_can_be_stored(world: World) -> None:
-    path = world.dump(codec="dense", layers=(0,)).path
-    sequence = open_cache(path)[0]
-    eager = AutoModel.from_pretrained(world.teacher, attn_implementation="eager").eval()
-    with torch.no_grad():
-        expected = eager(sequence.input_ids[None], output_attentions=True).attentions[0][0]
-
-    assert manifest_of(path).identity.layers == (0,)
-    torch.testing.assert_close(sequence.relation("attention"), expected, atol=1e-3, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "says"),
-    [
-        (("--layers", "9"), 2, "--layers 9: teacher teacher has layers 0 to 2. Choose among them."),
-        (("--layers", "1,1", "--codec", "vectors"), 2, "--layers 1,1: give last, all, or different numbers"),
-        (("--layers", "2000"), 2, "--layers 2000: give last, all, or different numbers from 0 to 127"),
-        (("--layers", ","), 2, "--layers ,: give last, all, or different numbers"),
-        (("--layers", "first"), 2, "--layers first: give last, all, or different numbers"),
-        (("--layers", "0,1"), 2, "several --layers go with --codec vectors, not with topk"),
-        (
-            ("--layers", "all", "--codec", "dense"),
-            2,
-            "several --layers go with --codec vectors, not with dense",
-        ),
-    ],
-    ids=str,
-)
-def test_layers_that_make_no_sense(
-    world: World, command: Command, options: tuple[str, ...], code: int, says: str
-) -> None:
-    command.fails(*dump_arguments(world, k=None), *options, code=code, says=says)
-
-
-def test_layers_are_put_in_order_however_they_are_given(world: World) -> None:
-    assert world.config(codec="vectors", layers=(2, 0)).layers == (0, 2)
-    assert world.config(codec="vectors", layers="2, 0").layers == (0, 2)
-    for nonsense in ((), (1, 1), (-1,), (1.5,), 3):
-        with pytest.raises(InvalidConfigError, match="give last, all, or different numbers"):
-            world.config(codec="vectors", layers=nonsense)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"identity": {"layers": [2, 0]}}, "layers do not ascend"),
-        ({"identity": {"layers": [0, 9]}}, "the teacher has no layer 9"),
-        ({"identity": {"codec": {"name": "dense"}, "relations": ["value"]}}, "stores several layers"),
-        ({"calibration": None}, "is no file of the format"),
-        ({"calibration": {"num_fitted": 2**40}}, "held out"),
-        ({"calibration": {"layers": {"reverse": 1}}}, "calibration.layers names other layers"),
-        ({"measured": {"fidelity": {"reverse": 1}}}, "measured.fidelity names other layers"),
-        ({"calibration": {"layers": {"kl": {"attention": 0.01}}}}, "not of attention and value relation"),
-        ({"calibration": {"layers": {"kl": {"attention": 0.01, "value": float("nan")}}}}, "manifest.json"),
-        (
-            {"calibration": {"layers": {"kl": {"attention": 0.01, "value": -1.0}}}},
-            "greater than or equal to 0",
-        ),
-        ({"calibration": {"layers": {"scaling": 1e300}}}, "less than or equal to"),
-        ({"files": {"vectors/0099/basis/c/0/0": None}}, "vectors/0099/basis/c/0/0 is no file of the format"),
-        ({"files": {"vectors/1/basis/c/0/0": None}}, "vectors/1/basis/c/0/0 is no file of the format"),
-    ],
-    ids=str,
-)
-def test_manifests_whose_layers_disagree_are_refused(
-    world: World, command: Command, change: dict[str, Any], says: str
-) -> None:
-    path = world.dump(codec="vectors", layers=(0, 2)).path
-    manifest = json.loads((path / "manifest.json").read_text())
-    _alter(manifest, change, next(iter(manifest["files"].values())))
-    identity = json.dumps(manifest["identity"], sort_keys=True, separators=(",", ":"))
-    manifest["fingerprint"] = hashlib.sha256(identity.encode()).hexdigest()
-    write_document(path / "manifest.json", manifest)
-    command.fails("info", path, code=1, says=says)
-
-
-def _alter(document: dict[str, Any], change: dict[str, Any], digest: dict[str, Any]) -> None:
-    """Change fields of a document; of a list its first entry, or its order."""
-    for name, value in change.items():
-        there: Any = document.get(name)
-        if isinstance(value, dict) and value == {"reverse": 1}:
-            document[name] = there[::-1]
-        elif isinstance(there, list) and isinstance(value, dict):
-            there[0].update(value)
-        elif isinstance(there, dict) and isinstance(value, dict) and "name" not in value:
-            _alter(there, value, digest)
-        else:
-            document[name] = digest if name.startswith("vectors/") else value
-
-
-def test_codes_that_are_none_are_found_in_every_layer(world: World, command: Command) -> None:
-    path = world.dump(codec="vectors", layers=(0, 2), shard_tokens=256).path
-    manifest = manifest_of(path)
-    assert manifest.calibration is not None
-    components = manifest.calibration.layers[0].components
-    spec = next(one for one in open_cache(path).reader.specs if one.path == codes_path(0))
-    poison = np.full((manifest.shards[1].num_tokens, components), spec.fill_value, dtype=np.int16)
-    content = encode_pcodec_shard(poison, spec, manifest.shard_tokens)
-    replace_in_shard(path, f"{codes_path(0)}/c/1/0", _always(content))
-    command.fails("verify", "--full", path, code=3, says="a stored token has no codes")
-
-
-def test_only_the_layer_asked_for_is_read(world: World) -> None:
-    """What is damaged elsewhere does not matter then."""
-    path = world.dump(codec="vectors", layers=(0, 2)).path
-    damaged = path / codes_path(0) / "c/0/0"
-    damaged.write_bytes(b"")
-    reader = open_cache(path).reader
-
-    assert set(reader.shard(0, [codes_path(2)]).rows) == {"tokens", codes_path(2)}
-    with pytest.raises(CacheCorruptError, match="vectors/0/codes/c/0/0 is damaged"):
-        reader.shard(0)
-    result = train(train_settings(steps=2), path, world.root / "run", world.home)
-    assert result.record.complete
 
 
 def test_a_kl_that_cannot_be_reached_is_refused(world: World) -> None:
@@ -442,7 +280,7 @@ def test_damage_to_basis_and_codes_is_an_error(world: World) -> None:
     cache = world.dump(codec="vectors").path
     codes = f"{codes_path(2)}/c/1/0"
     for content in (shard_file(None), shard_file(b"nonsense"), b""):
-        replace_in_shard(cache, codes, _always(content))
+        replace_in_shard(cache, codes, always(content))
         with pytest.raises(CacheCorruptError, match="codes/c/1/0 is damaged"):
             open_cache(cache).reader.shard(1)
     basis = (cache / "vectors/2/basis/c/0/0").read_bytes()
@@ -451,7 +289,7 @@ def test_damage_to_basis_and_codes_is_an_error(world: World) -> None:
         open_cache(cache)
 
 
-def _always(content: bytes) -> Callable[[bytes], bytes]:
+def always(content: bytes) -> Callable[[bytes], bytes]:
     return lambda _: content
 
 
@@ -539,67 +377,3 @@ def test_the_sample_is_split_without_overlap(num_sequences: int) -> None:
     assert len(check) >= 1
     assert fit.stop == check.start
     assert check.stop <= num_sequences
-
-
-@pytest.mark.parametrize("relation_heads", [None, 2, 8])
-def test_minilmv2_is_plain_torch_on_heads_split_anew(world: World, relation_heads: int | None) -> None:
-    """Q-Q, K-K and V-V of a teacher of width 32 and a student of width 16, any number of relation heads."""
-    cache = open_cache(world.dump(codec="vectors").path)
-    config = train_settings(objective="minilmv2", relation_heads=relation_heads)
-    objective = choose_objective(config, cache)
-    heads = relation_heads or 4
-    reader = BatchReader(cache, objective.wanted, 0, torch.device("cpu"))
-    batch = next(iter(reader.held_out_batches(1, 1)))
-    query, key, value = torch.randn(3, len(batch.ids), 4, batch.ids.shape[1], 4)
-    found = objective(Vectors(query, key, value, None, 0.5), batch)
-    assert isinstance(cache.codec, VectorsCodec)
-    sequence = cache[cache.manifest.num_train]
-    codes = torch.from_numpy(sequence._rows[cache.codec.codes_path][None])
-    teacher = cache.codec.vectors(codes)
-    length = len(sequence.input_ids)
-    parts = {"query": (teacher.query, query), "key": (teacher.key, key), "value": (teacher.value, value)}
-    for kind, (theirs, ours) in parts.items():
-        wide = theirs[0].transpose(0, 1).reshape(length, heads, -1).transpose(0, 1).double()
-        narrow = ours[0].transpose(0, 1).reshape(length, heads, -1).transpose(0, 1).double()
-        target = (wide @ wide.mT / wide.shape[-1] ** 0.5).softmax(-1)
-        log_student = (narrow @ narrow.mT / narrow.shape[-1] ** 0.5).log_softmax(-1)
-        expected = torch.nn.functional.kl_div(log_student, target, reduction="sum") / (heads * length)
-
-        torch.testing.assert_close(found.parts[RelationKind(kind)].double(), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_minilmv2_trains_students_with_heads_of_their_own(world: World) -> None:
-    cache = world.dump(codec="vectors").path
-    config = train_settings(arch=("2x16:h2", "1x32"), steps=40, objective="minilmv2", relation_heads=8)
-    result = train(config, cache, world.root / "run", world.home)
-
-    for student in result.record.students:
-        assert student.held_out_before is not None
-        assert student.held_out_after is not None
-        assert set(student.held_out_after) == {"query", "key", "value"}
-        assert sum(student.held_out_after.values()) < sum(student.held_out_before.values())
-    assert AutoModel.from_pretrained(result.student_path("2x16:h2")).config.num_attention_heads == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "codec", "message"),
-    [
-        ({}, {}, "needs the query and key relation, which a cache of codec topk does not hold"),
-        ({"relation_heads": 3}, {"codec": "vectors"}, "--relation-heads 3: the teacher's width 32"),
-        (
-            {"arch": ("1x20",), "relation_heads": 8},
-            {"codec": "vectors"},
-            "does not divide by 8 relation heads",
-        ),
-    ],
-    ids=["topk", "teacher", "student"],
-)
-def test_minilmv2_says_what_does_not_fit(
-    world: World, changes: dict[str, Any], codec: dict[str, Any], message: str
-) -> None:
-    cache = world.dump(**codec).path
-    config = train_settings(objective="minilmv2", **changes)
-    with pytest.raises(InvalidConfigError) as caught:
-        train(config, cache, world.root / "run", world.home)
-
-    assert message in str(caught.value)
