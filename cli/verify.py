@@ -67,6 +67,7 @@ def verify(  # noqa: PLR0913 - one parameter for each option
         print_pairs(
             {
                 "cache": path,
+                "state": "complete" if verdict.complete else "unfinished: committed shards only",
                 "looked at": f"{verdict.num_files:,} files, {verdict.num_bytes:,} bytes"
                 + ("" if full else " (sizes only; --full reads every byte)"),
                 "damaged": f"{len(verdict.damage)} files",

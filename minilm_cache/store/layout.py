@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, Labels, ShardRange
@@ -95,5 +96,17 @@ def default_shard_tokens(identity: CacheIdentity, calibration: Calibration | Non
 
 
 def below(root: Path, path: str) -> Path:
-    """Join a path of the format to the root."""
-    return root.joinpath(*path.split("/"))
+    """Join a path of the format to the root.
+
+    Raises:
+        CacheCorruptError: a part of it is a symbolic link, which may lead out of the cache.
+    """
+    file = root
+    for part in path.split("/"):
+        file = file / part
+        if file.is_symlink():
+            raise CacheCorruptError(
+                f"{file} is a symbolic link, which no cache has. Put the file itself there, or fetch the "
+                "cache again."
+            )
+    return file

@@ -17,6 +17,8 @@ from minilm_cache.store.share import Fetcher, remote_manifest
 
 DEFAULT_BYTES = 2**34
 """Of shard files kept on this machine."""
+_WAIT_S = 86_400.0
+"""For a shard that another reader is fetching."""
 
 
 class MirrorReader(CacheReader):
@@ -49,8 +51,6 @@ class MirrorReader(CacheReader):
         self._lock = Lock()
         self._used: OrderedDict[int, None] = OrderedDict()
         self._busy: dict[int, int] = {}
-        # Other processes fetch into and take from this folder, too; threads of this one may go together.
-        self._shared = FileLock(folder / "mirror.lock", thread_local=False)
         super().__init__(folder)
         for number in self.records:  # what an earlier run has left
             if self._num_bytes(number):
@@ -58,13 +58,17 @@ class MirrorReader(CacheReader):
 
     def shard(self, number: int, paths: Collection[str] | None = None) -> Shard:
         """Read one shard, after fetching those of its files that are not here yet."""
-        with self._shared, self._using(number):
+        with self._alone(), self._using(number):
             for path, expected in self._require(number).files.items():
                 array = path.split("/c/")[0]
                 wanted = paths is None or array in paths or array == "tokens"
                 if wanted or path == sequences_path(number):
                     self._fetcher.fetch(path, expected)
             return super().shard(number, paths)
+
+    def _alone(self) -> FileLock:
+        """Return what keeps other readers, in whatever process, from removing what this one fetches."""
+        return FileLock(self.root / "mirror.lock", timeout=_WAIT_S, poll_interval=0.01)
 
     @contextmanager
     def _using(self, number: int) -> Iterator[None]:

@@ -192,7 +192,7 @@ def open_store(url: str) -> RemoteFolder:
             bucket, _, path = place.partition("/")
             return RemoteFolder(url.rstrip("/"), _ObjectStore(from_url(f"{scheme}://{bucket}")), path)
         filesystem, path = fsspec.core.url_to_fs(url.rstrip("/"), skip_instance_cache=True)
-    except (ValueError, ImportError, obstore.exceptions.BaseError) as error:
+    except (ValueError, TypeError, ImportError, obstore.exceptions.BaseError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise InvalidConfigError(
             f"cannot open {url}: {reason}. Give a path, or a URL that begins with "

@@ -33,11 +33,14 @@ from minilm_cache.store.durable import is_vacant, storage_errors, sync_directori
 from minilm_cache.store.layout import CARD, MANIFEST, PREVIEW, below, cache_name, commit_path, shard_bytes
 from minilm_cache.store.reader import CacheReader, check_record, check_size, read_checked, read_manifest
 from minilm_cache.store.remote import RemoteFolder, open_store
+from minilm_cache.store.verify import is_sound
 
 Result = TypeVar("Result")
 
 TRANSFERS: Final = 8
 """Files on their way at once."""
+_MAX_ATTACHMENT_BYTES: Final = 2**27
+"""Of a tokenizer, the largest file outside the shards."""
 _MAX_PAGE_BYTES: Final = 2**24
 """Of the card and of the preview, which no hash covers and no reader needs."""
 
@@ -201,17 +204,24 @@ def pull(url: str, out: Path, progress: Progress, should_stop: ShouldStop) -> Sh
         InterruptedRunError: it was asked to stop; files that have arrived are kept.
         StorageError: the store refused, or cannot be reached.
     """
+    out = out.resolve()
     source = open_store(url)
     manifest = remote_manifest(source)
     num_shards = len(manifest.shards)
     if (out / MANIFEST).is_file():
-        if read_manifest(out).fingerprint != manifest.fingerprint:
+        there = read_manifest(out)
+        if there.fingerprint != manifest.fingerprint:
             raise IdentityMismatchError(f"{out} holds another cache. Choose another --out.")
+        if not (there.complete and all(is_sound(out, there, shard) for shard in range(num_shards))):
+            raise IdentityMismatchError(
+                f"{out} holds this cache, but unfinished or damaged. Repeat its `minilm-cache dump` command, "
+                "or choose another --out."
+            )
         progress.note(f"{out} holds this cache already: nothing to do")
         return Shared(place=str(out), manifest=manifest, shards_copied=0, shards_kept=num_shards)
-    if out.is_dir() and not is_vacant(out):
+    if out.exists() and not (out.is_dir() and is_vacant(out)):
         raise IdentityMismatchError(f"{out} is not empty and is no cache. Choose another --out.")
-    arriving = out.with_name(f".{out.name}.arriving")
+    arriving = out.with_name(f".{out.name}.{manifest.fingerprint[:12]}.arriving")
     fetcher = Fetcher(source, arriving, manifest)
     records = fetcher.records(should_stop)
     progress.start("pull", _num_bytes(manifest, records), "bytes")
@@ -271,18 +281,20 @@ class Fetcher:
     def attachments(self, progress: Progress) -> None:
         """Fetch what lies outside the shards."""
         for path, expected in self._manifest.files.items():
-            self.fetch(path, expected)
+            self.fetch(path, expected, _MAX_ATTACHMENT_BYTES)
             progress.advance(expected.size)
 
-    def fetch(self, path: str, expected: FileDigest) -> bool:
-        """Fetch a file; returns whether that was necessary.
+    def fetch(self, path: str, expected: FileDigest, max_bytes: int | None = None) -> bool:
+        """Fetch a file of at most so many bytes, of a shard where no bound is given.
+
+        Returns whether that was necessary.
 
         Raises:
             CacheCorruptError: what arrives is not what was committed.
         """
-        if expected.size > self._max_file_bytes:
+        if expected.size > (max_bytes or self._max_file_bytes):
             raise CacheCorruptError(
-                f"{self._source.url}/{path} claims {expected.size} bytes, more than its shard decodes to. "
+                f"{self._source.url}/{path} claims {expected.size} bytes, more than it can need. "
                 "It was not written by `minilm-cache dump`."
             )
         if below(self._folder, path).is_file():

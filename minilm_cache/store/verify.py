@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minilm_cache.errors import CacheCorruptError
+from minilm_cache.errors import CacheCorruptError, MiniLMCacheError
 from minilm_cache.fingerprint import sha256_file, xxh3
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.manifest import CacheManifest, FileDigest
@@ -42,6 +42,8 @@ class Damage:
 class Verdict:
     """What an audit found."""
 
+    complete: bool
+    """False: its dump has not finished, and only committed shards were looked at."""
     num_files: int
     num_bytes: int
     damage: tuple[Damage, ...]
@@ -73,7 +75,7 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, chec
             continue
         try:
             record = read_record(root, manifest, shard)
-        except CacheCorruptError as error:
+        except MiniLMCacheError as error:
             found.append(Damage(path=path, shard=shard, reason=str(error)))
             continue
         files += [(path, shard, digest) for path, digest in record.files.items()]
@@ -90,12 +92,12 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, chec
         found += [damage for damage in threads.map(examine, files) if damage is not None]
     if full and not found:
         found += _content_damage(root, num_threads, progress, check_rows)
-    return Verdict(num_files=len(files), num_bytes=num_bytes, damage=tuple(found))
+    return Verdict(complete=manifest.complete, num_files=len(files), num_bytes=num_bytes, damage=tuple(found))
 
 
 def default_threads() -> int:
-    """Return twice the cores: reading and decoding wait for each other. Each holds a decoded shard."""
-    return 2 * (os.cpu_count() or 1)
+    """Return twice the cores, at most 8: reading and decoding wait for each other; each holds a shard."""
+    return min(2 * (os.cpu_count() or 1), 8)
 
 
 def is_sound(root: Path, manifest: CacheManifest, shard: int) -> bool:
@@ -104,7 +106,7 @@ def is_sound(root: Path, manifest: CacheManifest, shard: int) -> bool:
         record = read_record(root, manifest, shard)
         for path, expected in record.files.items():
             read_checked(root, path, expected)
-    except CacheCorruptError:
+    except MiniLMCacheError:
         return False
     return True
 

@@ -17,8 +17,10 @@ from numcodecs.zstd import compress
 from minilm_cache.cache import newest_cache, open_cache
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.fingerprint import digest_bytes
+from minilm_cache.progress import Silent, never_stop
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.store.share import push
 from tests.conftest import Command
 from tests.support import World, write_document
 
@@ -201,8 +203,23 @@ def test_a_link_out_of_the_cache_is_not_followed(world: World) -> None:
     secret.write_bytes((cache / WEIGHT).read_bytes())
     (cache / WEIGHT).unlink()
     (cache / WEIGHT).symlink_to(secret)
-    with pytest.raises(CacheCorruptError, match="is missing"):
+    with pytest.raises(CacheCorruptError, match="is a symbolic link"):
         open_cache(cache).reader.shard(1)
+
+
+@pytest.mark.parametrize("linked", ["sequences", "commits", "README.md", "relations/value"])
+def test_a_linked_folder_is_neither_read_nor_written_nor_pushed(world: World, linked: str) -> None:
+    cache = world.dump().path
+    outside = world.root / "outside"
+    (cache / linked).rename(outside)
+    (cache / linked).symlink_to(outside)
+    with pytest.raises(CacheCorruptError, match="is a symbolic link"):
+        push(cache, str(world.root / "store"), Silent(), never_stop)
+    if linked != "README.md":
+        before = sorted(outside.rglob("*"))
+        with pytest.raises(CacheCorruptError, match="is a symbolic link"):
+            world.dump()
+        assert sorted(outside.rglob("*")) == before
 
 
 def test_shards_that_would_fill_memory_are_refused(world: World) -> None:

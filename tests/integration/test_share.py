@@ -225,7 +225,7 @@ def test_records_and_manifests_that_lie_are_refused(world: World, server: str, s
         (
             f'"size": {size}, "sha',
             f'"size": {2**39}, "sha',
-            "claims 549755813888 bytes, more than its shard decodes to",
+            "claims 549755813888 bytes, more than it can need",
         ),
         ('"shard": 1,', '"shard": 2,', "is the record of another cache or shard"),
         ("tokens/c/1", "../../outside", "commits/00001.json"),
@@ -321,6 +321,20 @@ def test_a_file_that_is_too_long_is_not_fetched(tmp_path: Path) -> None:
         open_store(str(tmp_path)).read("", 99)
     with pytest.raises(InvalidConfigError):
         open_store("nothing://x")
+
+
+@pytest.mark.parametrize("state", ["unfinished", "damaged"])
+def test_a_pull_takes_no_unsound_cache_for_done(world: World, state: str) -> None:
+    world.dump()
+    url = pushed(world, str(world.root / "store"))
+    out = world.root / "there"
+    if state == "unfinished":
+        world.dump("there", rank=0, world_size=2)
+    else:
+        pull(url, out, Silent(), never_stop)
+        (out / "tokens/c/1").unlink()
+    with pytest.raises(IdentityMismatchError, match="holds this cache, but unfinished or damaged"):
+        pull(url, out, Silent(), never_stop)
 
 
 def test_two_processes_share_what_is_kept_of_a_url(world: World) -> None:
