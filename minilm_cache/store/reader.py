@@ -199,7 +199,8 @@ class CacheReader:
             fits = types == expected_types and _has_rows(file.metadata, record.range.num_sequences)
             table = file.read() if fits else None
         except (pa.ArrowException, OSError) as error:
-            raise CacheCorruptError(f"{self.root / path} is no Parquet file: {error}. {_REMEDY}") from error
+            reason = str(error).splitlines()[0]  # Arrow adds a trace of its own
+            raise CacheCorruptError(f"{self.root / path} is no Parquet file: {reason}. {_REMEDY}") from error
         if table is None:
             raise CacheCorruptError(
                 f"{self.root / path} has other rows or columns than the format. {_REMEDY}"
