@@ -55,7 +55,7 @@ class TerminalProgress:
 
     def note(self, message: str) -> None:
         """Tell one line."""
-        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(_printable(message), markup=False, highlight=False, soft_wrap=True)
 
     def _finish_task(self) -> None:
         if self._task is not None and self._bar.disable:
@@ -89,6 +89,14 @@ def _rate(task: Task) -> str:
     return f"{task.completed:,.0f} {unit}, {task.completed / elapsed:,.0f} {unit}/s"
 
 
+def _printable(text: str) -> str:
+    """Return text whose control characters are spelled out: names in a cache or a store may be anybody's."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
+        for char in text
+    )
+
+
 def print_json(document: object) -> None:
     """Print the one JSON object of a command."""
     print(json.dumps(document))  # noqa: T201 - stdout is where results go
@@ -98,7 +106,7 @@ def print_pairs(pairs: dict[str, object]) -> None:
     """Print names and values, one pair a line; values are never wrapped."""
     width = max(map(len, pairs))
     for name, value in pairs.items():
-        print(f"{name:<{width}}  {value}")  # noqa: T201 - likewise
+        print(f"{name:<{width}}  {_printable(str(value))}")  # noqa: T201 - likewise
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -108,7 +116,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(_printable, row))
     # Nothing is ever cut off: in a pipe there is room, and a narrow terminal gets more lines.
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     Console(file=sys.stdout, width=width).print(table, markup=False, highlight=False)
@@ -121,5 +129,5 @@ def print_from_signal(message: str) -> None:
 
 def print_error(message: str) -> None:
     """Print one line about what went wrong."""
-    line = " ".join(message.split())
+    line = _printable(" ".join(message.split()))
     Console(stderr=True).print(f"error: {line}", markup=False, highlight=False, soft_wrap=True)

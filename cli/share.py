@@ -18,16 +18,21 @@ StoreArgument = Annotated[
 def push(
     cache: Annotated[Path, typer.Argument(metavar="CACHE", help="Folder of the cache")],
     store: StoreArgument,
+    full: Annotated[
+        bool, typer.Option("--full", help="Read files that are there and replace those that differ")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Copy a complete cache into a store, below its own name there; a push that was cut off goes on.
 
+    Files that are there with their sizes stay; --full reads them, and mends a cache damaged in the store.
+
     Example: minilm-cache push notes.cache s3://team/caches
     """
-    from minilm_cache.store.share import push as run_push  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.store.push import push as run_push  # noqa: PLC0415 - importing it takes seconds
 
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        done = run_push(cache, store, progress, should_stop)
+        done = run_push(cache, store, progress, should_stop, full=full)
     _print_shared("url", done.place, done.manifest, (done.shards_copied, done.shards_kept), json)
 
 
@@ -40,7 +45,7 @@ def pull(
 
     Example: minilm-cache pull s3://team/caches/NAME --out notes.cache
     """
-    from minilm_cache.store.share import pull as run_pull  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.store.pull import pull as run_pull  # noqa: PLC0415 - importing it takes seconds
 
     target = out or home() / "caches" / url.rstrip("/").rsplit("/", 1)[-1]
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
@@ -90,7 +95,7 @@ def ls(
 
     Example: minilm-cache ls s3://team/caches
     """
-    from minilm_cache.store.share import catalogue  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.store.catalogue import catalogue  # noqa: PLC0415 - importing it takes seconds
 
     place = store or str(home() / "caches")
     found = catalogue(place)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from minilm_cache.dump.recheck import Recheck
     from minilm_cache.store.verify import Verdict
 
+_STATES = {True: "complete", False: "unfinished: committed shards only", None: "unknown"}
 _LISTED = 10
 """Shards named in a message, at most."""
 
@@ -67,7 +68,7 @@ def verify(  # noqa: PLR0913 - one parameter for each option
         print_pairs(
             {
                 "cache": path,
-                "state": "complete" if verdict.complete else "unfinished: committed shards only",
+                "state": _STATES[verdict.complete],
                 "looked at": f"{verdict.num_files:,} files, {verdict.num_bytes:,} bytes"
                 + ("" if full else " (sizes only; --full reads every byte)"),
                 "damaged": f"{len(verdict.damage)} files",
@@ -86,7 +87,7 @@ def verify(  # noqa: PLR0913 - one parameter for each option
         where = "" if first.shard is None else f" of shard {first.shard}"
         raise VerificationError(
             f"{path} is damaged in {len(verdict.damage)} of its files, the first is {first.path}{where}: "
-            f"{first.reason}. {_remedy(_shards_to_redo(verdict, again))}"
+            f"{first.reason.rstrip('.')}. {_remedy(verdict, _shards_to_redo(verdict, again))}"
         )
 
 
@@ -95,7 +96,9 @@ def _shards_to_redo(verdict: "Verdict", again: "Recheck | None") -> list[int]:
     return sorted(damaged.union(again.damaged_shards if again is not None else ()))
 
 
-def _remedy(shards: list[int]) -> str:
+def _remedy(verdict: "Verdict", shards: list[int]) -> str:
+    if verdict.complete is None:
+        return "Fetch the cache again, or dump it anew into another folder: what it is cannot be guessed."
     listed = ", ".join(map(str, shards[:_LISTED])) + (", ..." if len(shards) > _LISTED else "")
     redo = f", which writes shard {listed} again" if shards else ""
     return f"Repeat the `minilm-cache dump` command of this cache{redo}, or fetch the cache again."
@@ -122,10 +125,17 @@ def _judge(path: Path, again: "Recheck", *, table: bool) -> None:
     """Print how far the teacher is from the cache, and raise VerificationError where that is too far."""
     if table:
         rows = [
-            [str(one.shard), str(one.layer), str(one.relation), f"{one.kl:.4f}", f"{one.measured:.4f}"]
+            [
+                str(one.shard),
+                str(one.layer),
+                str(one.relation),
+                f"{one.kl:.4f}",
+                f"{one.floor:.4f}",
+                f"{one.measured:.4f}",
+            ]
             for one in again.differences
         ]
-        columns = ["shard", "layer", "relation", "KL(stored, teacher)", "as dumped"]
+        columns = ["shard", "layer", "relation", "KL(stored, teacher)", "noise floor", "as dumped"]
         print_table("The teacher, run again on a sample (nats)", columns, rows)
     if again.identity:
         raise VerificationError(

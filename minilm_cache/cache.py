@@ -1,10 +1,11 @@
 """A cache as people use it: sequences with their ids and relations. See `open_cache`."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -64,7 +65,8 @@ class Cache:
         if not -len(self) <= number < len(self):
             raise IndexError(f"sequence {number} of a cache of {len(self)}")
         number %= len(self)
-        return CachedSequence(self, number, self._shard(shard_of(self.manifest.shards, number)))
+        rows = self._shard(shard_of(self.manifest.shards, number)).sequence(number)
+        return CachedSequence(self, number, rows)
 
     def _shard(self, number: int) -> Shard:
         if number not in self._shards:
@@ -78,11 +80,11 @@ class Cache:
 class CachedSequence:
     """One sequence: its token ids and what the teacher says about them."""
 
-    def __init__(self, cache: Cache, number: int, shard: Shard) -> None:
-        """Take a sequence out of its shard."""
+    def __init__(self, cache: Cache, number: int, rows: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Take a sequence's rows: path of an array to `(length, ...)`."""
         self.number = number
         self._cache = cache
-        self._rows = shard.sequence(number)
+        self._rows = rows
 
     @property
     def input_ids(self) -> Int[Tensor, " length"]:

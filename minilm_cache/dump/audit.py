@@ -1,14 +1,14 @@
 """Fidelity of a dump: the bytes on disk against the teacher, run again on held-out sequences."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from minilm_cache.cache import Cache
+from minilm_cache.cache import Cache, CachedSequence
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.progress import Progress
 from minilm_cache.relations import DenseRows, RowTargets, key_mask
@@ -76,9 +76,20 @@ def audit_sequences(cache: Cache) -> range:
 
 
 def audit(
-    cache: Cache, teacher: Teacher, numbers: Sequence[int], batch_size: int, progress: Progress
+    stored: Callable[[int], CachedSequence],
+    teacher: Teacher,
+    numbers: Sequence[int],
+    batch_size: int,
+    progress: Progress,
 ) -> Audit:
     """Run the teacher again on some sequences and compare with what was stored.
+
+    Args:
+        stored: returns a sequence by its number.
+        teacher: the teacher, tapped at the layers to look at.
+        numbers: of the sequences.
+        batch_size: sequences that the teacher reads at once.
+        progress: told of sequences done.
 
     Raises:
         CacheCorruptError: a shard is damaged.
@@ -86,7 +97,7 @@ def audit(
     kinds = (RelationKind.ATTENTION, RelationKind.VALUE)
     sums = {(layer, kind): _Sums() for layer in teacher.layers for kind in kinds}
     for start in range(0, len(numbers), batch_size):
-        sequences = [cache[number] for number in numbers[start : start + batch_size]]
+        sequences = [stored(number) for number in numbers[start : start + batch_size]]
         ids, lengths = pad([sequence.input_ids for sequence in sequences], teacher.tokenizer.pad_token_id)
         signals = teacher.signals(ids.to(teacher.device), lengths.to(teacher.device))
         for layer, signal in zip(teacher.layers, signals, strict=True):

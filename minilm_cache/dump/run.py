@@ -1,10 +1,11 @@
 """Stage one on one page: corpus -> sequences -> teacher -> codec -> shards -> sealed cache."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from minilm_cache.cache import Cache
+from minilm_cache.cache import Cache, row_checker
 from minilm_cache.config import DumpConfig
 from minilm_cache.device import choose_device
 from minilm_cache.dump.audit import audit, audit_sequences
@@ -18,10 +19,11 @@ from minilm_cache.dump.teacher import Teacher, locate_teacher
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.storage_schema.manifest import CacheManifest, Measured
+from minilm_cache.store.catalogue import find_cache
 from minilm_cache.store.layout import MANIFEST, cache_name
+from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.share import find_cache, pull
-from minilm_cache.store.verify import is_sound
+from minilm_cache.store.verify import unsound_shards
 from minilm_cache.store.writer import CacheWriter, creating
 
 
@@ -122,16 +124,16 @@ def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress
     """Return this rank's shards that do not exist yet, or are damaged; the latter are withdrawn."""
     mine = range(config.rank, len(writer.manifest.shards), config.world_size)
     committed = [shard for shard in mine if writer.is_committed(shard)]
-    if committed:
-        progress.start("check", len(committed), "shards")
-    for shard in committed:
-        if not is_sound(writer.root, writer.manifest, shard):
-            progress.note(f"shard {shard} is damaged and will be written again")
-            with writer.claim(shard):
-                if not is_sound(writer.root, writer.manifest, shard):  # nobody was faster
-                    writer.withdraw(shard)
-        progress.advance(1)
+    for shard in _unsound(writer, committed, progress) if committed else ():
+        progress.note(f"shard {shard} is damaged and will be written again")
+        with writer.claim(shard):
+            if _unsound(writer, [shard], Silent()):  # nobody was faster
+                writer.withdraw(shard)
     return [shard for shard in mine if not writer.is_committed(shard)]
+
+
+def _unsound(writer: CacheWriter, shards: Sequence[int], progress: Progress) -> list[int]:
+    return unsound_shards(writer.root, writer.manifest, shards, progress, row_checker)
 
 
 def _seal(writer: CacheWriter, teacher: Teacher, config: DumpConfig, progress: Progress) -> None:
@@ -139,7 +141,7 @@ def _seal(writer: CacheWriter, teacher: Teacher, config: DumpConfig, progress: P
     cache = Cache(CacheReader(writer.root, partial=True))
     numbers = audit_sequences(cache)
     progress.start("measure fidelity", len(numbers), "sequences")
-    audited = audit(cache, teacher, numbers, config.batch_size, progress)
+    audited = audit(cache.__getitem__, teacher, numbers, config.batch_size, progress)
     total = sum(file.size for record in cache.reader.records.values() for file in record.files.values())
     measured = Measured(
         bytes_per_token=total / writer.manifest.num_tokens,

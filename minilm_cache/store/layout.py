@@ -15,6 +15,8 @@ from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, Lab
 MANIFEST: Final = "manifest.json"
 CARD: Final = "README.md"
 PREVIEW: Final = "preview/sequences.parquet"
+COMMITS: Final = "commits"
+"""Folder of the commit records."""
 SEAL_LOCK: Final = "locks/seal.lock"
 CREATE_LOCK: Final = "locks/create.lock"
 MAX_SHARD_BYTES: Final = 2**32
@@ -31,7 +33,7 @@ def cache_name(labels: Labels, identity: CacheIdentity) -> str:
 
 def commit_path(shard: int) -> str:
     """Path of a shard's commit record."""
-    return f"commits/{shard:05d}.json"
+    return f"{COMMITS}/{shard:05d}.json"
 
 
 def sequences_path(shard: int) -> str:

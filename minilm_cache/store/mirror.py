@@ -9,11 +9,12 @@ from threading import Lock
 from filelock import FileLock
 
 from minilm_cache.progress import Silent, never_stop
+from minilm_cache.store.catalogue import remote_manifest
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.layout import MANIFEST, below, sequences_path
+from minilm_cache.store.pull import Fetcher
 from minilm_cache.store.reader import CacheReader, Shard
 from minilm_cache.store.remote import open_store
-from minilm_cache.store.share import Fetcher, remote_manifest
 
 DEFAULT_BYTES = 2**34
 """Of shard files kept on this machine."""

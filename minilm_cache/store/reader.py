@@ -6,7 +6,7 @@ error that names the file and the remedy; nothing is ever filled in.
 
 import io
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,12 +89,13 @@ class Shard:
 class CacheReader:
     """Reader of one cache. Threads may share it."""
 
-    def __init__(self, root: Path, *, partial: bool = False) -> None:
+    def __init__(self, root: Path, *, partial: bool = False, shards: Sequence[int] | None = None) -> None:
         """Open a cache.
 
         Args:
             root: its folder.
             partial: also open a cache whose dump has not finished; only committed shards can be read.
+            shards: those that will be read; none: all.
 
         Raises:
             CacheNotFoundError: there is none.
@@ -111,7 +112,7 @@ class CacheReader:
                 "Finish it with the same `minilm-cache dump` command; it resumes."
             )
         self._check_metadata()
-        self.records = self._read_records()
+        self.records = self._read_records(range(len(self.manifest.shards)) if shards is None else shards)
 
     def _check_metadata(self) -> None:
         for path, expected in self._documents().items():
@@ -132,9 +133,9 @@ class CacheReader:
             manifest.identity, manifest.calibration, manifest.num_shards, manifest.shard_tokens
         )
 
-    def _read_records(self) -> dict[int, CommitRecord]:
+    def _read_records(self, shards: Sequence[int]) -> dict[int, CommitRecord]:
         records = {}
-        for shard in range(len(self.manifest.shards)):
+        for shard in shards:
             path = below(self.root, commit_path(shard))
             if path.is_file():
                 records[shard] = read_record(self.root, self.manifest, shard)

@@ -6,11 +6,11 @@ never enter a message.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import fsspec
 import obstore
@@ -20,7 +20,9 @@ from fsspec.spec import AbstractFileSystem
 from obstore.store import ObjectStore, from_url
 
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InvalidConfigError, StorageError
-from minilm_cache.store.durable import write_file
+from minilm_cache.store.durable import create_file, write_file
+
+Result = TypeVar("Result")
 
 OBJECT_STORES: Final = ("s3", "gs", "az")
 
@@ -54,11 +56,23 @@ def _remote_errors(doing: str, url: str) -> Iterator[None]:
         yield
     except StorageError:
         raise
-    except (OSError, obstore.exceptions.BaseError) as error:
+    except Exception as error:  # fsspec's file systems raise whatever the libraries below them raise
         denied = isinstance(error, _DENIED) or "403 Forbidden" in str(error) or "401 Unauth" in str(error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(". ")
         remedy = _DENIED_REMEDY if denied else _RETRY_REMEDY
         raise StorageError(f"cannot {doing} {url}: {reason}. {remedy}.") from error
+
+
+def _persistently(request: Callable[[], Result], *broken: str) -> Result:
+    """Make a request again when its error says one of these; obstore repeats no creation or broken answer."""
+    for wait_s in _WAITS_S:
+        try:
+            return request()
+        except obstore.exceptions.GenericError as error:
+            if not any(sign in str(error) for sign in broken):
+                raise
+            time.sleep(wait_s)
+    return request()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +86,38 @@ class _ObjectStore:
     store: ObjectStore
 
     def read(self, path: str, num_bytes: int) -> bytes:
-        """Return the first bytes of a file; obstore does not ask again when an answer breaks off."""
-        for wait_s in (*_WAITS_S, None):
+        """Return the first bytes of a file."""
+
+        def first_bytes() -> bytes:
             try:
                 return bytes(obstore.get_range(self.store, path, start=0, length=num_bytes))
             except obstore.exceptions.GenericError as error:
                 if "416 Range" in str(error):  # of an empty file no byte can be asked for
                     return b""
-                if "body" not in str(error) or wait_s is None:
-                    raise
-                time.sleep(wait_s)
-        raise AssertionError("the last turn returns or raises")
+                raise
+
+        return _persistently(first_bytes, "body")
 
     def write(self, path: str, content: bytes) -> None:
         """Write a file whole."""
         obstore.put(self.store, path, content)
+
+    def create(self, path: str, content: bytes) -> bool:
+        """Write a file whole unless there is one.
+
+        Returns whether it was written; where an answer was lost, a file that was written may count as there.
+        """
+        try:
+            _persistently(
+                lambda: obstore.put(self.store, path, content, mode="create"), "HTTP error", " 503 "
+            )
+        except obstore.exceptions.AlreadyExistsError:
+            return False
+        return True
+
+    def sizes(self, path: str) -> dict[str, int]:
+        """Return paths and sizes of all files below a folder."""
+        return {meta["path"]: meta["size"] for chunk in obstore.list(self.store, path) for meta in chunk}
 
     def folders(self, path: str) -> list[str]:
         """Return the paths of the folders in a folder."""
@@ -109,6 +140,26 @@ class _FileSystem:
             write_file(Path(path), content)
         else:
             self.filesystem.pipe_file(path, content)
+
+    def create(self, path: str, content: bytes) -> bool:
+        """Write a file whole unless there is one; returns whether it was written.
+
+        But for local files fsspec has no such call for all: two that look at the same time may both write.
+        """
+        if isinstance(self.filesystem, LocalFileSystem):
+            try:
+                create_file(Path(path), content)
+            except FileExistsError:
+                return False
+            return True
+        if self.filesystem.exists(path):
+            return False
+        self.filesystem.pipe_file(path, content)
+        return True
+
+    def sizes(self, path: str) -> dict[str, int]:
+        """Return paths and sizes of all files below a folder."""
+        return {name: entry["size"] for name, entry in self.filesystem.find(path, detail=True).items()}
 
     def folders(self, path: str) -> list[str]:
         """Return the paths of the folders in a folder."""
@@ -168,6 +219,25 @@ class RemoteFolder:
         """
         with _remote_errors("write", f"{self.url}/{name}"):
             self.files.write(f"{self.path}/{name}", content)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file whole unless there is one; returns whether it was written.
+
+        Raises:
+            StorageError: the store refused, or cannot be reached.
+        """
+        with _remote_errors("write", f"{self.url}/{name}"):
+            return self.files.create(f"{self.path}/{name}", content)
+
+    def sizes(self) -> dict[str, int]:
+        """Return names and sizes (bytes) of all files below it.
+
+        Raises:
+            StorageError: the store refused, or cannot be reached.
+        """
+        with _remote_errors("list", self.url):
+            found = self.files.sizes(self.path)
+        return {path.removeprefix(f"{self.path}/"): size for path, size in found.items()}
 
     def folders(self) -> list[str]:
         """Return the names of the folders in it, sorted.

@@ -6,19 +6,19 @@ token ids with the hash in the record and checks the sequence tables.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from minilm_cache.errors import CacheCorruptError, MiniLMCacheError
+from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, MiniLMCacheError
 from minilm_cache.fingerprint import sha256_file, xxh3
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.manifest import CacheManifest, FileDigest
-from minilm_cache.store.layout import MANIFEST, below, commit_path
-from minilm_cache.store.reader import CacheReader, Shard, read_checked, read_manifest, read_record
+from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path
+from minilm_cache.store.reader import CacheReader, Shard, read_manifest, read_record
 
 CheckRows = Callable[[CacheReader], Callable[[Shard], None]]
 """Makes, of a reader, what looks at the rows of its shards."""
@@ -42,8 +42,9 @@ class Damage:
 class Verdict:
     """What an audit found."""
 
-    complete: bool
-    """False: its dump has not finished, and only committed shards were looked at."""
+    complete: bool | None
+    """False: its dump has not finished, and only committed shards were looked at; none: the manifest is
+    damaged, and nothing else was looked at."""
     num_files: int
     num_bytes: int
     damage: tuple[Damage, ...]
@@ -61,10 +62,15 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, chec
 
     Raises:
         CacheNotFoundError: there is no cache.
-        CacheCorruptError: the manifest is so damaged that nothing else can be judged.
         UnsupportedFormatError: a newer release wrote it.
     """
-    manifest = read_manifest(root)
+    try:
+        manifest = read_manifest(root)
+    except (CacheCorruptError, CacheNotFoundError) as error:
+        if not below(root, COMMITS).is_dir():
+            raise
+        damage = Damage(path=MANIFEST, shard=None, reason=str(error))
+        return Verdict(complete=None, num_files=0, num_bytes=0, damage=(damage,))
     files: list[_Listed] = [(path, None, digest) for path, digest in manifest.files.items()]
     found: list[Damage] = []
     for shard in range(len(manifest.shards)):
@@ -100,12 +106,26 @@ def default_threads() -> int:
     return min(2 * (os.cpu_count() or 1), 8)
 
 
-def is_sound(root: Path, manifest: CacheManifest, shard: int) -> bool:
-    """Return whether a committed shard's record and all its files are what was committed (XXH3-128)."""
+def unsound_shards(
+    root: Path, manifest: CacheManifest, shards: Sequence[int], progress: Progress, check_rows: CheckRows
+) -> list[int]:
+    """Return those of some committed shards whose record, files (XXH3-128) or content are damaged.
+
+    Raises:
+        CacheCorruptError: something outside the shards is damaged.
+    """
+    readable = [shard for shard in shards if _has_record(root, manifest, shard)]
+    reader = CacheReader(root, partial=True, shards=readable)
+    progress.start("check", sum(manifest.shards[shard].num_tokens for shard in readable), "tokens")
+    damaged = {
+        one.shard for one in _damaged_contents(reader, default_threads(), progress, check_rows(reader))
+    }
+    return [shard for shard in shards if shard not in readable or shard in damaged]
+
+
+def _has_record(root: Path, manifest: CacheManifest, shard: int) -> bool:
     try:
-        record = read_record(root, manifest, shard)
-        for path, expected in record.files.items():
-            read_checked(root, path, expected)
+        read_record(root, manifest, shard)
     except MiniLMCacheError:
         return False
     return True
@@ -133,7 +153,12 @@ def _content_damage(
         yield Damage(path=MANIFEST, shard=None, reason=str(error))
         return
     progress.start("decode", sum(reader.manifest.shards[n].num_tokens for n in reader.records), "tokens")
+    yield from _damaged_contents(reader, num_threads, progress, check_shard)
 
+
+def _damaged_contents(
+    reader: CacheReader, num_threads: int, progress: Progress, check_shard: Callable[[Shard], None]
+) -> Iterator[Damage]:
     def examine(number: int) -> Damage | None:
         reason = _shard_damage(reader, number, check_shard)
         progress.advance(reader.manifest.shards[number].num_tokens)
@@ -148,7 +173,7 @@ def _shard_damage(reader: CacheReader, number: int, check_shard: Callable[[Shard
     try:
         shard = reader.shard(number)
         check_shard(shard)
-    except CacheCorruptError as error:
+    except MiniLMCacheError as error:
         return str(error)
     tokens = np.ascontiguousarray(shard.rows["tokens"])
     if xxh3(tokens.data.cast("B")) != reader.records[number].tokens_xxh3:

@@ -113,7 +113,7 @@ def test_damage_is_found_and_mended(
         read_everything(cache)
     if kind == "manifest":  # what a cache is cannot be guessed
         for arguments in (("verify", "--full", cache), ("train", cache, "--arch", "1x32")):
-            command.fails(*arguments, code=1, says=name)
+            command.fails(*arguments, code=3 if "verify" in arguments else 1, says=name)
         with pytest.raises(MiniLMCacheError, match=r"manifest\.json|is no cache"):
             dump(world.config(), cache, world.home)
         return
@@ -146,6 +146,22 @@ def read_everything(path: Path) -> None:
         cache.reader.attachment(name)
     for number in range(len(cache.manifest.shards)):
         cache.reader.shard(number)
+
+
+def test_a_record_that_lies_about_its_tokens_is_redone(
+    two_dumps: tuple[World, Path, Path], tmp_path: Path, command: Command
+) -> None:
+    """Every file is as the record says; only the hash of the token ids in it is not."""
+    world, sound, _ = two_dumps
+    cache = tmp_path / "cache"
+    shutil.copytree(sound, cache)
+    record = json.loads((cache / "commits/00001.json").read_text())
+    record["tokens_xxh3"] = "0" * len(record["tokens_xxh3"])
+    write_document(cache / "commits/00001.json", record)
+    code, out, _ = command("verify", "--full", cache, "--json")
+    assert (code, json.loads(out)["shards_to_redo"]) == (3, [1])
+    assert dump(world.config(), cache, world.home).shards_written == 1
+    assert command("verify", "--full", cache)[0] == 0
 
 
 def test_a_figure_that_changed_in_the_manifest_is_damage(world: World, command: Command) -> None:

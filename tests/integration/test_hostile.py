@@ -20,7 +20,7 @@ from minilm_cache.fingerprint import digest_bytes
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.store.share import push
+from minilm_cache.store.push import push
 from tests.conftest import Command
 from tests.support import World, write_document
 

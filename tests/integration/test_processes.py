@@ -16,6 +16,8 @@ from minilm_cache.errors import InterruptedRunError
 from tests.integration.test_dump import arrays_of, stop_after
 from tests.support import World, dump_arguments
 
+COMMAND = [sys.executable, "-m", "minilm_cache.cli.main"]
+
 
 class Process:
     """The command line in a process of its own."""
@@ -28,7 +30,7 @@ class Process:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
 
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "minilm_cache.cli.main", *map(str, arguments)],
+            [*COMMAND, *map(str, arguments)],
             env={**os.environ, "MINILM_CACHE_HOME": str(world.home)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -122,6 +124,40 @@ def test_a_file_system_that_refuses_is_one_line(world: World) -> None:
     assert "Traceback" not in err
     assert Process(world, *dump_arguments(world)).end()[0] == 0
     assert arrays_of(world.root / "cache") == arrays_of(world.dump("whole").path)
+
+
+IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
+FULL_THEN_READ_ONLY = """
+mount -t tmpfs -o size=150k none "$MOUNT" || exit 77
+dump() { "$@" >&2; echo $?; }
+dump "$@"
+mount -o remount,ro "$MOUNT"; dump "$@"
+mount -o remount,rw,size=64m "$MOUNT"; dump "$@"
+cp -r "$MOUNT" "$MOUNT.kept"
+"""
+"""Prints exit codes: of a dump into a file system that is full, then read-only, then has room."""
+
+
+@pytest.mark.skipif(
+    subprocess.run([*IN_A_NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
+    reason="this system lets no test mount a file system",
+)
+def test_a_full_and_a_read_only_file_system_lose_nothing(world: World) -> None:
+    mount = world.root / "mount"
+    mount.mkdir()
+    arguments = dump_arguments(world, "--out", mount / "cache")
+    done = subprocess.run(
+        [*IN_A_NAMESPACE, "sh", "-c", FULL_THEN_READ_ONLY, "sh", *COMMAND, *map(str, arguments)],
+        env={**os.environ, "MINILM_CACHE_HOME": str(world.home), "MOUNT": str(mount)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["1", "1", "0"], done.stderr
+    assert "No space left on device. Free some space and run the same command again" in done.stderr
+    assert "Read-only file system. Choose a folder on a writable file system" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert arrays_of(Path(f"{mount}.kept/cache")) == arrays_of(world.dump("whole").path)
 
 
 def test_a_killed_dump_resumes(world: World) -> None:

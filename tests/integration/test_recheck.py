@@ -99,7 +99,24 @@ def test_relations_of_another_teacher_are_found_where_hashes_lie(
         code=3,
         says=("other relations or tokens", "in shard 1 of"),
     )
+    manifest = json.loads((dense / "manifest.json").read_text())
+    for fidelity in manifest["measured"]["fidelity"]:
+        for relation in fidelity["relations"].values():
+            relation["kl_stored_to_teacher"] = 9.0
+    write_document(dense / "manifest.json", manifest)
+    command.fails(*("verify", dense, "--teacher", world.teacher), code=3, says="in shard 1 of")
     assert command("verify", path, "--teacher", world.teacher)[0] == 0
+
+
+def test_the_noise_floor_is_what_the_codec_makes_of_the_teacher(world: World, command: Command) -> None:
+    """Nothing was changed since the dump, so what is stored is what encoding anew gives."""
+    for codec in ("vectors", "topk"):
+        path = world.dump(codec, codec=codec).path
+        code, out, err = command("verify", path, "--teacher", world.teacher, "--json")
+        assert code == 0, err
+        for one in json.loads(out)["teacher"]["differences"]:
+            assert one["kl"] == pytest.approx(one["floor"], rel=0.02)
+            assert 0 < one["floor"] < 2 * one["measured"] + 0.01
 
 
 def test_tokens_of_another_text_are_found(world: World, command: Command) -> None:

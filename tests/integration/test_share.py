@@ -4,9 +4,12 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
+import pyarrow.parquet as pq
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from minilm_cache import open_cache
 from minilm_cache.dump.teacher import Teacher
@@ -18,11 +21,14 @@ from minilm_cache.errors import (
     InvalidConfigError,
     StorageError,
 )
+from minilm_cache.fingerprint import digest_bytes
 from minilm_cache.progress import Silent, never_stop
+from minilm_cache.store.catalogue import catalogue
 from minilm_cache.store.layout import cache_name, commit_path
 from minilm_cache.store.mirror import MirrorReader
-from minilm_cache.store.remote import open_store
-from minilm_cache.store.share import catalogue, pull, push
+from minilm_cache.store.pull import pull
+from minilm_cache.store.push import push
+from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.train.run import train
 from tests.conftest import Command
 from tests.integration.test_dump import arrays_of, manifest_of, stop_after
@@ -267,6 +273,28 @@ def test_a_store_that_does_not_answer_is_one_line(
     )
 
 
+def test_what_a_file_system_raises_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems of fsspec raise whatever the libraries below them raise."""
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise RuntimeError("no route to host\nin two lines")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", unreachable)
+    command.fails(
+        "ls", "memory://team", code=1, says=("cannot read memory://team", "no route to host. Check")
+    )
+
+
+def test_names_in_a_store_cannot_reach_the_terminal_as_they_are(world: World, command: Command) -> None:
+    world.dump()
+    url = Path(pushed(world, str(world.root / "shared")))
+    url.rename(url.with_name("\x1b[2Jblank\r"))
+    code, out, _ = command("ls", world.root / "shared")
+    assert code == 0
+    assert "\x1b" not in out
+    assert "\\x1b[2Jblank\\r" in out
+
+
 def test_equal_fingerprints_are_pulled_instead_of_dumped(
     world: World, command: Command, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,12 +314,90 @@ def test_equal_fingerprints_are_pulled_instead_of_dumped(
     assert arrays_of(world.root / "mine") == arrays_of(expected.path)
 
 
+def other_dump(world: World) -> Path:
+    """Return a sound dump of the fingerprint of `world.dump()` with other bytes in its first shard."""
+    cache = world.dump("other").path
+    part = cache / "sequences/part-00000.parquet"
+    pq.write_table(pq.read_table(part), part, compression="none", write_page_checksum=True)
+    record = json.loads((cache / commit_path(0)).read_text())
+    digest = digest_bytes(part.read_bytes())
+    assert record["files"]["sequences/part-00000.parquet"] != digest.model_dump()
+    record["files"]["sequences/part-00000.parquet"] = digest.model_dump()
+    write_document(cache / commit_path(0), record)
+    return cache
+
+
 def test_dumps_of_one_fingerprint_are_not_mixed_in_a_store(world: World, store: str) -> None:
     with pytest.raises(InterruptedRunError):
-        push(world.dump("one").path, store, Silent(), stop_after(2))
-    other = world.dump("other").path
+        push(world.dump().path, store, Silent(), stop_after(2))
+    other = other_dump(world)
     with pytest.raises(IdentityMismatchError, match="shards of another dump of the same fingerprint"):
         push(other, store, Silent(), never_stop)
+    url = pushed(world, store)
+    assert push(other, store, Silent(), never_stop).shards_copied == 0
+    with pytest.raises(IdentityMismatchError, match="its own push finishes or mends"):
+        push(other, store, Silent(), never_stop, full=True)
+    pull(url, world.root / "elsewhere", Silent(), never_stop)
+    assert arrays_of(world.root / "elsewhere") == arrays_of(world.root / "cache")
+
+
+@pytest.mark.parametrize("kind", ["bucket", "folder"])
+def test_two_dumps_pushed_at_once_do_not_mix(
+    world: World, store: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = store if kind == "bucket" else str(world.root / "shared")
+    caches = [world.dump().path, other_dump(world)]
+    both, sizes = Barrier(2), RemoteFolder.sizes
+
+    def after_the_other(folder: RemoteFolder) -> dict[str, int]:
+        both.wait(60)
+        return sizes(folder)
+
+    def outcome(cache: Path) -> str | None:
+        try:
+            return push(cache, target, Silent(), never_stop).place
+        except IdentityMismatchError:
+            return None
+
+    monkeypatch.setattr(RemoteFolder, "sizes", after_the_other)
+    with ThreadPoolExecutor(2) as threads:
+        places = list(threads.map(outcome, caches))
+    (winner,) = [cache for cache, place in zip(caches, places, strict=True) if place is not None]
+    url = next(place for place in places if place is not None)
+    pull(url, world.root / "elsewhere", Silent(), never_stop)
+    assert arrays_of(world.root / "elsewhere") == arrays_of(winner)
+
+
+@pytest.mark.parametrize(
+    "path", ["relations/value/gap/c/3/0/0", "commits/00003.json", "manifest.json", "teacher/tokenizer.json"]
+)
+def test_another_push_mends_what_was_damaged_in_the_store(
+    world: World, command: Command, server: str, store: str, path: str
+) -> None:
+    cache = world.dump().path
+    url = pushed(world, store)
+    content = (cache / path).read_bytes()
+    for damaged, options in ((content[:-1], ()), (None, ()), (content[:-1] + b"x", ("--full",))):
+        tamper(server, f"{url}/{path}", damaged)
+        code, out, err = command("push", cache, store, *options)
+        assert code == 0, err
+        assert ("0 copied, 6 were there" in out) == ("00003" not in path and "/3/" not in path)
+        assert open_store(url).read(path, 2**20) == content
+    assert "nothing to do" in command("push", cache, store, "--full")[2]
+
+
+def test_two_pulls_into_one_folder_wait_for_each_other(world: World, store: str) -> None:
+    cache = world.dump().path
+    url = pushed(world, store)
+    out = world.root / "elsewhere"
+    out.mkdir()
+    (out / ".left.partial").mkdir()
+    with ThreadPoolExecutor(4) as threads:
+        done = list(threads.map(lambda _: pull(url, out, Silent(), never_stop), range(4)))
+
+    assert sorted(one.shards_copied for one in done) == [0, 0, 0, 6]
+    assert arrays_of(out) == arrays_of(cache)
+    assert [file.name for file in world.root.glob(".elsewhere*")] == []
 
 
 def test_folders_are_stores_and_destinations_are_not_overwritten(world: World, command: Command) -> None:

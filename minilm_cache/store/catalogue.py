@@ -1,0 +1,84 @@
+"""What caches a store holds."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from minilm_cache.errors import CacheIncompleteError, CacheNotFoundError, MiniLMCacheError
+from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
+from minilm_cache.storage_schema.problems import parse
+from minilm_cache.store.layout import MANIFEST
+from minilm_cache.store.reader import check_size
+from minilm_cache.store.remote import RemoteFolder, open_store
+from minilm_cache.store.transfer import TRANSFERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueEntry:
+    """One cache of a store."""
+
+    url: str
+    manifest: CacheManifest | None
+    problem: str | None
+    """Why it cannot be read; none: it can."""
+
+
+def catalogue(url: str) -> list[CatalogueEntry]:
+    """Return the caches in a store, or the one at its URL.
+
+    Raises:
+        StorageError: the store cannot be reached.
+    """
+    store = open_store(url)
+    if store.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) is not None:
+        return [_entry(store)]
+    with ThreadPoolExecutor(TRANSFERS) as threads:
+        found = list(threads.map(_entry, [store.below(name) for name in store.folders()]))
+    return [entry for entry in found if entry.manifest is not None or entry.problem is not None]
+
+
+def find_cache(store_url: str, fingerprint: str) -> str | None:
+    """Return the URL of the complete cache of a fingerprint in a store; none: it is not there.
+
+    Raises:
+        StorageError: the store cannot be reached.
+    """
+    store = open_store(store_url)
+    for name in store.folders():
+        if name.endswith(fingerprint[:12]):
+            entry = _entry(store.below(name))
+            if entry.manifest is not None and entry.manifest.fingerprint == fingerprint:
+                return entry.url
+    return None
+
+
+def _entry(folder: RemoteFolder) -> CatalogueEntry:
+    try:
+        manifest = remote_manifest(folder)
+    except CacheNotFoundError:
+        return CatalogueEntry(url=folder.url, manifest=None, problem=None)
+    except MiniLMCacheError as error:
+        return CatalogueEntry(url=folder.url, manifest=None, problem=str(error))
+    return CatalogueEntry(url=folder.url, manifest=manifest, problem=None)
+
+
+def remote_manifest(folder: RemoteFolder) -> CacheManifest:
+    """Return the manifest of a complete cache.
+
+    Raises:
+        CacheNotFoundError: there is no cache.
+        CacheIncompleteError: it is not complete.
+        CacheCorruptError: it is damaged.
+        UnsupportedFormatError: a newer release wrote it.
+    """
+    try:
+        content = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
+    except CacheNotFoundError:
+        raise CacheNotFoundError(
+            f"no cache at {folder.url}: {MANIFEST} is not there. "
+            "Give the URL of a cache, as `minilm-cache ls` shows it."
+        ) from None
+    manifest = parse(CacheManifest, content, f"{folder.url}/{MANIFEST}")
+    check_size(manifest, f"{folder.url}/{MANIFEST}")
+    if not manifest.complete:
+        raise CacheIncompleteError(f"{folder.url} is incomplete. Push it again where its dump has finished.")
+    return manifest

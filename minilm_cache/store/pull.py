@@ -1,0 +1,198 @@
+"""Copy a cache from a store, every file checked as it arrives."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from filelock import FileLock, Timeout
+
+from minilm_cache.errors import (
+    CacheCorruptError,
+    IdentityMismatchError,
+    InterruptedRunError,
+    MiniLMCacheError,
+)
+from minilm_cache.fingerprint import digest_bytes
+from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.storage_schema.manifest import MAX_RECORD_BYTES, CacheManifest, CommitRecord, FileDigest
+from minilm_cache.storage_schema.problems import parse
+from minilm_cache.store.catalogue import remote_manifest
+from minilm_cache.store.durable import is_vacant, storage_errors, sync_directories, write_file
+from minilm_cache.store.layout import CARD, MANIFEST, PREVIEW, below, commit_path, shard_bytes
+from minilm_cache.store.reader import check_record, read_checked, read_manifest, read_record
+from minilm_cache.store.remote import RemoteFolder, open_store
+from minilm_cache.store.transfer import Shared, each, num_bytes
+
+_LOCK_POLL_S: Final = 1.0
+_MAX_ATTACHMENT_BYTES: Final = 2**27
+"""Of a tokenizer, the largest file outside the shards."""
+_MAX_PAGE_BYTES: Final = 2**24
+"""Of the card and of the preview, which no hash covers and no reader needs."""
+
+
+def pull(url: str, out: Path, progress: Progress, should_stop: ShouldStop) -> Shared:
+    """Copy a cache from a store into a folder; each file is checked as it arrives.
+
+    Raises:
+        CacheNotFoundError: there is none.
+        CacheCorruptError: what arrives is not what was committed.
+        IdentityMismatchError: the folder holds something else.
+        InterruptedRunError: it was asked to stop; files that have arrived are kept.
+        StorageError: the store refused, or cannot be reached.
+    """
+    out = out.resolve()
+    source = open_store(url)
+    manifest = remote_manifest(source)
+    with _alone(out, should_stop):
+        return _pull(source, manifest, out, progress, should_stop)
+
+
+def _pull(
+    source: RemoteFolder, manifest: CacheManifest, out: Path, progress: Progress, should_stop: ShouldStop
+) -> Shared:
+    num_shards = len(manifest.shards)
+    if (out / MANIFEST).is_file():
+        there = read_manifest(out)
+        if there.fingerprint != manifest.fingerprint:
+            raise IdentityMismatchError(f"{out} holds another cache. Choose another --out.")
+        if not (there.complete and all(_is_sound(out, there, shard) for shard in range(num_shards))):
+            raise IdentityMismatchError(
+                f"{out} holds this cache, but unfinished or damaged. Repeat its `minilm-cache dump` command, "
+                "or choose another --out."
+            )
+        progress.note(f"{out} holds this cache already: nothing to do")
+        return Shared(place=str(out), manifest=manifest, shards_copied=0, shards_kept=num_shards)
+    if out.exists() and not (out.is_dir() and is_vacant(out)):
+        raise IdentityMismatchError(f"{out} is not empty and is no cache. Choose another --out.")
+    arriving = out.with_name(f".{out.name}.{manifest.fingerprint[:12]}.arriving")
+    fetcher = Fetcher(source, arriving, manifest)
+    records = fetcher.records(should_stop)
+    progress.start("pull", num_bytes(manifest, records), "bytes")
+
+    def fetch_shard(shard: int) -> bool:
+        copied = False
+        for path, expected in records[shard].files.items():
+            copied = fetcher.fetch(path, expected) or copied
+            progress.advance(expected.size)
+        return copied
+
+    fetcher.attachments(progress)
+    copied = sum(each(fetch_shard, range(num_shards), should_stop, source.url))
+    for page in (CARD, PREVIEW):
+        content = source.read_if_there(page, _MAX_PAGE_BYTES)
+        if content is not None:
+            fetcher.write(page, content)
+    fetcher.write(MANIFEST, manifest.to_json())
+    with storage_errors("create the cache", out):
+        if out.is_dir():
+            shutil.rmtree(out)  # vacant, see above
+        arriving.rename(out)
+        sync_directories([out.parent])
+    return Shared(place=str(out), manifest=manifest, shards_copied=copied, shards_kept=num_shards - copied)
+
+
+def _is_sound(root: Path, manifest: CacheManifest, shard: int) -> bool:
+    """Return whether a committed shard's record and all its files are what was committed (XXH3-128)."""
+    try:
+        for path, expected in read_record(root, manifest, shard).files.items():
+            read_checked(root, path, expected)
+    except MiniLMCacheError:
+        return False
+    return True
+
+
+@contextmanager
+def _alone(out: Path, should_stop: ShouldStop) -> Iterator[None]:
+    """Wait for whoever else pulls into a folder."""
+    path = out.with_name(f".{out.name}.pull.lock")
+    with storage_errors("lock", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path)
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=_LOCK_POLL_S)
+            except Timeout:
+                if should_stop():
+                    raise InterruptedRunError(
+                        f"interrupted while another process pulls into {out}. Run the same command again."
+                    ) from None
+    try:
+        yield
+        # Whoever gets the lock of a file that is gone finds the cache complete.
+        path.unlink(missing_ok=True)
+    finally:
+        lock.release()
+
+
+class Fetcher:
+    """Fetches files of one cache into a folder, each checked against its record before it is written."""
+
+    def __init__(self, source: RemoteFolder, folder: Path, manifest: CacheManifest) -> None:
+        """Fetch from `source` into `folder`."""
+        self._source = source
+        self._folder = folder
+        self._manifest = manifest
+        # No file of a shard is longer than what it decodes to, but for headers.
+        whole = shard_bytes(manifest.identity, manifest.calibration, manifest.shard_tokens)
+        self._max_file_bytes = whole + whole // 8 + 2**20
+
+    def records(self, should_stop: ShouldStop) -> list[CommitRecord]:
+        """Fetch every shard's commit record.
+
+        Raises:
+            CacheCorruptError: one belongs to another cache or shard.
+        """
+
+        def fetch(shard: int) -> CommitRecord:
+            path = commit_path(shard)
+            content = self._source.read(path, MAX_RECORD_BYTES)
+            place = f"{self._source.url}/{path}"
+            record = parse(CommitRecord, content, place)
+            check_record(record, self._manifest, shard, place)
+            self.write(path, content)
+            return record
+
+        return each(fetch, range(len(self._manifest.shards)), should_stop, self._source.url)
+
+    def attachments(self, progress: Progress) -> None:
+        """Fetch what lies outside the shards."""
+        for path, expected in self._manifest.files.items():
+            self.fetch(path, expected, _MAX_ATTACHMENT_BYTES)
+            progress.advance(expected.size)
+
+    def fetch(self, path: str, expected: FileDigest, max_bytes: int | None = None) -> bool:
+        """Fetch a file of at most so many bytes, of a shard where no bound is given.
+
+        Returns whether that was necessary.
+
+        Raises:
+            CacheCorruptError: what arrives is not what was committed.
+        """
+        if expected.size > (max_bytes or self._max_file_bytes):
+            raise CacheCorruptError(
+                f"{self._source.url}/{path} claims {expected.size} bytes, more than it can need. "
+                "It was not written by `minilm-cache dump`."
+            )
+        if below(self._folder, path).is_file():
+            try:
+                read_checked(self._folder, path, expected)
+            except CacheCorruptError:
+                pass  # cut short by a kill of an older release, or damaged since: fetched again
+            else:
+                return False
+        content = self._source.read(path, expected.size)
+        if digest_bytes(content) != expected:
+            raise CacheCorruptError(
+                f"{self._source.url}/{path} is not what was committed. Run the same command again; if it "
+                "says so again, it was damaged there: ask who published it for `minilm-cache push --full`."
+            )
+        self.write(path, content)
+        return True
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write a file into the folder, durably."""
+        file = below(self._folder, path)
+        with storage_errors("write", file):
+            write_file(file, content)
