@@ -22,8 +22,9 @@ from minilm_cache.live import with_live_targets
 from minilm_cache.train.batches import BatchReader, WantedTargets
 from minilm_cache.train.heldout import MAX_SEQUENCES, held_out_kl
 from minilm_cache.train.objective import choose_objective
+from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import build_trainers
-from minilm_cache.train.sampler import SequenceOrder
+from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.student import parse_arch
 from minilm_cache.train.trainer import StudentTrainer
 
@@ -47,18 +48,13 @@ def train_and_judge(cache: Cache, teacher: Teacher, seed: int, *, online: bool) 
     """Train a student anew, and return its held-out KLs."""
     config = TrainConfig(arch=(ARCH,), steps=STEPS, batch_size=16, seed=seed)
     identity = cache.manifest.identity
-    order = SequenceOrder(
-        shards=cache.manifest.shards,
-        num_train=cache.manifest.num_train,
-        seed=seed,
-        buffer_shards=config.buffer_shards,
-    )
+    plan = plan_steps(config, cache.manifest)
     objective = choose_objective(config, cache)
     shape = parse_arch(ARCH, identity.relation_heads)
-    (trainer,) = build_trainers(config, cache, [shape], objective, STEPS, teacher.device)
+    (trainer,) = build_trainers(config, cache, [shape], objective, STEPS, Ranks.alone(teacher.device))
     wanted = WantedTargets(kinds=()) if online else objective.wanted
     reader = BatchReader(cache, wanted, teacher.tokenizer.pad_token_id, teacher.device)
-    with closing(reader.train_batches(order, config.batch_size, 0)) as stored:
+    with closing(reader.train_batches(plan, 0)) as stored:
         batches = with_live_targets(stored, teacher, KINDS) if online else stored
         for step in range(STEPS):
             trainer.step(next(batches), step)

@@ -17,6 +17,8 @@ from minilm_cache.cli.options import (
     quiet_libraries,
 )
 from minilm_cache.config import TrainConfig, make_config
+from minilm_cache.train.presets import preset as find_preset
+from minilm_cache.train.presets import with_preset
 from minilm_cache.train.record import StudentRecord
 
 
@@ -31,7 +33,13 @@ def train(  # noqa: PLR0913 - one parameter for each option
             metavar="[CACHE]", help="Folder or URL of the cache [default: the newest complete one]"
         ),
     ] = None,
-    objective: Annotated[str, typer.Option(help="What students learn: minilm or minilmv2")] = "minilm",
+    preset: Annotated[
+        str | None,
+        typer.Option(help="Recipe: minilm, minilm-6x768, minilmv2 or minilmv2-large"),
+    ] = None,
+    objective: Annotated[
+        str | None, typer.Option(help="What students learn: minilm or minilmv2 [default: minilm]")
+    ] = None,
     relation_heads: Annotated[
         int | None, typer.Option(help="Relation heads of minilmv2 [default: the teacher's heads]")
     ] = None,
@@ -40,13 +48,44 @@ def train(  # noqa: PLR0913 - one parameter for each option
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the cache [default: 5]")] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences per step")] = 16,
-    lr: Annotated[float, typer.Option(help="Peak learning rate")] = 1e-3,
-    warmup: Annotated[float, typer.Option(help="Share of the steps in which the learning rate rises")] = 0.1,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW")] = 0.01,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Sequences per step, of all processes [default: 16]")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate [default: 0.001]")] = None,
+    warmup: Annotated[
+        float | None, typer.Option(help="Share of the steps in which the learning rate rises [default: 0.1]")
+    ] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Of AdamW [default: 0.01]")] = None,
+    max_grad_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16 [default: bfloat16 on a GPU]")
+    ] = None,
+    accumulate: Annotated[
+        int, typer.Option(help="Parts that each process cuts its share of a step into, to save memory")
+    ] = 1,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Compute activations twice, to save memory")
+    ] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile layers by torch.compile")] = False,
+    place: Annotated[str, typer.Option(help="What processes of torchrun divide: data or students")] = "data",
+    streams: Annotated[
+        int | None, typer.Option(help="Streams of shards a step comes from [default: one for each process]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of initial weights, dropout and order")] = 0,
     buffer_shards: Annotated[int, typer.Option(help="Shards whose sequences are shuffled together")] = 4,
     checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints")] = 500,
+    keep_checkpoints: Annotated[
+        int, typer.Option(help="Newest checkpoints that stay after the run; 0: none, while it goes on: one")
+    ] = 0,
+    eval_steps: Annotated[
+        int | None, typer.Option(help="Steps between looks at the held-out KL; the best weights are kept")
+    ] = None,
+    max_hours: Annotated[
+        float | None, typer.Option(help="Stop after so many hours, with exit code 130 and the state kept")
+    ] = None,
+    tracker: Annotated[
+        str, typer.Option(help="Beside log.jsonl: none, tensorboard, trackio, wandb or mlflow")
+    ] = "none",
     local_bytes: Annotated[
         int, typer.Option(help="Bytes of shards kept on this machine, of a cache at a URL")
     ] = 2**34,
@@ -61,18 +100,33 @@ def train(  # noqa: PLR0913 - one parameter for each option
     """
     from minilm_cache.train.run import train as run_train  # noqa: PLC0415 - importing it takes seconds
 
+    given = {
+        "objective": objective,
+        "relation_heads": relation_heads,
+        "steps": steps,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "lr": lr,
+        "warmup": warmup,
+        "weight_decay": weight_decay,
+    }
+    recipe = None if preset is None else find_preset(preset)
     config = make_config(
         TrainConfig,
+        **with_preset(recipe, {name: value for name, value in given.items() if value is not None}),
         arch=tuple(arch),
-        objective=objective,
-        relation_heads=relation_heads,
         teacher_layer=teacher_layer,
-        steps=steps,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        warmup=warmup,
-        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+        precision=precision,
+        accumulate=accumulate,
+        gradient_checkpointing=gradient_checkpointing,
+        compiled=compiled,
+        place=place,
+        streams=streams,
+        keep_checkpoints=keep_checkpoints,
+        eval_steps=eval_steps,
+        max_hours=max_hours,
+        tracker=tracker,
         seed=seed,
         buffer_shards=buffer_shards,
         checkpoint_steps=checkpoint_steps,
@@ -81,10 +135,15 @@ def train(  # noqa: PLR0913 - one parameter for each option
     )
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
+        if recipe is not None:
+            settings = ", ".join(f"{name} {getattr(config, name)}" for name in recipe.settings)
+            progress.note(f"preset {preset}: {settings} ({recipe.source})")
         path = cache or chosen_cache(None, progress)
         result = run_train(
             config, path, out, home(), resume=resume, progress=progress, should_stop=should_stop
         )
+    if not result.is_first:  # one process tells what all have done
+        return
     students = result.record.students
     if json:
         print_json(
@@ -124,6 +183,8 @@ def _measured(student: StudentRecord) -> list[str]:
 
 def _changes(student: StudentRecord) -> list[str]:
     before, after = student.held_out_before, student.held_out_after
+    if student.diverged_at is not None:
+        return [f"diverged, stopped at step {student.diverged_at}"]
     if before is None or after is None:
         return ["nothing held out"]
     return [f"{before[kind]:.4f} -> {after[kind]:.4f}" for kind in sorted(after)]

@@ -125,7 +125,21 @@ class TrainConfig(FrozenSettings):
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Passes over the sequences; with neither steps nor epochs: 5 epochs."""
     batch_size: Annotated[int, Field(ge=1)] = 16
-    """Sequences per step."""
+    """Sequences per step, of all processes."""
+    accumulate: Annotated[int, Field(ge=1)] = 1
+    """Parts that each process cuts its sequences of a step into; their gradients are added."""
+    streams: Annotated[int, Field(ge=1)] | None = None
+    """Streams of shards that a step's sequences come from; none: one for each process."""
+    place: Literal["data", "students"] = "data"
+    """What processes divide among themselves."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Of matrix products; none: bfloat16 on a GPU, else float32. Relations and losses are always float32."""
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Greatest norm of a student's gradient; none: it is taken as it is."""
+    gradient_checkpointing: bool = False
+    """Compute activations inside layers again in the backward pass instead of keeping them."""
+    compiled: bool = False
+    """Compile layers by torch.compile."""
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
     """Peak learning rate of AdamW."""
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -139,6 +153,14 @@ class TrainConfig(FrozenSettings):
     """Of a cache at a URL: bytes of its shards that are kept on this machine."""
     checkpoint_steps: Annotated[int, Field(ge=1)] = 500
     """Steps between checkpoints."""
+    keep_checkpoints: Annotated[int, Field(ge=0)] = 0
+    """Newest checkpoints that stay, after the run, too; 0: what resuming needs, and nothing afterwards."""
+    eval_steps: Annotated[int, Field(ge=1)] | None = None
+    """Steps between looks at the held-out KL, whose best weights become the student; none: at the end."""
+    max_hours: Annotated[float, Field(gt=0)] | None = None
+    """Hours of training after which a run stops and keeps its state."""
+    tracker: Literal["none", "tensorboard", "trackio", "wandb", "mlflow"] = "none"
+    """Shown beside the run's own log."""
     device: str | None = None
     """torch device; none: a GPU where there is one."""
 

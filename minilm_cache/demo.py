@@ -21,8 +21,9 @@ from minilm_cache.live import with_live_targets
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
 from minilm_cache.train.objective import choose_objective
+from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import TrainResult, build_trainers, train
-from minilm_cache.train.sampler import SequenceOrder
+from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.student import parse_arch
 
 ARCH = ("3x192", "3x384")
@@ -97,20 +98,13 @@ def _speed(
     manifest = cache.manifest
     objective = choose_objective(config, cache)
     shape = parse_arch(arch, manifest.identity.relation_heads)
-    (trainer,) = build_trainers(config, cache, [shape], objective, TIMED_STEPS, teacher.device)
-    order = SequenceOrder(
-        shards=manifest.shards,
-        num_train=manifest.num_train,
-        seed=config.seed,
-        buffer_shards=config.buffer_shards,
-    )
+    (trainer,) = build_trainers(config, cache, [shape], objective, TIMED_STEPS, Ranks.alone(teacher.device))
+    plan = plan_steps(config, manifest)
     pad_token = teacher.tokenizer.pad_token_id
 
     def batches(*, with_targets: bool) -> Generator[StudentBatch]:
         wanted = objective.wanted if with_targets else WantedTargets(kinds=())
-        return BatchReader(cache, wanted, pad_token, teacher.device).train_batches(
-            order, config.batch_size, 0
-        )
+        return BatchReader(cache, wanted, pad_token, teacher.device).train_batches(plan, 0)
 
     rates: dict[str, list[float]] = {"offline": [], "online": []}
     with ExitStack() as stack:

@@ -14,6 +14,8 @@
     |-- StorageError (OSError)                  the disk said no
     |   `-- ShardBusyError                      another writer holds the shard
     |-- DivergedError (ArithmeticError)         a loss that is no longer finite
+    |-- TrackerError                            a tracker that does not start
+    |-- RankLostError                           another process of a run has ended
     `-- InterruptedRunError                     stopped by the user, state kept: exit code 130
 
 Grouped by what a handler would do about them.
@@ -41,6 +43,8 @@ class ErrorKind(StrEnum):
     SHARD_BUSY = "shard_busy"
     DIVERGED = "diverged"
     INTERRUPTED = "interrupted"
+    TRACKER = "tracker"
+    RANK_LOST = "rank_lost"
 
 
 class MiniLMCacheError(Exception):
@@ -136,6 +140,18 @@ class DivergedError(MiniLMCacheError, ArithmeticError):
     """A student whose loss is no longer finite."""
 
     kind = ErrorKind.DIVERGED
+
+
+class TrackerError(MiniLMCacheError):
+    """A tracker whose service does not answer, or wants a login."""
+
+    kind = ErrorKind.TRACKER
+
+
+class RankLostError(MiniLMCacheError):
+    """Another process of a distributed run has ended."""
+
+    kind = ErrorKind.RANK_LOST
 
 
 class InterruptedRunError(MiniLMCacheError):

@@ -123,6 +123,32 @@ class TappedModel(nn.Module):
         self.layers = tuple(layers)
         return self
 
+    def freeze_unused(self) -> "TappedModel":
+        """Freeze what the tapped vectors do not depend on: the last layer's output and FFN, the pooler."""
+        weights = [weight for weight in self.parameters() if weight.requires_grad]
+        self.eval()  # draws no dropout
+        ids = torch.zeros((1, 4), dtype=torch.int64, device=weights[0].device)
+        found = self(ids, torch.ones_like(ids))
+        total = torch.stack([part.sum() for one in found for part in (one.query, one.key, one.value)]).sum()
+        for weight, gradient in zip(
+            weights, torch.autograd.grad(total, weights, allow_unused=True), strict=True
+        ):
+            weight.requires_grad_(gradient is not None)
+        return self
+
+    def checkpoint_layers(self) -> "TappedModel":
+        """Keep no activations inside layers: the backward pass computes them again."""
+        self.model.activation_checkpointing_enable({"use_reentrant": False})
+        return self
+
+    def compile_layers(self) -> "TappedModel":
+        """Compile each layer by torch.compile when it is first called; the tap stays outside."""
+        for modules in self.modules():
+            if isinstance(modules, nn.ModuleList):
+                for layer in modules:
+                    layer.compile()
+        return self
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> list[Vectors]:
         """Run the model up to the last chosen layer's Q, K, V.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from minilm_cache.relations import RowTargets, Targets, mean_row_entropy, to_den
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.layout import shard_of
 from minilm_cache.store.reader import Shard
-from minilm_cache.train.sampler import Buffer, SequenceOrder
+from minilm_cache.train.sampler import Buffer, StepPlan
 
 _READ_THREADS = 2
 
@@ -32,6 +32,12 @@ class StudentBatch:
     """Tokens of each sequence."""
     num_tokens: int
     """Tokens of all of them."""
+    part: int
+    """Number of this part of a step, of all processes."""
+    step_tokens: int
+    """Tokens of all parts that this process takes of the step."""
+    ends_step: bool
+    """True for the last of them."""
     targets: Mapping[RelationKind, Targets]
 
 
@@ -95,20 +101,23 @@ class BatchReader:
         self._pad_token = pad_token
         self._device = device
 
-    def train_batches(
-        self, order: SequenceOrder, batch_size: int, first_step: int
-    ) -> Generator[StudentBatch]:
-        """Yield the batches of a run for ever, from one step on; shards and the next batch are read ahead."""
-        with (
-            closing(self._loaded(order.stream(first_step * batch_size))) as loaded,
-            ThreadPoolExecutor(max_workers=1) as ahead,
-        ):
-            pieces = _pieces(loaded, batch_size)
-            pending = ahead.submit(_gather_next, pieces, self._stored)
+    def train_batches(self, plan: StepPlan, first_step: int) -> Generator[StudentBatch]:
+        """Yield parts of steps for ever, from one step on; shards and the next step are read ahead."""
+        with ExitStack() as stack:
+            streams: dict[int, Iterator[list[_Piece]]] = {}
+            for number in {part % len(plan.streams) for part in plan.own_parts}:
+                position = first_step * plan.batch_size // len(plan.streams)
+                loaded = stack.enter_context(closing(self._loaded(plan.streams[number].stream(position))))
+                streams[number] = _pieces(loaded, plan.part_size)
+            ahead = stack.enter_context(ThreadPoolExecutor(max_workers=1))
+            pending = ahead.submit(_gather_step, streams, plan, self._stored)
             while True:
-                gathered = pending.result()
-                pending = ahead.submit(_gather_next, pieces, self._stored)
-                yield self._decode(gathered)
+                step = pending.result()
+                pending = ahead.submit(_gather_step, streams, plan, self._stored)
+                step_tokens = sum(int(gathered.lengths.sum()) for gathered in step.values())
+                for part, gathered in step.items():
+                    ends_step = part == plan.own_parts[-1]
+                    yield self._decode(gathered, part=part, step_tokens=step_tokens, ends_step=ends_step)
 
     def held_out_batches(self, batch_size: int, max_sequences: int) -> Iterator[StudentBatch]:
         """Yield the first held-out sequences, in order."""
@@ -119,7 +128,9 @@ class BatchReader:
             numbers = np.arange(first, min(first + batch_size, last))
             wanted = {shard_of(manifest.shards, number) for number in numbers.tolist()}
             shards = {n: shards.get(n) or self._read(n) for n in wanted}
-            yield self._decode(_gather([(shards, numbers)], self._stored))
+            gathered = _gather([(shards, numbers)], self._stored)
+            num_tokens = int(gathered.lengths.sum())
+            yield self._decode(gathered, part=0, step_tokens=num_tokens, ends_step=True)
 
     def _loaded(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Shard], Buffer]]:
         """Yield each buffer with its shards; those of the next one are read meanwhile."""
@@ -139,11 +150,18 @@ class BatchReader:
     def _read(self, number: int) -> Shard:
         return self._cache.reader.shard(number, self._stored.paths)
 
-    def _decode(self, gathered: _Gathered) -> StudentBatch:
-        lengths = torch.from_numpy(gathered.lengths).to(self._device)
+    def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
+        found = torch.from_numpy(values)
+        if self._device.type == "cuda":
+            found = found.pin_memory()  # else the copy would wait for what the GPU is doing
+        return found.to(self._device, non_blocking=True)
+
+    def _decode(self, gathered: _Gathered, *, part: int, step_tokens: int, ends_step: bool) -> StudentBatch:
+        lengths = self._to_device(gathered.lengths)
         ids = torch.from_numpy(gathered.rows["tokens"].astype(np.int64))
         beyond = torch.arange(ids.shape[1]) >= torch.from_numpy(gathered.lengths)[:, None]
-        rows = {path: torch.from_numpy(values).to(self._device) for path, values in gathered.rows.items()}
+        # As stored, in small integers; they become relations where they are needed.
+        rows = {path: self._to_device(values) for path, values in gathered.rows.items()}
         try:
             decoded = self._codec.decode(rows, self._wanted.kinds, lengths, self._wanted.relation_heads)
         except CacheCorruptError as error:
@@ -153,6 +171,9 @@ class BatchReader:
             ids=ids.masked_fill(beyond, self._pad_token).to(self._device),
             lengths=lengths,
             num_tokens=int(gathered.lengths.sum()),
+            part=part,
+            step_tokens=step_tokens,
+            ends_step=ends_step,
             targets=targets,
         )
 
@@ -160,7 +181,7 @@ class BatchReader:
         self, kind: RelationKind, rows: RowTargets, gathered: _Gathered, lengths: Int[Tensor, " batch"]
     ) -> Targets:
         if kind in gathered.entropy:
-            return Targets(rows, torch.from_numpy(gathered.entropy[kind]).to(self._device))
+            return Targets(rows, self._to_device(gathered.entropy[kind]))
         # Rows that are no estimate of the teacher's are targets of their own: so is their entropy.
         dense = to_dense(rows, lengths, gathered.rows["tokens"].shape[1])
         return Targets(rows, mean_row_entropy(dense, lengths))
@@ -185,8 +206,18 @@ def _pieces(loaded: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: in
                 batch, room = [], batch_size
 
 
-def _gather_next(pieces: Iterator[list[_Piece]], wanted: _Stored) -> _Gathered:
-    return _gather(next(pieces), wanted)
+def _gather_step(
+    streams: Mapping[int, Iterator[list[_Piece]]], plan: StepPlan, wanted: _Stored
+) -> dict[int, _Gathered]:
+    """Return this process's parts of the next step; those of others are passed over."""
+    found = {}
+    for part in range(plan.num_parts):
+        stream = streams.get(part % len(plan.streams))
+        if stream is not None:
+            pieces = next(stream)
+            if part in plan.own_parts:
+                found[part] = _gather(pieces, wanted)
+    return found
 
 
 def _gather(pieces: Sequence[_Piece], wanted: _Stored) -> _Gathered:

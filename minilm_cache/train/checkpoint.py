@@ -1,66 +1,156 @@
 """State of a run between two steps: safetensors and JSON, so that resuming is exact and runs no code.
 
-Weights and optimizer state are all that there is: order, dropout and learning rate are functions of seed
-and step.
+Weights and optimizer state are all that there is of a student: order, dropout and learning rate are functions
+of seed and step. Files are named by student, so that a run goes on whatever processes its students are on.
 """
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import safetensors
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minilm_cache.errors import IdentityMismatchError
-from minilm_cache.store.durable import new_folder, storage_errors
+from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.store.durable import PARTIAL, storage_errors, sync_directories, sync_file
+from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import arch_slug
 from minilm_cache.train.trainer import StudentTrainer
 
 _STATE = "state.json"
 
 
-def save_checkpoint(folder: Path, trainers: Sequence[StudentTrainer], step: int) -> None:
-    """Write the state after `step` steps below `folder`, then remove older ones.
+class BestStudent(BaseModel):
+    """The weights of a student that were closest to the teacher so far."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int
+    held_out: dict[RelationKind, float]
+    """KL of each relation on held-out sequences, nats."""
+
+
+class RunState(BaseModel):
+    """Where a run is, beside its students' weights."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int = 0
+    """Steps taken."""
+    diverged: dict[str, int] = {}
+    """Students that were stopped, and the step at which that was seen."""
+    best: dict[str, BestStudent] = {}
+
+
+def save_checkpoint(
+    folder: Path, trainers: Sequence[StudentTrainer], state: RunState, ranks: Ranks, keep: int
+) -> None:
+    """Write the state below `folder`, then remove all but the `keep` newest; all processes do it together.
 
     Raises:
         StorageError: the file system refused; older checkpoints are kept.
     """
+    name = f"step-{state.step:08d}"
+    new = folder / f".{name}{PARTIAL}"
     with storage_errors("write checkpoint in", folder):
-        with new_folder(folder / f"step-{step:08d}") as new:
+        if ranks.is_first:
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+        ranks.barrier()
+        if ranks.is_writer:
             for trainer in trainers:
                 save_file(_tensors(trainer), new / _file_name(trainer))
-            (new / _STATE).write_text(json.dumps({"step": step}))
-        for old in _checkpoints(folder)[:-1]:
-            shutil.rmtree(old)
+                sync_file(new / _file_name(trainer))
+        ranks.barrier()
+        if ranks.is_first:
+            (new / _STATE).write_text(state.model_dump_json())
+            sync_file(new / _STATE)
+            sync_directories([new])
+            shutil.rmtree(folder / name, ignore_errors=True)
+            new.rename(folder / name)
+            sync_directories([folder])
+            for old in _checkpoints(folder)[:-keep]:
+                shutil.rmtree(old)
+        ranks.barrier()
 
 
-def load_checkpoint(folder: Path, trainers: Sequence[StudentTrainer], device: torch.device) -> int:
-    """Restore the newest state, and return how many steps have been taken; 0 where there is none.
+def load_state(folder: Path) -> RunState:
+    """Return the newest state; that of a run's beginning where there is none.
 
     Raises:
-        IdentityMismatchError: a checkpoint does not fit these students, or is damaged.
+        IdentityMismatchError: it is damaged.
     """
     found = _checkpoints(folder)
     if not found:
-        return 0
+        return RunState()
+    file = found[-1] / _STATE
+    try:
+        return RunState.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise _unusable(file, error) from error
+
+
+def load_students(
+    folder: Path, state: RunState, trainers: Sequence[StudentTrainer], device: torch.device
+) -> None:
+    """Restore students from the checkpoint of a state.
+
+    Raises:
+        IdentityMismatchError: the checkpoint does not fit these students, or is damaged.
+    """
+    if not state.step:
+        return
     for trainer in trainers:
-        file = found[-1] / _file_name(trainer)
+        file = folder / f"step-{state.step:08d}" / _file_name(trainer)
         try:
             _restore(trainer, load_file(file, device=str(device)))
         except (OSError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-            raise IdentityMismatchError(
-                f"checkpoint {file} cannot be used: {str(error).splitlines()[0]}. "
-                f"Remove {found[-1]} to start over, or choose another --out."
-            ) from error
-    return int(json.loads((found[-1] / _STATE).read_text())["step"])
+            raise _unusable(file, error) from error
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Remove every checkpoint: the run is complete."""
+    """Remove every checkpoint."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def save_best(folder: Path, trainer: StudentTrainer) -> None:
+    """Write a student's weights in the place of those that were best before.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    file = folder / _file_name(trainer)
+    with storage_errors("write", file):
+        folder.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f".{file.name}{PARTIAL}")
+        save_file(_weights(trainer), new)
+        sync_file(new)
+        new.replace(file)
+        sync_directories([folder])
+
+
+def load_best(folder: Path, trainer: StudentTrainer) -> None:
+    """Give a student the weights that were best.
+
+    Raises:
+        IdentityMismatchError: they are damaged.
+    """
+    file = folder / _file_name(trainer)
+    try:
+        trainer.model.load_state_dict(load_file(file))
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        raise _unusable(file, error) from error
+
+
+def _unusable(file: Path, error: Exception) -> IdentityMismatchError:
+    return IdentityMismatchError(
+        f"checkpoint {file} cannot be used: {str(error).splitlines()[0]}. "
+        f"Remove {file.parent} to start over, or choose another --out."
+    )
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -71,12 +161,16 @@ def _file_name(trainer: StudentTrainer) -> str:
     return f"{arch_slug(trainer.shape.arch)}.safetensors"
 
 
+def _weights(trainer: StudentTrainer) -> dict[str, Tensor]:
+    return {name: value.contiguous() for name, value in trainer.model.state_dict().items()}
+
+
 def _tensors(trainer: StudentTrainer) -> dict[str, Tensor]:
-    tensors = {f"model/{name}": value for name, value in trainer.model.state_dict().items()}
+    tensors = {f"model/{name}": value for name, value in _weights(trainer).items()}
     for name, weight in trainer.model.named_parameters():
         for key, value in trainer.optimizer.state.get(weight, {}).items():
-            tensors[f"optimizer/{name}/{key}"] = value
-    return {name: value.contiguous() for name, value in tensors.items()}
+            tensors[f"optimizer/{name}/{key}"] = value.contiguous()
+    return tensors
 
 
 def _restore(trainer: StudentTrainer, tensors: dict[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import is_vacant, storage_errors, write_file
+from minilm_cache.train.sampler import StepPlan
 
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
@@ -38,15 +39,40 @@ class RunIdentity(_Record):
     buffer_shards: int
     shard_tokens: int
     """Of the cache: the order of sequences depends on it."""
+    num_streams: int
+    num_parts: int
+    """Parts of a step; dropout is drawn for each of them."""
+    precision: Literal["float32", "bfloat16"]
+    max_grad_norm: float | None
+    compiled: bool
+    """Compiled layers draw other dropout."""
+    eval_steps: int | None
+    """Given: students are those of the best of these steps."""
 
     @classmethod
-    def of(cls, config: TrainConfig, manifest: CacheManifest, layer: int, steps: int) -> "RunIdentity":
+    def of(
+        cls,
+        config: TrainConfig,
+        manifest: CacheManifest,
+        layer: int,
+        steps: int,
+        plan: StepPlan,
+        precision: Literal["float32", "bfloat16"],
+    ) -> "RunIdentity":
         """Return the identity of a run with these settings on this cache."""
         shared = {
             name: getattr(config, name) for name in cls.model_fields if name in TrainConfig.model_fields
         }
-        found = {"fingerprint": manifest.fingerprint, "shard_tokens": manifest.shard_tokens}
-        return cls(**{**shared, **found, "teacher_layer": layer, "steps": steps})
+        found = {
+            "fingerprint": manifest.fingerprint,
+            "shard_tokens": manifest.shard_tokens,
+            "teacher_layer": layer,
+            "steps": steps,
+            "num_streams": len(plan.streams),
+            "num_parts": plan.num_parts,
+            "precision": precision,
+        }
+        return cls(**{**shared, **found})
 
     def name(self) -> str:
         """Return a folder name: shapes for people, a hash for the rest."""
@@ -64,6 +90,10 @@ class StudentRecord(_Record):
     held_out_before: dict[RelationKind, float] | None
     """KL(target || student) of the initial weights, nats; none: the cache has no held-out sequence."""
     held_out_after: dict[RelationKind, float] | None = None
+    best_step: int | None = None
+    """The step whose weights these are; none: the last one."""
+    diverged_at: int | None = None
+    """The step at which its loss was seen not to be finite; there are no weights then."""
 
 
 class RunRecord(_Record):

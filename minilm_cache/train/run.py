@@ -1,43 +1,41 @@
 """Stage two on one page: shards -> batches -> objective -> students -> checkpoints -> model folders."""
 
 import math
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import TrainConfig
-from minilm_cache.device import choose_device
-from minilm_cache.errors import DivergedError, IdentityMismatchError, InterruptedRunError
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.tap import TappedModel
-from minilm_cache.train.batches import BatchReader, StudentBatch
+from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
-from minilm_cache.train.checkpoint import load_checkpoint, remove_checkpoints, save_checkpoint
+from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutKL, held_out_kl
-from minilm_cache.train.objective import Losses, Objective, choose_objective
+from minilm_cache.train.loop import RunFolder, TrainingLoop
+from minilm_cache.train.objective import Objective, choose_objective
+from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import (
     RunIdentity,
     RunRecord,
     StudentRecord,
-    TrainingLog,
     arch_slug,
     read_record,
     write_record,
 )
-from minilm_cache.train.sampler import SequenceOrder
+from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.student import StudentShape, build_student, parse_arch, student_config
-from minilm_cache.train.trainer import StudentTrainer, learning_rate
+from minilm_cache.train.tracking import tracking
+from minilm_cache.train.trainer import StudentTrainer
 
 DEFAULT_EPOCHS = 5.0
-LOG_STEPS = 10
-"""Steps between lines of the log, and between looks at whether losses are finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +46,8 @@ class TrainResult:
     record: RunRecord
     tokens_per_s: float | None
     """Tokens of batches per second of training, each counted once for all students; none: no step taken."""
+    is_first: bool = True
+    """True in the process that tells what all have done."""
 
     def student_path(self, arch: str) -> Path:
         """Return the folder of a student."""
@@ -83,44 +83,84 @@ def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a th
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; the last checkpoint is kept whatever happens.
     """
-    progress = progress or Silent()
     cache = open_cache(cache_place, home, config.local_bytes)
+    ranks = Ranks.join(config.place, config.device)
+    try:
+        return _train(config, cache, out, home, ranks, resume, progress or Silent(), should_stop)
+    except RuntimeError as error:
+        raise ranks.lost(error) from error
+    finally:
+        ranks.leave()
+
+
+def _train(  # noqa: PLR0913 - as `train`
+    config: TrainConfig,
+    cache: Cache,
+    out: Path | None,
+    home: Path,
+    ranks: Ranks,
+    resume: bool,
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> TrainResult:
+    progress = progress if ranks.is_first else Silent()
     manifest = cache.manifest
     objective = choose_objective(config, cache)
     heads = manifest.identity.relation_heads
     shapes = [parse_arch(arch, heads, objective.wanted.relation_heads) for arch in config.arch]
     steps = num_steps(config, manifest)
     layer = cache.layers[-1] if config.teacher_layer is None else config.teacher_layer
-    identity = RunIdentity.of(config, manifest, layer, steps)
+    if config.eval_steps is not None and not manifest.num_held_out:
+        raise InvalidConfigError(
+            "--eval-steps: the cache has no held-out sequences to look at. Leave it out."
+        )
+    plan = plan_steps(config, manifest, ranks.num_data, ranks.data_number)
+    identity = RunIdentity.of(config, manifest, layer, steps, plan, precision_of(config, ranks.device))
     path = out or home / "runs" / identity.name()
     if not resume and path.exists():
         raise IdentityMismatchError(
             f"{path} exists. Leave out --no-resume to take it up, or choose another --out."
         )
     found = read_record(path, identity)
+    ranks.barrier()  # nobody writes before all have looked
     progress.note(
         f"run {path}: {', '.join(config.arch)}, {steps} steps, objective {config.objective}, "
         f"layer {layer} of the teacher, counted from 0"
     )
     if found is not None and found.complete:
         progress.note("this run is already complete: nothing to do")
-        return TrainResult(path=path, record=found, tokens_per_s=None)
-    device = choose_device(config.device)
-    trainers = build_trainers(config, cache, shapes, objective, steps, device)
-    run = _Run(
-        config=config,
-        cache=cache,
-        identity=identity,
-        path=path,
-        objective=objective,
-        trainers=trainers,
-        device=device,
-    )
+        return TrainResult(path=path, record=found, tokens_per_s=None, is_first=ranks.is_first)
+    folder = RunFolder(path=path)
+    state = load_state(folder.checkpoints)
+    alive = [shape for shape in ranks.mine(shapes) if shape.arch not in state.diverged]
+    trainers = build_trainers(config, cache, alive, objective, steps, ranks)
+    load_students(folder.checkpoints, state, trainers, ranks.device)
+    first = student_config(shapes[0], cache.reader.attachment(TEACHER_CONFIG), manifest)
+    pad_token = first.pad_token_id or 0
+    run = _Run(config, cache, identity, folder, objective, ranks, shapes, pad_token)
     with storage_errors("write", path):
         path.mkdir(parents=True, exist_ok=True)
-    record = found or run.begin()
-    tokens_per_s = run.take_steps(progress, should_stop)
-    return TrainResult(path=path, record=run.finish(record), tokens_per_s=tokens_per_s)
+    record = found or run.begin(trainers)
+    with tracking(config.tracker if ranks.is_first else "none", path, config.model_dump()) as tracker:
+        loop = TrainingLoop(
+            config=config,
+            steps=steps,
+            cache=cache,
+            folder=folder,
+            ranks=ranks,
+            trainers=trainers,
+            state=state,
+            evaluate=run.held_out,
+            tracker=tracker,
+            progress=progress,
+        )
+        tokens_per_s = loop.run(run.batches(), plan, should_stop)
+    return TrainResult(
+        path=path,
+        record=run.finish(record, trainers, state),
+        tokens_per_s=tokens_per_s,
+        is_first=ranks.is_first,
+    )
 
 
 def num_steps(config: TrainConfig, manifest: CacheManifest) -> int:
@@ -131,174 +171,116 @@ def num_steps(config: TrainConfig, manifest: CacheManifest) -> int:
     return max(1, math.ceil(epochs * manifest.num_train / config.batch_size))
 
 
+def precision_of(config: TrainConfig, device: torch.device) -> Literal["float32", "bfloat16"]:
+    """Return the precision of a run on a device."""
+    return config.precision or ("bfloat16" if device.type == "cuda" else "float32")
+
+
 def build_trainers(
     config: TrainConfig,
     cache: Cache,
     shapes: Sequence[StudentShape],
     objective: Objective,
     steps: int,
-    device: torch.device,
+    ranks: Ranks,
 ) -> list[StudentTrainer]:
     """Return students with initial weights: each the same whether trained alone or beside others."""
     teacher_config = cache.reader.attachment(TEACHER_CONFIG)
     trainers = []
     for shape in shapes:
         model = build_student(student_config(shape, teacher_config, cache.manifest), config.seed)
-        trainers.append(StudentTrainer(shape, TappedModel(model).to(device), config, objective, steps))
+        tapped = TappedModel(model).to(ranks.device)
+        trainers.append(StudentTrainer(shape, tapped, config, objective, steps, ranks))
     return trainers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Run:
-    """What it takes to go through a run."""
+    """What the beginning and the end of a run have in common."""
 
     config: TrainConfig
     cache: Cache
     identity: RunIdentity
-    path: Path
+    folder: RunFolder
     objective: Objective
-    trainers: list[StudentTrainer]
-    device: torch.device
+    ranks: Ranks
+    shapes: Sequence[StudentShape]
+    pad_token: int
 
-    def begin(self) -> RunRecord:
+    def batches(self) -> BatchReader:
+        """Return what reads batches for the students."""
+        return BatchReader(self.cache, self.objective.wanted, self.pad_token, self.ranks.device)
+
+    def held_out(self, trainers: Sequence[StudentTrainer]) -> list[HeldOutKL] | list[None]:
+        """Return the held-out KL of students; none where nothing is held out."""
+        if not self.cache.manifest.num_held_out:
+            return [None] * len(trainers)
+        size = self.config.batch_size // self.identity.num_parts
+        return held_out_kl(trainers, self.batches().held_out_batches(size, MAX_SEQUENCES))
+
+    def begin(self, trainers: Sequence[StudentTrainer]) -> RunRecord:
         """Look at the initial students, and write the run's record."""
-        students = tuple(
-            StudentRecord(
+        own = {
+            trainer.shape.arch: StudentRecord(
                 arch=trainer.shape.arch,
                 num_parameters=trainer.num_parameters,
                 target="teacher" if self.cache.codec.is_unbiased else "stored rows",
                 held_out_before=before,
             )
-            for trainer, before in zip(self.trainers, self._held_out(), strict=True)
-        )
-        record = RunRecord(identity=self.identity, complete=False, students=students)
-        with storage_errors("write", self.path):
-            write_record(self.path, record)
+            for trainer, before in zip(trainers, self.held_out(trainers), strict=True)
+        }
+        record = RunRecord(identity=self.identity, complete=False, students=self._in_order(own))
+        self._write(record)
         return record
 
-    def finish(self, record: RunRecord) -> RunRecord:
+    def finish(self, record: RunRecord, trainers: Sequence[StudentTrainer], state: RunState) -> RunRecord:
         """Look at the trained students, write their folders, and declare the run complete."""
-        students = []
-        for trainer, before, after in zip(self.trainers, record.students, self._held_out(), strict=True):
-            student = before.model_copy(update={"held_out_after": after})
-            folder = student_folder(self.path, student.arch)
-            save_student(folder, trainer, self.cache.reader, self.identity, student)
-            students.append(student)
-        complete = record.model_copy(update={"complete": True, "students": tuple(students)})
-        with storage_errors("write", self.path):
-            write_record(self.path, complete)
-        remove_checkpoints(self._checkpoints)
+        before = {student.arch: student for student in record.students}
+        own = {
+            student.arch: student.model_copy(update={"diverged_at": state.diverged[student.arch]})
+            for student in record.students
+            if student.arch in state.diverged
+        }
+        if self.config.eval_steps is not None:
+            for trainer in trainers:
+                load_best(self.folder.best, trainer)
+        for trainer, after in zip(trainers, self.held_out(trainers), strict=True):
+            arch = trainer.shape.arch
+            best = state.best.get(arch)
+            changes = {"held_out_after": after, "best_step": None if best is None else best.step}
+            own[arch] = before[arch].model_copy(update=changes)
+        students = self._in_order(own)
+        if self.ranks.is_first:
+            mine = {trainer.shape.arch: trainer for trainer in trainers}
+            for student in students:
+                if student.diverged_at is None:
+                    trainer = mine.get(student.arch) or self._fetched(student.arch, state)
+                    folder = student_folder(self.folder.path, student.arch)
+                    save_student(folder, trainer, self.cache.reader, self.identity, student)
+        complete = record.model_copy(update={"complete": True, "students": students})
+        self._write(complete)
+        if self.ranks.is_first and not self.config.keep_checkpoints:
+            remove_checkpoints(self.folder.checkpoints)
         return complete
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def _fetched(self, arch: str, state: RunState) -> StudentTrainer:
+        """Return another process's student from its files: transformers saves in the first process only."""
+        (shape,) = [shape for shape in self.shapes if shape.arch == arch]
+        ranks = Ranks.alone(self.ranks.device)
+        steps = self.identity.steps
+        (trainer,) = build_trainers(self.config, self.cache, [shape], self.objective, steps, ranks)
+        if self.config.eval_steps is not None:
+            load_best(self.folder.best, trainer)
+        else:
+            load_students(self.folder.checkpoints, state, [trainer], ranks.device)
+        return trainer
 
-    @property
-    def _pad_token(self) -> int:
-        return self.trainers[0].model.model.config.pad_token_id or 0
+    def _in_order(self, own: dict[str, StudentRecord]) -> tuple[StudentRecord, ...]:
+        students = self.ranks.union(own)
+        return tuple(students[arch] for arch in self.identity.arch)
 
-    def _batches(self) -> BatchReader:
-        return BatchReader(self.cache, self.objective.wanted, self._pad_token, self.device)
-
-    def _held_out(self) -> list[HeldOutKL] | list[None]:
-        if not self.cache.manifest.num_held_out:
-            return [None] * len(self.trainers)
-        batches = self._batches().held_out_batches(self.config.batch_size, MAX_SEQUENCES)
-        return held_out_kl(self.trainers, batches)
-
-    def take_steps(self, progress: Progress, should_stop: ShouldStop) -> float | None:
-        """Take the steps that are left, and return the tokens per second."""
-        first = load_checkpoint(self._checkpoints, self.trainers, self.device)
-        if first:
-            progress.note(f"going on after step {first}")
-        if first == self.identity.steps:
-            return None
-        manifest = self.cache.manifest
-        order = SequenceOrder(
-            shards=manifest.shards,
-            num_train=manifest.num_train,
-            seed=self.config.seed,
-            buffer_shards=self.config.buffer_shards,
-        )
-        mean_tokens = manifest.num_tokens / manifest.num_sequences * self.config.batch_size
-        progress.start("train", round((self.identity.steps - first) * mean_tokens), "tokens")
-        stream = self._batches().train_batches(order, self.config.batch_size, first)
-        with closing(stream), closing(_Journal(self, first)) as journal:
-            return self._steps(stream, first, journal, progress, should_stop)
-
-    def _steps(
-        self,
-        stream: Iterator[StudentBatch],
-        first: int,
-        journal: "_Journal",
-        progress: Progress,
-        should_stop: ShouldStop,
-    ) -> float:
-        started = time.perf_counter()
-        num_tokens = 0
-        for step in range(first, self.identity.steps):
-            if should_stop():
-                journal.write(step)
-                save_checkpoint(self._checkpoints, self.trainers, step)
-                raise InterruptedRunError(
-                    f"interrupted: the state after step {step} of {self.identity.steps} is kept in "
-                    f"{self.path}. Run the same command again to go on."
-                )
-            batch = next(stream)
-            journal.add([trainer.step(batch, step) for trainer in self.trainers])
-            num_tokens += batch.num_tokens
-            progress.advance(batch.num_tokens)
-            taken = step + 1
-            at_checkpoint = taken % self.config.checkpoint_steps == 0 or taken == self.identity.steps
-            if at_checkpoint or taken % LOG_STEPS == 0:
-                journal.write(taken)
-            if at_checkpoint:
-                save_checkpoint(self._checkpoints, self.trainers, taken)
-        return num_tokens / (time.perf_counter() - started)
-
-
-class _Journal:
-    """Means of losses between two lines of the log."""
-
-    def __init__(self, run: _Run, first: int) -> None:
-        self._run = run
-        self._log = TrainingLog(run.path, first)
-        self._pending: list[list[Losses]] = []
-
-    def add(self, losses: list[Losses]) -> None:
-        """Take the losses of a step."""
-        self._pending.append(losses)
-
-    def write(self, step: int) -> None:
-        """Write the means over the steps since the last line.
-
-        It comes before a checkpoint, so that none is of a student that has diverged.
-
-        Raises:
-            DivergedError: a loss is not finite.
-        """
-        if not self._pending:
-            return
-        students: dict[str, dict[str, float]] = {}
-        for at, trainer in enumerate(self._run.trainers):
-            taken = [losses[at] for losses in self._pending]
-            means = {str(kind): _mean([one.parts[kind] for one in taken]) for kind in taken[0].parts}
-            total = _mean([one.total for one in taken])
-            if not math.isfinite(total):
-                raise DivergedError(
-                    f"student {trainer.shape.arch} diverged: its loss is {total} at step {step}. "
-                    f"Train again with a lower --lr than {self._run.config.lr:g}, or without this --arch."
-                )
-            students[trainer.shape.arch] = {"loss": total, **means}
-        self._pending.clear()
-        rate = learning_rate(self._run.config, step - 1, self._run.identity.steps)
-        self._log.write({"step": step, "lr": rate, "students": students})
-
-    def close(self) -> None:
-        """Close the log."""
-        self._log.close()
-
-
-def _mean(values: Sequence[torch.Tensor]) -> float:
-    return float(torch.stack(list(values)).mean())
+    def _write(self, record: RunRecord) -> None:
+        if self.ranks.is_first:
+            with storage_errors("write", self.folder.path):
+                write_record(self.folder.path, record)
+        self.ranks.barrier()

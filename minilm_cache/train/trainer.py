@@ -2,11 +2,14 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minilm_cache.config import TrainConfig
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.tap import TappedModel
 from minilm_cache.train.batches import StudentBatch
 from minilm_cache.train.objective import Losses, Objective
+from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.student import StudentShape
 
 
@@ -14,7 +17,13 @@ class StudentTrainer:
     """Trains one student; students of a run share nothing but their batches."""
 
     def __init__(
-        self, shape: StudentShape, model: TappedModel, config: TrainConfig, objective: Objective, steps: int
+        self,
+        shape: StudentShape,
+        model: TappedModel,
+        config: TrainConfig,
+        objective: Objective,
+        steps: int,
+        ranks: Ranks,
     ) -> None:
         """Begin at step 0.
 
@@ -24,19 +33,28 @@ class StudentTrainer:
             config: settings of the run.
             objective: what it learns.
             steps: of the whole run; the learning rate depends on it.
+            ranks: the processes of the run.
         """
         self.shape = shape
-        self.model = model
+        self.model = model.freeze_unused()
+        if config.gradient_checkpointing:
+            self.model.checkpoint_layers()
+        if config.compiled:
+            self.model.compile_layers()
+        self._parallel = ranks.parallel(self.model)
+        self._ranks = ranks
         self._config = config
         self._objective = objective
         self._steps = steps
-        matrices = [weight for weight in model.parameters() if weight.ndim > 1]
-        others = [weight for weight in model.parameters() if weight.ndim <= 1]
-        # Parameters behind the tap get no gradient, and AdamW leaves alone what has none.
+        self._taken: dict[RelationKind, Tensor] = {}
+        self.trained = [weight for weight in model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": others, "weight_decay": 0.0},
+                {
+                    "params": [weight for weight in self.trained if weight.ndim > 1],
+                    "weight_decay": config.weight_decay,
+                },
+                {"params": [weight for weight in self.trained if weight.ndim <= 1], "weight_decay": 0.0},
             ],
             lr=config.lr,
             fused=True,
@@ -48,26 +66,55 @@ class StudentTrainer:
         return sum(weight.numel() for weight in self.model.parameters())
 
     def step(self, batch: StudentBatch, step: int) -> Losses:
-        """Take one optimizer step.
+        """Take one optimizer step on a batch that is a whole step."""
+        self.begin(step)
+        self.learn(batch, step, 1.0)
+        return self.update()
 
-        Dropout is drawn from (seed, step) alone, so that a run that is resumed, or that trains several
-        students, draws the same.
-        """
-        torch.manual_seed(_step_seed(self._config.seed, step))
+    def begin(self, step: int) -> None:
+        """Make ready for the parts of a step."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self._config, step, self._steps)
-        self.model.train()
-        losses = self.losses(batch)
         self.optimizer.zero_grad(set_to_none=True)
-        losses.total.backward()
+        self.model.train()
+        self._taken = {}
+
+    def learn(self, batch: StudentBatch, step: int, share: float) -> None:
+        """Add the gradient of a part of a step.
+
+        Dropout is drawn from (seed, step, part) alone, so that a run that is resumed, that trains several
+        students, or whose parts other processes do, draws the same.
+
+        Args:
+            batch: the part.
+            step: its step.
+            share: of the step's tokens, those of all processes, that are in this part.
+        """
+        torch.manual_seed(_part_seed(self._config.seed, step, batch.part))
+        with self._ranks.without_sync(self._parallel, when=not batch.ends_step):
+            losses = self._losses(self._parallel, batch)
+            # Gradients become means over processes, and they should be sums.
+            (losses.total * (share * self._ranks.num_data)).backward()
+        for kind, part in losses.parts.items():
+            self._taken[kind] = self._taken.get(kind, 0.0) + part.detach() * share
+
+    def update(self) -> Losses:
+        """Take the optimizer's step, and return this process's share of the losses of its parts."""
+        if self._config.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.trained, self._config.max_grad_norm)
         self.optimizer.step()
-        return Losses(losses.total.detach(), {kind: part.detach() for kind, part in losses.parts.items()})
+        return Losses(torch.stack(list(self._taken.values())).sum(), self._taken)
 
     def losses(self, batch: StudentBatch) -> Losses:
-        """Return the objective on a batch, under bfloat16 autocast on a GPU."""
+        """Return the objective on a batch."""
+        return self._losses(self.model, batch)
+
+    def _losses(self, model: torch.nn.Module, batch: StudentBatch) -> Losses:
         mask = torch.arange(batch.ids.shape[1], device=batch.ids.device) < batch.lengths[:, None]
-        with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=batch.ids.is_cuda):
-            (vectors,) = self.model(batch.ids, mask.to(torch.int64))
+        kind = batch.ids.device.type
+        precision = self._config.precision or ("bfloat16" if kind == "cuda" else "float32")
+        with torch.autocast(kind, torch.bfloat16, enabled=precision == "bfloat16"):
+            (vectors,) = model(batch.ids, mask.to(torch.int64))
             return self._objective(vectors, batch)
 
 
@@ -79,5 +126,5 @@ def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
     return config.lr * (steps - step) / (steps - rise)
 
 
-def _step_seed(seed: int, step: int) -> int:
-    return int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0])
+def _part_seed(seed: int, step: int, part: int) -> int:
+    return int(np.random.SeedSequence([seed, step, part]).generate_state(1, np.uint64)[0])

@@ -27,7 +27,7 @@ from minilm_cache.tap import ATTENTION, TappedModel
 from minilm_cache.train.batches import BatchReader, WantedTargets
 from minilm_cache.train.objective import Objective
 from minilm_cache.train.run import TrainResult, train
-from minilm_cache.train.sampler import SequenceOrder
+from minilm_cache.train.sampler import plan_steps
 from tests.support import TINY, World, save_teacher, tiny_model
 from tests.unit.test_tap import with_attention
 
@@ -252,11 +252,9 @@ def test_targets_from_the_cache_are_those_of_the_live_teacher(world: World) -> N
     cache = open_cache(world.dump(codec="dense", packing="records").path)
     device = torch.device("cpu")
     teacher = Teacher(TeacherSource(name="t", folder=world.teacher), device)
-    order = SequenceOrder(
-        shards=cache.manifest.shards, num_train=cache.manifest.num_train, seed=0, buffer_shards=2
-    )
-    stored = BatchReader(cache, WantedTargets(kinds=KINDS), 0, device).train_batches(order, 6, 0)
-    tokens = BatchReader(cache, WantedTargets(kinds=()), 0, device).train_batches(order, 6, 0)
+    plan = plan_steps(settings(batch_size=6), cache.manifest)
+    stored = BatchReader(cache, WantedTargets(kinds=KINDS), 0, device).train_batches(plan, 0)
+    tokens = BatchReader(cache, WantedTargets(kinds=()), 0, device).train_batches(plan, 0)
     live = with_live_targets(tokens, teacher, KINDS)
     objective = Objective(wanted=WantedTargets(kinds=KINDS))
     student = TappedModel(with_attention(tiny_model("bert", seed=9), ATTENTION))

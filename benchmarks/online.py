@@ -1,0 +1,76 @@
+"""MiniLM with the teacher in the loop, as public trainers write it: the usual opponent.
+
+Eager attention in both models, whole forward passes, every layer's attention handed out, `F.kl_div` over
+distributions with a logarithm taken of each. One teacher for each student, as one run for each has it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from minilm_cache.dump.teacher import load_encoder
+from minilm_cache.train.batches import StudentBatch
+
+
+class _LastValues:
+    """Values of a BERT model's last layer, split into heads, from a forward hook."""
+
+    def __init__(self, model: PreTrainedModel, num_heads: int) -> None:
+        self._num_heads = num_heads
+        last = model.config.num_hidden_layers - 1
+        layer = model.get_submodule(f"encoder.layer.{last}.attention.self.value")
+        layer.register_forward_hook(self._keep)
+        self.value_BHLD = torch.empty(0)
+
+    def _keep(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        del module, inputs
+        batch, length, _ = output.shape
+        self.value_BHLD = output.view(batch, length, self._num_heads, -1).transpose(1, 2)
+
+    def relation(self, mask: Tensor) -> Tensor:
+        """Return the value relation, `(batch, heads, length, length)`."""
+        size = self.value_BHLD.shape[-1]
+        scores: Tensor = self.value_BHLD @ self.value_BHLD.transpose(-1, -2) * size**-0.5
+        return scores.masked_fill(~mask[:, None, None, :], torch.finfo(scores.dtype).min).softmax(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    model: PreTrainedModel
+    values: _LastValues
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, num_heads: int) -> "_Model":
+        return cls(model, _LastValues(model, num_heads))
+
+    def relations(self, batch: StudentBatch) -> tuple[Tensor, Tensor]:
+        """Return attention distributions and value relation of the last layer."""
+        mask = torch.arange(batch.ids.shape[1]) < batch.lengths[:, None]
+        output = self.model(input_ids=batch.ids, attention_mask=mask.long(), output_attentions=True)
+        return output.attentions[-1], self.values.relation(mask)
+
+
+class UsualOnlineTrainer:
+    """Trains one student with the teacher running for each batch."""
+
+    def __init__(self, teacher: Path, student: PreTrainedModel, num_heads: int) -> None:
+        """Load the teacher with eager attention; the student brings its own."""
+        self._teacher = _Model.of(load_encoder(teacher, "eager").eval(), num_heads)
+        self._student = _Model.of(student.train(), num_heads)
+        self._optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4)
+
+    def step(self, batch: StudentBatch) -> None:
+        """Take one optimizer step."""
+        with torch.no_grad():
+            targets = self._teacher.relations(batch)
+        losses = [
+            F.kl_div(found.clamp(min=1e-12).log(), target, reduction="sum") / found.shape[:-1].numel()
+            for found, target in zip(self._student.relations(batch), targets, strict=True)
+        ]
+        self._optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        self._optimizer.step()

@@ -1,0 +1,291 @@
+"""Tokens per second of stage two: offline from disk, targets in memory, and with the teacher in the loop.
+
+python -m benchmarks.train_speed [--part ratios|students|lengths|phases|memory]
+
+A BERT-base teacher of random weights, wide enough for distributions that are not flat, over python-docs.
+Each ratio is of medians over turns in one run. `in memory` is the limit: the same steps with batches decoded
+before. `usual` is the teacher in the loop as public trainers have it (benchmarks/online.py), `best` as it can
+be done at best: both forward passes stopped at the last layer's vectors, sdpa, one teacher for all students.
+"""
+
+import argparse
+import resource
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from itertools import cycle, islice
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoModel, BertConfig
+
+from benchmarks.online import UsualOnlineTrainer
+from benchmarks.report import write_result
+from minilm_cache.cache import Cache, open_cache
+from minilm_cache.config import DumpConfig, TrainConfig
+from minilm_cache.dump.run import dump
+from minilm_cache.dump.teacher import MINI, Teacher, load_tokenizer, locate_teacher
+from minilm_cache.live import with_live_targets
+from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
+from minilm_cache.train.objective import choose_objective
+from minilm_cache.train.ranks import Ranks
+from minilm_cache.train.run import build_trainers
+from minilm_cache.train.sampler import plan_steps
+from minilm_cache.train.student import parse_arch
+from minilm_cache.train.trainer import StudentTrainer
+
+CODECS = ("topk", "vectors")
+SHAPES = ("3x384", "4x384", "6x384", "12x384")
+SMALL = ("2x96", "3x96", "2x192", "3x192")
+LENGTHS = (64, 128, 256, 512)
+CPU = torch.device("cpu")
+TURNS = 3
+
+
+def save_teacher(folder: Path) -> Path:
+    """Write a BERT-base model of random weights beside a real tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(locate_teacher(MINI).folder)
+    model = AutoModel.from_config(BertConfig(vocab_size=len(tokenizer), initializer_range=0.05))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A teacher and caches of it."""
+
+    teacher: Path
+    folder: Path
+
+    def cache(self, codec: str, length: int) -> Cache:
+        """Return a cache of 2**15 tokens, dumped once."""
+        path = self.folder / f"{codec}-{length}"
+        config = DumpConfig(
+            teacher=str(self.teacher), codec=codec, max_length=length, max_tokens=2**15, shard_tokens=2**12
+        )
+        dump(config, path, self.folder)
+        return open_cache(path)
+
+
+def stream_of(cache: Cache, config: TrainConfig, wanted: WantedTargets) -> Any:  # noqa: ANN401 - a generator
+    """Return the batches of a run, read from disk."""
+    return BatchReader(cache, wanted, 0, CPU).train_batches(plan_steps(config, cache.manifest), 0)
+
+
+def trainers_of(cache: Cache, config: TrainConfig) -> list[StudentTrainer]:
+    """Return fresh students."""
+    heads = cache.manifest.identity.relation_heads
+    shapes = [parse_arch(arch, heads) for arch in config.arch]
+    return build_trainers(config, cache, shapes, choose_objective(config, cache), 10**6, Ranks.alone(CPU))
+
+
+def rates(ways: dict[str, Callable[[], int]], seconds: float) -> dict[str, float]:
+    """Return tokens per second of each way, medians over turns of about so many seconds each."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        way()
+    for _ in range(TURNS):
+        for name, way in ways.items():
+            started, tokens = time.perf_counter(), 0
+            while time.perf_counter() - started < seconds:
+                tokens += way()
+            found[name].append(tokens / (time.perf_counter() - started))
+    return {name: median(values) for name, values in found.items()}
+
+
+def offline(trainers: list[StudentTrainer], batches: Iterator[StudentBatch]) -> Callable[[], int]:
+    """Return a step of students on the next batch; it returns the batch's tokens."""
+
+    def step() -> int:
+        batch = next(batches)
+        for trainer in trainers:
+            trainer.step(batch, 0)
+        return batch.num_tokens
+
+    return step
+
+
+def usual(
+    bench: Bench, cache: Cache, config: TrainConfig, batches: Iterator[StudentBatch]
+) -> Callable[[], int]:
+    """Return a step of students, a teacher in the loop of each, the usual way."""
+    heads = cache.manifest.identity.relation_heads
+    loops = []
+    for trainer in trainers_of(cache, config):
+        student = AutoModel.from_config(trainer.model.model.config, attn_implementation="eager")
+        loops.append(UsualOnlineTrainer(bench.teacher, student, heads))
+
+    def step() -> int:
+        batch = next(batches)
+        for loop in loops:
+            loop.step(batch)
+        return batch.num_tokens
+
+    return step
+
+
+def ratios(bench: Bench) -> dict[str, object]:
+    """Compare every way for each shape and batch size."""
+    teacher = Teacher(locate_teacher(str(bench.teacher)), CPU)
+    caches = {codec: bench.cache(codec, 128) for codec in CODECS}
+    result: dict[str, object] = {}
+    for archs in (*((arch,) for arch in SHAPES), SHAPES):
+        for batch_size in (8, 32):
+            config = TrainConfig(arch=archs, batch_size=batch_size, buffer_shards=2)
+            ways: dict[str, Callable[[], int]] = {}
+            with ExitStack() as stack:
+
+                def opened(cache: Cache, wanted: WantedTargets, stack: ExitStack = stack) -> Any:  # noqa: ANN401
+                    return stack.enter_context(closing(stream_of(cache, config, wanted)))  # noqa: B023
+
+                for codec, cache in caches.items():
+                    wanted = choose_objective(config, cache).wanted
+                    kept = list(islice(opened(cache, wanted), 4))
+                    ways[f"{codec} from disk"] = offline(trainers_of(cache, config), opened(cache, wanted))
+                    ways[f"{codec} in memory"] = offline(trainers_of(cache, config), cycle(kept))
+                tokens_only = WantedTargets(kinds=())
+                live = with_live_targets(opened(cache, tokens_only), teacher, wanted.kinds)
+                ways["best online"] = offline(trainers_of(cache, config), live)
+                ways["usual online"] = usual(bench, cache, config, opened(cache, tokens_only))
+                found = rates(ways, 4.0 if batch_size == 8 else 8.0)
+            name = f"{'+'.join(archs)}, batch {batch_size}"
+            result[name] = {"tokens_per_s": {way: round(rate) for way, rate in found.items()}} | {
+                codec: {
+                    f"over {other}": round(found[f"{codec} from disk"] / found[key], 2)
+                    for other, key in {
+                        "in memory": f"{codec} in memory",
+                        "best online": "best online",
+                        "usual online": "usual online",
+                    }.items()
+                }
+                for codec in CODECS
+            }
+            print(name, result[name], flush=True)
+    return result
+
+
+def students(bench: Bench) -> dict[str, object]:
+    """Compare several small students in one pass with a pass for each, and show how cost grows."""
+    result: dict[str, object] = {}
+    for codec in CODECS:
+        cache = bench.cache(codec, 128)
+        wanted = choose_objective(TrainConfig(arch=SMALL), cache).wanted
+        with ExitStack() as stack:
+            ways: dict[str, Callable[[], int]] = {}
+            for names in (SMALL, SMALL[:2], *((arch,) for arch in SMALL)):
+                config = TrainConfig(arch=names, batch_size=32, buffer_shards=2)
+                batches = stack.enter_context(closing(stream_of(cache, config, wanted)))
+                ways["+".join(names)] = offline(trainers_of(cache, config), batches)
+            found = rates(ways, 4.0)
+        separate = sum(1 / found[arch] for arch in SMALL)
+        result[codec] = {
+            "tokens_per_s": {name: round(rate) for name, rate in found.items()},
+            "one pass over separate passes": round(found["+".join(SMALL)] * separate, 2),
+        }
+        print(codec, result[codec], flush=True)
+    return result
+
+
+def lengths(bench: Bench) -> dict[str, object]:
+    """Show how the cost of a step of 4096 tokens grows with the length of its sequences."""
+    result: dict[str, object] = {}
+    for codec in CODECS:
+        with ExitStack() as stack:
+            ways: dict[str, Callable[[], int]] = {}
+            for length in LENGTHS:
+                cache = bench.cache(codec, length)
+                config = TrainConfig(arch=("3x384",), batch_size=4096 // length, buffer_shards=2)
+                wanted = choose_objective(config, cache).wanted
+                batches = stack.enter_context(closing(stream_of(cache, config, wanted)))
+                ways[str(length)] = offline(trainers_of(cache, config), batches)
+            found = rates(ways, 4.0)
+        result[codec] = {name: round(rate) for name, rate in found.items()}
+        print(codec, result[codec], flush=True)
+    return {"tokens_per_s, 3x384, 4096 tokens a step": result}
+
+
+def phases(bench: Bench) -> dict[str, object]:
+    """Show where the time of a step of 3x384 goes, in per cent, and the peak memory of the process."""
+    result: dict[str, object] = {}
+    for codec in CODECS:
+        cache = bench.cache(codec, 128)
+        config = TrainConfig(arch=("3x384",), batch_size=32, buffer_shards=2)
+        objective = choose_objective(config, cache)
+        (trainer,) = trainers_of(cache, config)
+        spent = dict.fromkeys(("wait and decode", "forward", "loss", "backward", "optimizer"), 0.0)
+        with closing(stream_of(cache, config, objective.wanted)) as batches:
+            next(batches)
+            for _ in range(12):
+                marks = [time.perf_counter()]
+                batch = next(batches)
+                marks.append(time.perf_counter())
+                mask = torch.arange(batch.ids.shape[1]) < batch.lengths[:, None]
+                (vectors,) = trainer.model.train()(batch.ids, mask.long())
+                marks.append(time.perf_counter())
+                loss = objective(vectors, batch).total
+                marks.append(time.perf_counter())
+                trainer.optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                marks.append(time.perf_counter())
+                trainer.optimizer.step()
+                marks.append(time.perf_counter())
+                for name, start, end in zip(spent, marks, marks[1:], strict=False):
+                    spent[name] += end - start
+        total = sum(spent.values())
+        result[codec] = {name: f"{100 * value / total:.1f} %" for name, value in spent.items()}
+    return {"share of a step": result}
+
+
+def memory(bench: Bench) -> dict[str, object]:
+    """Show the peak memory of four steps of 3x384, batch 32, each way in a process of its own."""
+    found = {}
+    for codec in CODECS:
+        bench.cache(codec, 128)
+    for way in (*CODECS, "best online", "usual online"):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            found[way] = process.submit(peak_bytes, bench, way).result()
+    return {"peak_memory_bytes": found}
+
+
+def peak_bytes(bench: Bench, way: str) -> int:
+    """Return the peak memory of this process after four steps."""
+    cache = bench.cache(way if way in CODECS else CODECS[0], 128)
+    config = TrainConfig(arch=("3x384",), batch_size=32, buffer_shards=2)
+    kinds = choose_objective(config, cache).wanted
+    with closing(stream_of(cache, config, kinds if way in CODECS else WantedTargets(kinds=()))) as batches:
+        if way == "usual online":
+            step = usual(bench, cache, config, batches)
+        elif way == "best online":
+            teacher = Teacher(locate_teacher(str(bench.teacher)), CPU)
+            step = offline(trainers_of(cache, config), with_live_targets(batches, teacher, kinds.kinds))
+        else:
+            step = offline(trainers_of(cache, config), batches)
+        for _ in range(4):
+            step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+PARTS = {"ratios": ratios, "students": students, "lengths": lengths, "phases": phases, "memory": memory}
+
+
+def main() -> None:
+    """Measure the parts asked for, and write one result for each."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: all of them")
+    parts = parser.parse_args().part or list(PARTS)
+    with TemporaryDirectory() as folder:
+        bench = Bench(save_teacher(Path(folder) / "bert-base"), Path(folder))
+        for part in parts:
+            write_result(f"train_speed_{part}", PARTS[part](bench))
+
+
+if __name__ == "__main__":
+    main()

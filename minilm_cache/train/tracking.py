@@ -1,0 +1,67 @@
+"""Where a run is shown beside its own log: the trackers that accelerate knows."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+from minilm_cache.errors import InvalidConfigError, TrackerError
+
+Numbers = Mapping[str, float]
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Takes numbers by name."""
+
+    def log(self, values: Numbers, step: int) -> None:
+        """Show numbers of a step."""
+        ...
+
+
+class _Nowhere:
+    def log(self, values: Numbers, step: int) -> None:
+        """Show nothing."""
+
+
+@contextmanager
+def tracking(name: str, run: Path, settings: Mapping[str, Any]) -> Iterator[Tracker]:
+    """Yield a tracker: `none`, `tensorboard` (files in the run's folder), `trackio`, `wandb` or `mlflow`.
+
+    Raises:
+        InvalidConfigError: its package is not installed.
+        TrackerError: it does not start: its service does not answer, or wants a login.
+    """
+    if name == "none":
+        yield _Nowhere()
+        return
+    PartialState()  # accelerate's trackers ask it which process they are in
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    try:
+        tracker = (
+            kind(run.name, run) if name == "tensorboard" else kind("minilm-cache", **_run_name(name, run))
+        )
+        tracker.start()
+        tracker.store_init_configuration({key: _plain(value) for key, value in settings.items()})
+    except ImportError as error:
+        raise InvalidConfigError(f"--tracker {name}: {error}. Install it: `pip install {name}`.") from error
+    except Exception as error:  # each service has errors of its own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise TrackerError(
+            f"--tracker {name} does not start: {reason}. Mend it, or leave it out: there is log.jsonl."
+        ) from error
+    try:
+        yield tracker
+    finally:
+        tracker.finish()
+
+
+def _run_name(tracker: str, run: Path) -> dict[str, str]:
+    return {"run_name" if tracker == "mlflow" else "name": run.name}
+
+
+def _plain(value: object) -> str | int | float:
+    return value if isinstance(value, str | int | float) else str(value)
