@@ -25,7 +25,7 @@ from minilm_cache.train.record import StudentRecord
 def train(  # noqa: PLR0913 - one parameter for each option
     arch: Annotated[
         list[str],
-        typer.Option(help="Student shape LAYERSxHIDDEN[:ffN][:hN][:eN]; repeat for several students"),
+        typer.Option(help="Student shape LAYERSxHIDDEN[:ffN][:hN][:eN][:sSEED]; repeat for several students"),
     ],
     cache: Annotated[
         str | None,

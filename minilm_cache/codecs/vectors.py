@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minilm_cache.codecs.base import Rows
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.relations import DenseRows, RowTargets, TeacherSignal, Vectors, relation_probs, split_heads
+from minilm_cache.relations import RowTargets, TeacherSignal, VectorRows, Vectors, split_heads
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
 
@@ -126,7 +126,7 @@ class VectorsCodec:
         lengths: Int[Tensor, " batch"],
         relation_heads: int | None = None,
     ) -> dict[RelationKind, RowTargets]:
-        """Return relations, dense, computed as the teacher computes them.
+        """Return relations as the vectors that they are computed from.
 
         Raises:
             CacheCorruptError: codes that `encode` never writes.
@@ -137,4 +137,4 @@ class VectorsCodec:
         vectors = self.vectors(rows[self.codes_path])
         if relation_heads is not None:
             vectors = split_heads(vectors, relation_heads)
-        return {kind: DenseRows(relation_probs(vectors, kind, lengths)) for kind in kinds}
+        return {kind: VectorRows(vectors, kind) for kind in kinds}

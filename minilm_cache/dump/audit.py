@@ -11,7 +11,7 @@ from torch import Tensor
 from minilm_cache.cache import Cache, CachedSequence
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.progress import Progress
-from minilm_cache.relations import DenseRows, RowTargets, key_mask
+from minilm_cache.relations import RowTargets, SparseRows, key_mask, to_dense
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import Fidelity, LayerFidelity
 
@@ -119,8 +119,9 @@ def audit(
 
 def _kept_columns(rows: RowTargets, length: int) -> Bool[Tensor, "heads query key"]:
     """Return the columns that have an entry of their own."""
-    if isinstance(rows, DenseRows):
-        return rows.probs[0] > 0
+    if not isinstance(rows, SparseRows):
+        kept: Tensor = to_dense(rows, torch.tensor([length]), length)[0] > 0
+        return kept
     kept = torch.zeros((*rows.index.shape[:-1], length))
     return kept.scatter_add_(-1, rows.index, (rows.weight > 0).float())[0] > 0
 

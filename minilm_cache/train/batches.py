@@ -13,7 +13,8 @@ from torch import Tensor
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.relations import RowTargets, Targets, mean_row_entropy, to_dense
+from minilm_cache.loss import choose_method
+from minilm_cache.relations import DenseRows, RowTargets, Targets, VectorRows, mean_row_entropy, to_dense
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.layout import shard_of
 from minilm_cache.store.reader import Shard
@@ -182,8 +183,14 @@ class BatchReader:
     ) -> Targets:
         if kind in gathered.entropy:
             return Targets(rows, self._to_device(gathered.entropy[kind]))
+        batch, length = gathered.rows["tokens"].shape
+        if isinstance(rows, VectorRows):
+            heads = rows.vectors.query.shape[1]
+            if choose_method(batch, heads, length) == "sdpa":
+                return Targets(rows, None)
         # Rows that are no estimate of the teacher's are targets of their own: so is their entropy.
-        dense = to_dense(rows, lengths, gathered.rows["tokens"].shape[1])
+        dense = to_dense(rows, lengths, length)
+        rows = DenseRows(dense) if isinstance(rows, VectorRows) else rows  # once for all students
         return Targets(rows, mean_row_entropy(dense, lengths))
 
 

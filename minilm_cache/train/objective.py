@@ -11,7 +11,8 @@ from torch import Tensor
 from minilm_cache.cache import Cache
 from minilm_cache.config import TrainConfig
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.relations import Vectors, key_mask, relation_kl, relation_scores, split_heads
+from minilm_cache.loss import Method, relation_loss
+from minilm_cache.relations import Vectors, split_heads
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.batches import StudentBatch, WantedTargets
 
@@ -39,13 +40,12 @@ class Objective:
     wanted: WantedTargets
     """What the cache must serve; the student's vectors are split into as many relation heads."""
 
-    def __call__(self, vectors: Vectors, batch: StudentBatch) -> Losses:
-        """Return the loss of a student's last-layer vectors."""
-        mask = key_mask(batch.lengths, batch.ids.shape[1])[:, None, None, :]
+    def __call__(self, vectors: Vectors, batch: StudentBatch, method: Method | None = None) -> Losses:
+        """Return the loss of a student's last-layer vectors, in a form of `relation_loss`."""
         heads = self.wanted.relation_heads
         split = vectors if heads is None else split_heads(vectors, heads)
         parts = {
-            kind: relation_kl(relation_scores(split, kind, mask), batch.targets[kind], batch.lengths)
+            kind: relation_loss(split, kind, batch.targets[kind], batch.lengths, method)
             for kind in self.wanted.kinds
         }
         return Losses(torch.stack(list(parts.values())).sum(), parts)

@@ -11,6 +11,7 @@ import torch
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import TrainConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.loss import MAX_SCORES_BYTES, scores_bytes
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.store.durable import storage_errors
@@ -188,7 +189,8 @@ def build_trainers(
     teacher_config = cache.reader.attachment(TEACHER_CONFIG)
     trainers = []
     for shape in shapes:
-        model = build_student(student_config(shape, teacher_config, cache.manifest), config.seed)
+        seed = config.seed if shape.seed is None else shape.seed
+        model = build_student(student_config(shape, teacher_config, cache.manifest), seed)
         tapped = TappedModel(model).to(ranks.device)
         trainers.append(StudentTrainer(shape, tapped, config, objective, steps, ranks))
     return trainers
@@ -215,7 +217,10 @@ class _Run:
         """Return the held-out KL of students; none where nothing is held out."""
         if not self.cache.manifest.num_held_out:
             return [None] * len(trainers)
-        size = self.config.batch_size // self.identity.num_parts
+        cache = self.cache.manifest.identity
+        heads = self.objective.wanted.relation_heads or cache.relation_heads
+        fitting = MAX_SCORES_BYTES // scores_bytes(1, heads, cache.packing.max_length)
+        size = max(1, min(self.config.batch_size // self.identity.num_parts, fitting))
         return held_out_kl(trainers, self.batches().held_out_batches(size, MAX_SEQUENCES))
 
     def begin(self, trainers: Sequence[StudentTrainer]) -> RunRecord:

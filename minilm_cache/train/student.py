@@ -13,8 +13,8 @@ from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.tap import ATTENTION
 
-_PATTERN: Final = re.compile(r"(\d{1,4})x(\d{1,6})((?::(?:ff|h|e)\d{1,6})*)")
-_OPTION: Final = re.compile(r":(ff|h|e)(\d+)")
+_PATTERN: Final = re.compile(r"(\d{1,4})x(\d{1,6})((?::(?:ff|h|e|s)\d{1,6})*)")
+_OPTION: Final = re.compile(r":(ff|h|e|s)(\d+)")
 _FACTORISED: Final = {"bert": "electra", "electra": "electra"}
 """Family that computes the same with an embedding size of its own."""
 _FFN_FIELDS: Final = ("intermediate_size", "hidden_dim")
@@ -38,7 +38,7 @@ _MAX_LAYERS: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentShape:
-    """`LAYERSxHIDDEN[:ffN][:hN][:eN]`."""
+    """`LAYERSxHIDDEN[:ffN][:hN][:eN][:sN]`."""
 
     arch: str
     """As the user wrote it; names the student."""
@@ -48,6 +48,8 @@ class StudentShape:
     num_heads: int
     embedding_size: int
     """Below hidden_size: a factorised embedding."""
+    seed: int | None
+    """Of its initial weights and dropout; none: the run's."""
 
 
 def parse_arch(arch: str, relation_heads: int, split_into: int | None = None) -> StudentShape:
@@ -55,7 +57,7 @@ def parse_arch(arch: str, relation_heads: int, split_into: int | None = None) ->
 
     Args:
         arch: `3x384`, `4x312:ff1200`, `12x384:e128`, ...; without `ff`: 4 x hidden, without `h`: the
-            cache's relation heads, without `e`: hidden.
+            cache's relation heads, without `e`: hidden, without `s`: the run's seed.
         relation_heads: of the cache.
         split_into: relation heads that the objective splits vectors into; none: it compares attention heads.
 
@@ -65,13 +67,13 @@ def parse_arch(arch: str, relation_heads: int, split_into: int | None = None) ->
     match = _PATTERN.fullmatch(arch)
     if match is None:
         raise InvalidConfigError(
-            f"--arch {arch}: write LAYERSxHIDDEN[:ffN][:hN][:eN], for example 3x384 or 4x312:ff1200."
+            f"--arch {arch}: write LAYERSxHIDDEN[:ffN][:hN][:eN][:sN], for example 3x384 or 4x312:ff1200."
         )
     layers, hidden = int(match[1]), int(match[2])
     pairs = _OPTION.findall(match[3])
     options = {name: int(number) for name, number in pairs}
     if len(options) < len(pairs):
-        raise InvalidConfigError(f"--arch {arch} gives one of ff, h and e twice.")
+        raise InvalidConfigError(f"--arch {arch} gives one of ff, h, e and s twice.")
     shape = StudentShape(
         arch=arch,
         num_layers=layers,
@@ -79,6 +81,7 @@ def parse_arch(arch: str, relation_heads: int, split_into: int | None = None) ->
         ffn_size=options.get("ff", 4 * hidden),
         num_heads=options.get("h", relation_heads),
         embedding_size=options.get("e", hidden),
+        seed=options.get("s"),
     )
     _check_shape(shape)
     _check_heads(shape, relation_heads, split_into)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from minilm_cache.config import TrainConfig
+from minilm_cache.loss import Method
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.tap import TappedModel
 from minilm_cache.train.batches import StudentBatch
@@ -43,6 +44,7 @@ class StudentTrainer:
             self.model.compile_layers()
         self._parallel = ranks.parallel(self.model)
         self._ranks = ranks
+        self._seed = config.seed if shape.seed is None else shape.seed
         self._config = config
         self._objective = objective
         self._steps = steps
@@ -90,9 +92,9 @@ class StudentTrainer:
             step: its step.
             share: of the step's tokens, those of all processes, that are in this part.
         """
-        torch.manual_seed(_part_seed(self._config.seed, step, batch.part))
+        torch.manual_seed(_part_seed(self._seed, step, batch.part))
         with self._ranks.without_sync(self._parallel, when=not batch.ends_step):
-            losses = self._losses(self._parallel, batch)
+            losses = self._losses(self._parallel, batch, None)
             # Gradients become means over processes, and they should be sums.
             (losses.total * (share * self._ranks.num_data)).backward()
         for kind, part in losses.parts.items():
@@ -106,16 +108,16 @@ class StudentTrainer:
         return Losses(torch.stack(list(self._taken.values())).sum(), self._taken)
 
     def losses(self, batch: StudentBatch) -> Losses:
-        """Return the objective on a batch."""
-        return self._losses(self.model, batch)
+        """Return the objective on a batch, its value exact for sequences of any length."""
+        return self._losses(self.model, batch, "dense")
 
-    def _losses(self, model: torch.nn.Module, batch: StudentBatch) -> Losses:
+    def _losses(self, model: torch.nn.Module, batch: StudentBatch, method: Method | None) -> Losses:
         mask = torch.arange(batch.ids.shape[1], device=batch.ids.device) < batch.lengths[:, None]
         kind = batch.ids.device.type
         precision = self._config.precision or ("bfloat16" if kind == "cuda" else "float32")
         with torch.autocast(kind, torch.bfloat16, enabled=precision == "bfloat16"):
             (vectors,) = model(batch.ids, mask.to(torch.int64))
-            return self._objective(vectors, batch)
+            return self._objective(vectors, batch, method)
 
 
 def learning_rate(config: TrainConfig, step: int, steps: int) -> float:

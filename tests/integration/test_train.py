@@ -211,7 +211,7 @@ def test_a_cache_of_one_sequence_has_nothing_held_out_and_says_so(world: World) 
         ({"arch": ("3by32",)}, "write LAYERSxHIDDEN"),
         ({"arch": ("0x32",)}, "every size must be at least 1"),
         ({"arch": ("3x32:e64",)}, "embedding size 64 is above hidden size 32"),
-        ({"arch": ("3x32:e8:e9",)}, "gives one of ff, h and e twice"),
+        ({"arch": ("3x32:e8:e9",)}, "gives one of ff, h, e and s twice"),
         ({"arch": ("300x32",)}, "more than 256 layers"),
     ],
     ids=str,

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from minilm_cache.loss import relation_kl
 from minilm_cache.relations import (
     DenseRows,
     RowTargets,
@@ -13,7 +14,6 @@ from minilm_cache.relations import (
     Vectors,
     key_mask,
     mean_row_entropy,
-    relation_kl,
     relation_probs,
     relation_scores,
     to_dense,

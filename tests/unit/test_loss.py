@@ -1,0 +1,194 @@
+"""The relation loss: every form has the gradient of the dense KL, to float64's last digits."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from minilm_cache.loss import MAX_SCORES_BYTES, Method, choose_method, relation_loss
+from minilm_cache.relations import (
+    DenseRows,
+    RowTargets,
+    SparseRows,
+    Targets,
+    VectorRows,
+    Vectors,
+    mean_row_entropy,
+    split_heads,
+    to_dense,
+)
+from minilm_cache.storage_schema.identity import RelationKind
+
+LENGTHS = torch.tensor([40, 23, 1])
+SIZE = 40
+METHODS: tuple[Method, ...] = ("dense", "sdpa")
+
+
+def random_vectors(
+    seed: int, size: int, mask: Tensor | None = None, dtype: torch.dtype = torch.float64
+) -> Vectors:
+    """Return vectors of 3 sequences and 4 heads."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = 1.5 * torch.randn(3, 3, 4, SIZE, size, generator=generator, dtype=dtype)
+    return Vectors(parts[0], parts[1], parts[2], mask, size**-0.5)
+
+
+def dense(vectors: Vectors, kind: RelationKind) -> RowTargets:
+    return DenseRows(to_dense(VectorRows(vectors, kind), LENGTHS, SIZE))
+
+
+def sparse(vectors: Vectors, kind: RelationKind) -> RowTargets:
+    """Half of each row spread evenly, the other half as three entries, two of them on one column."""
+    index = torch.randint(0, SIZE, (3, 4, SIZE, 2), generator=torch.Generator().manual_seed(7))
+    index = torch.minimum(index, (LENGTHS - 1)[:, None, None, None])
+    index = torch.cat([index, index[..., :1]], -1)
+    weight = torch.tensor([0.25, 0.125, 0.125], dtype=vectors.query.dtype).expand(index.shape)
+    base = (0.5 / LENGTHS.double())[:, None, None].expand(3, 4, SIZE).to(vectors.query.dtype)
+    return SparseRows(index, weight.contiguous(), base)
+
+
+def without_base(vectors: Vectors, kind: RelationKind) -> RowTargets:
+    found = sparse(vectors, kind)
+    assert isinstance(found, SparseRows)
+    return SparseRows(found.index, 2 * found.weight, None)
+
+
+ROWS: dict[str, Callable[[Vectors, RelationKind], RowTargets]] = {
+    "dense": dense,
+    "sparse": sparse,
+    "sparse without base": without_base,
+    "vectors": VectorRows,
+}
+
+
+def plain_kl(student: Vectors, kind: RelationKind, rows: RowTargets) -> Tensor:
+    """Mean over heads and valid rows of F.kl_div of matrices of plain torch."""
+    sides = {
+        RelationKind.ATTENTION: (student.query, student.key, student.scaling),
+        RelationKind.VALUE: (student.value, student.value, student.value.shape[-1] ** -0.5),
+        RelationKind.QUERY: (student.query, student.query, student.query.shape[-1] ** -0.5),
+        RelationKind.KEY: (student.key, student.key, student.key.shape[-1] ** -0.5),
+    }
+    left, right, scaling = sides[kind]
+    teacher = to_dense(rows, LENGTHS, SIZE)
+    total = torch.zeros((), dtype=left.dtype)
+    for at, length in enumerate(LENGTHS.tolist()):
+        scores = left[at, :, :length] @ right[at, :, :length].transpose(-1, -2) * scaling
+        target = teacher[at, :, :length, :length]
+        total = total + functional.kl_div(scores.log_softmax(-1), target, reduction="sum")
+    return total / (LENGTHS.sum() * left.shape[1])
+
+
+def shortened(vectors: Vectors, length: int) -> Vectors:
+    query, key, value = (part[:, :, :length] for part in (vectors.query, vectors.key, vectors.value))
+    return Vectors(query, key, value, None, vectors.scaling)
+
+
+def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+    return list(torch.autograd.grad(loss, leaves, allow_unused=True))
+
+
+def assert_equal(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    """Of a relation that does not depend on a vector there is no gradient in it."""
+    for left, right in zip(found, expected, strict=True):
+        assert (left is None) == (right is None)
+        torch.testing.assert_close(
+            torch.zeros(()) if left is None else left,
+            torch.zeros(()) if right is None else right,
+            rtol=1e-9,
+            atol=1e-15,
+        )
+
+
+CASES = [
+    *((form, kind, None) for form in ROWS for kind in RelationKind),
+    # Attention distributions are those of the model's own heads, and the sparse rows here are drawn for them.
+    *((form, kind, 8) for form in ("dense", "vectors") for kind in list(RelationKind)[1:]),
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("form", "kind", "heads"), CASES)
+def test_every_form_has_the_gradient_of_the_dense_kl(
+    method: Method, form: str, kind: RelationKind, heads: int | None
+) -> None:
+    """Padding, sequences of one token, relation heads that are not the attention's, unlike head sizes."""
+    student, teacher = random_vectors(1, 8), random_vectors(2, 16)
+    leaves = [part.requires_grad_() for part in (student.query, student.key, student.value)]
+    if heads is not None:
+        student, teacher = split_heads(student, heads), split_heads(teacher, heads)
+    rows = ROWS[form](teacher, kind)
+    entropy = None if form == "vectors" else mean_row_entropy(to_dense(rows, LENGTHS, SIZE), LENGTHS)
+    found = relation_loss(student, kind, Targets(rows, entropy), LENGTHS, method)
+    expected = plain_kl(student, kind, rows)
+    assert_equal(gradients(found, leaves), gradients(expected, leaves))
+    if method == "dense":
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("form", ROWS)
+def test_the_value_of_the_form_without_matrices_is_the_kl_of_some_rows(form: str) -> None:
+    """Of sequences no longer than the rows shown it is the KL itself."""
+    student, teacher = random_vectors(1, 8), random_vectors(2, 16)
+    lengths = torch.tensor([30, 23, 1])
+    short = shortened(student, 30)
+    rows = VectorRows(shortened(teacher, 30), RelationKind.VALUE)
+    found = relation_loss(short, RelationKind.VALUE, Targets(rows, None), lengths, "sdpa")
+    exact = relation_loss(short, RelationKind.VALUE, Targets(rows, None), lengths, "dense")
+    torch.testing.assert_close(found, exact)
+
+    longer = ROWS[form](teacher, RelationKind.VALUE)
+    entropy = None if form == "vectors" else mean_row_entropy(to_dense(longer, LENGTHS, SIZE), LENGTHS)
+    estimate = relation_loss(student, RelationKind.VALUE, Targets(longer, entropy), LENGTHS, "sdpa")
+    torch.testing.assert_close(estimate, plain_kl(student, RelationKind.VALUE, longer), rtol=0.2, atol=0.0)
+
+
+def test_the_teachers_own_mask_hides_columns_in_both_forms() -> None:
+    window = torch.ones(SIZE, SIZE, dtype=torch.bool).tril(3).triu(-3)[None, None]
+    student, teacher = random_vectors(1, 8), random_vectors(2, 16, mask=window)
+    leaves = [part.requires_grad_() for part in (student.query, student.key)]
+    rows = VectorRows(teacher, RelationKind.ATTENTION)
+    expected = gradients(plain_kl(student, RelationKind.ATTENTION, rows), leaves)
+    for method in METHODS:
+        loss = relation_loss(student, RelationKind.ATTENTION, Targets(rows, None), LENGTHS, method)
+        assert_equal(gradients(loss, leaves), expected)
+
+
+def test_losses_are_float32_under_autocast() -> None:
+    student, teacher = (random_vectors(seed, 8, dtype=torch.bfloat16) for seed in (1, 2))
+    query, key, value = (part.float() for part in (student.query, student.key, student.value))
+    wide = Vectors(query, key, value, None, student.scaling)
+    rows = VectorRows(teacher, RelationKind.ATTENTION)
+    for method in METHODS:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = relation_loss(student, RelationKind.ATTENTION, Targets(rows, None), LENGTHS, method)
+        expected = relation_loss(wide, RelationKind.ATTENTION, Targets(rows, None), LENGTHS, method)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected)
+
+
+def test_nothing_of_length_by_length_is_made_where_it_would_be_large() -> None:
+    """512 MiB of scores: neither kept for the backward pass nor made on the way."""
+    batch, heads, length, size = 1, 32, 2048, 8
+    assert choose_method(batch, heads, length) == "sdpa"
+    assert choose_method(16, 12, 128) == "dense"
+    assert choose_method(1, 12, 512) == choose_method(4096, 12, 128) == "sdpa"
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(batch, heads, length, size, generator=generator).requires_grad_() for _ in range(3)]
+    student = Vectors(parts[0], parts[1], parts[2], None, size**-0.5)
+    others = [part.detach().flip(1) for part in parts]
+    teacher = Vectors(others[0], others[1], others[2], None, size**-0.5)
+    kept: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        rows = VectorRows(teacher, RelationKind.VALUE)
+        relation_loss(student, RelationKind.VALUE, Targets(rows, None), torch.tensor([length])).backward()
+    assert 4 * batch * heads * length**2 > MAX_SCORES_BYTES > 10 * sum(kept)
+    assert parts[2].grad is not None
+    assert bool(parts[2].grad.isfinite().all())
