@@ -27,12 +27,12 @@ from minilm_cache.relations import (
     Targets,
     VectorRows,
     Vectors,
+    densify,
     key_mask,
-    mean_row_entropy,
     relation_scores,
     row_mask,
     sides,
-    to_dense,
+    softmax_and_lse,
 )
 from minilm_cache.storage_schema.identity import RelationKind
 
@@ -176,9 +176,9 @@ def relation_kl(
     valid = key_mask(lengths, scores.shape[-1])
     row_weight = valid[:, None, :] / (lengths.sum() * scores.shape[1])
     rows, entropy = targets.rows, targets.entropy
-    if isinstance(rows, VectorRows) or entropy is None:
-        probs = to_dense(rows, lengths, scores.shape[-1])
-        rows, entropy = DenseRows(probs), mean_row_entropy(probs, lengths)
+    if isinstance(rows, VectorRows):
+        rows, entropy = densify(rows, lengths)
+    assert entropy is not None
     with torch.autocast(scores.device.type, enabled=False):
         return _cross_entropy(scores, rows, valid, row_weight) - (entropy * lengths).sum() / lengths.sum()
 
@@ -195,18 +195,12 @@ def _cross_entropy(
     return crossed
 
 
-def _softmax_and_lse(scores: Tensor) -> tuple[Tensor, Tensor]:
-    probs = scores.softmax(-1)
-    # The greatest probability is exp(0) over the sum, so the sum need not be computed again.
-    return probs, scores.amax(-1) - probs.amax(-1).log()
-
-
 class _DenseCrossEntropy(torch.autograd.Function):
     """Sum over rows of row_weight * (LSE(S) - P . S); dS = row_weight * (softmax(S) - P)."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, target: Tensor, row_weight: Tensor) -> Tensor:  # noqa: ANN401
-        probs, lse = _softmax_and_lse(scores)
+        probs, lse = softmax_and_lse(scores)
         ctx.save_for_backward(probs, target, row_weight)
         expected = torch.einsum("...k,...k->...", target, scores)
         return ((lse - expected) * row_weight).sum()
@@ -231,7 +225,7 @@ class _SparseCrossEntropy(torch.autograd.Function):
         valid: Tensor,
         row_weight: Tensor,
     ) -> Tensor:
-        probs, lse = _softmax_and_lse(scores)
+        probs, lse = softmax_and_lse(scores)
         expected = (scores.gather(-1, index) * weight).sum(-1)
         if base is not None:
             expected += base * torch.einsum("bhqk,bk->bhq", scores, valid.to(scores.dtype))

@@ -157,6 +157,27 @@ def relation_probs(
     return relation_scores(vectors, kind, row_mask(vectors, kind, lengths)).softmax(-1)
 
 
+def softmax_and_lse(
+    scores: Float[Tensor, "batch heads query key"],
+) -> tuple[Float[Tensor, "batch heads query key"], Float[Tensor, "batch heads query"]]:
+    """Return rows' softmax and the logarithm of their sums of exponentials."""
+    probs = scores.softmax(-1)
+    # The greatest probability is exp(0) over the sum, so the sum need not be computed again.
+    return probs, scores.amax(-1) - probs.amax(-1).log()
+
+
+def densify(rows: VectorRows, lengths: Int[Tensor, " batch"]) -> tuple[DenseRows, Float[Tensor, " batch"]]:
+    """Return rows with every probability, and their mean entropy; rows beyond a length mean nothing."""
+    mask = row_mask(rows.vectors, rows.kind, lengths)
+    with torch.autocast(mask.device.type, enabled=False):
+        scores = relation_scores(rows.vectors, rows.kind, mask)
+        probs, lse = softmax_and_lse(scores)
+        # H(P) = LSE(S) - sum_j P_j S_j: one product instead of as many logarithms.
+        entropy = (lse - torch.einsum("...k,...k->...", probs, scores)).mean(1)
+    valid = key_mask(lengths, entropy.shape[-1])
+    return DenseRows(probs), (entropy * valid).sum(-1) / lengths
+
+
 def mean_row_entropy(
     probs: Float[Tensor, "batch heads query key"], lengths: Int[Tensor, " batch"]
 ) -> Float[Tensor, " batch"]:

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from minilm_cache.dropout import attention_with_dropout
 from minilm_cache.errors import TeacherError
 from minilm_cache.relations import Vectors
 
@@ -65,6 +66,9 @@ def _tapped_attention(  # noqa: PLR0913 - the signature is transformers'
         _refuse_inexact(module, query, key, kwargs)
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         minilm_tap(Vectors(query, key, value, attention_mask, factor))
+    if dropout > 0 and query.device.type == "cpu" and not torch.compiler.is_compiling():
+        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attention_with_dropout(query, key, value, attention_mask, factor, dropout), None
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )

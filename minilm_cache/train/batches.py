@@ -14,7 +14,7 @@ from torch import Tensor
 from minilm_cache.cache import Cache
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.loss import choose_method
-from minilm_cache.relations import DenseRows, RowTargets, Targets, VectorRows, mean_row_entropy, to_dense
+from minilm_cache.relations import RowTargets, Targets, VectorRows, densify, mean_row_entropy, to_dense
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.layout import shard_of
 from minilm_cache.store.reader import Shard
@@ -188,10 +188,9 @@ class BatchReader:
             heads = rows.vectors.query.shape[1]
             if choose_method(batch, heads, length) == "sdpa":
                 return Targets(rows, None)
+            return Targets(*densify(rows, lengths))  # once for all students
         # Rows that are no estimate of the teacher's are targets of their own: so is their entropy.
-        dense = to_dense(rows, lengths, length)
-        rows = DenseRows(dense) if isinstance(rows, VectorRows) else rows  # once for all students
-        return Targets(rows, mean_row_entropy(dense, lengths))
+        return Targets(rows, mean_row_entropy(to_dense(rows, lengths, length), lengths))
 
 
 _Piece = tuple[Mapping[int, Shard], npt.NDArray[np.int64]]

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from minilm_cache.config import TrainConfig
+from minilm_cache.dropout import draw_faster
 from minilm_cache.loss import Method
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.tap import TappedModel
@@ -42,6 +43,8 @@ class StudentTrainer:
             self.model.checkpoint_layers()
         if config.compiled:
             self.model.compile_layers()
+        else:
+            draw_faster(self.model)
         self._parallel = ranks.parallel(self.model)
         self._ranks = ranks
         self._seed = config.seed if shape.seed is None else shape.seed

@@ -11,7 +11,9 @@ from minilm_cache.relations import (
     RowTargets,
     SparseRows,
     Targets,
+    VectorRows,
     Vectors,
+    densify,
     key_mask,
     mean_row_entropy,
     relation_probs,
@@ -124,6 +126,25 @@ def test_entropy_is_that_of_torch_distributions() -> None:
     for at, length in enumerate(LENGTHS.tolist()):
         expected = torch.distributions.Categorical(probs=rows[at, :, :length, :length]).entropy().mean()
         torch.testing.assert_close(mean_row_entropy(rows, LENGTHS)[at], expected)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("kind", list(RelationKind))
+def test_rows_of_vectors_have_the_entropy_of_their_probabilities(
+    kind: RelationKind, window: int | None
+) -> None:
+    mask = (
+        None if window is None else torch.ones(1, 1, SIZE, SIZE, dtype=torch.bool).tril(window).triu(-window)
+    )
+    query, key, value = torch.randn(3, 3, 2, SIZE, 8, generator=torch.Generator().manual_seed(4))
+    vectors = Vectors(query, key, value, mask, 8**-0.5)
+    rows, entropy = densify(VectorRows(vectors, kind), LENGTHS)
+    probs = relation_probs(vectors, kind, LENGTHS)
+    assert torch.equal(rows.probs, probs)
+    for at, length in enumerate(LENGTHS.tolist()):
+        own = probs[at, :, :length, :length].clamp(min=1e-30)
+        expected = torch.distributions.Categorical(probs=own).entropy().mean()
+        torch.testing.assert_close(entropy[at], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", list(RelationKind))

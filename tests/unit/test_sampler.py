@@ -1,5 +1,7 @@
 """Order of sequences: pure, complete, and golden."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -70,3 +72,16 @@ def test_golden_order() -> None:
         [1, 3, 2, 0, 7, 5, 6, 4],
         [0, 2, 1, 7, 3, 5, 4, 6],
     ]
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 3])
+def test_streams_divide_shards_among_themselves(num_streams: int) -> None:
+    whole = order_of(5, 3, 7, 4, 6, held_out=8)
+    streams = [replace(whole, stream_number=number, num_streams=num_streams) for number in range(num_streams)]
+    found = [sequences(stream, 3) for stream in streams]
+
+    assert sorted(number for one in found for number in one) == list(range(17))
+    assert [len(one) for one in found] == [stream.num_sequences for stream in streams]
+    for number, stream in enumerate(streams):
+        taken = [shard for buffer in stream.epoch(3) for shard in buffer.shards]
+        assert all(shard % num_streams == number for shard in taken)
