@@ -32,7 +32,7 @@ ROUNDS = 15
 FORMS: tuple[Method, ...] = ("dense", "sdpa")
 SIZES = ((32, 128), (8, 512), (2, 2048), (1, 4096))
 """Batch and length."""
-HEAD_SIZE = 32
+HEAD_SIZE, TEACHER_SIZE = 32, 64
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def forms() -> list[dict[str, object]]:
         generator = torch.Generator().manual_seed(0)
         shape = (batch, HEADS, length, HEAD_SIZE)
         student = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
-        teacher = [torch.randn(shape, generator=generator) for _ in range(3)]
+        teacher = [torch.randn(*shape[:-1], TEACHER_SIZE, generator=generator) for _ in range(3)]
         index = torch.randint(length, (*shape[:-1], ENTRIES), generator=generator)
         rows: dict[str, RowTargets] = {
             "topk": SparseRows(index, torch.full(index.shape, 1 / ENTRIES), None),
@@ -78,7 +78,7 @@ def forms() -> list[dict[str, object]]:
 def as_vectors(parts: list[Tensor]) -> Vectors:
     """Return queries, keys and values as one layer's."""
     query, key, value = parts
-    return Vectors(query, key, value, None, HEAD_SIZE**-0.5)
+    return Vectors(query, key, value, None, query.shape[-1] ** -0.5)
 
 
 def _backward(loss: Callable[[], Tensor], leaf: Tensor) -> None:

@@ -26,3 +26,10 @@ def write_result(name: str, result: dict[str, object]) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(text + "\n")
     print(text)
+
+
+def read_result(name: str) -> dict[str, object]:
+    """Return what an earlier run of a benchmark has measured; empty where there was none."""
+    file = RESULTS / f"{name}.json"
+    found: dict[str, object] = json.loads(file.read_text()) if file.exists() else {}
+    return found

@@ -11,7 +11,7 @@ be done at best: both forward passes stopped at the last layer's vectors, sdpa, 
 import argparse
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModel, BertConfig
 
 from benchmarks.online import UsualOnlineTrainer
-from benchmarks.report import write_result
+from benchmarks.report import read_result, write_result
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import DumpConfig, TrainConfig
 from minilm_cache.dump.run import dump
@@ -42,6 +42,8 @@ from minilm_cache.train.trainer import StudentTrainer
 
 CODECS = ("topk", "vectors")
 SHAPES = ("3x384", "4x384", "6x384", "12x384")
+GROUPS = (*SHAPES, "+".join(SHAPES))
+"""Students that train in one pass."""
 SMALL = ("2x96", "3x96", "2x192", "3x192")
 LENGTHS = (64, 128, 256, 512)
 CPU = torch.device("cpu")
@@ -132,14 +134,14 @@ def usual(
     return step
 
 
-def ratios(bench: Bench) -> dict[str, object]:
-    """Compare every way for each shape and batch size."""
+def ratios(bench: Bench, groups: Sequence[str] = GROUPS) -> dict[str, object]:
+    """Compare every way for each group of students and batch size; what others measured is kept."""
     teacher = Teacher(locate_teacher(str(bench.teacher)), CPU)
     caches = {codec: bench.cache(codec, 128) for codec in CODECS}
     result: dict[str, object] = {}
-    for archs in (*((arch,) for arch in SHAPES), SHAPES):
+    for group in groups:
         for batch_size in (8, 32):
-            config = TrainConfig(arch=archs, batch_size=batch_size, buffer_shards=2)
+            config = TrainConfig(arch=tuple(group.split("+")), batch_size=batch_size, buffer_shards=2)
             ways: dict[str, Callable[[], int]] = {}
             with ExitStack() as stack:
 
@@ -156,7 +158,7 @@ def ratios(bench: Bench) -> dict[str, object]:
                 ways["best online"] = offline(trainers_of(cache, config), live)
                 ways["usual online"] = usual(bench, cache, config, opened(cache, tokens_only))
                 found = rates(ways, 4.0 if batch_size == 8 else 8.0)
-            name = f"{'+'.join(archs)}, batch {batch_size}"
+            name = f"{group}, batch {batch_size}"
             result[name] = {"tokens_per_s": {way: round(rate) for way, rate in found.items()}} | {
                 codec: {
                     f"over {other}": round(found[f"{codec} from disk"] / found[key], 2)
@@ -273,18 +275,30 @@ def peak_bytes(bench: Bench, way: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-PARTS = {"ratios": ratios, "students": students, "lengths": lengths, "phases": phases, "memory": memory}
+PARTS: dict[str, Callable[[Bench], dict[str, object]]] = {
+    "ratios": ratios,
+    "students": students,
+    "lengths": lengths,
+    "phases": phases,
+    "memory": memory,
+}
 
 
 def main() -> None:
     """Measure the parts asked for, and write one result for each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all of them")
-    parts = parser.parse_args().part or list(PARTS)
+    parser.add_argument("--students", action="append", help="of part ratios; default: all groups")
+    arguments = parser.parse_args()
+    parts = arguments.part or list(PARTS)
     with TemporaryDirectory() as folder:
         bench = Bench(save_teacher(Path(folder) / "bert-base"), Path(folder))
         for part in parts:
-            write_result(f"train_speed_{part}", PARTS[part](bench))
+            if part == "ratios":
+                found = ratios(bench, arguments.students or GROUPS)
+                write_result(f"train_speed_{part}", read_result(f"train_speed_{part}") | found)
+            else:
+                write_result(f"train_speed_{part}", PARTS[part](bench))
 
 
 if __name__ == "__main__":

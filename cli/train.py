@@ -1,8 +1,9 @@
 """`minilm-cache train`: students from a cache."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +21,9 @@ from minilm_cache.config import TrainConfig, make_config
 from minilm_cache.train.presets import preset as find_preset
 from minilm_cache.train.presets import with_preset
 from minilm_cache.train.record import StudentRecord
+
+if TYPE_CHECKING:
+    from minilm_cache.train.run import TrainResult
 
 
 def train(  # noqa: PLR0913 - one parameter for each option
@@ -69,7 +73,8 @@ def train(  # noqa: PLR0913 - one parameter for each option
     compiled: Annotated[bool, typer.Option("--compile", help="Compile layers by torch.compile")] = False,
     place: Annotated[str, typer.Option(help="What processes of torchrun divide: data or students")] = "data",
     streams: Annotated[
-        int | None, typer.Option(help="Streams of shards a step comes from [default: one for each process]")
+        int | None,
+        typer.Option(help="Streams of shards of a step [default: as processes, or 1]"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of initial weights, dropout and order")] = 0,
     buffer_shards: Annotated[int, typer.Option(help="Shards whose sequences are shuffled together")] = 4,
@@ -135,8 +140,9 @@ def train(  # noqa: PLR0913 - one parameter for each option
     )
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        if recipe is not None:
-            settings = ", ".join(f"{name} {getattr(config, name)}" for name in recipe.settings)
+        if recipe is not None and os.environ.get("RANK", "0") == "0":  # one process of torchrun tells it
+            shown = {name: getattr(config, name) for name in ("epochs", *recipe.settings)}
+            settings = ", ".join(f"{name} {value}" for name, value in shown.items() if value is not None)
             progress.note(f"preset {preset}: {settings} ({recipe.source})")
         path = cache or chosen_cache(None, progress)
         result = run_train(
@@ -153,7 +159,7 @@ def train(  # noqa: PLR0913 - one parameter for each option
                 "tokens_per_s": result.tokens_per_s,
                 "steps": result.record.identity.steps,
                 "students": [
-                    {**student.model_dump(mode="json"), "path": str(result.student_path(student.arch))}
+                    {**student.model_dump(mode="json"), "path": _path(result, student)}
                     for student in students
                 ],
             }
@@ -162,9 +168,13 @@ def train(  # noqa: PLR0913 - one parameter for each option
     rate = "" if result.tokens_per_s is None else f", {result.tokens_per_s:,.0f} tokens/s"
     print_pairs(
         {"run": result.path, "steps": f"{result.record.identity.steps}{rate}"}
-        | {student.arch: result.student_path(student.arch) for student in students}
+        | {student.arch: _path(result, student) or "diverged" for student in students}
     )
     students_table(students)
+
+
+def _path(result: "TrainResult", student: StudentRecord) -> str | None:
+    return None if student.diverged_at is not None else str(result.student_path(student.arch))
 
 
 def students_table(students: Sequence[StudentRecord]) -> None:

@@ -129,7 +129,8 @@ class TrainConfig(FrozenSettings):
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Parts that each process cuts its sequences of a step into; their gradients are added."""
     streams: Annotated[int, Field(ge=1)] | None = None
-    """Streams of shards that a step's sequences come from; none: one for each process."""
+    """Streams of shards that a step's sequences come from; none: one for each process, or one where the
+    cache has fewer shards to train on."""
     place: Literal["data", "students"] = "data"
     """What processes divide among themselves."""
     precision: Literal["float32", "bfloat16"] | None = None
@@ -170,6 +171,8 @@ class TrainConfig(FrozenSettings):
             raise ValueError("--steps and --epochs exclude each other")
         if self.relation_heads is not None and self.objective != "minilmv2":
             raise ValueError("--relation-heads goes with --objective minilmv2, and only with it")
+        if self.compiled and self.gradient_checkpointing:
+            raise ValueError("--compile and --gradient-checkpointing exclude each other")
         doubled = sorted({arch for arch in self.arch if self.arch.count(arch) > 1})
         if doubled:
             raise ValueError(f"--arch {doubled[0]} is given twice")

@@ -19,6 +19,8 @@ _LEVELS = 2**16
 def kept(shape: torch.Size, probability: float) -> Float[Tensor, "..."]:
     """Return what dropout multiplies by: 0 with a probability (in steps of 2**-16), else its inverse."""
     threshold = round(probability * _LEVELS)
+    if threshold >= _LEVELS:
+        return torch.zeros(shape)
     count = math.prod(shape)
     seed = int(torch.randint(2**62, ()))
     draws = np.random.SFC64(seed).random_raw(-(-count // 4)).view(np.uint16)[:count]
@@ -31,7 +33,7 @@ class CpuDropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input with some of its elements zero, the others scaled; in evaluation as it is."""
-        if not self.training or self.p in {0.0, 1.0} or input.device.type != "cpu":
+        if not self.training or self.p == 0 or input.device.type != "cpu":
             return super().forward(input)
         return input * kept(input.shape, self.p).to(input.dtype)
 

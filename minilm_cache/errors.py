@@ -16,6 +16,7 @@
     |-- DivergedError (ArithmeticError)         a loss that is no longer finite
     |-- TrackerError                            a tracker that does not start
     |-- RankLostError                           another process of a run has ended
+    |-- DeviceError                             a device or its compiler that cannot do what was asked
     `-- InterruptedRunError                     stopped by the user, state kept: exit code 130
 
 Grouped by what a handler would do about them.
@@ -45,6 +46,7 @@ class ErrorKind(StrEnum):
     INTERRUPTED = "interrupted"
     TRACKER = "tracker"
     RANK_LOST = "rank_lost"
+    DEVICE = "device"
 
 
 class MiniLMCacheError(Exception):
@@ -152,6 +154,12 @@ class RankLostError(MiniLMCacheError):
     """Another process of a distributed run has ended."""
 
     kind = ErrorKind.RANK_LOST
+
+
+class DeviceError(MiniLMCacheError):
+    """A device with too little memory, or without a compiler that works."""
+
+    kind = ErrorKind.DEVICE
 
 
 class InterruptedRunError(MiniLMCacheError):

@@ -29,10 +29,12 @@ from minilm_cache.relations import (
     Vectors,
     densify,
     key_mask,
+    mean_row_entropy,
     relation_scores,
     row_mask,
     sides,
     softmax_and_lse,
+    to_dense,
 )
 from minilm_cache.storage_schema.identity import RelationKind
 
@@ -66,8 +68,9 @@ def relation_loss(
     """Return KL(teacher || student) of one relation, nats, with its gradient in the student's vectors.
 
     The mean over relation heads and valid rows (MiniLM, arXiv 2002.10957, eqs. 6 and 9). The gradient is
-    exact in every form; the value is, too, in form `dense`, and in form `sdpa` it is the mean over up to 32
-    rows of each sequence.
+    exact in every form. So is the value in form `dense`; in form `sdpa` it is the mean over up to 32 rows of
+    each sequence, and of sparse rows that estimate the teacher's, whose own entropy says nothing, the cross
+    entropy of those rows less the mean entropy of all.
 
     Args:
         vectors: of the student, split into relation heads.
@@ -92,11 +95,20 @@ def _surrogate(vectors: Vectors, kind: RelationKind, rows: RowTargets, lengths: 
     """Return what has the gradient of the KL, and another value."""
     left, right, scaling = sides(vectors, kind)
     valid = key_mask(lengths, left.shape[-2])
-    own = F.scaled_dot_product_attention(
-        left.detach(), right.detach(), right, attn_mask=valid[:, None, None, :], scale=scaling
-    )
+    own = _attend(left.detach(), right.detach(), right, valid[:, None, None, :], scaling)
     weight = valid[:, None, :, None].to(left.dtype) * scaling / (lengths.sum() * left.shape[1])
     return (weight * left * (own - _expected(rows, right, valid, lengths))).sum()
+
+
+def _attend(left: Tensor, right: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Return softmax(left right^T * scaling) values.
+
+    Fused kernels want one head size, a multiple of 8; zeros change no product, nor the columns asked for.
+    """
+    size = values.shape[-1]
+    common = -(-max(left.shape[-1], size) // 8) * 8
+    left, right, values = (F.pad(part, (0, common - part.shape[-1])) for part in (left, right, values))
+    return F.scaled_dot_product_attention(left, right, values, attn_mask=mask, scale=scaling)[..., :size]
 
 
 def _expected(
@@ -107,8 +119,9 @@ def _expected(
         return rows.probs.to(right.dtype) @ right
     if isinstance(rows, VectorRows):
         left, teachers, scaling = sides(rows.vectors, rows.kind)
-        mask = row_mask(rows.vectors, rows.kind, lengths)
-        return F.scaled_dot_product_attention(left, teachers, right, attn_mask=mask, scale=scaling)
+        # A row of padding that sees no column would be no number; it weighs nothing.
+        mask = row_mask(rows.vectors, rows.kind, lengths) | ~valid[:, None, :, None]
+        return _attend(left, teachers, right, mask, scaling)
     batch, heads, length, size = right.shape
     first = torch.arange(batch * heads, device=right.device).view(batch, heads, 1, 1) * length
     table = right.reshape(-1, size)
@@ -133,7 +146,7 @@ def _shown_kl(vectors: Vectors, kind: RelationKind, targets: Targets, lengths: T
     crossed = -(probs * log_student).sum(-1)
     weight = valid[:, None, shown] / (valid[:, shown].sum() * left.shape[1])
     entropy: Tensor
-    if targets.entropy is None:
+    if targets.entropy is None or not isinstance(targets.rows, SparseRows):
         entropy = (torch.special.entr(probs).sum(-1) * weight).sum()
     else:
         entropy = (targets.entropy * lengths).sum() / lengths.sum()
@@ -178,7 +191,8 @@ def relation_kl(
     rows, entropy = targets.rows, targets.entropy
     if isinstance(rows, VectorRows):
         rows, entropy = densify(rows, lengths)
-    assert entropy is not None
+    if entropy is None:
+        entropy = mean_row_entropy(to_dense(rows, lengths, scores.shape[-1]), lengths)
     with torch.autocast(scores.device.type, enabled=False):
         return _cross_entropy(scores, rows, valid, row_weight) - (entropy * lengths).sum() / lengths.sum()
 

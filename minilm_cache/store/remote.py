@@ -178,9 +178,12 @@ class RemoteFolder:
     files: _ObjectStore | _FileSystem
     path: str
 
+    def _place(self, name: str) -> str:
+        return f"{self.path}/{name}" if self.path else name
+
     def below(self, name: str) -> "RemoteFolder":
         """Return a folder in it."""
-        return RemoteFolder(f"{self.url}/{name}", self.files, f"{self.path}/{name}")
+        return RemoteFolder(f"{self.url}/{name}", self.files, self._place(name))
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return a file of at most so many bytes; no more than one above them is ever fetched.
@@ -192,7 +195,7 @@ class RemoteFolder:
         """
         try:
             with _remote_errors("read", f"{self.url}/{name}"):
-                content = self.files.read(f"{self.path}/{name}", max_bytes + 1)
+                content = self.files.read(self._place(name), max_bytes + 1)
         except StorageError as error:
             if isinstance(error.__cause__, _MISSING):
                 raise CacheNotFoundError(f"{self.url}/{name} is not there. Check the URL.") from error
@@ -218,7 +221,7 @@ class RemoteFolder:
             StorageError: the store refused, or cannot be reached.
         """
         with _remote_errors("write", f"{self.url}/{name}"):
-            self.files.write(f"{self.path}/{name}", content)
+            self.files.write(self._place(name), content)
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a file whole unless there is one; returns whether it was written.
@@ -227,7 +230,7 @@ class RemoteFolder:
             StorageError: the store refused, or cannot be reached.
         """
         with _remote_errors("write", f"{self.url}/{name}"):
-            return self.files.create(f"{self.path}/{name}", content)
+            return self.files.create(self._place(name), content)
 
     def sizes(self) -> dict[str, int]:
         """Return names and sizes (bytes) of all files below it.
@@ -237,7 +240,7 @@ class RemoteFolder:
         """
         with _remote_errors("list", self.url):
             found = self.files.sizes(self.path)
-        return {path.removeprefix(f"{self.path}/"): size for path, size in found.items()}
+        return {path.removeprefix(self._place("")): size for path, size in found.items()}
 
     def folders(self) -> list[str]:
         """Return the names of the folders in it, sorted.

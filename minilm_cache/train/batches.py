@@ -99,6 +99,7 @@ class BatchReader:
             paths=self._codec.paths(wanted.kinds),
             entropies=tuple(kind for kind in wanted.kinds if kind in estimated),
         )
+        self._num_heads = wanted.relation_heads or cache.manifest.identity.relation_heads
         self._pad_token = pad_token
         self._device = device
 
@@ -184,10 +185,9 @@ class BatchReader:
         if kind in gathered.entropy:
             return Targets(rows, self._to_device(gathered.entropy[kind]))
         batch, length = gathered.rows["tokens"].shape
+        if choose_method(batch, self._num_heads, length) == "sdpa":
+            return Targets(rows, None)
         if isinstance(rows, VectorRows):
-            heads = rows.vectors.query.shape[1]
-            if choose_method(batch, heads, length) == "sdpa":
-                return Targets(rows, None)
             return Targets(*densify(rows, lengths))  # once for all students
         # Rows that are no estimate of the teacher's are targets of their own: so is their entropy.
         return Targets(rows, mean_row_entropy(to_dense(rows, lengths, length), lengths))

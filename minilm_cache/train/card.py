@@ -5,8 +5,9 @@ from pathlib import Path
 from huggingface_hub import ModelCardData
 
 from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES, CacheManifest
-from minilm_cache.store.durable import new_folder, storage_errors
+from minilm_cache.store.durable import new_folder
 from minilm_cache.store.reader import CacheReader
+from minilm_cache.train.checkpoint import saving
 from minilm_cache.train.record import RunIdentity, StudentRecord
 from minilm_cache.train.trainer import StudentTrainer
 
@@ -20,7 +21,7 @@ def save_student(
         StorageError: the file system refused.
         CacheCorruptError: the tokenizer in the cache is damaged.
     """
-    with storage_errors("write student", folder), new_folder(folder) as new:
+    with saving("write student", folder), new_folder(folder) as new:
         for name in TOKENIZER_FILES:
             path = f"{TEACHER_FOLDER}/{name}"
             if path in reader.manifest.files:

@@ -5,7 +5,8 @@ of seed and step. Files are named by student, so that a run goes on whatever pro
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors
@@ -56,7 +57,10 @@ def save_checkpoint(
     """
     name = f"step-{state.step:08d}"
     new = folder / f".{name}{PARTIAL}"
-    with storage_errors("write checkpoint in", folder):
+    (is_there,) = ranks.sum([float(ranks.is_first and (folder / name).exists())])
+    if is_there:  # an interrupt right after a checkpoint
+        return
+    with saving("write checkpoint in", folder):
         if ranks.is_first:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
@@ -70,7 +74,6 @@ def save_checkpoint(
             (new / _STATE).write_text(state.model_dump_json())
             sync_file(new / _STATE)
             sync_directories([new])
-            shutil.rmtree(folder / name, ignore_errors=True)
             new.rename(folder / name)
             sync_directories([folder])
             for old in _checkpoints(folder)[:-keep]:
@@ -117,14 +120,24 @@ def remove_checkpoints(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def save_best(folder: Path, trainer: StudentTrainer) -> None:
-    """Write a student's weights in the place of those that were best before.
+@contextmanager
+def saving(doing: str, where: Path) -> Iterator[None]:
+    """Turn what the file system and safetensors raise into a StorageError."""
+    with storage_errors(doing, where):
+        try:
+            yield
+        except safetensors.SafetensorError as error:
+            raise OSError(None, str(error).splitlines()[0], str(where)) from error
+
+
+def save_best(folder: Path, trainer: StudentTrainer, step: int) -> None:
+    """Write the weights of a student that are the best after a step.
 
     Raises:
         StorageError: the file system refused.
     """
-    file = folder / _file_name(trainer)
-    with storage_errors("write", file):
+    file = _best_file(folder, trainer, step)
+    with saving("write", file):
         folder.mkdir(parents=True, exist_ok=True)
         new = file.with_name(f".{file.name}{PARTIAL}")
         save_file(_weights(trainer), new)
@@ -133,13 +146,26 @@ def save_best(folder: Path, trainer: StudentTrainer) -> None:
         sync_directories([folder])
 
 
-def load_best(folder: Path, trainer: StudentTrainer) -> None:
-    """Give a student the weights that were best.
+def drop_superseded(folder: Path, trainers: Sequence[StudentTrainer], state: RunState) -> None:
+    """Remove weights that are the best no more; a checkpoint that knows the better ones has been written."""
+    for trainer in trainers:
+        best = state.best.get(trainer.shape.arch)
+        for file in folder.glob(f"{arch_slug(trainer.shape.arch)}.*.safetensors") if best else ():
+            if best and file != _best_file(folder, trainer, best.step):
+                file.unlink()
+
+
+def _best_file(folder: Path, trainer: StudentTrainer, step: int) -> Path:
+    return folder / f"{arch_slug(trainer.shape.arch)}.{step:08d}.safetensors"
+
+
+def load_best(folder: Path, trainer: StudentTrainer, step: int) -> None:
+    """Give a student the weights that were best, those after a step.
 
     Raises:
         IdentityMismatchError: they are damaged.
     """
-    file = folder / _file_name(trainer)
+    file = _best_file(folder, trainer, step)
     try:
         trainer.model.load_state_dict(load_file(file))
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
@@ -149,7 +175,7 @@ def load_best(folder: Path, trainer: StudentTrainer) -> None:
 def _unusable(file: Path, error: Exception) -> IdentityMismatchError:
     return IdentityMismatchError(
         f"checkpoint {file} cannot be used: {str(error).splitlines()[0]}. "
-        f"Remove {file.parent} to start over, or choose another --out."
+        "Remove the run's folder to start over, or choose another --out."
     )
 
 

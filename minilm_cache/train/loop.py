@@ -14,7 +14,7 @@ from minilm_cache.config import TrainConfig
 from minilm_cache.errors import DivergedError, InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.train.batches import BatchReader, StudentBatch
-from minilm_cache.train.checkpoint import BestStudent, RunState, save_best, save_checkpoint
+from minilm_cache.train.checkpoint import BestStudent, RunState, drop_superseded, save_best, save_checkpoint
 from minilm_cache.train.heldout import HeldOutKL
 from minilm_cache.train.objective import Losses
 from minilm_cache.train.ranks import Ranks
@@ -113,7 +113,7 @@ class TrainingLoop:
         every = self.config.eval_steps
         at_evaluation = every is not None and (taken % every == 0 or taken == self.steps)
         if at_checkpoint or at_evaluation or taken % LOG_STEPS == 0:
-            journal.write()
+            journal.write(thoroughly=at_checkpoint or at_evaluation)
         if at_evaluation:
             journal.evaluate()
         if at_checkpoint:
@@ -123,9 +123,11 @@ class TrainingLoop:
     def _save(self) -> None:
         keep = max(1, self.config.keep_checkpoints)
         save_checkpoint(self.folder.checkpoints, self.trainers, self.state, self.ranks, keep)
+        if self.ranks.is_writer:
+            drop_superseded(self.folder.best, self.trainers, self.state)
 
     def _interrupt(self, journal: "_Journal", reason: str) -> None:
-        journal.write()
+        journal.write(thoroughly=True)
         self._save()
         raise InterruptedRunError(
             f"{reason}: the state after step {self.state.step} of {self.steps} is kept in "
@@ -145,10 +147,13 @@ class _Journal:
         """Take the losses of a step."""
         self._pending.append(losses)
 
-    def write(self) -> None:
+    def write(self, *, thoroughly: bool) -> None:
         """Write the means over the steps since the last line, and stop students that have diverged.
 
         It comes before a checkpoint, so that none is of a student that has diverged.
+
+        Args:
+            thoroughly: look at weights, too: the last step may have spoilt them.
 
         Raises:
             DivergedError: no student is left.
@@ -168,7 +173,11 @@ class _Journal:
         students = loop.ranks.union(own)
         rate = learning_rate(loop.config, step - 1, loop.steps)
         self._tell("students", students, {"lr": rate})
-        self._stop_diverged({arch for arch, means in students.items() if not math.isfinite(means["loss"])})
+        diverged = {arch for arch, means in students.items() if not math.isfinite(means["loss"])}
+        if thoroughly:
+            sound = loop.ranks.union({one.shape.arch: one.is_finite() for one in loop.trainers})
+            diverged |= {arch for arch, is_sound in sound.items() if not is_sound}
+        self._stop_diverged(diverged)
 
     def _stop_diverged(self, diverged: set[str]) -> None:
         loop, state = self._loop, self._loop.state
@@ -192,13 +201,15 @@ class _Journal:
             arch = trainer.shape.arch
             assert found is not None
             own[arch] = {str(kind): value for kind, value in found.items()}
-            before = state.best.get(arch)
-            if before is None or sum(found.values()) < sum(before.held_out.values()):
+            before, total = state.best.get(arch), sum(found.values())
+            if math.isfinite(total) and (before is None or total < sum(before.held_out.values())):
                 best[arch] = BestStudent(step=state.step, held_out=found)
                 if loop.ranks.is_writer:
-                    save_best(loop.folder.best, trainer)
+                    save_best(loop.folder.best, trainer, state.step)
         state.best.update(loop.ranks.union(best))
-        self._tell("held_out", loop.ranks.union(own), {})
+        students = loop.ranks.union(own)
+        self._tell("held_out", students, {})
+        self._stop_diverged({arch for arch, kls in students.items() if not math.isfinite(sum(kls.values()))})
 
     def _tell(
         self,

@@ -43,6 +43,8 @@ def with_preset(recipe: Preset | None, given: dict[str, Any]) -> dict[str, Any]:
     settings = {} if recipe is None else dict(recipe.settings)
     if "epochs" in given:
         settings.pop("steps", None)
+    if given.get("objective", settings.get("objective")) != settings.get("objective"):
+        settings.pop("relation_heads", None)
     return settings | given
 
 

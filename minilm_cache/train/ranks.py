@@ -14,10 +14,11 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import gather_object, reduce
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.nn.parallel import DistributedDataParallel
 
 from minilm_cache.device import choose_device
-from minilm_cache.errors import InvalidConfigError, RankLostError
+from minilm_cache.errors import DeviceError, InvalidConfigError, MiniLMCacheError, RankLostError
 
 Value = TypeVar("Value")
 
@@ -41,13 +42,27 @@ class Ranks:
             InvalidConfigError: the device is not there.
         """
         chosen = choose_device(device)
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
             return cls.alone(chosen)
+        if not all(os.environ.get(name, "").isdecimal() for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")):
+            raise InvalidConfigError(
+                "WORLD_SIZE is set, but not as torchrun sets it. Start this by torchrun, or unset WORLD_SIZE."
+            )
+        if chosen.type == "cuda" and int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+            raise InvalidConfigError(
+                f"torchrun started more processes than the {torch.cuda.device_count()} GPUs of this machine. "
+                "Lower --nproc-per-node."
+            )
         if ":" in (device or ""):
             raise InvalidConfigError(
                 f"--device {device}: under torchrun each process takes its own GPU. Leave out the number."
             )
-        state = PartialState(cpu=chosen.type == "cpu")
+        try:
+            state = PartialState(cpu=chosen.type == "cpu")
+        except (RuntimeError, ValueError) as error:
+            raise RankLostError(
+                f"the processes of this run do not meet: {_first_line(error)}. Start it by torchrun again."
+            ) from error
         own = chosen if chosen.type == "cpu" else state.device
         return cls(number=state.process_index, size=state.num_processes, place=place, device=own)
 
@@ -118,17 +133,29 @@ class Ranks:
             return model.no_sync()
         return nullcontext()
 
-    def lost(self, error: RuntimeError) -> RuntimeError | RankLostError:
-        """Return what an error means: that another process has gone, or what it says."""
+    def explain(self, error: RuntimeError) -> MiniLMCacheError | None:
+        """Return what an error of torch means for who trains; none: it is an error of ours."""
         text = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+            return DeviceError(
+                f"{self.device} has too little memory for a step. Take a higher --accumulate, a lower "
+                "--batch-size, or --gradient-checkpointing."
+            )
+        if isinstance(error, TorchDynamoException):
+            return DeviceError(f"--compile does not work here: {_first_line(error)}. Leave it out.")
         if self.size > 1 and (isinstance(error, dist.DistError) or "gloo" in text or "Connection" in text):
             return RankLostError(
-                "another process of this run has ended: its own message says why. The last checkpoint is "
-                "kept; run the same command again to go on."
+                f"another process of this run has ended, its own message says why ({_first_line(error)}). "
+                "The last checkpoint is kept; run the same command again to go on."
             )
-        return error
+        return None
 
     def leave(self) -> None:
         """Part from the others."""
         if self.size > 1:
             PartialState().destroy_process_group()
+            PartialState._reset_state()  # noqa: SLF001 - else no run could follow in this process
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

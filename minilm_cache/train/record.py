@@ -1,6 +1,7 @@
 """What a run's folder says of itself: `run.json`, and one line per logged step in `log.jsonl`."""
 
 import json
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from minilm_cache.train.sampler import StepPlan
 
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
+RUN_LOCK = ".run.lock"
 
 
 class _Record(BaseModel):
@@ -123,7 +125,7 @@ def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
     """
     file = folder / RUN_FILE
     if not file.exists():
-        if folder.is_dir() and not is_vacant(folder):
+        if folder.is_dir() and not is_vacant(folder, beside=folder / RUN_LOCK):
             raise IdentityMismatchError(f"{folder} is not empty and holds no run. Choose another --out.")
         return None
     try:
@@ -144,19 +146,24 @@ def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
     return found
 
 
+def _step_of(line: str) -> float:
+    """Return the step of a line; infinity for one that a kill has cut short."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
 class TrainingLog:
     """`log.jsonl`: lines up to the checkpoint that a run resumes from are kept, later ones are dropped."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         """Open the log of a run that goes on at `first_step`."""
         self._path = path = folder / LOG_FILE
-        kept = [
-            line
-            for line in (path.read_text().splitlines() if path.exists() else [])
-            if line.endswith("}") and json.loads(line)["step"] <= first_step
-        ]
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if _step_of(line) <= first_step]
         with storage_errors("write", path):
-            path.write_text("".join(f"{line}\n" for line in kept))
+            write_file(path, "".join(f"{line}\n" for line in kept).encode())
             self._file = path.open("a", buffering=1)
 
     def write(self, line: dict[str, object]) -> None:

@@ -1,16 +1,18 @@
 """Stage two on one page: shards -> batches -> objective -> students -> checkpoints -> model folders."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from filelock import FileLock, Timeout
 
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import TrainConfig
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, StorageError
 from minilm_cache.loss import MAX_SCORES_BYTES, scores_bytes
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
@@ -24,6 +26,7 @@ from minilm_cache.train.loop import RunFolder, TrainingLoop
 from minilm_cache.train.objective import Objective, choose_objective
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import (
+    RUN_LOCK,
     RunIdentity,
     RunRecord,
     StudentRecord,
@@ -31,7 +34,7 @@ from minilm_cache.train.record import (
     read_record,
     write_record,
 )
-from minilm_cache.train.sampler import plan_steps
+from minilm_cache.train.sampler import StepPlan, plan_steps
 from minilm_cache.train.student import StudentShape, build_student, parse_arch, student_config
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer
@@ -89,7 +92,10 @@ def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a th
     try:
         return _train(config, cache, out, home, ranks, resume, progress or Silent(), should_stop)
     except RuntimeError as error:
-        raise ranks.lost(error) from error
+        explained = ranks.explain(error)
+        if explained is None:
+            raise
+        raise explained from error
     finally:
         ranks.leave()
 
@@ -122,46 +128,41 @@ def _train(  # noqa: PLR0913 - as `train`
         raise IdentityMismatchError(
             f"{path} exists. Leave out --no-resume to take it up, or choose another --out."
         )
-    found = read_record(path, identity)
-    ranks.barrier()  # nobody writes before all have looked
     progress.note(
         f"run {path}: {', '.join(config.arch)}, {steps} steps, objective {config.objective}, "
         f"layer {layer} of the teacher, counted from 0"
     )
-    if found is not None and found.complete:
-        progress.note("this run is already complete: nothing to do")
-        return TrainResult(path=path, record=found, tokens_per_s=None, is_first=ranks.is_first)
-    folder = RunFolder(path=path)
-    state = load_state(folder.checkpoints)
-    alive = [shape for shape in ranks.mine(shapes) if shape.arch not in state.diverged]
-    trainers = build_trainers(config, cache, alive, objective, steps, ranks)
-    load_students(folder.checkpoints, state, trainers, ranks.device)
     first = student_config(shapes[0], cache.reader.attachment(TEACHER_CONFIG), manifest)
     pad_token = first.pad_token_id or 0
-    run = _Run(config, cache, identity, folder, objective, ranks, shapes, pad_token)
+    run = _Run(config, cache, identity, RunFolder(path=path), objective, ranks, shapes, pad_token)
+    with _alone(path, ranks):
+        return run.go(plan, progress, should_stop)
+
+
+@contextmanager
+def _alone(path: Path, ranks: Ranks) -> Iterator[None]:
+    """Keep other runs out of a folder.
+
+    Raises:
+        StorageError: another one is in it, or the file system refused.
+    """
+    if not ranks.is_first:
+        yield
+        return
+    lock = FileLock(path / RUN_LOCK)
     with storage_errors("write", path):
         path.mkdir(parents=True, exist_ok=True)
-    record = found or run.begin(trainers)
-    with tracking(config.tracker if ranks.is_first else "none", path, config.model_dump()) as tracker:
-        loop = TrainingLoop(
-            config=config,
-            steps=steps,
-            cache=cache,
-            folder=folder,
-            ranks=ranks,
-            trainers=trainers,
-            state=state,
-            evaluate=run.held_out,
-            tracker=tracker,
-            progress=progress,
-        )
-        tokens_per_s = loop.run(run.batches(), plan, should_stop)
-    return TrainResult(
-        path=path,
-        record=run.finish(record, trainers, state),
-        tokens_per_s=tokens_per_s,
-        is_first=ranks.is_first,
-    )
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise StorageError(
+                f"another process trains in {path}. Wait for it, or choose another --out."
+            ) from None
+    try:
+        yield
+    finally:
+        (path / RUN_LOCK).unlink(missing_ok=True)
+        lock.release()
 
 
 def num_steps(config: TrainConfig, manifest: CacheManifest) -> int:
@@ -198,7 +199,7 @@ def build_trainers(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What the beginning and the end of a run have in common."""
+    """One run: its beginning, its steps, its end."""
 
     config: TrainConfig
     cache: Cache
@@ -208,6 +209,41 @@ class _Run:
     ranks: Ranks
     shapes: Sequence[StudentShape]
     pad_token: int
+
+    def go(self, plan: StepPlan, progress: Progress, should_stop: ShouldStop) -> TrainResult:
+        """Go through the run, or through what is left of it."""
+        ranks, folder, config = self.ranks, self.folder, self.config
+        ranks.barrier()  # the first process has the folder for itself now
+        found = read_record(folder.path, self.identity)
+        ranks.barrier()  # nobody writes before all have looked
+        if found is not None and found.complete:
+            progress.note("this run is already complete: nothing to do")
+            self._remove_checkpoints()
+            return TrainResult(path=folder.path, record=found, tokens_per_s=None, is_first=ranks.is_first)
+        state = load_state(folder.checkpoints)
+        alive = [shape for shape in ranks.mine(self.shapes) if shape.arch not in state.diverged]
+        trainers = build_trainers(config, self.cache, alive, self.objective, self.identity.steps, ranks)
+        load_students(folder.checkpoints, state, trainers, ranks.device)
+        record = found or self.begin(trainers)
+        tracker_name = config.tracker if ranks.is_first else "none"
+        with tracking(tracker_name, folder.path, config.model_dump(), progress) as tracker:
+            loop = TrainingLoop(
+                config=config,
+                steps=self.identity.steps,
+                cache=self.cache,
+                folder=folder,
+                ranks=ranks,
+                trainers=trainers,
+                state=state,
+                evaluate=self.held_out,
+                tracker=tracker,
+                progress=progress,
+            )
+            tokens_per_s = loop.run(self.batches(), plan, should_stop)
+        record = self.finish(record, trainers, state)
+        return TrainResult(
+            path=folder.path, record=record, tokens_per_s=tokens_per_s, is_first=ranks.is_first
+        )
 
     def batches(self) -> BatchReader:
         """Return what reads batches for the students."""
@@ -248,11 +284,13 @@ class _Run:
         }
         if self.config.eval_steps is not None:
             for trainer in trainers:
-                load_best(self.folder.best, trainer)
+                load_best(self.folder.best, trainer, state.best[trainer.shape.arch].step)
         for trainer, after in zip(trainers, self.held_out(trainers), strict=True):
             arch = trainer.shape.arch
             best = state.best.get(arch)
-            changes = {"held_out_after": after, "best_step": None if best is None else best.step}
+            changes: dict[str, object] = {"held_out_after": after, "best_step": best and best.step}
+            if after is not None and not math.isfinite(sum(after.values())):
+                changes = {"diverged_at": state.step}
             own[arch] = before[arch].model_copy(update=changes)
         students = self._in_order(own)
         if self.ranks.is_first:
@@ -264,9 +302,12 @@ class _Run:
                     save_student(folder, trainer, self.cache.reader, self.identity, student)
         complete = record.model_copy(update={"complete": True, "students": students})
         self._write(complete)
+        self._remove_checkpoints()
+        return complete
+
+    def _remove_checkpoints(self) -> None:
         if self.ranks.is_first and not self.config.keep_checkpoints:
             remove_checkpoints(self.folder.checkpoints)
-        return complete
 
     def _fetched(self, arch: str, state: RunState) -> StudentTrainer:
         """Return another process's student from its files: transformers saves in the first process only."""
@@ -275,7 +316,7 @@ class _Run:
         steps = self.identity.steps
         (trainer,) = build_trainers(self.config, self.cache, [shape], self.objective, steps, ranks)
         if self.config.eval_steps is not None:
-            load_best(self.folder.best, trainer)
+            load_best(self.folder.best, trainer, state.best[arch].step)
         else:
             load_students(self.folder.checkpoints, state, [trainer], ranks.device)
         return trainer

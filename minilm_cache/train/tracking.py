@@ -1,14 +1,15 @@
 """Where a run is shown beside its own log: the trackers that accelerate knows."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from accelerate import PartialState
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from minilm_cache.errors import InvalidConfigError, TrackerError
+from minilm_cache.progress import Progress
 
 Numbers = Mapping[str, float]
 
@@ -28,7 +29,7 @@ class _Nowhere:
 
 
 @contextmanager
-def tracking(name: str, run: Path, settings: Mapping[str, Any]) -> Iterator[Tracker]:
+def tracking(name: str, run: Path, settings: Mapping[str, Any], progress: Progress) -> Iterator[Tracker]:
     """Yield a tracker: `none`, `tensorboard` (files in the run's folder), `trackio`, `wandb` or `mlflow`.
 
     Raises:
@@ -53,10 +54,38 @@ def tracking(name: str, run: Path, settings: Mapping[str, Any]) -> Iterator[Trac
         raise TrackerError(
             f"--tracker {name} does not start: {reason}. Mend it, or leave it out: there is log.jsonl."
         ) from error
+    careful = _Careful(name, tracker, progress)
     try:
-        yield tracker
+        yield careful
     finally:
-        tracker.finish()
+        careful.finish()
+
+
+class _Careful:
+    """A tracker whose failures are told once and end nothing: days of training are worth more."""
+
+    def __init__(self, name: str, tracker: GeneralTracker, progress: Progress) -> None:
+        self._name = name
+        self._tracker: GeneralTracker | None = tracker
+        self._progress = progress
+
+    def log(self, values: Numbers, step: int) -> None:
+        """Show numbers of a step, unless it failed before."""
+        self._try(lambda tracker: tracker.log(dict(values), step=step))
+
+    def finish(self) -> None:
+        """Close it."""
+        self._try(lambda tracker: tracker.finish())
+
+    def _try(self, work: Callable[[GeneralTracker], object]) -> None:
+        if self._tracker is None:
+            return
+        try:
+            work(self._tracker)
+        except Exception as error:  # noqa: BLE001 - each service has errors of its own
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            self._progress.note(f"--tracker {self._name} failed: {reason}. It is told no more; log.jsonl is.")
+            self._tracker = None
 
 
 def _run_name(tracker: str, run: Path) -> dict[str, str]:

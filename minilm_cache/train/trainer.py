@@ -110,6 +110,10 @@ class StudentTrainer:
         self.optimizer.step()
         return Losses(torch.stack(list(self._taken.values())).sum(), self._taken)
 
+    def is_finite(self) -> bool:
+        """Return whether every trained weight is a number."""
+        return all(bool(weight.isfinite().all()) for weight in self.trained)
+
     def losses(self, batch: StudentBatch) -> Losses:
         """Return the objective on a batch, its value exact for sequences of any length."""
         return self._losses(self.model, batch, "dense")

@@ -60,7 +60,8 @@ def assert_alike(run: Path, expected: Path) -> None:
     assert curve(run) == pytest.approx(curve(expected), rel=1e-4)
     for arch in ARCHS:
         for name, weight in weights(expected, arch).items():
-            torch.testing.assert_close(weights(run, arch)[name], weight, rtol=1e-3, atol=1e-4)
+            # Adam makes as much of the rounding in a gradient that should be zero as of any other.
+            torch.testing.assert_close(weights(run, arch)[name], weight, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("packing", ["packed", "records"])
@@ -104,6 +105,7 @@ def test_a_rank_that_is_killed_is_taken_up_again(world: World, place: str) -> No
     ranks[1].send_signal(signal.SIGKILL)
     _, err = process.communicate(timeout=300)
     assert process.returncode != 0
+    assert "minilm_cache/train" not in err  # no traceback of ours
     assert not (run / "students").exists()
 
     process = start(world, run, *options)

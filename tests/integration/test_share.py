@@ -386,6 +386,14 @@ def test_another_push_mends_what_was_damaged_in_the_store(
     assert "nothing to do" in command("push", cache, store, "--full")[2]
 
 
+def test_the_root_of_a_bucket_is_a_store(world: World, command: Command, store: str) -> None:
+    cache = world.dump(seed=41).path
+    assert command("push", cache, f"s3://{BUCKET}")[0] == 0
+    assert "nothing to do" in command("push", cache, f"s3://{BUCKET}")[2]
+    urls = [entry.url for entry in catalogue(f"s3://{BUCKET}")]
+    assert [pull(url, world.root / "elsewhere", Silent(), never_stop).shards_copied for url in urls] == [6]
+
+
 def test_two_pulls_into_one_folder_wait_for_each_other(world: World, store: str) -> None:
     cache = world.dump().path
     url = pushed(world, store)

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from minilm_cache.cache import open_cache
 from minilm_cache.config import TrainConfig, make_config
-from minilm_cache.errors import DivergedError, InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import DivergedError, InterruptedRunError, InvalidConfigError, StorageError
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.objective import choose_objective
-from minilm_cache.train.presets import PRESETS
+from minilm_cache.train.presets import PRESETS, with_preset
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import TrainResult, build_trainers, train
 from minilm_cache.train.sampler import plan_steps
@@ -108,6 +109,86 @@ def test_a_run_ends_when_its_last_student_diverges(world: World, monkeypatch: py
         DivergedError, match=r"student 2x16, 1x32 diverged: its loss is not finite at step 10"
     ):
         go(world, steps=30)
+
+
+@pytest.mark.parametrize("eval_steps", [None, 1])
+def test_a_student_that_its_last_step_spoils_is_no_student(world: World, eval_steps: int | None) -> None:
+    """Its loss before that step was a number; weights after it, and its held-out KL, are not."""
+    world.dump()
+    options: dict[str, Any] = {
+        "arch": ("2x16",),
+        "steps": 1,
+        "lr": 1e38,
+        "warmup": 0.0,
+        "eval_steps": eval_steps,
+    }
+    with pytest.raises(DivergedError, match="student 2x16 diverged"):
+        go(world, **options)
+    with pytest.raises(DivergedError, match="student 2x16 diverged"):
+        go(world, **options)
+
+
+def test_a_disk_that_refuses_weights_is_an_error_of_storage(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Safetensors has an exception of its own for a full disk."""
+    world.dump()
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("minilm_cache.train.checkpoint.save_file", full)
+    with pytest.raises(StorageError, match=r"cannot write checkpoint in .*No space left on device"):
+        go(world)
+
+
+def test_a_state_that_is_there_is_not_written_again(world: World) -> None:
+    """A kill between removing and renaming would lose it."""
+    cache = world.dump().path
+    inodes = []
+    for calls in (5, 0, 0):
+        with pytest.raises(InterruptedRunError):
+            train(settings(), cache, world.root / "run", world.home, should_stop=stop_after(calls))
+        (state,) = (world.root / "run/checkpoints").iterdir()
+        inodes.append((state.name, state.stat().st_ino, (state / "state.json").stat().st_ino))
+    assert inodes[0] == inodes[1] == inodes[2]
+
+
+def test_a_line_of_the_log_that_a_kill_cut_short_is_dropped(world: World) -> None:
+    cache = world.dump().path
+    with pytest.raises(InterruptedRunError):
+        train(settings(steps=40), cache, world.root / "run", world.home, should_stop=stop_after(25))
+    log = world.root / "run/log.jsonl"
+    log.write_text(log.read_text() + '{"step": 12, "lr": 0.1, "students": {"a": {"loss": 1}')
+    resumed, whole = go(world, steps=40), go(world, "whole", steps=40)
+    assert lines(resumed, "students")[-1] == lines(whole, "students")[-1]
+
+
+def test_two_runs_do_not_share_a_folder(world: World) -> None:
+    cache = world.dump().path
+
+    def second() -> bool:
+        with pytest.raises(StorageError, match="another process trains in"):
+            train(settings(), cache, world.root / "run", world.home)
+        return False
+
+    train(settings(), cache, world.root / "run", world.home, should_stop=second)
+    assert not list((world.root / "run").glob(".*"))
+
+
+def test_processes_that_torchrun_did_not_start_are_refused(
+    world: World, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = world.dump().path
+    for size in ("2", "many"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        command.fails("train", cache, "--arch", "1x32", code=2, says="Start this by torchrun, or unset")
+
+
+def test_a_teacher_that_drops_all_attention_trains_students(tmp_path: Path, world: World) -> None:
+    dropping = World(tmp_path, save_teacher(tmp_path / "t", attention_probs_dropout_prob=1.0), world.corpus)
+    dropping.dump()
+    assert go(dropping, steps=2).record.complete
 
 
 def test_the_weights_closest_to_the_teacher_become_the_student(world: World) -> None:
@@ -284,6 +365,21 @@ def test_a_tracker_that_is_not_there_is_one_line(world: World, command: Command)
     command.fails(*("train", cache, "--arch", "1x32", "--tracker", "paper"), code=2, says="--tracker paper")
 
 
+def test_a_tracker_that_fails_ends_nothing(
+    world: World, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = world.dump().path
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise RuntimeError("no route to host")
+
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", unreachable)
+    options = ("--steps", 20, "--out", world.root / "run", "--tracker", "tensorboard", "--device", "cpu")
+    code, _, err = command("train", cache, "--arch", "1x32", *options)
+    assert code == 0, err
+    assert err.count("--tracker tensorboard failed: no route to host. It is told no more") == 1
+
+
 def test_presets_are_printed_and_overridden(world: World, command: Command) -> None:
     cache = world.dump().path
     options = ("--steps", 2, "--batch-size", 4, "--json", "--out", world.root / "run")
@@ -299,6 +395,13 @@ def test_presets_are_printed_and_overridden(world: World, command: Command) -> N
         code=2,
         says="exclude each other",
     )
+    command.fails(
+        *("train", cache, "--arch", "1x32", "--compile", "--gradient-checkpointing"),
+        code=2,
+        says="--compile and --gradient-checkpointing exclude each other",
+    )
+    given = {"objective": "minilm", "epochs": 2.0}
+    assert with_preset(PRESETS["minilmv2"], given).keys().isdisjoint({"relation_heads", "steps"})
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -178,8 +178,8 @@ def test_nothing_of_length_by_length_is_made_where_it_would_be_large() -> None:
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(batch, heads, length, size, generator=generator).requires_grad_() for _ in range(3)]
     student = Vectors(parts[0], parts[1], parts[2], None, size**-0.5)
-    others = [part.detach().flip(1) for part in parts]
-    teacher = Vectors(others[0], others[1], others[2], None, size**-0.5)
+    others = [torch.randn(batch, heads, length, 2 * size, generator=generator) for _ in range(3)]
+    teacher = Vectors(others[0], others[1], others[2], None, (2 * size) ** -0.5)
     kept: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -189,6 +189,6 @@ def test_nothing_of_length_by_length_is_made_where_it_would_be_large() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         rows = VectorRows(teacher, RelationKind.VALUE)
         relation_loss(student, RelationKind.VALUE, Targets(rows, None), torch.tensor([length])).backward()
-    assert 4 * batch * heads * length**2 > MAX_SCORES_BYTES > 10 * sum(kept)
+    assert 4 * batch * heads * length**2 > MAX_SCORES_BYTES > 5 * sum(kept)
     assert parts[2].grad is not None
     assert bool(parts[2].grad.isfinite().all())
