@@ -8,10 +8,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from minilm_cache.errors import CacheCorruptError, StorageError
+from filelock import FileLock, Timeout
+
+from minilm_cache.errors import CacheCorruptError, InterruptedRunError, StorageError
+from minilm_cache.progress import ShouldStop
 
 PARTIAL = ".partial"
 """Ending of files that are being written, ours and zarr's."""
+_LOCK_POLL_S = 1.0
 _REMEDIES = {
     errno.ENOSPC: "Free some space and run the same command again: what is committed is kept",
     errno.EDQUOT: "Free some quota and run the same command again: what is committed is kept",
@@ -32,6 +36,20 @@ def storage_errors(doing: str, where: Path) -> Iterator[None]:
         remedy = _REMEDIES.get(error.errno or 0, "Check the disk and run the same command again")
         place = error.filename or where
         raise StorageError(f"cannot {doing} {place}: {error.strerror or error}. {remedy}.") from error
+
+
+def wait_for(lock: FileLock, should_stop: ShouldStop, interrupted: str) -> None:
+    """Acquire a lock that another process may hold.
+
+    Raises:
+        InterruptedRunError: it was asked to stop meanwhile; says `interrupted`.
+    """
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=_LOCK_POLL_S)
+        except Timeout:
+            if should_stop():
+                raise InterruptedRunError(interrupted) from None
 
 
 def sync_directories(paths: Iterable[Path]) -> None:

@@ -6,12 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from minilm_cache.errors import (
     CacheCorruptError,
     IdentityMismatchError,
-    InterruptedRunError,
     MiniLMCacheError,
 )
 from minilm_cache.fingerprint import digest_bytes
@@ -19,13 +18,12 @@ from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.storage_schema.manifest import MAX_RECORD_BYTES, CacheManifest, CommitRecord, FileDigest
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.catalogue import remote_manifest
-from minilm_cache.store.durable import is_vacant, storage_errors, sync_directories, write_file
+from minilm_cache.store.durable import is_vacant, storage_errors, sync_directories, wait_for, write_file
 from minilm_cache.store.layout import CARD, MANIFEST, PREVIEW, below, commit_path, shard_bytes
 from minilm_cache.store.reader import check_record, read_checked, read_manifest, read_record
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.transfer import Shared, each, num_bytes
 
-_LOCK_POLL_S: Final = 1.0
 _MAX_ATTACHMENT_BYTES: Final = 2**27
 """Of a tokenizer, the largest file outside the shards."""
 _MAX_PAGE_BYTES: Final = 2**24
@@ -110,14 +108,8 @@ def _alone(out: Path, should_stop: ShouldStop) -> Iterator[None]:
     with storage_errors("lock", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path)
-        while not lock.is_locked:
-            try:
-                lock.acquire(timeout=_LOCK_POLL_S)
-            except Timeout:
-                if should_stop():
-                    raise InterruptedRunError(
-                        f"interrupted while another process pulls into {out}. Run the same command again."
-                    ) from None
+        interrupted = f"interrupted while another process pulls into {out}. Run the same command again."
+        wait_for(lock, should_stop, interrupted)
     try:
         yield
         # Whoever gets the lock of a file that is gone finds the cache complete.

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import zarr
 from filelock import FileLock, Timeout
 
-from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, ShardBusyError, StorageError
+from minilm_cache.errors import IdentityMismatchError, ShardBusyError, StorageError
 from minilm_cache.fingerprint import digest_bytes, xxh3
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs, zarr_documents
@@ -39,6 +39,7 @@ from minilm_cache.store.durable import (
     storage_errors,
     sync_directories,
     sync_file,
+    wait_for,
     write_file,
 )
 from minilm_cache.store.layout import (
@@ -54,8 +55,6 @@ from minilm_cache.store.layout import (
 )
 from minilm_cache.store.reader import CacheReader, read_checked
 from minilm_cache.store.shards import encode_pcodec_shard
-
-_LOCK_POLL_S = 1.0
 
 
 class CacheWriter:
@@ -326,15 +325,11 @@ def creating(root: Path, progress: Progress, should_stop: ShouldStop) -> Iterato
             lock.acquire(timeout=0)
         if not lock.is_locked:
             progress.note(f"waiting for the process that creates {root}")
-        while not lock.is_locked:
-            try:
-                lock.acquire(timeout=_LOCK_POLL_S)
-            except Timeout:
-                if should_stop():
-                    raise InterruptedRunError(
-                        f"interrupted while another process creates {root}: this one wrote nothing. "
-                        "Run the same command again."
-                    ) from None
+        interrupted = (
+            f"interrupted while another process creates {root}: this one wrote nothing. "
+            "Run the same command again."
+        )
+        wait_for(lock, should_stop, interrupted)
     try:
         yield
     finally:
