@@ -1,7 +1,8 @@
 """Where a run is shown beside its own log: the trackers that accelerate knows."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,7 +46,8 @@ def tracking(name: str, run: Path, settings: Mapping[str, Any], progress: Progre
         tracker = (
             kind(run.name, run) if name == "tensorboard" else kind("minilm-cache", **_run_name(name, run))
         )
-        tracker.start()
+        with redirect_stdout(sys.stderr):  # results are all that goes to stdout
+            tracker.start()
         tracker.store_init_configuration({key: _plain(value) for key, value in settings.items()})
     except ImportError as error:
         raise InvalidConfigError(f"--tracker {name}: {error}. Install it: `pip install {name}`.") from error
@@ -81,7 +83,8 @@ class _Careful:
         if self._tracker is None:
             return
         try:
-            work(self._tracker)
+            with redirect_stdout(sys.stderr):
+                work(self._tracker)
         except Exception as error:  # noqa: BLE001 - each service has errors of its own
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             self._progress.note(f"--tracker {self._name} failed: {reason}. It is told no more; log.jsonl is.")

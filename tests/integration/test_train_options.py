@@ -1,6 +1,7 @@
 """What training can be told beside its shapes: each option does what it says, and nothing else."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -371,12 +372,15 @@ def test_a_tracker_that_fails_ends_nothing(
     cache = world.dump().path
 
     def unreachable(*_: object, **__: object) -> None:
+        sys.stdout.write("trackers print\n")
         raise RuntimeError("no route to host")
 
     monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", unreachable)
     options = ("--steps", 20, "--out", world.root / "run", "--tracker", "tensorboard", "--device", "cpu")
-    code, _, err = command("train", cache, "--arch", "1x32", *options)
+    code, out, err = command("train", cache, "--arch", "1x32", *options, "--json")
     assert code == 0, err
+    assert json.loads(out)["steps"] == 20
+    assert "trackers print" in err
     assert err.count("--tracker tensorboard failed: no route to host. It is told no more") == 1
 
 
