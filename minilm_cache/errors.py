@@ -49,6 +49,11 @@ class ErrorKind(StrEnum):
     DEVICE = "device"
 
 
+def first_line(error: Exception) -> str:
+    """Return what an error of a library says, as part of a line of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(". ")
+
+
 class MiniLMCacheError(Exception):
     """Base of all errors of this project; `str(error)` is one line for the user."""
 

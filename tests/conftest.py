@@ -1,7 +1,7 @@
 """Fixtures that every test may use. No network, no GPU."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from minilm_cache.cli.main import run
+from tests.s3 import BUCKET, CREDENTIALS, s3_server
 from tests.support import World, save_teacher, write_corpus
 
 
@@ -61,3 +62,19 @@ def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyt
 
 
 CommandFixture = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Return the endpoint of a real S3 server."""
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def store(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """Return the URL of an empty store, with credentials in the environment."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    return f"s3://{BUCKET}/{request.node.name.replace('[', '-').replace(']', '')}"

@@ -17,6 +17,8 @@ from transformers import (
 
 from minilm_cache.config import DumpConfig, make_config
 from minilm_cache.dump.run import DumpResult, dump
+from minilm_cache.progress import Silent, never_stop
+from minilm_cache.store.push import push
 
 WORDS = [
     f"{first}{last}" for first in "bcdfghklmnprst" for last in ("a", "e", "i", "o", "u", "an", "en", "un")
@@ -162,3 +164,8 @@ def dump_arguments(world: World, *more: object, k: int | None = 6) -> list[objec
     }
     entries = [] if k is None else ["--k", k]
     return ["dump", *(part for pair in settings.items() for part in pair), *entries, *more]
+
+
+def pushed(world: World, store: str) -> str:
+    """Push the world's cache, and return its URL."""
+    return push(world.root / "cache", store, Silent(), never_stop).place

@@ -19,7 +19,13 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 from obstore.store import ObjectStore, from_url
 
-from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InvalidConfigError, StorageError
+from minilm_cache.errors import (
+    CacheCorruptError,
+    CacheNotFoundError,
+    InvalidConfigError,
+    StorageError,
+    first_line,
+)
 from minilm_cache.store.durable import create_file, write_file
 
 Result = TypeVar("Result")
@@ -58,9 +64,8 @@ def _remote_errors(doing: str, url: str) -> Iterator[None]:
         raise
     except Exception as error:  # fsspec's file systems raise whatever the libraries below them raise
         denied = isinstance(error, _DENIED) or "403 Forbidden" in str(error) or "401 Unauth" in str(error)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(". ")
         remedy = _DENIED_REMEDY if denied else _RETRY_REMEDY
-        raise StorageError(f"cannot {doing} {url}: {reason}. {remedy}.") from error
+        raise StorageError(f"cannot {doing} {url}: {first_line(error)}. {remedy}.") from error
 
 
 def _persistently(request: Callable[[], Result], *broken: str) -> Result:
@@ -266,9 +271,8 @@ def open_store(url: str) -> RemoteFolder:
             return RemoteFolder(url.rstrip("/"), _ObjectStore(from_url(f"{scheme}://{bucket}")), path)
         filesystem, path = fsspec.core.url_to_fs(url.rstrip("/"), skip_instance_cache=True)
     except (ValueError, TypeError, ImportError, obstore.exceptions.BaseError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
         raise InvalidConfigError(
-            f"cannot open {url}: {reason}. Give a path, or a URL that begins with "
+            f"cannot open {url}: {first_line(error)}. Give a path, or a URL that begins with "
             f"{', '.join(f'{name}://' for name in OBJECT_STORES)} or hf://."
         ) from error
     return RemoteFolder(url.rstrip("/"), _FileSystem(filesystem), path.rstrip("/"))

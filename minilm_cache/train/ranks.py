@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.nn.parallel import DistributedDataParallel
 
 from minilm_cache.device import choose_device
-from minilm_cache.errors import DeviceError, InvalidConfigError, MiniLMCacheError, RankLostError
+from minilm_cache.errors import DeviceError, InvalidConfigError, MiniLMCacheError, RankLostError, first_line
 
 Value = TypeVar("Value")
 
@@ -61,7 +61,7 @@ class Ranks:
             state = PartialState(cpu=chosen.type == "cpu")
         except (RuntimeError, ValueError) as error:
             raise RankLostError(
-                f"the processes of this run do not meet: {_first_line(error)}. Start it by torchrun again."
+                f"the processes of this run do not meet: {first_line(error)}. Start it by torchrun again."
             ) from error
         own = chosen if chosen.type == "cpu" else state.device
         return cls(number=state.process_index, size=state.num_processes, place=place, device=own)
@@ -142,10 +142,10 @@ class Ranks:
                 "--batch-size, or --gradient-checkpointing."
             )
         if isinstance(error, TorchDynamoException):
-            return DeviceError(f"--compile does not work here: {_first_line(error)}. Leave it out.")
+            return DeviceError(f"--compile does not work here: {first_line(error)}. Leave it out.")
         if self.size > 1 and (isinstance(error, dist.DistError) or "gloo" in text or "Connection" in text):
             return RankLostError(
-                f"another process of this run has ended, its own message says why ({_first_line(error)}). "
+                f"another process of this run has ended, its own message says why ({first_line(error)}). "
                 "The last checkpoint is kept; run the same command again to go on."
             )
         return None
@@ -155,7 +155,3 @@ class Ranks:
         if self.size > 1:
             PartialState().destroy_process_group()
             PartialState._reset_state()  # noqa: SLF001 - else no run could follow in this process
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

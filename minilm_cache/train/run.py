@@ -5,9 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-import torch
 from filelock import FileLock, Timeout
 
 from minilm_cache.cache import Cache, open_cache
@@ -37,7 +35,7 @@ from minilm_cache.train.record import (
 from minilm_cache.train.sampler import StepPlan, plan_steps
 from minilm_cache.train.student import StudentShape, build_student, parse_arch, student_config
 from minilm_cache.train.tracking import tracking
-from minilm_cache.train.trainer import StudentTrainer
+from minilm_cache.train.trainer import StudentTrainer, precision_of
 
 DEFAULT_EPOCHS = 5.0
 
@@ -171,11 +169,6 @@ def num_steps(config: TrainConfig, manifest: CacheManifest) -> int:
         return config.steps
     epochs = config.epochs or DEFAULT_EPOCHS
     return max(1, math.ceil(epochs * manifest.num_train / config.batch_size))
-
-
-def precision_of(config: TrainConfig, device: torch.device) -> Literal["float32", "bfloat16"]:
-    """Return the precision of a run on a device."""
-    return config.precision or ("bfloat16" if device.type == "cuda" else "float32")
 
 
 def build_trainers(

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from minilm_cache.errors import InvalidConfigError, TrackerError
+from minilm_cache.errors import InvalidConfigError, TrackerError, first_line
 from minilm_cache.progress import Progress
 
 Numbers = Mapping[str, float]
@@ -52,9 +52,9 @@ def tracking(name: str, run: Path, settings: Mapping[str, Any], progress: Progre
     except ImportError as error:
         raise InvalidConfigError(f"--tracker {name}: {error}. Install it: `pip install {name}`.") from error
     except Exception as error:  # each service has errors of its own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise TrackerError(
-            f"--tracker {name} does not start: {reason}. Mend it, or leave it out: there is log.jsonl."
+            f"--tracker {name} does not start: {first_line(error)}. Mend it, or leave it out: there is "
+            "log.jsonl."
         ) from error
     careful = _Careful(name, tracker, progress)
     try:
@@ -86,8 +86,9 @@ class _Careful:
             with redirect_stdout(sys.stderr):
                 work(self._tracker)
         except Exception as error:  # noqa: BLE001 - each service has errors of its own
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-            self._progress.note(f"--tracker {self._name} failed: {reason}. It is told no more; log.jsonl is.")
+            self._progress.note(
+                f"--tracker {self._name} failed: {first_line(error)}. It is told no more; log.jsonl is."
+            )
             self._tracker = None
 
 

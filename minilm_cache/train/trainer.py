@@ -1,5 +1,7 @@
 """One student in training: its model, its optimizer, its step."""
 
+from typing import Literal
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -120,11 +122,16 @@ class StudentTrainer:
 
     def _losses(self, model: torch.nn.Module, batch: StudentBatch, method: Method | None) -> Losses:
         mask = torch.arange(batch.ids.shape[1], device=batch.ids.device) < batch.lengths[:, None]
-        kind = batch.ids.device.type
-        precision = self._config.precision or ("bfloat16" if kind == "cuda" else "float32")
-        with torch.autocast(kind, torch.bfloat16, enabled=precision == "bfloat16"):
+        device = batch.ids.device
+        is_rounded = precision_of(self._config, device) == "bfloat16"
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_rounded):
             (vectors,) = model(batch.ids, mask.to(torch.int64))
             return self._objective(vectors, batch, method)
+
+
+def precision_of(config: TrainConfig, device: torch.device) -> Literal["float32", "bfloat16"]:
+    """Return the precision of a run on a device."""
+    return config.precision or ("bfloat16" if device.type == "cuda" else "float32")
 
 
 def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
