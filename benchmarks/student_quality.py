@@ -55,7 +55,7 @@ def train_and_judge(cache: Cache, teacher: Teacher, seed: int, *, online: bool) 
     wanted = WantedTargets(kinds=()) if online else objective.wanted
     reader = BatchReader(cache, wanted, teacher.tokenizer.pad_token_id, teacher.device)
     with closing(reader.train_batches(plan, 0)) as stored:
-        batches = with_live_targets(stored, teacher, KINDS) if online else stored
+        batches = with_live_targets(stored, teacher, WantedTargets(kinds=KINDS)) if online else stored
         for step in range(STEPS):
             trainer.step(next(batches), step)
     return judged(trainer, cache, teacher)
@@ -65,7 +65,7 @@ def judged(trainer: StudentTrainer, cache: Cache, teacher: Teacher) -> dict[str,
     """Return the held-out KL of each relation, to the live teacher's dense rows."""
     reader = BatchReader(cache, WantedTargets(kinds=()), teacher.tokenizer.pad_token_id, teacher.device)
     tokens = reader.held_out_batches(16, MAX_SEQUENCES)
-    (found,) = held_out_kl([trainer], with_live_targets(tokens, teacher, KINDS))
+    (found,) = held_out_kl([trainer.look], with_live_targets(tokens, teacher, WantedTargets(kinds=KINDS)))
     return {**{str(kind): value for kind, value in found.items()}, "sum": sum(found.values())}
 
 

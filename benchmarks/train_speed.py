@@ -153,7 +153,7 @@ def ratios(bench: Bench, groups: Sequence[str] = GROUPS) -> dict[str, object]:
                     ways[f"{codec} from disk"] = offline(trainers_of(cache, config), opened(cache, wanted))
                     ways[f"{codec} in memory"] = offline(trainers_of(cache, config), cycle(kept))
                 tokens_only = WantedTargets(kinds=())
-                live = with_live_targets(opened(cache, tokens_only), teacher, wanted.kinds)
+                live = with_live_targets(opened(cache, tokens_only), teacher, wanted)
                 ways["best online"] = offline(trainers_of(cache, config), live)
                 ways["usual online"] = usual(bench, cache, config, opened(cache, tokens_only))
                 found = rates(ways, 4.0 if batch_size == 8 else 8.0)
@@ -270,7 +270,7 @@ def peak_bytes(bench: Bench, way: str) -> int:
             step = usual(bench, cache, config, batches)
         elif way == "best online":
             teacher = Teacher(locate_teacher(str(bench.teacher)), CPU)
-            step = offline(trainers_of(cache, config), with_live_targets(batches, teacher, kinds.kinds))
+            step = offline(trainers_of(cache, config), with_live_targets(batches, teacher, kinds))
         else:
             step = offline(trainers_of(cache, config), batches)
         for _ in range(4):

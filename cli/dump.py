@@ -9,9 +9,21 @@ from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
 from minilm_cache.cli.info import fidelity_table
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import (
+    CodecOption,
+    CorpusOption,
     DeviceOption,
     JsonOption,
+    KOption,
+    MaxKlOption,
+    MaxLengthOption,
+    MaxTokensOption,
+    PackingOption,
     ResumeOption,
+    RevisionOption,
+    ShardTokensOption,
+    StoreOption,
+    TeacherOption,
+    TextColumnOption,
     home,
     quiet_libraries,
     rank_and_world_size,
@@ -21,44 +33,26 @@ from minilm_cache.errors import InvalidConfigError
 
 
 def dump(  # noqa: PLR0913 - one parameter for each option
-    teacher: Annotated[
-        str, typer.Option(help="mini, bert-base, bert-large, xlm-r-base, a folder, or a hub id")
-    ],
-    corpus: Annotated[
-        str | None,
-        typer.Option(
-            help="python-docs, a .txt/.jsonl/.csv/.parquet file, a folder, or hf:ID [default: python-docs]"
-        ),
-    ] = None,
-    text_column: Annotated[
-        str | None, typer.Option(help="Column with the text, in records [default: text]")
-    ] = None,
+    teacher: TeacherOption,
+    corpus: CorpusOption = None,
+    text_column: TextColumnOption = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the cache [default: in the cache home]")] = None,
-    codec: Annotated[str, typer.Option(help="topk, vectors or dense")] = "topk",
-    k: Annotated[int | None, typer.Option(help="Entries per row, for topk [default: 16]")] = None,
+    codec: CodecOption = "topk",
+    k: KOption = None,
     select: Annotated[
         str | None, typer.Option(help="pps (unbiased sample) or largest, for topk [default: pps]")
     ] = None,
     tail: Annotated[
         str | None, typer.Option(help="uniform or renormalise, for largest [default: uniform]")
     ] = None,
-    max_kl: Annotated[
-        float | None, typer.Option(help="KL of each relation, nats, for vectors [default: 0.015]")
-    ] = None,
+    max_kl: MaxKlOption = None,
     layers: Annotated[
         str, typer.Option(help="last, all, or numbers from 0 on like 2,5,8; several for vectors")
     ] = "last",
-    packing: Annotated[
-        str, typer.Option(help="packed (documents joined to full length) or records (one sequence each)")
-    ] = "packed",
-    max_length: Annotated[int, typer.Option(help="Tokens per sequence, at most")] = 128,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Tokens in all, at most [default: the whole corpus]")
-    ] = None,
-    shard_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens per shard, a power of two [default: 262144, or 256 MiB decoded]"),
-    ] = None,
+    packing: PackingOption = "packed",
+    max_length: MaxLengthOption = 128,
+    max_tokens: MaxTokensOption = None,
+    shard_tokens: ShardTokensOption = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per forward pass")] = 32,
     seed: Annotated[int, typer.Option(help="Of the order of documents and of the sample")] = 0,
     rank: Annotated[
@@ -70,14 +64,9 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     engine: Annotated[
         str | None, typer.Option(help="ray: run the --world-size ranks as tasks of a Ray cluster")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Of a teacher from the hub")] = None,
+    revision: RevisionOption = None,
     device: DeviceOption = None,
-    cache_store: Annotated[
-        str | None,
-        typer.Option(
-            envvar="MINILM_CACHE_STORE", help="URL of a store to pull the cache from, if it is there already"
-        ),
-    ] = None,
+    cache_store: StoreOption = None,
     resume: ResumeOption = True,
     json: JsonOption = False,
 ) -> None:

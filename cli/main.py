@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from minilm_cache import __version__
+from minilm_cache.cli.chain import chain
 from minilm_cache.cli.console import print_error, print_json
 from minilm_cache.cli.demo import demo
 from minilm_cache.cli.dump import dump
@@ -24,7 +25,7 @@ from minilm_cache.errors import ErrorKind, InterruptedRunError, MiniLMCacheError
 app = typer.Typer(
     name="minilm-cache", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
 )
-for command in (dump, train, info, verify, plan, push, pull, ls, merge, demo):
+for command in (dump, train, chain, info, verify, plan, push, pull, ls, merge, demo):
     app.command()(command)
 
 

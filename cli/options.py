@@ -24,6 +24,73 @@ ResumeOption = Annotated[
     bool,
     typer.Option("--resume/--no-resume", help="Take up unfinished work, or refuse a folder that exists."),
 ]
+TeacherOption = Annotated[
+    str, typer.Option(help="mini, bert-base, bert-large, xlm-r-base, a folder, or a hub id")
+]
+CorpusOption = Annotated[
+    str | None,
+    typer.Option(
+        help="python-docs, a .txt/.jsonl/.csv/.parquet file, a folder, or hf:ID [default: python-docs]"
+    ),
+]
+TextColumnOption = Annotated[
+    str | None, typer.Option(help="Column with the text, in records [default: text]")
+]
+CodecOption = Annotated[str, typer.Option(help="topk, vectors or dense")]
+KOption = Annotated[int | None, typer.Option(help="Entries per row, for topk [default: 16]")]
+MaxKlOption = Annotated[
+    float | None, typer.Option(help="KL of each relation, nats, for vectors [default: 0.015]")
+]
+PackingOption = Annotated[
+    str, typer.Option(help="packed (documents joined to full length) or records (one sequence each)")
+]
+MaxLengthOption = Annotated[int, typer.Option(help="Tokens per sequence, at most")]
+MaxTokensOption = Annotated[
+    int | None, typer.Option(help="Tokens in all, at most [default: the whole corpus]")
+]
+ShardTokensOption = Annotated[
+    int | None,
+    typer.Option(help="Tokens per shard, a power of two [default: 262144, or 256 MiB decoded]"),
+]
+RevisionOption = Annotated[str | None, typer.Option(help="Of a teacher from the hub")]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MINILM_CACHE_STORE", help="URL of a store to pull the cache from, if it is there already"
+    ),
+]
+ArchOption = Annotated[
+    list[str],
+    typer.Option(help="Student shape LAYERSxHIDDEN[:ffN][:hN][:eN][:sSEED]; repeat for several students"),
+]
+PresetOption = Annotated[
+    str | None, typer.Option(help="Recipe: minilm, minilm-6x768, minilmv2 or minilmv2-large")
+]
+ObjectiveOption = Annotated[
+    str | None, typer.Option(help="What students learn: minilm or minilmv2 [default: minilm]")
+]
+RelationHeadsOption = Annotated[
+    int | None, typer.Option(help="Relation heads of minilmv2 [default: the teacher's heads]")
+]
+StepsOption = Annotated[int | None, typer.Option(help="Optimizer steps")]
+EpochsOption = Annotated[float | None, typer.Option(help="Passes over the cache [default: 5]")]
+BatchSizeOption = Annotated[
+    int | None, typer.Option(help="Sequences per step, of all processes [default: 16]")
+]
+LrOption = Annotated[float | None, typer.Option(help="Peak learning rate [default: 0.001]")]
+WarmupOption = Annotated[
+    float | None, typer.Option(help="Share of the steps in which the learning rate rises [default: 0.1]")
+]
+WeightDecayOption = Annotated[float | None, typer.Option(help="Of AdamW [default: 0.01]")]
+MaxGradNormOption = Annotated[float | None, typer.Option(help="Clip gradients to this norm")]
+PrecisionOption = Annotated[str | None, typer.Option(help="float32 or bfloat16 [default: bfloat16 on a GPU]")]
+AccumulateOption = Annotated[
+    int, typer.Option(help="Parts that each process cuts its share of a step into, to save memory")
+]
+CheckpointStepsOption = Annotated[int, typer.Option(help="Steps between checkpoints")]
+EvalStepsOption = Annotated[
+    int | None, typer.Option(help="Steps between looks at the held-out KL; the best weights are kept")
+]
 CacheArgument = Annotated[
     Path | None,
     typer.Argument(metavar="[CACHE]", help="Folder of the cache [default: the newest complete one]"),

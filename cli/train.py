@@ -10,16 +10,30 @@ import typer
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import (
+    AccumulateOption,
+    ArchOption,
+    BatchSizeOption,
+    CheckpointStepsOption,
     DeviceOption,
+    EpochsOption,
+    EvalStepsOption,
     JsonOption,
+    LrOption,
+    MaxGradNormOption,
+    ObjectiveOption,
+    PrecisionOption,
+    PresetOption,
+    RelationHeadsOption,
     ResumeOption,
+    StepsOption,
+    WarmupOption,
+    WeightDecayOption,
     chosen_cache,
     home,
     quiet_libraries,
 )
 from minilm_cache.config import TrainConfig, make_config
-from minilm_cache.train.presets import preset as find_preset
-from minilm_cache.train.presets import with_preset
+from minilm_cache.train.presets import describe_preset, with_preset
 from minilm_cache.train.record import StudentRecord
 
 if TYPE_CHECKING:
@@ -27,46 +41,28 @@ if TYPE_CHECKING:
 
 
 def train(  # noqa: PLR0913 - one parameter for each option
-    arch: Annotated[
-        list[str],
-        typer.Option(help="Student shape LAYERSxHIDDEN[:ffN][:hN][:eN][:sSEED]; repeat for several students"),
-    ],
+    arch: ArchOption,
     cache: Annotated[
         str | None,
         typer.Argument(
             metavar="[CACHE]", help="Folder or URL of the cache [default: the newest complete one]"
         ),
     ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(help="Recipe: minilm, minilm-6x768, minilmv2 or minilmv2-large"),
-    ] = None,
-    objective: Annotated[
-        str | None, typer.Option(help="What students learn: minilm or minilmv2 [default: minilm]")
-    ] = None,
-    relation_heads: Annotated[
-        int | None, typer.Option(help="Relation heads of minilmv2 [default: the teacher's heads]")
-    ] = None,
+    preset: PresetOption = None,
+    objective: ObjectiveOption = None,
+    relation_heads: RelationHeadsOption = None,
     teacher_layer: Annotated[
         int | None, typer.Option(help="Layer of the teacher to learn from [default: the cache's last]")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Passes over the cache [default: 5]")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Sequences per step, of all processes [default: 16]")
-    ] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate [default: 0.001]")] = None,
-    warmup: Annotated[
-        float | None, typer.Option(help="Share of the steps in which the learning rate rises [default: 0.1]")
-    ] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Of AdamW [default: 0.01]")] = None,
-    max_grad_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm")] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16 [default: bfloat16 on a GPU]")
-    ] = None,
-    accumulate: Annotated[
-        int, typer.Option(help="Parts that each process cuts its share of a step into, to save memory")
-    ] = 1,
+    steps: StepsOption = None,
+    epochs: EpochsOption = None,
+    batch_size: BatchSizeOption = None,
+    lr: LrOption = None,
+    warmup: WarmupOption = None,
+    weight_decay: WeightDecayOption = None,
+    max_grad_norm: MaxGradNormOption = None,
+    precision: PrecisionOption = None,
+    accumulate: AccumulateOption = 1,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Compute activations twice, to save memory")
     ] = False,
@@ -78,13 +74,11 @@ def train(  # noqa: PLR0913 - one parameter for each option
     ] = None,
     seed: Annotated[int, typer.Option(help="Of initial weights, dropout and order")] = 0,
     buffer_shards: Annotated[int, typer.Option(help="Shards whose sequences are shuffled together")] = 4,
-    checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints")] = 500,
+    checkpoint_steps: CheckpointStepsOption = 500,
     keep_checkpoints: Annotated[
         int, typer.Option(help="Newest checkpoints that stay after the run; 0: none, while it goes on: one")
     ] = 0,
-    eval_steps: Annotated[
-        int | None, typer.Option(help="Steps between looks at the held-out KL; the best weights are kept")
-    ] = None,
+    eval_steps: EvalStepsOption = None,
     max_hours: Annotated[
         float | None, typer.Option(help="Stop after so many hours, with exit code 130 and the state kept")
     ] = None,
@@ -115,10 +109,9 @@ def train(  # noqa: PLR0913 - one parameter for each option
         "warmup": warmup,
         "weight_decay": weight_decay,
     }
-    recipe = None if preset is None else find_preset(preset)
     config = make_config(
         TrainConfig,
-        **with_preset(recipe, {name: value for name, value in given.items() if value is not None}),
+        **with_preset(preset, given),
         arch=tuple(arch),
         teacher_layer=teacher_layer,
         max_grad_norm=max_grad_norm,
@@ -140,10 +133,8 @@ def train(  # noqa: PLR0913 - one parameter for each option
     )
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        if recipe is not None and os.environ.get("RANK", "0") == "0":  # one process of torchrun tells it
-            shown = {name: getattr(config, name) for name in ("epochs", *recipe.settings)}
-            settings = ", ".join(f"{name} {value}" for name, value in shown.items() if value is not None)
-            progress.note(f"preset {preset}: {settings} ({recipe.source})")
+        if preset is not None and os.environ.get("RANK", "0") == "0":  # one process of torchrun tells it
+            progress.note(describe_preset(preset, config))
         path = cache or chosen_cache(None, progress)
         result = run_train(
             config, path, out, home(), resume=resume, progress=progress, should_stop=should_stop

@@ -179,6 +179,19 @@ class TrainConfig(FrozenSettings):
         return self
 
 
+class ChainConfig(FrozenSettings):
+    """Everything that a chain of teacher, assistants and students is told."""
+
+    dump: DumpConfig
+    """Of the teacher; assistants are dumped over the same sequences, by the same codec."""
+    assistants: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Shapes; each learns from the one before, the first from the teacher."""
+    train: TrainConfig
+    """Of the students at the end; assistants are trained by the same recipe."""
+    compare_direct: bool = False
+    """Train the students straight from the teacher, too."""
+
+
 def make_config(model: type[Settings], **values: Any) -> Settings:  # noqa: ANN401 - values of any field
     """Build settings.
 

@@ -111,7 +111,7 @@ def _speed(
         tokens_only = stack.enter_context(closing(batches(with_targets=False)))
         streams: dict[str, Iterator[StudentBatch]] = {
             "offline": stack.enter_context(closing(batches(with_targets=True))),
-            "online": with_live_targets(tokens_only, teacher, objective.wanted.kinds),
+            "online": with_live_targets(tokens_only, teacher, objective.wanted),
         }
         for step in range(TIMED_STEPS + 1):
             for kind, stream in streams.items():

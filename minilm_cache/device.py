@@ -2,7 +2,7 @@
 
 import torch
 
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import InvalidConfigError, first_line
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -18,6 +18,6 @@ def choose_device(name: str | None) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InvalidConfigError(
-            f"--device {name}: {str(error).splitlines()[0].rstrip('.')}. Use cpu, or leave it out."
+            f"--device {name}: {first_line(error)}. Use cpu, or leave it out."
         ) from error
     return device

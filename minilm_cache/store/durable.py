@@ -86,6 +86,18 @@ def create_file(path: Path, content: bytes) -> None:
     sync_directories([path.parent])
 
 
+def link_file(source: Path, target: Path) -> None:
+    """Make `target` a hard link to `source`, replacing what was there.
+
+    Raises:
+        OSError: they are on different file systems, or on one without links.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_name(target)
+    os.link(source, temporary)
+    temporary.replace(target)
+
+
 def is_vacant(folder: Path, beside: Path | None = None) -> bool:
     """Return whether a folder holds nothing, `beside` apart, but what an interrupted write left behind."""
     return all(
@@ -115,7 +127,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill; it takes `path`'s place durably when the block ends well, else it goes away."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
+    temporary = _temporary_name(path)
     temporary.mkdir()
     try:
         yield temporary
@@ -130,10 +142,14 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
+
+
 @contextmanager
 def _temporary(path: Path, content: bytes) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
+    temporary = _temporary_name(path)
     try:
         with temporary.open("xb") as file:
             file.write(content)

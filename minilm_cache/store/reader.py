@@ -9,13 +9,14 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from minilm_cache.errors import CacheCorruptError, CacheIncompleteError, CacheNotFoundError
+from minilm_cache.errors import CacheCorruptError, CacheIncompleteError, CacheNotFoundError, first_line
 from minilm_cache.fingerprint import xxh3
 from minilm_cache.storage_schema.arrays import ArraySpec, SmallArray, array_specs, zarr_documents
 from minilm_cache.storage_schema.identity import RelationKind
@@ -87,7 +88,10 @@ class Shard:
 
 
 class CacheReader:
-    """Reader of one cache. Threads may share it."""
+    """Reader of one cache. Threads may share it.
+
+    `bytes_read` counts the shard files that were read, compressed, each as often as it was read.
+    """
 
     def __init__(self, root: Path, *, partial: bool = False, shards: Sequence[int] | None = None) -> None:
         """Open a cache.
@@ -104,6 +108,8 @@ class CacheReader:
             UnsupportedFormatError: a newer release wrote it.
         """
         self.root = root
+        self.bytes_read = 0
+        self._counting = Lock()
         self.manifest = read_manifest(root)
         if not (self.manifest.complete or partial):
             committed = sum(below(root, commit_path(n)).is_file() for n in range(len(self.manifest.shards)))
@@ -160,11 +166,9 @@ class CacheReader:
         """
         size = self.manifest.shard_tokens
         table = self.table(number)
-        rows = {
-            spec.path: self._rows(spec, number)
-            for spec in self.specs
-            if paths is None or spec.path == "tokens" or spec.path in paths
-        }
+        wanted = [spec for spec in self.specs if paths is None or spec.path == "tokens" or spec.path in paths]
+        rows = {spec.path: self._rows(spec, number) for spec in wanted}
+        self._count(number, [sequences_path(number), *(spec.shard_path(number) for spec in wanted)])
         if int(rows["tokens"].max()) >= self.manifest.identity.teacher.vocab_size:
             raise CacheCorruptError(f"shard {number} of {self.root} holds ids that are no tokens. {_REMEDY}")
         return Shard(
@@ -177,6 +181,10 @@ class CacheReader:
                 kind: table[entropy_column(kind)].to_numpy() for kind in self.manifest.identity.relations
             },
         )
+
+    def _count(self, number: int, paths: Sequence[str]) -> None:
+        with self._counting:
+            self.bytes_read += sum(self.records[number].files[path].size for path in paths)
 
     def _rows(self, spec: ArraySpec, number: int) -> npt.NDArray[np.generic]:
         path = spec.shard_path(number)
@@ -200,7 +208,7 @@ class CacheReader:
             fits = types == expected_types and _has_rows(file.metadata, record.range.num_sequences)
             table = file.read() if fits else None
         except (pa.ArrowException, OSError) as error:
-            reason = str(error).splitlines()[0]  # Arrow adds a trace of its own
+            reason = first_line(error)  # Arrow adds a trace of its own
             raise CacheCorruptError(f"{self.root / path} is no Parquet file: {reason}. {_REMEDY}") from error
         if table is None:
             raise CacheCorruptError(

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import zarr
 from filelock import FileLock, Timeout
 
-from minilm_cache.errors import IdentityMismatchError, ShardBusyError, StorageError
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, ShardBusyError, StorageError
 from minilm_cache.fingerprint import digest_bytes, xxh3
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs, zarr_documents
@@ -35,6 +35,7 @@ from minilm_cache.store.durable import (
     PARTIAL,
     create_file,
     is_vacant,
+    link_file,
     read_bounded,
     storage_errors,
     sync_directories,
@@ -60,7 +61,13 @@ from minilm_cache.store.shards import encode_pcodec_shard
 class CacheWriter:
     """Writer of one cache. Several processes may write one cache, each its own shards."""
 
-    def __init__(self, root: Path, manifest: CacheManifest, attachments: Mapping[str, bytes]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        manifest: CacheManifest,
+        attachments: Mapping[str, bytes],
+        tokens_of: CacheReader | None = None,
+    ) -> None:
         """Create the cache, or take up an unfinished one of the same identity.
 
         Args:
@@ -68,6 +75,7 @@ class CacheWriter:
             manifest: what the cache will be, with complete=False and with `files` naming exactly the
                 array metadata and the attachments.
             attachments: content of files outside the arrays: path below the root to bytes.
+            tokens_of: another cache, whose token files are linked instead of written where they are the same.
 
         Raises:
             IdentityMismatchError: the folder holds another cache, or something that is no cache.
@@ -75,6 +83,7 @@ class CacheWriter:
         """
         self.root = root
         self.manifest = manifest
+        self._tokens_of = tokens_of
         with storage_errors("create the cache", root):
             self._create_or_adopt()
             metadata = zarr_documents(
@@ -195,7 +204,7 @@ class CacheWriter:
                 attempt=uuid.uuid4().hex,
                 rank=rank,
                 range=self.manifest.shards[shard],
-                tokens_xxh3=xxh3(np.ascontiguousarray(rows["tokens"]).data.cast("B")),
+                tokens_xxh3=tokens_hash(rows["tokens"]),
                 files={path: self._digest(path) for path in files},
             )
             path = below(self.root, commit_path(shard))
@@ -230,6 +239,8 @@ class CacheWriter:
             content = encode_pcodec_shard(rows, spec, size)
             write_file(below(self.root, spec.shard_path(shard)), content)
             return spec.shard_path(shard)
+        if spec.path == "tokens" and self._link_tokens(spec, shard, rows):
+            return spec.shard_path(shard)
         array = self._arrays[spec.path]
         whole = np.full((size, *spec.row_shape), array.fill_value, dtype=spec.dtype)
         whole[: len(rows)] = rows
@@ -237,6 +248,24 @@ class CacheWriter:
         below(self.root, spec.shard_path(shard)).unlink(missing_ok=True)
         array[shard * size : (shard + 1) * size] = whole
         return spec.shard_path(shard)
+
+    def _link_tokens(self, spec: ArraySpec, shard: int, rows: npt.NDArray[np.generic]) -> bool:
+        """Take over another cache's file of the same tokens, and return whether it had one.
+
+        Files of a cache are replaced, never written into, so neither cache can harm the other.
+        """
+        other = self._tokens_of
+        if other is None or not _alike(other.manifest, self.manifest) or shard not in other.records:
+            return False
+        record, path = other.records[shard], spec.shard_path(shard)
+        if record.tokens_xxh3 != tokens_hash(rows):
+            return False
+        try:
+            read_checked(other.root, path, record.files[path])
+            link_file(below(other.root, path), below(self.root, path))
+        except (CacheCorruptError, OSError):  # damaged, on another file system, or one without links
+            return False
+        return True
 
     def _write_table(self, shard: int, table: pa.Table) -> str:
         fields = sequence_columns(self.manifest.identity.relations).items()
@@ -294,6 +323,17 @@ class CacheWriter:
             for left in (*(self.root / "locks").glob("[0-9]*.lock"), *self.root.rglob(f"*{PARTIAL}")):
                 left.unlink(missing_ok=True)
         self.manifest = complete
+
+
+def tokens_hash(tokens: npt.NDArray[np.generic]) -> str:
+    """Return the hash of a shard's token ids, `(tokens,)`, that its commit record holds."""
+    return xxh3(np.ascontiguousarray(tokens).data.cast("B"))
+
+
+def _alike(one: CacheManifest, other: CacheManifest) -> bool:
+    """Return whether two caches lay their tokens out alike."""
+    metadata = "tokens/zarr.json"
+    return one.shards == other.shards and one.files.get(metadata) == other.files.get(metadata)
 
 
 def _prepare(root: Path) -> None:

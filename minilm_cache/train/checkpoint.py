@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minilm_cache.errors import IdentityMismatchError
+from minilm_cache.errors import IdentityMismatchError, first_line
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.durable import PARTIAL, storage_errors, sync_directories, sync_file
 from minilm_cache.train.ranks import Ranks
@@ -44,6 +44,10 @@ class RunState(BaseModel):
     """Steps taken."""
     diverged: dict[str, int] = {}
     """Students that were stopped, and the step at which that was seen."""
+    train_s: float = 0.0
+    """Seconds of steps, those of all sittings."""
+    bytes_read: int = 0
+    """Of shard files, by all processes and in all sittings."""
     best: dict[str, BestStudent] = {}
 
 
@@ -127,7 +131,7 @@ def saving(doing: str, where: Path) -> Iterator[None]:
         try:
             yield
         except safetensors.SafetensorError as error:
-            raise OSError(None, str(error).splitlines()[0], str(where)) from error
+            raise OSError(None, first_line(error), str(where)) from error
 
 
 def save_best(folder: Path, trainer: StudentTrainer, step: int) -> None:
@@ -174,7 +178,7 @@ def load_best(folder: Path, trainer: StudentTrainer, step: int) -> None:
 
 def _unusable(file: Path, error: Exception) -> IdentityMismatchError:
     return IdentityMismatchError(
-        f"checkpoint {file} cannot be used: {str(error).splitlines()[0]}. "
+        f"checkpoint {file} cannot be used: {first_line(error)}. "
         "Remove the run's folder to start over, or choose another --out."
     )
 

@@ -46,6 +46,27 @@ class RunFolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Sitting:
+    """One go at a run, from its beginning or from a checkpoint on."""
+
+    before_s: float
+    """Seconds of steps in earlier ones."""
+    before_bytes: int
+    """Bytes read in earlier ones."""
+    started: float
+
+    @classmethod
+    def begin(cls, state: RunState) -> "_Sitting":
+        """Begin where a run is."""
+        return cls(before_s=state.train_s, before_bytes=state.bytes_read, started=time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self.started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLoop:
     """What it takes to go through the steps of a run."""
 
@@ -79,23 +100,27 @@ class TrainingLoop:
         self.progress.start("train", round((self.steps - first) * mean_tokens), "tokens")
         stream = reader.train_batches(plan, first)
         with closing(stream), closing(_Journal(self)) as journal:
-            started = time.perf_counter()
+            sitting = _Sitting.begin(self.state)
             num_tokens = 0
             while self.state.step < self.steps:
-                num_tokens += self._step(stream, journal, should_stop, started)
-            return num_tokens / (time.perf_counter() - started)
+                num_tokens += self._step(stream, journal, should_stop, sitting)
+            return num_tokens / sitting.seconds
 
     def _step(
-        self, stream: Iterator[StudentBatch], journal: "_Journal", should_stop: ShouldStop, started: float
+        self,
+        stream: Iterator[StudentBatch],
+        journal: "_Journal",
+        should_stop: ShouldStop,
+        sitting: _Sitting,
     ) -> int:
         """Take a step, and what is due after it; returns its tokens."""
-        hours = (time.perf_counter() - started) / _SECONDS_PER_HOUR
+        hours = sitting.seconds / _SECONDS_PER_HOUR
         is_over = self.config.max_hours is not None and hours >= self.config.max_hours
         batch = next(stream)
         asked = [float(should_stop()), float(is_over), float(batch.step_tokens)]
         stop, over, tokens = self.ranks.sum(asked)
         if stop or over:
-            self._interrupt(journal, "interrupted" if stop else "the hours of --max-hours are over")
+            self._interrupt(journal, sitting, "interrupted" if stop else "the hours of --max-hours are over")
         num_tokens = round(tokens * self.ranks.num_data / self.ranks.size)
         step = self.state.step
         for trainer in self.trainers:
@@ -117,18 +142,21 @@ class TrainingLoop:
         if at_evaluation:
             journal.evaluate()
         if at_checkpoint:
-            self._save()
+            self._save(sitting)
         return num_tokens
 
-    def _save(self) -> None:
+    def _save(self, sitting: _Sitting) -> None:
+        self.state.train_s = sitting.before_s + sitting.seconds
+        (read,) = self.ranks.sum([float(self.cache.reader.bytes_read)])
+        self.state.bytes_read = sitting.before_bytes + round(read)
         keep = max(1, self.config.keep_checkpoints)
         save_checkpoint(self.folder.checkpoints, self.trainers, self.state, self.ranks, keep)
         if self.ranks.is_writer:
             drop_superseded(self.folder.best, self.trainers, self.state)
 
-    def _interrupt(self, journal: "_Journal", reason: str) -> None:
+    def _interrupt(self, journal: "_Journal", sitting: _Sitting, reason: str) -> None:
         journal.write(thoroughly=True)
-        self._save()
+        self._save(sitting)
         raise InterruptedRunError(
             f"{reason}: the state after step {self.state.step} of {self.steps} is kept in "
             f"{self.folder.path}. Run the same command again to go on."

@@ -57,6 +57,17 @@ RELATIONS: dict[str, tuple[RelationKind, ...]] = {
 }
 
 
+def check_codec(objective: str, codec: str) -> None:
+    """Raise InvalidConfigError for an objective that needs relations no cache of this codec holds."""
+    stored = set(RelationKind) if codec == "vectors" else {RelationKind.ATTENTION, RelationKind.VALUE}
+    missing = [kind for kind in RELATIONS[objective] if kind not in stored]
+    if missing:
+        raise InvalidConfigError(
+            f"--objective {objective} needs the {' and '.join(missing)} relation, which a cache of codec "
+            f"{codec} does not hold. Dump one with --codec vectors."
+        )
+
+
 def choose_objective(config: TrainConfig, cache: Cache) -> Objective:
     """Return the objective that a run asks for, if the cache can serve it.
 
@@ -71,13 +82,8 @@ def choose_objective(config: TrainConfig, cache: Cache) -> Objective:
             f"--teacher-layer {layer}: the cache holds layer {', '.join(map(str, cache.layers))}. Choose "
             "one of them, or dump a cache with --codec vectors --layers."
         )
+    check_codec(name, manifest.identity.codec.name)
     relations = RELATIONS[name]
-    missing = [kind for kind in relations if kind not in cache.codecs[layer].kinds]
-    if missing:
-        raise InvalidConfigError(
-            f"--objective {name} needs the {' and '.join(missing)} relation, which a cache of codec "
-            f"{manifest.identity.codec.name} does not hold. Dump one with --codec vectors."
-        )
     if name != "minilmv2":
         return Objective(wanted=WantedTargets(kinds=relations, layer=layer))
     heads = config.relation_heads or manifest.identity.relation_heads

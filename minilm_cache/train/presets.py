@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
+from minilm_cache.config import TrainConfig
 from minilm_cache.errors import InvalidConfigError
 
 _LENGTH: Final = {"steps": 400_000, "warmup": 0.01, "weight_decay": 0.01}
@@ -38,9 +39,14 @@ PRESETS: Final = {
 }
 
 
-def with_preset(recipe: Preset | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of a recipe, those that are given put above them."""
-    settings = {} if recipe is None else dict(recipe.settings)
+def with_preset(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of a recipe, those of the options that are not None put above them.
+
+    Raises:
+        InvalidConfigError: there is no recipe of this name.
+    """
+    given = {option: value for option, value in options.items() if value is not None}
+    settings = {} if name is None else dict(_preset(name).settings)
     if "epochs" in given:
         settings.pop("steps", None)
     if given.get("objective", settings.get("objective")) != settings.get("objective"):
@@ -48,12 +54,15 @@ def with_preset(recipe: Preset | None, given: dict[str, Any]) -> dict[str, Any]:
     return settings | given
 
 
-def preset(name: str) -> Preset:
-    """Return a recipe.
+def describe_preset(name: str, config: TrainConfig) -> str:
+    """Return one line about a recipe: what it has come to, and where it is from."""
+    recipe = _preset(name)
+    shown = {option: getattr(config, option) for option in ("epochs", *recipe.settings)}
+    settings = ", ".join(f"{option} {value}" for option, value in shown.items() if value is not None)
+    return f"preset {name}: {settings} ({recipe.source})"
 
-    Raises:
-        InvalidConfigError: there is none of this name.
-    """
+
+def _preset(name: str) -> Preset:
     if name not in PRESETS:
         raise InvalidConfigError(f"--preset {name}: give one of {', '.join(PRESETS)}.")
     return PRESETS[name]

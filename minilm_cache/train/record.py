@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from minilm_cache.config import TrainConfig
-from minilm_cache.errors import IdentityMismatchError
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import is_vacant, storage_errors, write_file
@@ -103,7 +103,13 @@ class RunRecord(_Record):
 
     format: Literal["minilm-cache run 1"] = "minilm-cache run 1"
     identity: RunIdentity
+    cache: str
+    """Folder or URL where the cache lay."""
     complete: bool
+    train_s: float | None = None
+    """Seconds of steps; none: not complete."""
+    bytes_read: int | None = None
+    """Of shard files, by all processes, up to the last step; none: not complete."""
     students: tuple[StudentRecord, ...]
 
 
@@ -117,22 +123,36 @@ def write_record(folder: Path, record: RunRecord) -> None:
     write_file(folder / RUN_FILE, record.model_dump_json(indent=1).encode())
 
 
+def load_record(folder: Path) -> RunRecord:
+    """Return the record of a run.
+
+    Raises:
+        InvalidConfigError: the folder holds no run.
+        IdentityMismatchError: the record is damaged.
+    """
+    file = folder / RUN_FILE
+    if not file.is_file():
+        raise InvalidConfigError(
+            f"{folder} is no run: {RUN_FILE} is not there. Give a folder that train made."
+        )
+    try:
+        return RunRecord.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]["msg"]
+        raise IdentityMismatchError(f"{file} is damaged: {problem}. Choose another --out.") from error
+
+
 def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
     """Return the record of a run folder; none where the folder is new.
 
     Raises:
         IdentityMismatchError: the folder holds another run, or something else.
     """
-    file = folder / RUN_FILE
-    if not file.exists():
+    if not (folder / RUN_FILE).exists():
         if folder.is_dir() and not is_vacant(folder, beside=folder / RUN_LOCK):
             raise IdentityMismatchError(f"{folder} is not empty and holds no run. Choose another --out.")
         return None
-    try:
-        found = RunRecord.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]["msg"]
-        raise IdentityMismatchError(f"{file} is damaged: {problem}. Choose another --out.") from error
+    found = load_record(folder)
     expected = identity.model_dump(mode="json")
     differing = [
         f"{name} ({value} there, {expected[name]} asked)"

@@ -15,6 +15,7 @@ from minilm_cache.loss import MAX_SCORES_BYTES, scores_bytes
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.store.durable import storage_errors
+from minilm_cache.store.remote import is_url
 from minilm_cache.tap import TappedModel
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
@@ -86,9 +87,10 @@ def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a th
         MiniLMCacheError: see `minilm_cache.errors`; the last checkpoint is kept whatever happens.
     """
     cache = open_cache(cache_place, home, config.local_bytes)
+    place = str(cache_place) if is_url(str(cache_place)) else str(Path(cache_place).resolve())
     ranks = Ranks.join(config.place, config.device)
     try:
-        return _train(config, cache, out, home, ranks, resume, progress or Silent(), should_stop)
+        return _train(config, cache, place, out, home, ranks, resume, progress or Silent(), should_stop)
     except RuntimeError as error:
         explained = ranks.explain(error)
         if explained is None:
@@ -101,6 +103,7 @@ def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a th
 def _train(  # noqa: PLR0913 - as `train`
     config: TrainConfig,
     cache: Cache,
+    place: str,
     out: Path | None,
     home: Path,
     ranks: Ranks,
@@ -132,7 +135,7 @@ def _train(  # noqa: PLR0913 - as `train`
     )
     first = student_config(shapes[0], cache.reader.attachment(TEACHER_CONFIG), manifest)
     pad_token = first.pad_token_id or 0
-    run = _Run(config, cache, identity, RunFolder(path=path), objective, ranks, shapes, pad_token)
+    run = _Run(config, cache, place, identity, RunFolder(path=path), objective, ranks, shapes, pad_token)
     with _alone(path, ranks):
         return run.go(plan, progress, should_stop)
 
@@ -196,6 +199,7 @@ class _Run:
 
     config: TrainConfig
     cache: Cache
+    place: str
     identity: RunIdentity
     folder: RunFolder
     objective: Objective
@@ -250,7 +254,8 @@ class _Run:
         heads = self.objective.wanted.relation_heads or cache.relation_heads
         fitting = MAX_SCORES_BYTES // scores_bytes(1, heads, cache.packing.max_length)
         size = max(1, min(self.config.batch_size // self.identity.num_parts, fitting))
-        return held_out_kl(trainers, self.batches().held_out_batches(size, MAX_SEQUENCES))
+        looks = [trainer.look for trainer in trainers]
+        return held_out_kl(looks, self.batches().held_out_batches(size, MAX_SEQUENCES))
 
     def begin(self, trainers: Sequence[StudentTrainer]) -> RunRecord:
         """Look at the initial students, and write the run's record."""
@@ -263,7 +268,9 @@ class _Run:
             )
             for trainer, before in zip(trainers, self.held_out(trainers), strict=True)
         }
-        record = RunRecord(identity=self.identity, complete=False, students=self._in_order(own))
+        record = RunRecord(
+            identity=self.identity, cache=self.place, complete=False, students=self._in_order(own)
+        )
         self._write(record)
         return record
 
@@ -293,7 +300,8 @@ class _Run:
                     trainer = mine.get(student.arch) or self._fetched(student.arch, state)
                     folder = student_folder(self.folder.path, student.arch)
                     save_student(folder, trainer, self.cache.reader, self.identity, student)
-        complete = record.model_copy(update={"complete": True, "students": students})
+        done = {"complete": True, "train_s": state.train_s, "bytes_read": state.bytes_read}
+        complete = record.model_copy(update={**done, "students": students})
         self._write(complete)
         self._remove_checkpoints()
         return complete

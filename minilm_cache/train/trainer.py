@@ -116,8 +116,9 @@ class StudentTrainer:
         """Return whether every trained weight is a number."""
         return all(bool(weight.isfinite().all()) for weight in self.trained)
 
-    def losses(self, batch: StudentBatch) -> Losses:
-        """Return the objective on a batch, its value exact for sequences of any length."""
+    def look(self, batch: StudentBatch) -> Losses:
+        """Return the objective on a batch without dropout, its value exact for sequences of any length."""
+        self.model.eval()
         return self._losses(self.model, batch, "dense")
 
     def _losses(self, model: torch.nn.Module, batch: StudentBatch, method: Method | None) -> Losses:

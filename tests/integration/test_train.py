@@ -255,7 +255,7 @@ def test_targets_from_the_cache_are_those_of_the_live_teacher(world: World) -> N
     plan = plan_steps(settings(batch_size=6), cache.manifest)
     stored = BatchReader(cache, WantedTargets(kinds=KINDS), 0, device).train_batches(plan, 0)
     tokens = BatchReader(cache, WantedTargets(kinds=()), 0, device).train_batches(plan, 0)
-    live = with_live_targets(tokens, teacher, KINDS)
+    live = with_live_targets(tokens, teacher, WantedTargets(kinds=KINDS))
     objective = Objective(wanted=WantedTargets(kinds=KINDS))
     student = TappedModel(with_attention(tiny_model("bert", seed=9), ATTENTION))
     for _ in range(6):

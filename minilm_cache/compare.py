@@ -1,0 +1,82 @@
+"""How close trained students are to a teacher that runs now: exact KLs on a cache's held-out sequences.
+
+A run's own figures are to what its cache holds, and after a teacher assistant to the assistant; these are to
+one teacher, so students of several caches, and of several stages, can be set beside each other.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from minilm_cache.cache import Cache
+from minilm_cache.dump.teacher import Teacher, load_encoder
+from minilm_cache.errors import IdentityMismatchError
+from minilm_cache.live import with_live_targets
+from minilm_cache.loss import MAX_SCORES_BYTES, scores_bytes
+from minilm_cache.tap import TappedModel
+from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
+from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutKL, held_out_kl
+from minilm_cache.train.objective import Losses, Objective
+
+_BATCH_SIZE = 16
+
+
+def load_student(folder: Path, device: torch.device) -> TappedModel:
+    """Load a trained student, without dropout, tapped at its last layer.
+
+    Raises:
+        TeacherError: the folder holds no such model.
+    """
+    return TappedModel(load_encoder(folder)).eval().requires_grad_(requires_grad=False).to(device)
+
+
+def check_is_teacher_of(teacher: Teacher, cache: Cache) -> None:
+    """Raise IdentityMismatchError for another teacher than the one whose relations a cache holds."""
+    expected, found = cache.manifest.identity.teacher, teacher.identity
+    if found != expected or teacher.tokenizer_sha256 != cache.manifest.identity.tokenizer_sha256:
+        raise IdentityMismatchError(
+            f"teacher {teacher.name} (weights {found.weights_sha256[:12]}) is not the one of "
+            f"{cache.reader.root} ({cache.manifest.labels.teacher}, weights {expected.weights_sha256[:12]}). "
+            "Give the teacher that the cache was dumped from."
+        )
+
+
+def live_held_out_kl(
+    cache: Cache, teacher: Teacher, objective: Objective, students: Sequence[Path]
+) -> list[HeldOutKL] | list[None]:
+    """Return each student's KL(teacher || student), nats, on held-out sequences; none: nothing is held out.
+
+    Args:
+        cache: whose held-out sequences are read, at most 256.
+        teacher: that the cache was dumped from.
+        objective: says which relations, of which layer, split into how many heads.
+        students: their folders.
+
+    Raises:
+        IdentityMismatchError: it is another teacher.
+        TeacherError: a folder holds no student.
+    """
+    check_is_teacher_of(teacher, cache)
+    manifest = cache.manifest
+    if not manifest.num_held_out:
+        return [None] * len(students)
+    wanted = objective.wanted
+    teacher.tap([manifest.identity.layers[-1] if wanted.layer is None else wanted.layer])
+    looks = [_look(load_student(folder, teacher.device), objective) for folder in students]
+    heads = wanted.relation_heads or manifest.identity.relation_heads
+    fitting = MAX_SCORES_BYTES // scores_bytes(1, heads, manifest.identity.packing.max_length)
+    pad_token = teacher.tokenizer.pad_token_id
+    tokens = BatchReader(cache, WantedTargets(kinds=()), pad_token, teacher.device).held_out_batches(
+        max(1, min(_BATCH_SIZE, fitting)), MAX_SEQUENCES
+    )
+    return held_out_kl(looks, with_live_targets(tokens, teacher, wanted))
+
+
+def _look(student: TappedModel, objective: Objective) -> Callable[[StudentBatch], Losses]:
+    def look(batch: StudentBatch) -> Losses:
+        mask = torch.arange(batch.ids.shape[1], device=batch.ids.device) < batch.lengths[:, None]
+        (vectors,) = student(batch.ids, mask.to(torch.int64))
+        return objective(vectors, batch, "dense")
+
+    return look
