@@ -43,6 +43,7 @@ from minilm_cache.cli.options import (
 from minilm_cache.config import ChainConfig, DumpConfig, TrainConfig, make_config
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.presets import describe_preset, with_preset
+from minilm_cache.wording import number_text
 
 if TYPE_CHECKING:
     from minilm_cache.chain import ChainRecord, Stage
@@ -160,7 +161,7 @@ def chain(  # noqa: PLR0913 - one parameter for each option
     if json:
         print_json({"chain": str(result.path), **result.record.model_dump(mode="json")})
         return
-    print_pairs({"chain": result.path, "next": f"minilm-cache report {result.path}"})
+    print_pairs({"chain": result.path, "report": result.path / "report.html"})
     _show_students(result.record)
 
 
@@ -188,12 +189,17 @@ def _show_students(record: "ChainRecord") -> None:
         f"KL({record.teacher}, student) on held-out sequences (nats)",
         ["student", "way", "parameters", *kinds, "sum"],
         [
-            [one.arch, one.way, f"{one.num_parameters:,}", *_figures(one.held_out_kl, len(kinds) + 1)]
+            [
+                one.arch,
+                one.way,
+                number_text(one.num_parameters, 0),
+                *_figures(one.held_out_kl, len(kinds) + 1),
+            ]
             for one in record.students
         ],
     )
-    for arch, gain in record.gains().items():
-        print_pairs({"assistant": f"{arch} via assistants has {gain:.4f} times the KL of {arch} direct"})
+    for name, gain in record.gains().items():
+        print_pairs({"assistant": f"{name} via assistants has {gain:.4f} times the KL that it has direct"})
 
 
 def _figures(found: dict[RelationKind, float] | None, width: int) -> list[str]:

@@ -17,6 +17,7 @@ from minilm_cache.cli.demo import demo
 from minilm_cache.cli.dump import dump
 from minilm_cache.cli.info import info
 from minilm_cache.cli.plan import plan
+from minilm_cache.cli.report import report, study
 from minilm_cache.cli.share import ls, merge, pull, push
 from minilm_cache.cli.train import train
 from minilm_cache.cli.verify import verify
@@ -25,7 +26,7 @@ from minilm_cache.errors import ErrorKind, InterruptedRunError, MiniLMCacheError
 app = typer.Typer(
     name="minilm-cache", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
 )
-for command in (dump, train, chain, info, verify, plan, push, pull, ls, merge, demo):
+for command in (dump, train, chain, study, report, info, verify, plan, push, pull, ls, merge, demo):
     app.command()(command)
 
 

@@ -11,26 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from minilm_cache.cache import open_cache
-from minilm_cache.compare import live_held_out_kl
 from minilm_cache.config import ChainConfig, DumpConfig
 from minilm_cache.device import choose_device
 from minilm_cache.dump.run import dump
 from minilm_cache.dump.teacher import Teacher, locate_teacher, num_heads_of
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, first_line
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.report.page import write_report
+from minilm_cache.results import TEACHER_CACHE, TrainedRun, held_out_of, students_table
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.layout import MANIFEST, commit_path
 from minilm_cache.store.reader import read_manifest
-from minilm_cache.train.objective import check_codec, choose_objective
+from minilm_cache.train.objective import check_codec
 from minilm_cache.train.record import RUN_FILE, arch_slug, load_record
 from minilm_cache.train.run import student_folder, train
 from minilm_cache.train.student import parse_arch
 
 CHAIN_FILE = "chain.json"
+REPORT_FILE = "report.html"
 Way = Literal["assistant", "via assistants", "direct"]
 _NOT_NAMED: Final[dict[str, Any]] = {
     "compare_direct": True,
@@ -77,10 +78,10 @@ class ChainStudent(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     arch: str
+    seed: int
     way: Way
-    path: str
-    """Its folder, below the chain's."""
-    num_parameters: int
+    num_parameters: int | None
+    """None: it diverged."""
     held_out_kl: dict[RelationKind, float] | None
     """KL(teacher || student), nats, to the chain's first teacher; none: nothing held out, or it diverged."""
 
@@ -100,11 +101,12 @@ class ChainRecord(BaseModel):
 
     def gains(self) -> dict[str, float]:
         """Return, for each student trained both ways, its KL via assistants over its KL direct."""
-        sums = {
-            (one.way, one.arch): sum(one.held_out_kl.values()) for one in self.students if one.held_out_kl
-        }
-        pairs = {arch: (sums.get(("via assistants", arch)), sums.get(("direct", arch))) for _, arch in sums}
-        return {arch: via / direct for arch, (via, direct) in pairs.items() if via and direct}
+        sums: dict[str, dict[str, float]] = {"via assistants": {}, "direct": {}, "assistant": {}}
+        for one in self.students:
+            if one.held_out_kl:
+                sums[one.way][f"{one.arch}:s{one.seed}"] = sum(one.held_out_kl.values())
+        via, direct = sums["via assistants"], sums["direct"]
+        return {name: via[name] / direct[name] for name in via if name in direct}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,7 @@ def chain_folder(config: ChainConfig, home: Path) -> Path:
 def stages(config: ChainConfig, folder: Path) -> tuple[Stage, ...]:
     """Return the stages of a chain, in order."""
     caches, runs = folder / "caches", folder / "runs"
-    first = caches / "0-teacher"
+    first = caches / TEACHER_CACHE
     found = [Stage(does="dump", path=first, source=config.dump.teacher)]
     for number, assistant in enumerate(config.assistants, 1):
         name = f"{number}-{arch_slug(assistant)}"
@@ -221,54 +223,31 @@ def _assistant_dump(config: ChainConfig, stage: Stage, first: Path) -> DumpConfi
 
 
 def _finish(config: ChainConfig, folder: Path, done: Sequence[Stage], progress: Progress) -> ChainRecord:
-    """Compare every student with the first teacher, and write the record."""
-    cache = open_cache(done[0].path)
-    objective = choose_objective(config.train, cache)
+    """Compare every student with the first teacher; write the record and the page."""
+    trainings = [stage for stage in done if stage.does == "train"]
+    runs = [TrainedRun.open(stage.path, reference=done[0].path) for stage in trainings]
+    progress.note("comparing students with the teacher")
     source = locate_teacher(config.dump.teacher, config.dump.revision)
     teacher = Teacher(source, choose_device(config.dump.device), config.dump.layers)
-    trained = [
-        (stage, student)
-        for stage in done
-        if stage.does == "train"
-        for student in load_record(stage.path).students
-    ]
-    sound = [student_folder(stage.path, one.arch) for stage, one in trained if one.diverged_at is None]
-    progress.note(f"comparing {len(sound)} students with the teacher")
-    kls = dict(zip(sound, live_held_out_kl(cache, teacher, objective, sound), strict=True))
-    students = []
-    for stage, one in trained:
-        path = student_folder(stage.path, one.arch)
-        students.append(
-            ChainStudent(
-                arch=one.arch,
-                way=stage.way,
-                path=str(path.relative_to(folder)),
-                num_parameters=one.num_parameters,
-                held_out_kl=kls.get(path),
-            )
-        )
+    table = students_table(runs, teacher, device=config.dump.device)
+    ways = {stage.path.name: stage.way for stage in trainings}
     record = ChainRecord(
-        teacher=cache.manifest.labels.teacher,
+        teacher=config.dump.teacher,
         assistants=config.assistants,
         caches=tuple(str(one.path.relative_to(folder)) for one in done if one.does == "dump"),
-        runs=tuple(str(one.path.relative_to(folder)) for one in done if one.does == "train"),
-        students=tuple(students),
+        runs=tuple(str(one.path.relative_to(folder)) for one in trainings),
+        students=tuple(
+            ChainStudent(
+                arch=row["arch"],
+                seed=row["seed"],
+                way=ways[row["run"]],
+                num_parameters=row["num_parameters"],
+                held_out_kl=held_out_of(row),
+            )
+            for row in table.to_pylist()
+        ),
     )
     with storage_errors("write", folder / CHAIN_FILE):
         write_file(folder / CHAIN_FILE, record.model_dump_json(indent=1).encode())
+        write_report(folder / REPORT_FILE, runs, table, teacher=teacher, title=folder.name)
     return record
-
-
-def load_chain(folder: Path) -> ChainRecord:
-    """Return the record of a complete chain.
-
-    Raises:
-        IdentityMismatchError: it is damaged.
-    """
-    file = folder / CHAIN_FILE
-    try:
-        return ChainRecord.model_validate_json(file.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise IdentityMismatchError(
-            f"{file} cannot be used: {first_line(error)}. Run the same `minilm-cache chain` command again."
-        ) from error

@@ -123,6 +123,14 @@ class VectorsParameters(StoredModel):
 CodecParameters = Annotated[TopKParameters | DenseParameters | VectorsParameters, Field(discriminator="name")]
 
 
+def codec_words(codec: CodecParameters) -> str:
+    """Return a codec and its settings in words."""
+    content = codec.model_dump(exclude={"name", "seed", "weight_ratio", "calibration_tokens"})
+    return " ".join(
+        [codec.name, *(f"{name}={value}" for name, value in content.items() if value is not None)]
+    )
+
+
 class CacheIdentity(StoredModel):
     """What determines the content of a cache, and nothing else."""
 

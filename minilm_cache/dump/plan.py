@@ -24,21 +24,13 @@ from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher, locate_teacher
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop, Silent
-from minilm_cache.storage_schema.identity import CodecParameters, Packing
+from minilm_cache.storage_schema.identity import CodecParameters, Packing, codec_words
 from minilm_cache.storage_schema.manifest import CacheManifest, LayerFidelity
 
 LEAST_SEQUENCES = 16
 """Of a sample, at full length: enough to fit codec `vectors`, check it, and hold something out."""
 TIMED_BATCHES = 5
 """Forward passes timed for the break-even, after one that is not."""
-
-
-def codec_words(codec: CodecParameters) -> str:
-    """Return a codec and its settings in words."""
-    content = codec.model_dump(exclude={"name", "seed", "weight_ratio", "calibration_tokens"})
-    return " ".join(
-        [codec.name, *(f"{name}={value}" for name, value in content.items() if value is not None)]
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,6 +167,23 @@ def student_config(shape: StudentShape, teacher_config: bytes, manifest: CacheMa
     return config
 
 
+def teacher_config(document: bytes, manifest: CacheManifest) -> PreTrainedConfig:
+    """Return the configuration of the teacher, as far as a cache tells it.
+
+    Args:
+        document: `teacher/config.json` of the cache, untrusted.
+        manifest: of the cache.
+
+    Raises:
+        CacheCorruptError: it is not the one of the teacher that the manifest names.
+    """
+    config = AutoConfig.for_model(
+        manifest.identity.teacher.model_type, **_read_teacher_config(document, manifest)
+    )
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
 def _last_layer_types(types: list[str], shape: StudentShape) -> list[str]:
     if shape.num_layers > len(types):
         raise InvalidConfigError(

@@ -1,0 +1,1 @@
+"""One page about runs: tables, curves, trade-offs, attention maps, similarity of layers, provenance."""

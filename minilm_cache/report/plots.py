@@ -1,0 +1,168 @@
+"""The report's pictures as functions: each takes tables and returns a matplotlib figure, in notebooks, too.
+
+Series differ by marker and line style beside their colour; inks are put in so that a page can turn them over.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from minilm_cache.report.similarity import LayerSimilarity
+from minilm_cache.results import TrainedRun, curves_table
+
+COLOURS: Final = ("#3b82c4", "#d9622b", "#4c9a52", "#b05fc0", "#c9a227", "#5aa7a7", "#c45b7c", "#8a7a5c")
+"""Of middling lightness: they stand out from white and from black."""
+MARKERS: Final = "os^Dv<>P"
+STYLES: Final = ("-", "--", "-.", ":")
+_FEW_POINTS: Final = 20
+"""Of a curve: they get dots."""
+INK: Final = "#121314"
+"""Of text and axes; a page puts its own colour in its place."""
+
+
+def _axes(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return a figure of one picture; no pyplot, so nothing is kept alive and no display is needed."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    figure.patch.set_alpha(0)
+    axes.patch.set_alpha(0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    axes.tick_params(which="both", colors=INK)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set_color(INK)
+    return figure, axes
+
+
+def _legend(axes: Axes, title: str) -> None:
+    legend = axes.legend(
+        title=title, frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1)
+    )
+    legend.get_title().set_color(INK)
+
+
+def curves_figure(runs: Sequence[TrainedRun]) -> Figure:
+    """Draw the training loss of every student, nats; crosses are held-out KLs, where a run looked at them."""
+    figure, axes = _axes(8.5, 4.2)
+    drawn = 0
+    for number, run in enumerate(runs):
+        table = curves_table(run)
+        for student in run.students:
+            own = table.filter(pc.field("student") == student.arch)
+            losses = own.filter((pc.field("what") == "students") & (pc.field("of") == "loss"))
+            colour, style = COLOURS[drawn % len(COLOURS)], STYLES[number % len(STYLES)]
+            label = f"{student.arch}, {run.path.name}" if len(runs) > 1 else student.arch
+            marker = "." if len(losses) < _FEW_POINTS else None
+            axes.plot(losses["step"], losses["nats"], style, marker=marker, color=colour, lw=1.4, label=label)
+            looks = own.filter(pc.field("what") == "held_out").group_by("step").aggregate([("nats", "sum")])
+            axes.plot(looks["step"], looks["nats_sum"], "x", color=colour)
+            drawn += 1
+    axes.set(xlabel="step", ylabel="loss (nats)", yscale="log")
+    _legend(axes, "student")
+    return figure
+
+
+def tradeoff_figure(students: pa.Table) -> Figure:
+    """Draw speed against closeness: the teacher's speed is 1, and areas are parameters."""
+    figure, axes = _axes(8.5, 4.2)
+    rows = _with_kl(students)
+    most = max((row["num_parameters"] for row in rows), default=1)
+    for number, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
+        own = [row for row in rows if row["cache"] == cache]
+        axes.scatter(
+            [row["speedup"] for row in own],
+            [row["kl_sum"] for row in own],
+            s=[30 + 270 * row["num_parameters"] / most for row in own],
+            marker=MARKERS[number % len(MARKERS)],
+            color=COLOURS[number % len(COLOURS)],
+            alpha=0.75,
+            label=cache,
+        )
+    for arch in dict.fromkeys(row["arch"] for row in rows):
+        best = min((row for row in rows if row["arch"] == arch), key=lambda row: row["kl_sum"])
+        place = (best["speedup"], best["kl_sum"])
+        axes.annotate(arch, place, xytext=(6, -10), textcoords="offset points", color=INK, fontsize=8)
+    axes.set(xlabel="tokens per second of inference, teacher = 1", ylabel="held-out KL, all relations (nats)")
+    axes.margins(0.12)
+    _legend(axes, "cache")
+    return figure
+
+
+def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Figure:
+    """Draw bytes per token of each cache against its students' KL, a line for each shape.
+
+    Args:
+        students: `results.students_table`.
+        dense_bytes_per_token: of both relations in float16, which marks what nothing stored would take.
+    """
+    figure, axes = _axes(8.5, 4.2)
+    rows = _with_kl(students)
+    for number, arch in enumerate(dict.fromkeys(row["arch"] for row in rows)):
+        means: dict[float, list[float]] = {}
+        for row in rows:
+            if row["arch"] == arch:
+                means.setdefault(row["cache_bytes_per_token"], []).append(row["kl_sum"])
+        sizes = sorted(means)
+        axes.plot(
+            sizes,
+            [float(np.mean(means[size])) for size in sizes],
+            STYLES[number % len(STYLES)],
+            marker=MARKERS[number % len(MARKERS)],
+            color=COLOURS[number % len(COLOURS)],
+            label=arch,
+        )
+    axes.axvline(dense_bytes_per_token, color=INK, lw=0.8, ls=":")
+    at = axes.get_xaxis_transform()
+    axes.text(
+        dense_bytes_per_token, 0.98, " dense ", color=INK, fontsize=8, va="top", ha="right", transform=at
+    )
+    axes.set(xlabel="bytes per token of the cache", ylabel="held-out KL, all relations (nats)", xscale="log")
+    _legend(axes, "student")
+    return figure
+
+
+def similarity_figure(found: LayerSimilarity) -> Figure:
+    """Draw linear CKA and SVCCA of every layer of the teacher with every layer of a student."""
+    rows, columns = found.cka.shape
+    figure = Figure(figsize=(1.6 + 1.1 * columns, 0.9 + 0.34 * rows), layout="constrained")
+    figure.patch.set_alpha(0)
+    for at, (name, values) in enumerate((("linear CKA", found.cka), ("SVCCA", found.svcca))):
+        axes = figure.add_subplot(1, 2, at + 1)
+        axes.imshow(values, vmin=0, vmax=1, cmap="Greys", aspect="auto")
+        axes.set_title(name, fontsize=9, color=INK)
+        axes.set_xlabel(f"{found.student}, layer", color=INK)
+        axes.set_xticks(range(columns))
+        axes.set_yticks(range(rows))
+        axes.tick_params(colors=INK)
+        if at == 0:
+            axes.set_ylabel("teacher, layer", color=INK)
+        _write_values(axes, values)
+    return figure
+
+
+def map_figure(probs: npt.NDArray[np.float32], tokens: Sequence[str], title: str) -> Figure:
+    """Draw one relation of one head, `(length, length)`: rows look at columns."""
+    figure, axes = _axes(0.8 + 0.22 * len(tokens), 0.8 + 0.22 * len(tokens))
+    axes.imshow(np.sqrt(probs), vmin=0, vmax=1, cmap="Greys")
+    axes.set_title(title, fontsize=9, color=INK)
+    axes.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=7)
+    axes.set_yticks(range(len(tokens)), tokens, fontsize=7)
+    return figure
+
+
+def _write_values(axes: Axes, values: npt.NDArray[np.float64]) -> None:
+    """Write each value on its cell, so that nothing hangs on shades."""
+    for (row, column), value in np.ndenumerate(values):
+        colour = "white" if value > 0.5 else "black"  # noqa: PLR2004 - the middle of the scale
+        axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+
+
+def _with_kl(students: pa.Table) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = students.to_pylist()
+    return [row for row in rows if row["kl_sum"] is not None]

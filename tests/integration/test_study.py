@@ -1,0 +1,222 @@
+"""Studies: what shares a pass, what a table says, and what a mistake in STUDY.yaml is told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from minilm_cache.config import TrainConfig
+from minilm_cache.errors import InterruptedRunError
+from minilm_cache.results import TrainedRun, curves_table, students_table, summary_table
+from minilm_cache.study.run import run_study
+from minilm_cache.study.spec import read_study
+from minilm_cache.train.run import train
+from tests.conftest import Command
+from tests.integration.test_chain import after
+from tests.support import World
+
+TIMED = {"train_s", "own_train_s", "inference_tokens_per_s", "speedup", "cost"}
+
+
+def document(world: World, **changes: str) -> Path:
+    """Write a study of two shapes, two codecs and two seeds."""
+    lines = {
+        "dump": f"""
+  teacher: {world.teacher}
+  corpus: {world.corpus}
+  max_length: 32
+  shard_tokens: 256
+  batch_size: 8
+  device: cpu""",
+        "caches": """
+  sampled: {codec: topk, k: 6}
+  coded: {codec: vectors, max_kl: 0.05}""",
+        "arch": " [1x16, 1x32]",
+        "seed": " [0, 1]",
+        "train": """
+  steps: 6
+  batch_size: 4
+  checkpoint_steps: 3
+  device: cpu""",
+        **changes,
+    }
+    path = world.root / "shapes.yaml"
+    path.write_text("".join(f"{key}:{value}\n" for key, value in lines.items()))
+    return path
+
+
+def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows without what no two runs have in common."""
+    return [{name: value for name, value in row.items() if name not in TIMED} for row in rows]
+
+
+def test_a_study_is_one_table_and_one_page(world: World, command: Command) -> None:
+    code, out, _ = command("study", document(world, price_per_hour=" 3.6"), "--json")
+    found = json.loads(out)
+    rows, folder = found["students"], Path(found["study"])
+
+    assert code == 0
+    assert folder == world.root / "shapes"
+    assert len({(row["cache"], row["arch"], row["seed"]) for row in rows}) == len(rows) == 8
+    for row in rows:
+        assert row["kl_to"] == "teacher"
+        assert row["kl_sum"] == pytest.approx(row["kl_attention"] + row["kl_value"])
+        assert row["cost"] == pytest.approx(row["own_train_s"] * 3.6 / 3600)
+    for run in {row["run"] for row in rows}:
+        own = [row for row in rows if row["run"] == run]
+        assert sum(row["own_train_s"] for row in own) == pytest.approx(own[0]["train_s"])
+    assert pq.read_table(folder / "students.parquet").to_pylist() == rows
+    assert len(pyarrow.csv.read_csv(folder / "students.csv")) == 8
+    assert [row["seeds"] for row in found["summary"]] == [2] * 4
+    for row in found["summary"]:
+        values = [one["kl_sum"] for one in rows if (one["cache"], one["arch"]) == (row["cache"], row["arch"])]
+        mean = sum(values) / 2
+        assert row["kl_sum"] == pytest.approx(mean)
+        assert row["kl_sum_stddev"] == pytest.approx(sum((x - mean) ** 2 for x in values) ** 0.5)
+    assert (folder / "report.html").stat().st_size > 10_000
+
+
+def test_shapes_of_one_cache_and_seed_went_through_one_pass(world: World) -> None:
+    study = read_study(document(world))
+    result = run_study(study, world.root / "study", world.home)
+    rows = result.students.to_pylist()
+    alone = TrainConfig(arch=("1x16",), steps=6, batch_size=4, seed=0, checkpoint_steps=3, device="cpu")
+    path = world.root / "alone"
+    train(alone, world.root / "study/caches/sampled", path, world.home)
+    (one,) = students_table([TrainedRun.open(path)]).to_pylist()
+
+    both = [row for row in rows if (row["cache"], row["seed"]) == ("sampled", 0)]
+    assert {row["students_in_pass"] for row in both} == {2}
+    assert {row["bytes_read"] for row in both} == {one["bytes_read"]}
+    assert both[0]["run"] == both[1]["run"]
+    caches = [world.root / "study/caches" / name for name in ("sampled", "coded")]
+    for file in caches[0].glob("tokens/c/*"):
+        assert file.stat().st_ino == (caches[1] / "tokens/c" / file.name).stat().st_ino
+
+
+def test_a_study_stopped_anywhere_goes_on_to_the_same_table(world: World) -> None:
+    study = read_study(document(world))
+    whole = run_study(study, world.root / "whole", world.home)
+    stops = 0
+    while True:
+        try:
+            parts = run_study(study, world.root / "parts", world.home, should_stop=after(15 * (stops + 1)))
+            break
+        except InterruptedRunError:
+            stops += 1
+
+    assert stops >= 2
+    rows = [timeless(one.students.to_pylist()) for one in (whole, parts)]
+    for row in [*rows[0], *rows[1]]:
+        del row["bytes_read"]  # a sitting more reads its shards once more
+    assert rows[0] == rows[1]
+
+
+def test_caches_that_are_there_are_taken_as_they_are(world: World, command: Command) -> None:
+    world.dump("there", codec="vectors", max_kl=0.05)
+    path = document(
+        world, caches=f" {{there: {{cache: {world.root / 'there'}}}}}", objective=" [minilm, minilmv2]"
+    )
+    code, out, _ = command("study", path, "--json")
+    rows = json.loads(out)["students"]
+
+    assert code == 0
+    assert {row["objective"] for row in rows} == {"minilm", "minilmv2"}
+    assert {row["kl_to"] for row in rows} == {"stored rows"}
+    for row in rows:
+        assert (row["kl_query"] is None) == (row["objective"] == "minilm")
+
+
+def test_objectives_may_have_their_own_relation_heads(world: World) -> None:
+    caches = " {coded: {codec: vectors, max_kl: 0.05}}"
+    objective = " [minilmv2, {objective: minilmv2, relation_heads: 8}]"
+    study = read_study(document(world, caches=caches, objective=objective, seed=" [0]"))
+    result = run_study(study, world.root / "study", world.home)
+
+    assert [one.name for one in study.passes] == ["coded-minilmv2-s0", "coded-minilmv2-h8-s0"]
+    assert len(result.summary) == 4
+
+
+def test_tables_are_arrow_tables_for_notebooks(world: World) -> None:
+    world.dump()
+    config = TrainConfig(arch=("1x16", "1x16:s3"), steps=20, batch_size=4, eval_steps=10, device="cpu")
+    train(config, world.root / "cache", world.root / "run", world.home)
+    run = TrainedRun.open(world.root / "run")
+    curves = curves_table(run).to_pylist()
+    students = students_table([run])
+
+    assert students["seed"].to_pylist() == [0, 3]
+    assert len(summary_table(students)) == 1
+    assert {row["what"] for row in curves} == {"students", "held_out"}
+    lines = [json.loads(line) for line in (run.path / "log.jsonl").read_text().splitlines()]
+    losses = [line["students"]["1x16:s3"]["loss"] for line in lines if "students" in line]
+    found = [
+        row for row in curves if (row["student"], row["what"], row["of"]) == ("1x16:s3", "students", "loss")
+    ]
+    assert [row["nats"] for row in found] == losses
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"caches": "\n  sampled: {codec: topk, k: 0}"}, "line 9, caches.sampled.k: input should be greater"),
+        ({"caches": "\n  sampled: {codec: tipk}"}, "line 9, caches.sampled.codec: input should be 'topk'"),
+        ({"caches": "\n  a: {codec: dense, k: 3}"}, "line 9, caches.a: --k goes with --codec topk"),
+        ({"caches": "\n  Big Name: {codec: dense}"}, "line 9, caches.Big Name: a name has"),
+        ({"caches": "\n  a: {cache: x, k: 3}"}, "line 9, caches.a: a cache that is there is"),
+        (
+            {"caches": "\n  a: {codec: topk, world_size: 2}"},
+            "caches.a.world_size: a study dumps in one",
+        ),
+        ({"caches": " {}"}, "line 8, caches: dictionary should have at least 1 item"),
+        ({"dump": "\n  corpus: x"}, "line 1, dump.teacher: field required"),
+        ({"dump": "\n  teacher: x\n  teecher: y"}, "line 3, dump.teecher: extra inputs are not permitted"),
+        (
+            {"dump": "\n  teacher: x\n  max_length: long"},
+            "line 3, dump.max_length: input should be",
+        ),
+        ({"seed": " [0, 0]"}, "line 12, seed.1: 0 is given twice"),
+        ({"seed": " [0, one]"}, "line 12, seed.1: input should be a valid integer"),
+        ({"seed": " [-1]"}, "seed: input should be greater than or equal to 0"),
+        ({"arch": " 3x384"}, "line 11, arch: input should be a valid tuple"),
+        ({"arch": " [1x16, big]"}, "line 11, arch.1: --arch big: write LAYERSxHIDDEN"),
+        ({"arch": " [1x15]"}, "line 11, arch.0: --arch 1x15: hidden size 15 does not divide by 4 heads"),
+        ({"objective": " [minilm, best]"}, "objective.1: there is no objective best"),
+        (
+            {"objective": " [minilmv2]"},
+            "caches.sampled: --objective minilmv2 needs the query",
+        ),
+        ({"objective": " [{objective: minilm, relation_heads: 2}]"}, "--relation-heads goes with"),
+        ({"train": "\n  seed: 3"}, "line 14, train.seed: a study varies this; give it under seed"),
+        ({"train": "\n  stops: 3"}, "line 14, train.stops: extra inputs are not permitted"),
+        ({"train": "\n  steps: 3\n  epochs: 2"}, "line 13, train: --steps and --epochs exclude each other"),
+        ({"train": "\n  preset: best"}, "line 14, train.preset: --preset best: give one of"),
+        ({"train": "\n  steps: 3\n  steps: 4"}, "line 14, steps: this key is given twice"),
+        ({"price_per_hour": " -1"}, "price_per_hour: input should be greater than 0"),
+        ({"archs": " [3x384]"}, "archs: extra inputs are not permitted"),
+        ({"arch": " [1x16"}, "this is no YAML"),
+    ],
+)
+def test_mistakes_are_told_with_line_and_key(
+    world: World, command: Command, changes: dict[str, str], says: str
+) -> None:
+    path = document(world, **changes)
+    command.fails("study", path, code=2, says=(str(path), says))
+    assert not (world.root / "shapes").exists()
+
+
+def test_a_document_that_is_not_there_or_no_mapping(world: World, command: Command) -> None:
+    command.fails("study", world.root / "none.yaml", code=2, says="cannot read")
+    path = world.root / "list.yaml"
+    path.write_text("- 1\n")
+    command.fails("study", path, code=2, says="a study is a mapping")
+
+
+def test_the_table_is_printed(world: World, command: Command) -> None:
+    code, out, _ = command("study", document(world))
+
+    assert code == 0
+    assert all(words in out for words in ("1x16", "1x32", "sampled", "coded", "+-", "KL, attention"))

@@ -1,0 +1,53 @@
+"""Parameters and operations against the paper's table and against counting by hand."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, BertConfig
+
+from minilm_cache.sizes import inference_rates, model_size
+from tests.support import TINY
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "expected"),
+    [(12, 768, 85.1e6), (6, 768, 42.5e6), (12, 384, 21.3e6), (6, 384, 10.6e6), (3, 384, 5.3e6)],
+)
+def test_transformer_parameters_are_those_of_the_papers_table(
+    layers: int, hidden: int, expected: float
+) -> None:
+    config = BertConfig(
+        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=12, intermediate_size=4 * hidden
+    )
+    found = model_size(config, 128)
+    assert found.transformer_parameters == pytest.approx(expected, rel=5e-3)
+    assert found.embedding_parameters == (30522 + 512 + 2) * hidden
+
+
+def test_operations_are_two_for_each_weight_and_the_attention() -> None:
+    hidden, length, layers = 384, 128, 3
+    config = BertConfig(
+        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=12, intermediate_size=4 * hidden
+    )
+    weights = layers * 12 * hidden**2
+    attention = layers * 2 * 2 * length * hidden
+    pooler = 2 * hidden**2 / length
+    assert model_size(config, length).flops_per_token == pytest.approx(2 * weights + attention + pooler)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_every_family_has_a_size(family: str) -> None:
+    config = AutoConfig.for_model(family, vocab_size=100, max_position_embeddings=66, **TINY[family])
+    model = AutoModel.from_config(config)
+    found = model_size(config, 16)
+    assert found.num_parameters == sum(weight.numel() for weight in model.parameters())
+    assert found.embedding_parameters + found.transformer_parameters <= found.num_parameters
+    assert found.flops_per_token > 0
+
+
+def test_every_model_has_a_rate() -> None:
+    configs = {family: AutoConfig.for_model(family, **TINY[family]) for family in ("bert", "distilbert")}
+    rates = inference_rates(configs, 16, torch.device("cpu"))
+    assert rates.keys() == configs.keys()
+    assert all(math.isfinite(rate) and rate > 0 for rate in rates.values())
