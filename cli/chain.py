@@ -99,7 +99,7 @@ def chain(  # noqa: PLR0913 - one parameter for each option
 
     Example: minilm-cache chain --teacher bert-base --assistant 12x384 --arch 3x384 --compare-direct
     """
-    from minilm_cache.chain import chain_folder, check_chain, run_chain, stages  # noqa: PLC0415 - slow
+    from minilm_cache.chain import chain_folder, check_chain, remarks, run_chain, stages  # noqa: PLC0415 - slow
 
     recipe = {
         "objective": objective,
@@ -152,7 +152,7 @@ def chain(  # noqa: PLR0913 - one parameter for each option
         if preset is not None:
             progress.note(describe_preset(preset, config.train))
         if dry_run:
-            check_chain(config)
+            config = check_chain(config, folder)
             _show_plan(folder, stages(config, folder), json=json)
             return
         result = run_chain(
@@ -163,6 +163,8 @@ def chain(  # noqa: PLR0913 - one parameter for each option
         return
     print_pairs({"chain": result.path, "report": result.path / "report.html"})
     _show_students(result.record)
+    for remark in remarks(result.record.gains):
+        print_pairs({"gain": remark})
 
 
 def _show_plan(folder: Path, planned: "tuple[Stage, ...]", *, json: bool) -> None:
@@ -198,8 +200,6 @@ def _show_students(record: "ChainRecord") -> None:
             for one in record.students
         ],
     )
-    for name, gain in record.gains().items():
-        print_pairs({"assistant": f"{name} via assistants has {gain:.4f} times the KL that it has direct"})
 
 
 def _figures(found: dict[RelationKind, float] | None, width: int) -> list[str]:

@@ -35,7 +35,9 @@ def study(
 
     quiet_libraries()
     wanted = read_study(document)
-    folder = out or document.with_suffix("")
+    folder = out or (
+        document.with_suffix("") if document.suffix else document.with_name(f"{document.name}-study")
+    )
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         result = run_study(wanted, folder, home(), progress=progress, should_stop=should_stop)
     if json:
@@ -88,7 +90,8 @@ def report(  # noqa: PLR0913 - one parameter for each option
 
     quiet_libraries()
     with TerminalProgress().shown() as progress:
-        opened = [one for path in runs for one in open_runs(path, cache, home())]
+        paths = dict.fromkeys(path.resolve() for path in runs)
+        opened = [one for path in paths for one in open_runs(path, cache, home())]
         live = None if teacher is None else Teacher(locate_teacher(teacher), choose_device(device))
         progress.note(f"measuring {sum(len(one.students) for one in opened)} students")
         students = students_table(opened, live, device=device)
@@ -126,11 +129,11 @@ def summary_printed(summary: "pa.Table") -> None:
         if name.endswith("_stddev") and summary[name.removesuffix("_stddev")].null_count < len(summary)
     ]
     print_table(
-        "KL(teacher, student) on held-out sequences, nats, mean over seeds +- standard deviation; "
+        "KL on held-out sequences, nats, mean over seeds +- standard deviation; "
         "seconds are a student's share of its pass",
         [
             *("cache", "objective", "student", "parameters", "layers'", "MFLOPs/token", "speed"),
-            *(f"KL, {kind}" for kind in kinds),
+            *("KL to", *(f"KL, {kind}" for kind in kinds)),
             *("seeds", "bytes of pass", "seconds", "cost"),
         ],
         [_cells(row, kinds) for row in summary.to_pylist()],
@@ -147,7 +150,7 @@ def _cells(row: dict[str, Any], kinds: list[str]) -> list[str]:
         *(row["cache"], row["objective"], row["arch"]),
         *(number_text(row[name], 0) for name in ("num_parameters", "transformer_parameters")),
         number_text(None if flops is None else flops / 1e6, 1),
-        number_text(row["speedup"], 1),
+        *(number_text(row["speedup"], 1), row["kl_to"]),
         *kls,
         str(row["seeds"]),
         number_text(row["bytes_read"], 0),

@@ -5,8 +5,8 @@ arXiv 2002.10957, section 3.3 and table 3). A stage that is complete is not done
 is taken up where it stopped, because dump and train do so; the chain adds only their order.
 """
 
-import os
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict
 from minilm_cache.config import ChainConfig, DumpConfig
 from minilm_cache.device import choose_device
 from minilm_cache.dump.run import dump
-from minilm_cache.dump.teacher import Teacher, locate_teacher, num_heads_of
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.dump.teacher import Teacher, locate_teacher, read_config
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.report.page import write_report
 from minilm_cache.results import TEACHER_CACHE, TrainedRun, held_out_of, students_table
@@ -25,20 +25,25 @@ from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.layout import MANIFEST, commit_path
 from minilm_cache.store.reader import read_manifest
+from minilm_cache.store.writer import differing_values
 from minilm_cache.train.objective import check_codec
+from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import RUN_FILE, arch_slug, load_record
 from minilm_cache.train.run import student_folder, train
-from minilm_cache.train.student import parse_arch
+from minilm_cache.train.sampler import check_parts
+from minilm_cache.train.student import parse_arch, shape_config
 
 CHAIN_FILE = "chain.json"
+SETTINGS_FILE = "settings.json"
 REPORT_FILE = "report.html"
+_MAX_SLUG: Final = 64
 Way = Literal["assistant", "via assistants", "direct"]
-_NOT_NAMED: Final[dict[str, Any]] = {
+_OF_NO_RESULT: Final[dict[str, Any]] = {
     "compare_direct": True,
-    "dump": {"device": True},
-    "train": {"arch": True, "device": True},
+    "dump": {"device": True, "batch_size": True},
+    "train": {"arch": True, "device": True, "checkpoint_steps": True},
 }
-"""What does not make another chain: other students may be added to one."""
+"""What does not make another chain: students may be added to one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +103,8 @@ class ChainRecord(BaseModel):
     """Folders below the chain's, the teacher's cache first."""
     runs: tuple[str, ...]
     students: tuple[ChainStudent, ...]
-
-    def gains(self) -> dict[str, float]:
-        """Return, for each student trained both ways, its KL via assistants over its KL direct."""
-        sums: dict[str, dict[str, float]] = {"via assistants": {}, "direct": {}, "assistant": {}}
-        for one in self.students:
-            if one.held_out_kl:
-                sums[one.way][f"{one.arch}:s{one.seed}"] = sum(one.held_out_kl.values())
-        via, direct = sums["via assistants"], sums["direct"]
-        return {name: via[name] / direct[name] for name in via if name in direct}
+    gains: dict[str, float]
+    """For each student trained both ways, its KL via assistants over its KL direct."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +116,19 @@ class ChainResult:
 
 
 def chain_folder(config: ChainConfig, home: Path) -> Path:
-    """Return where a chain lies if nothing else is asked for, named by content."""
-    shapes = "_".join(map(arch_slug, config.assistants))[:64]
-    content = config.model_dump(mode="json", exclude=_NOT_NAMED)
-    return home / "chains" / f"{shapes}-{canonical_sha256(content)[:12]}"
+    """Return where a chain lies if nothing else is asked for, named by its settings."""
+    shapes = _slug(config.assistants)
+    return home / "chains" / f"{shapes}-{canonical_sha256(_settings(config))[:12]}"
+
+
+def _settings(config: ChainConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude=_OF_NO_RESULT)
+
+
+def _slug(arch: Sequence[str]) -> str:
+    """Return shapes as part of a path, told apart by a hash where they are many."""
+    joined = "_".join(map(arch_slug, arch))
+    return joined if len(joined) <= _MAX_SLUG else f"{joined[:_MAX_SLUG]}-{canonical_sha256(list(arch))[:8]}"
 
 
 def stages(config: ChainConfig, folder: Path) -> tuple[Stage, ...]:
@@ -136,7 +143,7 @@ def stages(config: ChainConfig, folder: Path) -> tuple[Stage, ...]:
             Stage(does="train", path=runs / name, source=str(last), arch=(assistant,)),
             Stage(does="dump", path=caches / name, source=str(student_folder(runs / name, assistant))),
         ]
-    shapes = "_".join(map(arch_slug, config.train.arch))[:64]
+    shapes = _slug(config.train.arch)
     arch, last = config.train.arch, found[-1].path
     ways: list[tuple[Path, Path, Way]] = [(runs / f"students-{shapes}", last, "via assistants")]
     if config.compare_direct:
@@ -147,25 +154,55 @@ def stages(config: ChainConfig, folder: Path) -> tuple[Stage, ...]:
     return tuple(found)
 
 
-def check_chain(config: ChainConfig) -> None:
-    """Raise what a later stage would raise on shapes, objective or teacher, before hours are spent.
+def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
+    """Raise what a later stage would raise on its settings, before hours are spent.
+
+    Returns:
+        The settings, with the relation heads that every stage splits into written out.
 
     Raises:
-        InvalidConfigError: a shape does not fit the teacher's heads, or the objective the codec.
+        InvalidConfigError: a shape does not fit the teacher's heads or family, or the objective the codec.
+        IdentityMismatchError: the folder holds another chain.
         TeacherError: the teacher is not there.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise InvalidConfigError(
-            "a chain runs in one process. Run its stages by `minilm-cache dump` and `torchrun ... train` "
-            "with the folders that `chain --dry-run` shows; the chain takes up what they have completed."
-        )
+    refuse_ranks("a chain", "`chain --dry-run` shows")
+    _check_folder(config, folder)
+    choose_device(config.train.device)
+    check_parts(config.train)
     check_codec(config.train.objective, config.dump.codec)
-    heads = num_heads_of(locate_teacher(config.dump.teacher, config.dump.revision))
-    split_into = None
-    if config.train.objective == "minilmv2":
-        split_into = config.train.relation_heads or heads
+    source = locate_teacher(config.dump.teacher, config.dump.revision, without_weights=True)
+    taught = read_config(source)
+    heads = taught.num_attention_heads
+    train = config.train
+    if train.objective == "minilmv2":
+        train = train.model_copy(update={"relation_heads": train.relation_heads or heads})
     for arch in (*config.assistants, *config.train.arch):
-        parse_arch(arch, heads, split_into)
+        shape = parse_arch(arch, heads, train.relation_heads)
+        if shape.num_heads != heads and arch in config.assistants:
+            raise InvalidConfigError(
+                f"--assistant {arch}: an assistant has its teacher's {heads} heads, so that students after "
+                f"it are those without it. Leave out :h{shape.num_heads}."
+            )
+        own = shape_config(shape, taught.to_dict(), taught.model_type)
+        if arch in config.assistants:
+            taught = own
+    return config.model_copy(update={"train": train})
+
+
+def _check_folder(config: ChainConfig, folder: Path) -> None:
+    """Raise IdentityMismatchError where a folder holds a chain of other settings."""
+    file = folder / SETTINGS_FILE
+    if not file.exists():
+        return
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise IdentityMismatchError(f"{file} is damaged. Choose another --out.") from error
+    differing = list(differing_values(found, _settings(config)))
+    if differing:
+        raise IdentityMismatchError(
+            f"{folder} holds another chain, which differs in {', '.join(differing)}. Choose another --out."
+        )
 
 
 def run_chain(
@@ -191,63 +228,95 @@ def run_chain(
         MiniLMCacheError: see `minilm_cache.errors`; what is complete is kept whatever happens.
     """
     progress = progress or Silent()
-    check_chain(config)
+    config = check_chain(config, folder)
+    with storage_errors("write", folder):
+        write_file(folder / SETTINGS_FILE, json.dumps(_settings(config), indent=1).encode())
     todo = stages(config, folder)
     first = todo[0].path
     for number, stage in enumerate(todo, 1):
         what = ", ".join(stage.arch) or stage.source
         progress.note(f"stage {number} of {len(todo)}: {stage.does} {what} ({stage.state()})")
-        is_first = stage.path == first
         if stage.does == "train":
             layer = config.train.teacher_layer if stage.source == str(first) else None
             settings = config.train.model_copy(update={"arch": stage.arch, "teacher_layer": layer})
             train(settings, stage.source, stage.path, home, progress=progress, should_stop=should_stop)
             continue
         dump(
-            config.dump if is_first else _assistant_dump(config, stage, first),
+            _dump_settings(config, stage, first),
             stage.path,
             home,
             cache_store=cache_store,
-            tokens_of=None if is_first else first,
+            tokens_of=None if stage.path == first else first,
             progress=progress,
             should_stop=should_stop,
         )
     return ChainResult(path=folder, record=_finish(config, folder, todo, progress))
 
 
-def _assistant_dump(config: ChainConfig, stage: Stage, first: Path) -> DumpConfig:
-    """Return how an assistant is dumped: over the same sequences, in the same shards."""
-    shard_tokens = read_manifest(first).shard_tokens
-    update = {"teacher": stage.source, "layers": "last", "revision": None, "shard_tokens": shard_tokens}
+def _dump_settings(config: ChainConfig, stage: Stage, first: Path) -> DumpConfig:
+    """Return how a stage is dumped: assistants over the teacher's sequences, in the same shards."""
+    update: dict[str, Any] = {}
+    if stage.path != first:
+        shard_tokens = read_manifest(first).shard_tokens
+        update = {"teacher": stage.source, "layers": "last", "revision": None, "shard_tokens": shard_tokens}
+    if (stage.path / MANIFEST).exists() and read_manifest(stage.path).complete:
+        update["shard_tokens"] = None  # as they are: it may have been pulled
     return config.dump.model_copy(update=update)
 
 
 def _finish(config: ChainConfig, folder: Path, done: Sequence[Stage], progress: Progress) -> ChainRecord:
     """Compare every student with the first teacher; write the record and the page."""
     trainings = [stage for stage in done if stage.does == "train"]
-    runs = [TrainedRun.open(stage.path, reference=done[0].path) for stage in trainings]
+    runs = [
+        TrainedRun.open(
+            stage.path, stage.source, reference=done[0].path, reference_layer=config.train.teacher_layer
+        )
+        for stage in trainings
+    ]
     progress.note("comparing students with the teacher")
     source = locate_teacher(config.dump.teacher, config.dump.revision)
     teacher = Teacher(source, choose_device(config.dump.device), config.dump.layers)
     table = students_table(runs, teacher, device=config.dump.device)
     ways = {stage.path.name: stage.way for stage in trainings}
+    students = tuple(
+        ChainStudent(
+            arch=row["arch"],
+            seed=row["seed"],
+            way=ways[row["run"]],
+            num_parameters=row["num_parameters"],
+            held_out_kl=held_out_of(row),
+        )
+        for row in table.to_pylist()
+    )
+    gains = _gains(students)
     record = ChainRecord(
         teacher=config.dump.teacher,
         assistants=config.assistants,
         caches=tuple(str(one.path.relative_to(folder)) for one in done if one.does == "dump"),
         runs=tuple(str(one.path.relative_to(folder)) for one in trainings),
-        students=tuple(
-            ChainStudent(
-                arch=row["arch"],
-                seed=row["seed"],
-                way=ways[row["run"]],
-                num_parameters=row["num_parameters"],
-                held_out_kl=held_out_of(row),
-            )
-            for row in table.to_pylist()
-        ),
+        students=students,
+        gains=gains,
     )
     with storage_errors("write", folder / CHAIN_FILE):
         write_file(folder / CHAIN_FILE, record.model_dump_json(indent=1).encode())
-        write_report(folder / REPORT_FILE, runs, table, teacher=teacher, title=folder.name)
+        write_report(
+            folder / REPORT_FILE, runs, table, teacher=teacher, title=folder.name, remarks=remarks(gains)
+        )
     return record
+
+
+def _gains(students: Sequence[ChainStudent]) -> dict[str, float]:
+    sums: dict[Way, dict[str, float]] = {"via assistants": {}, "direct": {}, "assistant": {}}
+    for one in students:
+        if one.held_out_kl:
+            sums[one.way][f"{one.arch}:s{one.seed}"] = sum(one.held_out_kl.values())
+    via, direct = sums["via assistants"], sums["direct"]
+    return {name: via[name] / direct[name] for name in via if name in direct}
+
+
+def remarks(gains: Mapping[str, float]) -> list[str]:
+    """Return what assistants are worth, in words."""
+    return [
+        f"{name} via assistants has {ratio:.4f} times the KL that it has straight from the teacher"
+        for name, ratio in gains.items()
+    ]

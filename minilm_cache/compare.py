@@ -31,12 +31,18 @@ def load_student(folder: Path, device: torch.device) -> TappedModel:
     return TappedModel(load_encoder(folder)).eval().requires_grad_(requires_grad=False).to(device)
 
 
+def is_teacher_of(teacher: Teacher, cache: Cache) -> bool:
+    """Return whether a cache holds this teacher's relations."""
+    expected = cache.manifest.identity
+    return teacher.identity == expected.teacher and teacher.tokenizer_sha256 == expected.tokenizer_sha256
+
+
 def check_is_teacher_of(teacher: Teacher, cache: Cache) -> None:
     """Raise IdentityMismatchError for another teacher than the one whose relations a cache holds."""
-    expected, found = cache.manifest.identity.teacher, teacher.identity
-    if found != expected or teacher.tokenizer_sha256 != cache.manifest.identity.tokenizer_sha256:
+    if not is_teacher_of(teacher, cache):
+        expected = cache.manifest.identity.teacher
         raise IdentityMismatchError(
-            f"teacher {teacher.name} (weights {found.weights_sha256[:12]}) is not the one of "
+            f"teacher {teacher.name} (weights {teacher.identity.weights_sha256[:12]}) is not the one of "
             f"{cache.reader.root} ({cache.manifest.labels.teacher}, weights {expected.weights_sha256[:12]}). "
             "Give the teacher that the cache was dumped from."
         )

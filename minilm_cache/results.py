@@ -4,39 +4,41 @@ from minilm_cache.results import TrainedRun, students_table
 students_table([TrainedRun.open("RUN")]).to_pandas()
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.compare import live_held_out_kl
+from minilm_cache.compare import is_teacher_of, live_held_out_kl
 from minilm_cache.config import TrainConfig, cache_home
 from minilm_cache.device import choose_device
 from minilm_cache.dump.teacher import Teacher
-from minilm_cache.errors import IdentityMismatchError
-from minilm_cache.sizes import inference_rates, model_size
-from minilm_cache.storage_schema.identity import RelationKind, codec_words
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, first_line
+from minilm_cache.sizes import Timed, inference_rates, model_size
+from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.train.objective import Objective, choose_objective
-from minilm_cache.train.record import LOG_FILE, RUN_FILE, RunRecord, StudentRecord, load_record
+from minilm_cache.train.record import LOG_FILE, RUN_FILE, LogLine, RunRecord, StudentRecord, load_record
 from minilm_cache.train.run import student_folder
-from minilm_cache.train.student import teacher_config
+from minilm_cache.train.student import parse_arch, student_config, teacher_config
 
+_SECONDS_PER_HOUR: Final = 3600
 _SEED: Final = re.compile(r":s\d+")
 TEACHER_CACHE: Final = "0-teacher"
 """Folder of the cache in a chain that all its students are compared with."""
 KL_COLUMNS: Final = {kind: f"kl_{kind}" for kind in RelationKind}
-_GROUP: Final = ["cache", "objective", "arch"]
+_GROUP: Final = ["cache", "recipe", "objective", "arch", "kl_to"]
+"""What one row over several seeds has in common; a recipe is a run's identity without shapes and seed."""
 STUDENTS: Final = pa.schema(
     [
         ("run", pa.string()),
+        ("recipe", pa.string()),
         ("cache", pa.string()),
         ("codec", pa.string()),
         ("cache_bytes_per_token", pa.float64()),
@@ -49,6 +51,7 @@ STUDENTS: Final = pa.schema(
         ("transformer_parameters", pa.int64()),
         ("num_parameters", pa.int64()),
         ("flops_per_token", pa.float64()),
+        ("stopped_flops_per_token", pa.float64()),
         ("inference_tokens_per_s", pa.float64()),
         ("speedup", pa.float64()),
         ("kl_to", pa.string()),
@@ -73,11 +76,10 @@ class TrainedRun:
     cache: Cache
     reference: Cache
     """Whose teacher the students are compared with: the run's own cache, or in a chain the first one."""
-
-    @property
-    def name(self) -> str:
-        """Name of the cache in tables and pictures."""
-        return Path(self.record.cache.rstrip("/")).name
+    layer: int | None
+    """Of the reference's teacher that they are compared with; none: its last."""
+    name: str
+    """Of the cache in tables and pictures."""
 
     @classmethod
     def open(
@@ -85,7 +87,10 @@ class TrainedRun:
         path: str | Path,
         cache_place: str | None = None,
         home: Path | None = None,
+        *,
+        name: str | None = None,
         reference: Path | None = None,
+        reference_layer: int | None = None,
     ) -> "TrainedRun":
         """Open a run.
 
@@ -93,7 +98,9 @@ class TrainedRun:
             path: its folder.
             cache_place: folder or URL of its cache; none: where it was when the run began.
             home: folder of what is kept of caches at URLs; none: `~/.cache/minilm-cache`.
+            name: of the cache, in tables; none: the end of its place.
             reference: cache whose teacher the students are compared with; none: that of the run.
+            reference_layer: of that teacher; none: its last.
 
         Raises:
             InvalidConfigError: there is no run.
@@ -106,14 +113,28 @@ class TrainedRun:
             raise IdentityMismatchError(
                 f"run {folder} is not complete. Finish it with the command that began it; it resumes."
             )
-        cache = open_cache(cache_place or record.cache, home or cache_home(None))
+        place = cache_place or record.cache
+        cache = open_cache(place, home or cache_home(None))
         if cache.manifest.fingerprint != record.identity.fingerprint:
             raise IdentityMismatchError(
-                f"{cache_place or record.cache} is not the cache that run {folder} was trained from "
+                f"{place} is not the cache that run {folder} was trained from "
                 f"(fingerprint {record.identity.fingerprint[:12]}). Give that one by --cache."
             )
         other = cache if reference is None else open_cache(reference)
-        return cls(path=folder, record=record, cache=cache, reference=other)
+        own = other.manifest.fingerprint == cache.manifest.fingerprint
+        return cls(
+            path=folder,
+            record=record,
+            cache=cache,
+            reference=other,
+            layer=record.identity.teacher_layer if own else reference_layer,
+            name=name or Path(place.rstrip("/")).name,
+        )
+
+    @property
+    def is_compared_with_own(self) -> bool:
+        """True where students are compared with the teacher whose relations they learned."""
+        return self.reference.manifest.fingerprint == self.cache.manifest.fingerprint
 
     @property
     def students(self) -> list[StudentRecord]:
@@ -129,22 +150,31 @@ class TrainedRun:
                 "arch": identity.arch,
                 "objective": identity.objective,
                 "relation_heads": identity.relation_heads,
-                "teacher_layer": identity.teacher_layer if self.reference is self.cache else None,
+                "teacher_layer": self.layer,
             }
         )
         return choose_objective(config, self.reference)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence, at most."""
+        return self.reference.manifest.identity.packing.max_length
 
     def folder(self, student: StudentRecord) -> Path:
         """Return a student's folder."""
         return student_folder(self.path, student.arch)
 
     def config(self, student: StudentRecord) -> PreTrainedConfig:
-        """Return a student's configuration."""
-        config = AutoConfig.from_pretrained(
-            self.folder(student), trust_remote_code=False, local_files_only=True
-        )
-        assert isinstance(config, PreTrainedConfig)
-        return config
+        """Return a student's configuration, from its cache and its shape."""
+        manifest = self.cache.manifest
+        shape = parse_arch(student.arch, manifest.identity.relation_heads, self._split_into)
+        return student_config(shape, self.cache.reader.attachment(TEACHER_CONFIG), manifest)
+
+    @property
+    def _split_into(self) -> int | None:
+        identity = self.record.identity
+        heads = self.cache.manifest.identity.relation_heads
+        return identity.relation_heads or heads if identity.objective == "minilmv2" else None
 
     @property
     def teacher_config(self) -> PreTrainedConfig:
@@ -153,7 +183,7 @@ class TrainedRun:
 
 
 def open_runs(path: Path, cache_place: str | None, home: Path) -> list[TrainedRun]:
-    """Open a run, or every run of a chain or a study.
+    """Open a run, or every complete run of a chain or a study.
 
     Args:
         path: folder of a run, a chain or a study.
@@ -161,14 +191,31 @@ def open_runs(path: Path, cache_place: str | None, home: Path) -> list[TrainedRu
         home: folder of what is kept of caches at URLs.
 
     Raises:
-        InvalidConfigError: there is no run.
+        InvalidConfigError: there is no run, or a place is given for the several caches of several runs.
         MiniLMCacheError: as `TrainedRun.open`.
     """
     inner = sorted(file.parent for file in path.glob(f"runs/*/{RUN_FILE}"))
     if (path / RUN_FILE).exists() or not inner:
         return [TrainedRun.open(path, cache_place, home)]
+    if cache_place is not None:
+        raise InvalidConfigError(f"--cache goes with a run, and {path} holds several. Leave it out.")
     first = path / "caches" / TEACHER_CACHE
-    return [TrainedRun.open(run, None, home, first if first.is_dir() else None) for run in inner]
+    reference = first if first.is_dir() else None
+    found = []
+    layer: int | None = None
+    for run in inner:
+        record = load_record(run)
+        if not record.complete:
+            continue
+        # The folder may have been moved since; its caches have moved with it.
+        moved = path / "caches" / Path(record.cache).name
+        place = str(moved) if moved.is_dir() else record.cache
+        opened = TrainedRun.open(run, place, home, reference=reference)
+        layer = opened.layer if opened.is_compared_with_own else layer
+        found.append(opened)
+    if not found:
+        raise InvalidConfigError(f"no run in {path} is complete. Finish it with the command that began it.")
+    return [one if one.is_compared_with_own else replace(one, layer=layer) for one in found]
 
 
 def students_table(
@@ -178,64 +225,71 @@ def students_table(
     device: str | None = None,
     price_per_hour: float | None = None,
 ) -> pa.Table:
-    """Return a row for each student of complete runs; of one that diverged, little more than its name.
+    """Return a row for each student of complete runs; one that diverged has no KL.
 
     Columns: parameters (embedding tables, layers, all), FLOPs per token of a forward pass over a full
     sequence, tokens per second of inference and their ratio to the teacher's (both of random weights, in
     turns, here), held-out KL of each relation in nats and what it is to, bytes of shard files read and
-    seconds of the pass that the student shared, its own seconds (by FLOPs), and their cost.
+    seconds of the pass that the student shared, its own seconds (by FLOPs of the steps it took), and their
+    cost. A cache's dump is in no student's cost.
 
     Args:
         runs: complete runs.
-        teacher: makes KLs exact, and those of several codecs comparable; none: as the runs recorded them.
+        teacher: makes KLs exact, and those of several codecs comparable, of runs that are compared with it;
+            none: as the runs recorded them.
         device: where it measures; none: a GPU where there is one.
         price_per_hour: of the machine; none: no costs.
 
     Raises:
-        IdentityMismatchError: the teacher is not the one of a run's cache.
+        MiniLMCacheError: a cache, a configuration or a student is damaged.
     """
-    length = max(run.cache.manifest.identity.packing.max_length for run in runs)
-    configs = {
-        **{f"teacher {run.reference.manifest.fingerprint}": run.teacher_config for run in runs},
-        **{_plain(one.arch): run.config(one) for run in runs for one in run.students},
-    }
-    rates = inference_rates(configs, length, choose_device(device))
+    timed = {_key(run.teacher_config, run.length): Timed(run.teacher_config, run.length) for run in runs}
+    for run in runs:
+        for one in run.record.students:
+            config = run.config(one)
+            timed[_key(config, run.length)] = Timed(config, run.length)
+    rates = inference_rates(timed, choose_device(device))
     rows = []
     for run in runs:
-        teacher_rate = rates[f"teacher {run.reference.manifest.fingerprint}"]
-        flops = {one.arch: model_size(run.config(one), length).flops_per_token for one in run.students}
-        kls = _held_out(run, teacher)
+        teacher_rate = rates[_key(run.teacher_config, run.length)]
+        kls, kl_to = _held_out(run, teacher)
+        shares = _shares(run)
         for one in run.record.students:
-            if one.diverged_at is not None:
-                rows.append({**_of_run(run), **_names(run, one), "diverged_at": one.diverged_at})
-                continue
-            rate = rates[_plain(one.arch)]
-            share = flops[one.arch] / sum(flops.values())
-            own_s = None if run.record.train_s is None else run.record.train_s * share
-            rows.append(
-                {
-                    **_of_run(run),
-                    **_names(run, one),
-                    **asdict(model_size(run.config(one), length)),
-                    "inference_tokens_per_s": rate,
-                    "speedup": rate / teacher_rate,
-                    "kl_to": "teacher" if teacher is not None else one.target,
-                    **_kl_columns(kls[one.arch]),
-                    "own_train_s": own_s,
-                    "cost": None
-                    if price_per_hour is None or own_s is None
-                    else own_s / 3600 * price_per_hour,
-                }
-            )
+            own_s = None if run.record.train_s is None else run.record.train_s * shares[one.arch]
+            row = {**_of_run(run), **_names(run, one), "diverged_at": one.diverged_at, "own_train_s": own_s}
+            if price_per_hour is not None and own_s is not None:
+                row["cost"] = own_s / _SECONDS_PER_HOUR * price_per_hour
+            config = run.config(one)
+            rate = rates[_key(config, run.length)]
+            row |= {"inference_tokens_per_s": rate, "speedup": rate / teacher_rate, "kl_to": kl_to}
+            row |= asdict(model_size(config, run.length)) | _kl_columns(kls.get(one.arch))
+            rows.append({name: row.get(name) for name in STUDENTS.names})
     return pa.Table.from_pylist(rows, schema=STUDENTS)
+
+
+def _key(config: PreTrainedConfig, length: int) -> str:
+    """Return what names a model in measurements: shapes of one name may differ."""
+    return canonical_sha256([config.to_dict(), length])
+
+
+def _shares(run: TrainedRun) -> dict[str, float]:
+    """Return each student's share of a pass, by the operations of the steps that it took."""
+    work = {}
+    for one in run.record.students:
+        steps = run.record.identity.steps if one.diverged_at is None else one.diverged_at
+        work[one.arch] = steps * model_size(run.config(one), run.length).stopped_flops_per_token
+    total = sum(work.values())
+    return {arch: done / total if total else 0.0 for arch, done in work.items()}
 
 
 def _of_run(run: TrainedRun) -> dict[str, Any]:
     measured, identity = run.cache.manifest.measured, run.record.identity
     assert measured is not None
     heads = "" if identity.relation_heads is None else f" ({identity.relation_heads} relation heads)"
+    recipe = identity.model_dump(mode="json", exclude={"arch", "seed"})
     return {
         "run": run.path.name,
+        "recipe": canonical_sha256(recipe)[:12],
         "cache": run.name,
         "codec": codec_words(run.cache.manifest.identity.codec),
         "cache_bytes_per_token": measured.bytes_per_token,
@@ -255,14 +309,17 @@ def _names(run: TrainedRun, student: StudentRecord) -> dict[str, Any]:
     }
 
 
-def _held_out(run: TrainedRun, teacher: Teacher | None) -> Mapping[str, Mapping[RelationKind, float] | None]:
-    if teacher is None:
-        own = run.reference is run.cache
-        return {one.arch: one.held_out_after if own else None for one in run.students}
-    found = live_held_out_kl(
-        run.reference, teacher, run.objective, [run.folder(student) for student in run.students]
-    )
-    return {student.arch: kl for student, kl in zip(run.students, found, strict=True)}
+def _held_out(
+    run: TrainedRun, teacher: Teacher | None
+) -> tuple[Mapping[str, Mapping[RelationKind, float] | None], str]:
+    """Return KLs by student, and what they are to."""
+    if teacher is not None and is_teacher_of(teacher, run.reference):
+        folders = [run.folder(student) for student in run.students]
+        found = live_held_out_kl(run.reference, teacher, run.objective, folders)
+        return {student.arch: kl for student, kl in zip(run.students, found, strict=True)}, "teacher"
+    target = run.record.students[0].target
+    kept = {one.arch: one.held_out_after for one in run.students if run.is_compared_with_own}
+    return kept, target
 
 
 def _kl_columns(kl: Mapping[RelationKind, float] | None) -> dict[str, float | None]:
@@ -283,36 +340,44 @@ def _plain(arch: str) -> str:
 
 
 def summary_table(students: pa.Table) -> pa.Table:
-    """Return means over seeds of each cache, objective and shape, and the standard deviations of KLs.
+    """Return means over seeds of each cache, recipe and shape, and the standard deviations of KLs.
 
+    `seeds` counts those that did not diverge.
     `kl_..._stddev` is the deviation of a sample (n - 1), null for one seed.
     """
     sample = pc.VarianceOptions(ddof=1, min_count=2)
     kls = [*KL_COLUMNS.values(), "kl_sum"]
     means = ["speedup", "inference_tokens_per_s", "bytes_read", "train_s", "own_train_s", "cost", *kls]
     same = ["codec", "cache_bytes_per_token", "flops_per_token", "num_parameters"]
-    same += ["embedding_parameters", "transformer_parameters", "kl_to"]
+    same += ["embedding_parameters", "transformer_parameters"]
     grouped = students.group_by(_GROUP, use_threads=False).aggregate(
-        [("seed", "count")]
+        [("diverged_at", "count", pc.CountOptions(mode="only_null"))]
         + [(name, "first") for name in same]
         + [(name, "mean") for name in means]
         + [(name, "stddev", sample) for name in kls]
     )
     names = {f"{name}_first": name for name in same} | {f"{name}_mean": name for name in means}
-    names["seed_count"] = "seeds"
+    names["diverged_at_count"] = "seeds"
     return grouped.rename_columns([names.get(name, name) for name in grouped.column_names])
 
 
 def curves_table(run: TrainedRun) -> pa.Table:
-    """Return the log of a run: step, student, `students` (training) or `held_out`, relation or loss, nats."""
+    """Return the log of a run: step, student, `students` (training) or `held_out`, relation or loss, nats.
+
+    Raises:
+        IdentityMismatchError: it is damaged.
+    """
+    file = run.path / LOG_FILE
     rows = []
-    for line in (run.path / LOG_FILE).read_text().splitlines():
-        content = json.loads(line)
-        for what in ("students", "held_out"):
-            for arch, means in content.get(what, {}).items():
-                rows += [
-                    {"step": content["step"], "student": arch, "what": what, "of": name, "nats": value}
-                    for name, value in means.items()
-                ]
+    try:
+        for line in map(LogLine.model_validate_json, file.read_text().splitlines()):
+            for what, students in (("students", line.students), ("held_out", line.held_out)):
+                for arch, means in students.items():
+                    named = {"step": line.step, "student": arch, "what": what}
+                    rows += [{**named, "of": name, "nats": value} for name, value in means.items()]
+    except (OSError, ValueError) as error:
+        raise IdentityMismatchError(
+            f"{file} is damaged: {first_line(error)}. Remove the damaged lines, or train again."
+        ) from error
     columns = {"step": pa.int64(), "student": pa.string(), "what": pa.string(), "of": pa.string()}
     return pa.Table.from_pylist(rows, schema=pa.schema([*columns.items(), ("nats", pa.float64())]))

@@ -4,14 +4,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import Final
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-_TURNS = 5
-_BATCH_SIZE = 8
+from minilm_cache.errors import CacheCorruptError
+from minilm_cache.train.student import build_encoder
+
+_TURNS: Final = 5
+_BATCH_SIZE: Final = 8
+_MAX_PARAMETERS: Final = 2**32
+"""Of a model that is built for its speed: a stranger's configuration must not fill memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +32,8 @@ class ModelSize:
     """All weights; with norms, projections and the pooler outside layers."""
     flops_per_token: float
     """Of a forward pass, 2 for each multiplication and addition, attention over the sequence counted."""
+    stopped_flops_per_token: float
+    """Of the layers up to the last one's queries, keys and values, where training stops."""
 
 
 def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
@@ -34,60 +42,80 @@ def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
     Args:
         config: of the model.
         length: tokens of the sequence that floating point operations are counted over.
+
+    Raises:
+        CacheCorruptError: the configuration describes no model.
     """
     with torch.device("meta"):
-        model = AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False).eval()
+        model = build_encoder(config, "eager").eval()
         ids = torch.zeros((1, length), dtype=torch.int64)
         counter = FlopCounterMode(display=False)
         with torch.no_grad(), counter:
             model(input_ids=ids)
     tables = [module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding)]
+    name, layers = _layers(model)
+    counts = counter.get_flop_counts()
+    by_layer = [
+        sum(counts[f"{type(model).__name__}.{name}.{number}"].values()) for number in range(len(layers))
+    ]
+    vectors = 3 * 2 * config.hidden_size**2
     return ModelSize(
         embedding_parameters=sum(tables),
-        transformer_parameters=sum(map(_num_weights, _layers(model))),
+        transformer_parameters=sum(map(_num_weights, layers)),
         num_parameters=_num_weights(model),
         flops_per_token=counter.get_total_flops() / length,
+        stopped_flops_per_token=sum(by_layer[:-1]) / length + vectors,
     )
 
 
-def _layers(model: nn.Module) -> nn.ModuleList:
-    """Return the layers of an encoder: its longest list of modules."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len)
+def _layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return the layers of an encoder, its longest list of modules, and their name."""
+    lists = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList)]
+    return max(lists, key=lambda pair: len(pair[1]))
 
 
 def _num_weights(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A model whose speed is asked for."""
+
+    config: PreTrainedConfig
+    length: int
+    """Tokens of each sequence."""
+
+
 @torch.no_grad()
-def inference_rates(
-    configs: Mapping[str, PreTrainedConfig], length: int, device: torch.device
-) -> dict[str, float]:
+def inference_rates(models: Mapping[str, Timed], device: torch.device) -> dict[str, float]:
     """Return the tokens per second of encoders' forward passes, medians over turns taken one after the other.
 
     Weights are drawn at random, which changes no time. Batches of 8 sequences; sdpa attention.
 
     Args:
-        configs: of the models, by name.
-        length: tokens of each sequence.
+        models: by name.
         device: where they run.
+
+    Raises:
+        CacheCorruptError: a configuration describes no model, or one of more than 4 G weights.
     """
-    models = {name: _random_model(config, device) for name, config in configs.items()}
-    ids = torch.zeros((_BATCH_SIZE, length), dtype=torch.int64, device=device)
-    seconds: dict[str, list[float]] = {name: [] for name in models}
+    built = {name: _random_model(timed, device) for name, timed in models.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in built}
     for _ in range(_TURNS + 1):
-        for name, model in models.items():
+        for name, model in built.items():
+            ids = torch.zeros((_BATCH_SIZE, models[name].length), dtype=torch.int64, device=device)
             started = time.perf_counter()
             model(input_ids=ids)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds[name].append(time.perf_counter() - started)
-    return {name: ids.numel() / median(taken[1:]) for name, taken in seconds.items()}
+    return {name: _BATCH_SIZE * models[name].length / median(taken[1:]) for name, taken in seconds.items()}
 
 
-def _random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
-    model = AutoModel.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
-    assert isinstance(model, PreTrainedModel)
-    model.eval().to(device)
-    return model
+def _random_model(timed: Timed, device: torch.device) -> nn.Module:
+    found = model_size(timed.config, timed.length).num_parameters
+    if found > _MAX_PARAMETERS:
+        raise CacheCorruptError(f"a configuration asks for {found:,} weights. Fetch the cache again.")
+    model: nn.Module = build_encoder(timed.config, "sdpa").eval()
+    return model.to(device)

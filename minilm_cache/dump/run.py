@@ -22,7 +22,7 @@ from minilm_cache.storage_schema.manifest import CacheManifest, Measured
 from minilm_cache.store.catalogue import find_cache
 from minilm_cache.store.layout import MANIFEST, cache_name
 from minilm_cache.store.pull import pull
-from minilm_cache.store.reader import CacheReader
+from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.verify import unsound_shards
 from minilm_cache.store.writer import CacheWriter, creating
 
@@ -81,7 +81,11 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
         raise IdentityMismatchError(
             f"{path} exists. Leave out --no-resume to take it up, or choose another --out."
         )
-    if cache_store is not None and not (path / MANIFEST).exists():
+    if (path / MANIFEST).exists():
+        there = read_manifest(path)
+        if there.complete and config.shard_tokens is None:  # it may have been pulled
+            config = config.model_copy(update={"shard_tokens": there.shard_tokens})
+    elif cache_store is not None:
         url = find_cache(cache_store, identity.fingerprint())
         progress.note(
             f"this cache is {'not in' if url is None else 'to be pulled from'} {url or cache_store}"

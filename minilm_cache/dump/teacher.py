@@ -23,7 +23,14 @@ from huggingface_hub.errors import (
 from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.fingerprint import sha256_file, sha256_files
@@ -57,8 +64,13 @@ class TeacherSource:
     folder: Path
 
 
-def locate_teacher(name: str, revision: str | None = None) -> TeacherSource:
+def locate_teacher(name: str, revision: str | None = None, *, without_weights: bool = False) -> TeacherSource:
     """Find a teacher: `mini`, an alias, a folder, or a hub id (downloaded, safetensors only).
+
+    Args:
+        name: of the teacher.
+        revision: of a teacher from the hub.
+        without_weights: download its configuration and tokenizer alone.
 
     Raises:
         TeacherError: it is not there.
@@ -73,7 +85,8 @@ def locate_teacher(name: str, revision: str | None = None) -> TeacherSource:
         return TeacherSource(name=folder.resolve().name, folder=folder)
     identifier = ALIASES.get(name, name)
     try:
-        local = huggingface_hub.snapshot_download(identifier, revision=revision, allow_patterns=_HUB_FILES)
+        patterns = ["*.json"] if without_weights else _HUB_FILES
+        local = huggingface_hub.snapshot_download(identifier, revision=revision, allow_patterns=patterns)
     except (
         HFValidationError,
         HfHubHTTPError,
@@ -103,17 +116,19 @@ def _mini_folder() -> Path:
     return folder
 
 
-def num_heads_of(source: TeacherSource) -> int:
-    """Return a teacher's attention heads, without loading its weights.
+def read_config(source: TeacherSource) -> PreTrainedConfig:
+    """Return a teacher's configuration, without its weights.
 
     Raises:
-        TeacherError: its folder holds no configuration that says so.
+        TeacherError: its folder holds none of an encoder.
     """
     try:
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
-        return int(config.num_attention_heads)
+        int(config.num_attention_heads)
     except (AttributeError, *_LOADING_ERRORS) as error:
         raise TeacherError(f"cannot read {source.folder}/config.json: {first_line(error)}.") from error
+    assert isinstance(config, PreTrainedConfig)
+    return config
 
 
 class Teacher:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -33,7 +33,7 @@ _MAX_BYTES: Final = 900_000
 """Of all maps, a byte for each entry; base64 makes a third more of it."""
 
 Maps = npt.NDArray[np.float32]
-"""One relation: `(layers, heads, length, length)`; rows sum to 1."""
+"""The beginning of one relation: `(layers, heads, shown, shown)`, 64 positions at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,23 +127,29 @@ def _of_model(name: str, note: str, model: TappedModel, ids: Int[Tensor, " lengt
     lengths = torch.tensor([len(ids)], device=ids.device)
     vectors = model.tap(layers)(ids[None], torch.ones_like(ids)[None])
     relations = {
-        kind: torch.cat([relation_probs(one, kind, lengths) for one in vectors]).cpu().numpy()
+        kind: np.concatenate([_beginning(relation_probs(one, kind, lengths)) for one in vectors])
         for kind in KINDS
     }
     return ModelMaps(name=name, note=note, layers=layers, relations=relations)
 
 
+def _beginning(probs: Float[Tensor, "layers heads query key"]) -> Maps:
+    """Return the part of maps that is ever shown."""
+    shown: Maps = probs[..., :MAX_SHOWN, :MAX_SHOWN].cpu().numpy()
+    return shown
+
+
 def _stored(cache: Cache, number: int) -> ModelMaps:
     sequence = cache[cache.manifest.num_train + number]
-    codec = cache.manifest.identity.codec.name
+    relations = {
+        kind: _beginning(torch.stack([sequence.relation(kind, layer) for layer in cache.layers]))
+        for kind in KINDS
+    }
     return ModelMaps(
         name=f"teacher {cache.manifest.labels.teacher}",
-        note=f"teacher, as the cache holds it ({codec})",
+        note=f"teacher, as the cache holds it ({cache.manifest.identity.codec.name})",
         layers=cache.layers,
-        relations={
-            kind: np.stack([sequence.relation(kind, layer).numpy() for layer in cache.layers])
-            for kind in KINDS
-        },
+        relations=relations,
     )
 
 

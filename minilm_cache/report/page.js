@@ -99,7 +99,9 @@
 
   function move(row, column) {
     const clamp = (value) => Math.max(0, Math.min(shown() - 1, value));
-    cursor = { row: clamp(row), column: clamp(column) };
+    const next = { row: clamp(row), column: clamp(column) };
+    if (next.row === cursor.row && next.column === cursor.column) return;
+    cursor = next;
     refresh();
   }
 
@@ -141,8 +143,12 @@
 
   function showExample() {
     const found = example();
+    const chosen = panels.map((panel) => panel.layerBox.selectedIndex);
     byId("panels").replaceChildren();
     panels = found.models.map(makePanel);
+    panels.forEach((panel, number) => {
+      if (chosen[number] < panel.model.layers.length) panel.layerBox.selectedIndex = chosen[number];
+    });
     const head = Math.max(0, headBox.selectedIndex);
     const heads = Math.max(...found.models.map((model) => model.heads));
     fill(headBox, Array.from({ length: heads }, (_, number) => String(number)));
@@ -151,7 +157,8 @@
       found.tokens.length < found.length
         ? `The first ${found.tokens.length} of ${found.length} positions; rows go on beyond what is shown.`
         : `All ${found.length} positions.`;
-    move(0, 0);
+    cursor = { row: 0, column: 0 };
+    refresh();
   }
 
   fill(exampleBox, data.examples.map((one) => one.label));

@@ -7,7 +7,9 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.resources import files
+from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +20,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from minilm_cache import __version__
+from minilm_cache.compare import check_is_teacher_of
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.report.maps import Wanted, examples, packed
 from minilm_cache.report.plots import (
@@ -48,7 +51,7 @@ class Report:
     """Of layers, where a teacher was at hand."""
 
 
-def write_report(
+def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of its own
     path: Path,
     runs: Sequence[TrainedRun],
     students: pa.Table,
@@ -56,6 +59,7 @@ def write_report(
     teacher: Teacher | None = None,
     wanted: Wanted | None = None,
     title: str = "report",
+    remarks: Sequence[str] = (),
 ) -> Report:
     """Write a page about runs.
 
@@ -66,6 +70,7 @@ def write_report(
         teacher: of the first run's cache; none: maps are what the cache holds, layers are not compared.
         wanted: texts for the attention maps; none: the first held-out sequence, if there is one.
         title: of the page.
+        remarks: sentences at its top.
 
     Raises:
         InvalidConfigError: a text that cannot be looked at.
@@ -73,6 +78,8 @@ def write_report(
         StorageError: the file system refused.
     """
     first = runs[0].reference
+    if teacher is not None:
+        check_is_teacher_of(teacher, first)
     if wanted is None:
         wanted = Wanted(sequences=(0,) if first.manifest.num_held_out else ())
     shown = _shown_students(runs)
@@ -88,6 +95,9 @@ def write_report(
     environment.filters["figure"] = number_text
     page = environment.from_string((folder / "page.html").read_text()).render(
         title=title,
+        remarks=remarks,
+        num_shown=len(shown),
+        num_students=sum(len(run.students) for run in runs),
         version=__version__,
         style=Markup((folder / "page.css").read_text()),  # noqa: S704 - our own file
         script=Markup((folder / "page.js").read_text()),  # noqa: S704 - likewise
@@ -110,14 +120,17 @@ def write_report(
 
 
 def _shown_students(runs: Sequence[TrainedRun]) -> list[tuple[str, Path]]:
-    """Return names and folders of the first students that read the first run's tokens."""
-    tokenizer = runs[0].cache.manifest.identity.tokenizer_sha256
-    found = []
+    """Return names and folders of students that read the first run's tokens: some of every run."""
+    first = runs[0].reference.manifest.identity
+    queues = []
     for run in runs:
-        if run.cache.manifest.identity.tokenizer_sha256 == tokenizer:
+        own = run.reference.manifest.identity
+        reads = own.tokenizer_sha256 == first.tokenizer_sha256
+        if reads and own.packing.max_length >= first.packing.max_length:
             suffix = "" if len(runs) == 1 else f", {run.path.name}"
-            found += [(f"{one.arch}{suffix}", run.folder(one)) for one in run.students]
-    return found[:MAX_STUDENTS]
+            queues.append([(f"{one.arch}{suffix}", run.folder(one)) for one in run.students])
+    turns = [one for turn in zip_longest(*queues) for one in turn if one is not None]
+    return turns[:MAX_STUDENTS]
 
 
 def svg(figure: Figure, name: str) -> Markup:
@@ -127,5 +140,7 @@ def svg(figure: Figure, name: str) -> Markup:
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
+    prefix = sha256(name.encode()).hexdigest()[:8]
+    text = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", text)
     # The size is the column's; the view box keeps the shape.
     return Markup(re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1))  # noqa: S704 - matplotlib escapes

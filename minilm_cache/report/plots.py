@@ -20,8 +20,10 @@ COLOURS: Final = ("#3b82c4", "#d9622b", "#4c9a52", "#b05fc0", "#c9a227", "#5aa7a
 """Of middling lightness: they stand out from white and from black."""
 MARKERS: Final = "os^Dv<>P"
 STYLES: Final = ("-", "--", "-.", ":")
-_FEW_POINTS: Final = 20
-"""Of a curve: they get dots."""
+_MOST_POINTS: Final = 400
+"""Of a curve; of a longer one every n-th is drawn."""
+_MARKS: Final = 8
+"""Markers along a curve."""
 INK: Final = "#121314"
 """Of text and axes; a page puts its own colour in its place."""
 
@@ -41,6 +43,8 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _legend(axes: Axes, title: str) -> None:
+    if not axes.get_legend_handles_labels()[0]:
+        return
     legend = axes.legend(
         title=title, frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1)
     )
@@ -51,15 +55,25 @@ def curves_figure(runs: Sequence[TrainedRun]) -> Figure:
     """Draw the training loss of every student, nats; crosses are held-out KLs, where a run looked at them."""
     figure, axes = _axes(8.5, 4.2)
     drawn = 0
-    for number, run in enumerate(runs):
+    for run in runs:
         table = curves_table(run)
         for student in run.students:
             own = table.filter(pc.field("student") == student.arch)
             losses = own.filter((pc.field("what") == "students") & (pc.field("of") == "loss"))
-            colour, style = COLOURS[drawn % len(COLOURS)], STYLES[number % len(STYLES)]
-            label = f"{student.arch}, {run.path.name}" if len(runs) > 1 else student.arch
-            marker = "." if len(losses) < _FEW_POINTS else None
-            axes.plot(losses["step"], losses["nats"], style, marker=marker, color=colour, lw=1.4, label=label)
+            losses = losses.take(np.arange(0, len(losses), 1 + len(losses) // _MOST_POINTS))
+            colour, style = COLOURS[drawn % len(COLOURS)], STYLES[drawn % len(STYLES)]
+            label = _plain(f"{student.arch}, {run.path.name}" if len(runs) > 1 else student.arch)
+            axes.plot(
+                losses["step"],
+                losses["nats"],
+                style,
+                marker=MARKERS[drawn % len(MARKERS)],
+                markevery=max(1, len(losses) // _MARKS),
+                ms=4,
+                color=colour,
+                lw=1.4,
+                label=label,
+            )
             looks = own.filter(pc.field("what") == "held_out").group_by("step").aggregate([("nats", "sum")])
             axes.plot(looks["step"], looks["nats_sum"], "x", color=colour)
             drawn += 1
@@ -73,8 +87,8 @@ def tradeoff_figure(students: pa.Table) -> Figure:
     figure, axes = _axes(8.5, 4.2)
     rows = _with_kl(students)
     most = max((row["num_parameters"] for row in rows), default=1)
-    for number, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
-        own = [row for row in rows if row["cache"] == cache]
+    for number, cache in enumerate(dict.fromkeys(map(_cache_label, rows))):
+        own = [row for row in rows if _cache_label(row) == cache]
         axes.scatter(
             [row["speedup"] for row in own],
             [row["kl_sum"] for row in own],
@@ -82,12 +96,12 @@ def tradeoff_figure(students: pa.Table) -> Figure:
             marker=MARKERS[number % len(MARKERS)],
             color=COLOURS[number % len(COLOURS)],
             alpha=0.75,
-            label=cache,
+            label=_plain(cache),
         )
     for arch in dict.fromkeys(row["arch"] for row in rows):
         best = min((row for row in rows if row["arch"] == arch), key=lambda row: row["kl_sum"])
         place = (best["speedup"], best["kl_sum"])
-        axes.annotate(arch, place, xytext=(6, -10), textcoords="offset points", color=INK, fontsize=8)
+        axes.annotate(_plain(arch), place, xytext=(6, -10), textcoords="offset points", color=INK, fontsize=8)
     axes.set(xlabel="tokens per second of inference, teacher = 1", ylabel="held-out KL, all relations (nats)")
     axes.margins(0.12)
     _legend(axes, "cache")
@@ -103,10 +117,10 @@ def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Figure:
     """
     figure, axes = _axes(8.5, 4.2)
     rows = _with_kl(students)
-    for number, arch in enumerate(dict.fromkeys(row["arch"] for row in rows)):
+    for number, key in enumerate(dict.fromkeys(map(_line_label, rows))):
         means: dict[float, list[float]] = {}
         for row in rows:
-            if row["arch"] == arch:
+            if _line_label(row) == key:
                 means.setdefault(row["cache_bytes_per_token"], []).append(row["kl_sum"])
         sizes = sorted(means)
         axes.plot(
@@ -115,7 +129,7 @@ def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Figure:
             STYLES[number % len(STYLES)],
             marker=MARKERS[number % len(MARKERS)],
             color=COLOURS[number % len(COLOURS)],
-            label=arch,
+            label=_plain(key),
         )
     axes.axvline(dense_bytes_per_token, color=INK, lw=0.8, ls=":")
     at = axes.get_xaxis_transform()
@@ -136,7 +150,7 @@ def similarity_figure(found: LayerSimilarity) -> Figure:
         axes = figure.add_subplot(1, 2, at + 1)
         axes.imshow(values, vmin=0, vmax=1, cmap="Greys", aspect="auto")
         axes.set_title(name, fontsize=9, color=INK)
-        axes.set_xlabel(f"{found.student}, layer", color=INK)
+        axes.set_xlabel(_plain(f"{found.student}, layer"), color=INK)
         axes.set_xticks(range(columns))
         axes.set_yticks(range(rows))
         axes.tick_params(colors=INK)
@@ -150,9 +164,10 @@ def map_figure(probs: npt.NDArray[np.float32], tokens: Sequence[str], title: str
     """Draw one relation of one head, `(length, length)`: rows look at columns."""
     figure, axes = _axes(0.8 + 0.22 * len(tokens), 0.8 + 0.22 * len(tokens))
     axes.imshow(np.sqrt(probs), vmin=0, vmax=1, cmap="Greys")
-    axes.set_title(title, fontsize=9, color=INK)
-    axes.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=7)
-    axes.set_yticks(range(len(tokens)), tokens, fontsize=7)
+    axes.set_title(_plain(title), fontsize=9, color=INK)
+    labels = list(map(_plain, tokens))
+    axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=7)
+    axes.set_yticks(range(len(tokens)), labels, fontsize=7)
     return figure
 
 
@@ -161,6 +176,22 @@ def _write_values(axes: Axes, values: npt.NDArray[np.float64]) -> None:
     for (row, column), value in np.ndenumerate(values):
         colour = "white" if value > 0.5 else "black"  # noqa: PLR2004 - the middle of the scale
         axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+
+
+def _plain(text: str) -> str:
+    """Return text that matplotlib does not take for a formula."""
+    return text.replace("$", r"\$")
+
+
+def _line_label(row: dict[str, Any]) -> str:
+    """Return a shape and its objective, and what its KLs are to: what a line may join."""
+    to = "" if row["kl_to"] == "teacher" else f", KL to {row['kl_to']}"
+    return f"{row['arch']}, {row['objective']}{to}"
+
+
+def _cache_label(row: dict[str, Any]) -> str:
+    """Return a cache's name, and what its students' KLs are to where that is not the teacher."""
+    return str(row["cache"]) + ("" if row["kl_to"] == "teacher" else f" (KL to {row['kl_to']})")
 
 
 def _with_kl(students: pa.Table) -> list[dict[str, Any]]:

@@ -20,13 +20,17 @@ def provenance(run: TrainedRun) -> list[tuple[str, str]]:
         ("corpus", f"{manifest.labels.corpus}, SHA-256 {corpus.sha256}, {manifest.num_tokens:,} tokens"),
         ("written by", manifest.labels.created_by),
         ("layer", f"{identity.teacher_layer} of the teacher, counted from 0"),
-        ("dumped by", dump_command(manifest)),
+        ("dumped by (names as the cache carries them)", dump_command(manifest)),
         ("trained by", train_command(run)),
     ]
 
 
 def dump_command(manifest: CacheManifest) -> str:
-    """Return a command whose cache has the same fingerprint; a path is named by its end."""
+    """Return a command that makes a cache of the same fingerprint.
+
+    As far as the cache tells: it names teacher and corpus by the ends of their paths, and neither a text
+    column nor a revision.
+    """
     identity = manifest.identity
     codec = identity.codec.model_dump(exclude={"weight_ratio", "calibration_tokens", "seed"})
     last = (identity.teacher.num_layers - 1,)
@@ -50,7 +54,9 @@ def train_command(run: TrainedRun) -> str:
     arch = [word for one in identity.arch for word in ("--arch", one)]
     content = identity.model_dump(exclude={"arch", "fingerprint", "shard_tokens", "compiled"})
     given = {name: value for name, value in content.items() if name in TrainConfig.model_fields}
-    given["streams"] = identity.num_streams
+    given |= {"streams": identity.num_streams, "accumulate": identity.num_parts}
+    if identity.num_streams == 1:
+        del given["streams"]
     compiled = ["--compile"] if identity.compiled else []
     return _command(["minilm-cache", "train", run.record.cache, *arch, *compiled], given, TrainConfig)
 

@@ -95,7 +95,10 @@ def link_file(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_name(target)
     os.link(source, temporary)
-    temporary.replace(target)
+    try:
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)  # a rename onto another link of the same file does nothing
 
 
 def is_vacant(folder: Path, beside: Path | None = None) -> bool:

@@ -379,19 +379,22 @@ def creating(root: Path, progress: Progress, should_stop: ShouldStop) -> Iterato
 def differing_fields(found: CacheManifest, expected: CacheManifest) -> list[str]:
     """Return, as `name (found instead of expected)`, what keeps two manifests from being one cache's."""
     pairs = [
-        ("", found.identity.model_dump(mode="json"), expected.identity.model_dump(mode="json")),
-        ("", {"shard_tokens": found.shard_tokens}, {"shard_tokens": expected.shard_tokens}),
+        (found.identity.model_dump(mode="json"), expected.identity.model_dump(mode="json")),
+        ({"shard_tokens": found.shard_tokens}, {"shard_tokens": expected.shard_tokens}),
     ]
-    differing = [text for prefix, left, right in pairs for text in _differing(prefix, left, right)]
+    differing = [text for left, right in pairs for text in differing_values(left, right)]
     if not differing and found.shards != expected.shards:
         differing.append("the sequences of its shards")
     return differing
 
 
-def _differing(prefix: str, found: Mapping[str, object], expected: Mapping[str, object]) -> Iterator[str]:
+def differing_values(
+    found: Mapping[str, object], expected: Mapping[str, object], prefix: str = ""
+) -> Iterator[str]:
+    """Yield, as `name (found there, expected asked)`, what keeps two documents from being the same."""
     for name in sorted(found.keys() | expected.keys()):
         left, right = found.get(name), expected.get(name)
         if isinstance(left, dict) and isinstance(right, dict):
-            yield from _differing(f"{prefix}{name}.", left, right)
+            yield from differing_values(left, right, f"{prefix}{name}.")
         elif left != right:
             yield f"{prefix}{name} ({left!s:.16} there, {right!s:.16} asked)"

@@ -10,20 +10,26 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
+from transformers import PreTrainedConfig
 
 from minilm_cache.cache import open_cache
-from minilm_cache.config import DumpConfig
+from minilm_cache.compare import is_teacher_of
+from minilm_cache.config import DumpConfig, TrainConfig
 from minilm_cache.device import choose_device
 from minilm_cache.dump.run import dump
-from minilm_cache.dump.teacher import Teacher, locate_teacher, num_heads_of
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.dump.teacher import Teacher, locate_teacher, read_config
+from minilm_cache.errors import DivergedError, InvalidConfigError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.report.page import write_report
 from minilm_cache.results import TrainedRun, students_table, summary_table
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.study.spec import Study
+from minilm_cache.train.objective import check_codec
+from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.run import train
-from minilm_cache.train.student import parse_arch
+from minilm_cache.train.sampler import check_parts
+from minilm_cache.train.student import parse_arch, shape_config, teacher_config
 
 PARQUET_FILE = "students.parquet"
 CSV_FILE = "students.csv"
@@ -70,39 +76,65 @@ def run_study(
     progress = progress or Silent()
     _check_shapes(study, home)
     places = _dump_caches(study, folder, home, progress, should_stop)
+    runs = []
     for number, one in enumerate(study.passes, 1):
         progress.note(f"pass {number} of {len(study.passes)}: {one.name}")
         path = folder / "runs" / one.name
-        train(one.config, places[one.cache], path, home, progress=progress, should_stop=should_stop)
-    runs = [TrainedRun.open(folder / "runs" / one.name, None, home) for one in study.passes]
+        try:
+            train(one.config, places[one.cache], path, home, progress=progress, should_stop=should_stop)
+        except DivergedError as error:
+            progress.note(f"{error} The study goes on without this pass.")
+            continue
+        runs.append(TrainedRun.open(path, places[one.cache], home, name=one.cache))
+    if not runs:
+        raise DivergedError(f"every student of {study.source.path} diverged. Lower lr under train.")
     progress.note("measuring sizes, speed and closeness to the teacher")
     teacher = _teacher(study)
-    students = students_table(runs, teacher, device=_device(study), price_per_hour=study.price_per_hour)
+    students = students_table(
+        runs, teacher, device=study.passes[0].config.device, price_per_hour=study.price_per_hour
+    )
     summary = summary_table(students)
     with storage_errors("write results in", folder):
         pq.write_table(students, folder / PARQUET_FILE)
         pa_csv.write_csv(students, folder / CSV_FILE)
         pa_csv.write_csv(summary, folder / SUMMARY_FILE)
-    write_report(folder / REPORT_FILE, runs, students, teacher=teacher, title=study.source.path.stem)
+    shown = teacher if teacher is not None and is_teacher_of(teacher, runs[0].reference) else None
+    write_report(folder / REPORT_FILE, runs, students, teacher=shown, title=study.source.path.stem)
     return StudyResult(path=folder, students=students, summary=summary)
 
 
 def _check_shapes(study: Study, home: Path) -> None:
-    """Raise for shapes that do not fit a cache's heads, before hours are spent."""
+    """Raise for shapes, objectives and devices that do not fit, before hours are spent."""
+    refuse_ranks("a study", "it has made, or `minilm-cache dump` makes for `{cache: FOLDER}`")
     for name, cache in study.caches.items():
         if isinstance(cache, DumpConfig):
-            heads = num_heads_of(locate_teacher(cache.teacher, cache.revision))
+            source = locate_teacher(cache.teacher, cache.revision, without_weights=True)
+            config, codec = read_config(source), cache.codec
+            heads = config.num_attention_heads
         else:
-            heads = open_cache(cache, home).manifest.identity.relation_heads
+            opened = open_cache(cache, home)
+            config = teacher_config(opened.reader.attachment(TEACHER_CONFIG), opened.manifest)
+            codec, heads = opened.manifest.identity.codec.name, opened.manifest.identity.relation_heads
         for one in study.passes:
-            if one.cache != name:
-                continue
-            split_into = one.config.relation_heads or heads if one.config.objective == "minilmv2" else None
-            for at, arch in enumerate(study.arch):
-                try:
-                    parse_arch(arch, heads, split_into)
-                except InvalidConfigError as error:
-                    study.source.fail(("arch", at), str(error))
+            if one.cache == name:
+                _check_pass(study, one.config, config, codec, heads)
+
+
+def _check_pass(
+    study: Study, training: TrainConfig, teacher: PreTrainedConfig, codec: str, heads: int
+) -> None:
+    choose_device(training.device)
+    try:
+        check_codec(training.objective, codec)
+        check_parts(training)
+    except InvalidConfigError as error:
+        study.source.fail(("train",), str(error))
+    split_into = training.relation_heads or heads if training.objective == "minilmv2" else None
+    for at, arch in enumerate(study.arch):
+        try:
+            shape_config(parse_arch(arch, heads, split_into), teacher.to_dict(), teacher.model_type)
+        except InvalidConfigError as error:
+            study.source.fail(("arch", at), str(error))
 
 
 def _dump_caches(
@@ -124,13 +156,8 @@ def _dump_caches(
 
 
 def _teacher(study: Study) -> Teacher | None:
-    """Return the teacher, where all caches are of one that the study names."""
-    dumped = [cache for cache in study.caches.values() if isinstance(cache, DumpConfig)]
-    if len(dumped) < len(study.caches) or len({(cache.teacher, cache.revision) for cache in dumped}) > 1:
+    """Return the teacher that the study names."""
+    if study.teacher is None:
         return None
-    config = dumped[0]
-    return Teacher(locate_teacher(config.teacher, config.revision), choose_device(config.device))
-
-
-def _device(study: Study) -> str | None:
-    return study.passes[0].config.device
+    name, revision = study.teacher
+    return Teacher(locate_teacher(name, revision), choose_device(study.passes[0].config.device))

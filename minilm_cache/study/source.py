@@ -30,6 +30,10 @@ class Source:
             self.content = yaml.safe_load(text)
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidConfigError(f"cannot read {path}: {first_line(error)}. Check the path.") from error
+        except (RecursionError, ValueError) as error:
+            raise InvalidConfigError(
+                f"{path}: a value in it cannot be read: {first_line(error)}. Mend it, or put it in quotes."
+            ) from error
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             line = "" if mark is None else f", line {mark.line + 1}"
@@ -46,6 +50,10 @@ class Source:
                 raise InvalidConfigError(
                     f"{path}, {line}, {doubled.value}: this key is given twice. Keep one."
                 )
+
+    def resolve(self, path: str) -> Path:
+        """Return a path of the document, which is relative to where the document lies."""
+        return self.path.parent / Path(path).expanduser()
 
     def fail(self, location: Location, problem: str) -> NoReturn:
         """Raise InvalidConfigError that names the file, the line and the key."""
@@ -75,7 +83,7 @@ class Source:
             return model(**values)
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
-            loc = tuple(part for part in problem["loc"] if part not in ("str", "ObjectiveChoice"))
+            loc = tuple(part for part in problem["loc"] if part != "ObjectiveChoice")
             message = problem["msg"].removeprefix("Value error, ")
             if not loc:
                 self.fail(locate[""], message)

@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from minilm_cache.config import DumpConfig, FrozenSettings, TrainConfig
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.storage_schema.identity import canonical_sha256
+from minilm_cache.store.remote import is_url
 from minilm_cache.study.source import Location, Source
-from minilm_cache.train.objective import check_codec
+from minilm_cache.train.objective import RELATIONS, check_codec
 from minilm_cache.train.presets import with_preset
 
-_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,31}")
+_NAME: Final = re.compile(r"[a-z][a-z0-9._-]{0,31}")
+_OBJECTIVES: Final = tuple(RELATIONS)
 _NOT_IN_DUMP: Final = ("rank", "world_size")
 _NOT_IN_TRAIN: Final = {
     "arch": "arch",
@@ -45,12 +48,21 @@ class StudyDocument(FrozenSettings):
     caches: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
     """Name to further settings of a dump, or to `{cache: FOLDER-OR-URL}`, a cache that is there."""
     arch: Annotated[tuple[str, ...], Field(min_length=1)]
-    objective: Annotated[tuple[str | ObjectiveChoice, ...], Field(min_length=1)] = ("minilm",)
+    objective: Annotated[tuple[ObjectiveChoice, ...], Field(min_length=1)] | None = None
+    """None: the preset's, or else minilm."""
     seed: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     train: dict[str, Any] = Field(default_factory=dict)
     """Settings of `TrainConfig` that all trainings share, and `preset`."""
     price_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Of the machine, in any currency: the table then has a column of costs."""
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _names_are_choices(cls, value: object) -> object:
+        """Read `minilm` as `{objective: minilm}`."""
+        if not isinstance(value, list):
+            return value
+        return [{"objective": one} if isinstance(one, str) else one for one in value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +79,8 @@ class Study:
     """A study whose settings are valid, each by itself."""
 
     source: Source
+    teacher: tuple[str, str | None] | None
+    """Name and revision of what students are compared with, run anew; none: what the caches hold."""
     arch: tuple[str, ...]
     caches: Mapping[str, DumpConfig | str]
     """Name to what is dumped, or to where the cache lies."""
@@ -83,10 +97,10 @@ def read_study(path: Path) -> Study:
     source = Source(path)
     document = source.check(StudyDocument, _with_names(source), {"": ()})
     caches = {name: _cache(source, document, name) for name in document.caches}
-    choices = [
-        one if isinstance(one, ObjectiveChoice) else ObjectiveChoice(objective=one)
-        for one in document.objective
-    ]
+    choices = document.objective or (ObjectiveChoice(objective=_preset_objective(source, document)),)
+    for at, arch in enumerate(document.arch):
+        if re.search(r":s\d", arch):
+            source.fail(("arch", at), "seeds are given under seed")
     for key, values in (("arch", document.arch), ("seed", document.seed), ("objective", choices)):
         for at, value in enumerate(values):
             if value in values[:at]:
@@ -98,9 +112,12 @@ def read_study(path: Path) -> Study:
                 config = _training(source, document, choice, at, seed)
                 if isinstance(cache, DumpConfig):
                     _check_fits(source, ("caches", name), choice, cache)
-                passes.append(Pass(cache=name, name=f"{name}-{choice.slug}-s{seed}", config=config))
+                content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
+                slug = f"{name}-{choice.slug}-s{seed}-{canonical_sha256(content)[:8]}"
+                passes.append(Pass(cache=name, name=slug, config=config))
     return Study(
         source=source,
+        teacher=_teacher(source, document),
         arch=document.arch,
         caches=caches,
         passes=tuple(passes),
@@ -124,7 +141,7 @@ def _cache(source: Source, document: StudyDocument, name: str) -> DumpConfig | s
     if "cache" in own:
         if len(own) > 1 or not isinstance(own["cache"], str):
             source.fail(location, "a cache that is there is {cache: FOLDER-OR-URL}, and nothing else")
-        return own["cache"]
+        return own["cache"] if is_url(own["cache"]) else str(source.resolve(own["cache"]))
     for key in _NOT_IN_DUMP:
         for base, given in ((("dump",), document.dump), (location, own)):
             if key in given:
@@ -132,8 +149,11 @@ def _cache(source: Source, document: StudyDocument, name: str) -> DumpConfig | s
                     (*base, key), "a study dumps in one process; dump by hand, then give {cache: FOLDER}"
                 )
     values = {**document.dump, **own}
+    for key in ("teacher", "corpus"):
+        if isinstance(values.get(key), str) and source.resolve(values[key]).exists():
+            values[key] = str(source.resolve(values[key]))
     locate = dict.fromkeys(own, location) | {key: ("dump",) for key in document.dump if key not in own}
-    return source.check(DumpConfig, values, {**locate, "teacher": ("dump",), "": location})
+    return source.check(DumpConfig, values, {"teacher": ("dump",), **locate, "": location})
 
 
 def _training(
@@ -143,18 +163,42 @@ def _training(
         if key in document.train:
             source.fail(("train", key), f"a study varies this; give it under {place}")
     given = dict(document.train)
-    preset = given.pop("preset", None)
-    try:
-        values = with_preset(preset, {**given, "objective": choice.objective})
-    except InvalidConfigError as error:
-        source.fail(("train", "preset"), str(error))
+    preset = _preset(source, given.pop("preset", None))
+    values = with_preset(preset, {**given, "objective": choice.objective})
     if choice.relation_heads is not None:
         values["relation_heads"] = choice.relation_heads
     locate: dict[str, Location] = dict.fromkeys(given, ("train",))
     locate |= {"": ("train",), "arch": (), "seed": (), "relation_heads": ("objective", at)}
-    if choice.objective not in ("minilm", "minilmv2"):
-        source.fail(("objective", at), f"there is no objective {choice.objective}; take minilm or minilmv2")
+    if choice.objective not in _OBJECTIVES:
+        known = " or ".join(_OBJECTIVES)
+        source.fail(("objective", at), f"there is no objective {choice.objective}; take {known}")
     return source.check(TrainConfig, {**values, "arch": document.arch, "seed": seed}, locate)
+
+
+def _preset(source: Source, name: object) -> str | None:
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        source.fail(("train", "preset"), "a preset is a name")
+    try:
+        with_preset(name, {})
+    except InvalidConfigError as error:
+        source.fail(("train", "preset"), str(error))
+    return name
+
+
+def _preset_objective(source: Source, document: StudyDocument) -> str:
+    """Return the objective of the preset, or else minilm."""
+    preset = _preset(source, document.train.get("preset"))
+    return str(with_preset(preset, {}).get("objective", "minilm"))
+
+
+def _teacher(source: Source, document: StudyDocument) -> tuple[str, str | None] | None:
+    name = document.dump.get("teacher")
+    if not isinstance(name, str):
+        return None
+    path = source.resolve(name)
+    return str(path) if path.is_dir() else name, document.dump.get("revision")
 
 
 def _check_fits(source: Source, location: Location, choice: ObjectiveChoice, cache: DumpConfig) -> None:

@@ -23,6 +23,20 @@ from minilm_cache.errors import DeviceError, InvalidConfigError, MiniLMCacheErro
 Value = TypeVar("Value")
 
 
+def refuse_ranks(what: str, told_by: str) -> None:
+    """Raise InvalidConfigError under torchrun for what runs in one process.
+
+    Args:
+        what: that does.
+        told_by: whatever names the folders of its stages.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise InvalidConfigError(
+            f"{what} runs in one process. Run its stages by `minilm-cache dump` and `torchrun ... train` "
+            f"with the folders that {told_by}; what they have completed is taken up."
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
     """The processes of a run, seen from one of them."""

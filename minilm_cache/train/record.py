@@ -3,9 +3,9 @@
 import json
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from minilm_cache.config import TrainConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
@@ -29,15 +29,15 @@ class RunIdentity(_Record):
     fingerprint: str
     """Of the cache."""
     arch: tuple[str, ...]
-    objective: str
+    objective: Literal["minilm", "minilmv2"]
     relation_heads: int | None
     teacher_layer: int
-    steps: int
+    steps: Annotated[int, Field(ge=1, lt=2**53)]
     batch_size: int
     lr: float
     warmup: float
     weight_decay: float
-    seed: int
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
     buffer_shards: int
     shard_tokens: int
     """Of the cache: the order of sequences depends on it."""
@@ -94,7 +94,7 @@ class StudentRecord(_Record):
     held_out_after: dict[RelationKind, float] | None = None
     best_step: int | None = None
     """The step whose weights these are; none: the last one."""
-    diverged_at: int | None = None
+    diverged_at: Annotated[int, Field(ge=0, lt=2**53)] | None = None
     """The step at which its loss was seen not to be finite; there are no weights then."""
 
 
@@ -108,9 +108,21 @@ class RunRecord(_Record):
     complete: bool
     train_s: float | None = None
     """Seconds of steps; none: not complete."""
-    bytes_read: int | None = None
+    bytes_read: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Of shard files, by all processes, up to the last step; none: not complete."""
     students: tuple[StudentRecord, ...]
+
+
+class LogLine(BaseModel):
+    """One line of the log."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    step: Annotated[int, Field(ge=0, lt=2**53)]
+    students: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """Means of training losses since the line before, nats."""
+    held_out: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """KL of each relation on held-out sequences, nats."""
 
 
 def arch_slug(arch: str) -> str:

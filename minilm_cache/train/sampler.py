@@ -104,13 +104,28 @@ class StepPlan:
         return self.batch_size // self.num_parts
 
 
+def check_parts(config: TrainConfig, num_ranks: int = 1) -> int:
+    """Return the parts of a step.
+
+    Raises:
+        InvalidConfigError: a batch does not divide into them.
+    """
+    num_parts = config.accumulate * num_ranks
+    if config.batch_size % num_parts:
+        raise InvalidConfigError(
+            f"--batch-size {config.batch_size} does not divide into {num_parts} parts (--accumulate times "
+            f"the number of processes). Take a multiple of {num_parts}."
+        )
+    return num_parts
+
+
 def plan_steps(config: TrainConfig, manifest: CacheManifest, num_ranks: int = 1, rank: int = 0) -> StepPlan:
     """Return what one of `num_ranks` processes takes at each step.
 
     Raises:
         InvalidConfigError: parts, streams and batch size do not divide, or there are too few shards.
     """
-    num_parts = config.accumulate * num_ranks
+    num_parts = check_parts(config, num_ranks)
     trainable = sum(one.first_sequence < manifest.num_train for one in manifest.shards)
     num_streams = num_ranks if config.streams is None and num_ranks <= trainable else config.streams or 1
     if num_streams > trainable:
@@ -122,11 +137,6 @@ def plan_steps(config: TrainConfig, manifest: CacheManifest, num_ranks: int = 1,
         raise InvalidConfigError(
             f"--streams {num_streams} does not divide the {num_parts} parts of a step (--accumulate times "
             "the number of processes). Take a divisor."
-        )
-    if config.batch_size % num_parts:
-        raise InvalidConfigError(
-            f"--batch-size {config.batch_size} does not divide into {num_parts} parts (--accumulate times "
-            f"the number of processes). Take a multiple of {num_parts}."
         )
     streams = tuple(
         SequenceOrder(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +20,13 @@ _FACTORISED: Final = {"bert": "electra", "electra": "electra"}
 """Family that computes the same with an embedding size of its own."""
 _FFN_FIELDS: Final = ("intermediate_size", "hidden_dim")
 _NOT_TAKEN: Final = frozenset({"auto_map", "model_type", "architectures", "quantization_config"})
-_LIMITS: Final = {"max_position_embeddings": 2**17, "type_vocab_size": 2**10}
+_LIMITS: Final = {
+    "max_position_embeddings": 2**17,
+    "type_vocab_size": 2**10,
+    "intermediate_size": 2**20,
+    "hidden_dim": 2**20,
+    "embedding_size": 2**16,
+}
 """Sizes that the manifest does not state: a stranger's must not fill memory."""
 _BAD_CONFIG: Final = (
     StrictDataclassError,
@@ -135,7 +142,22 @@ def student_config(shape: StudentShape, teacher_config: bytes, manifest: CacheMa
         CacheCorruptError: the configuration is not the one of the teacher that the manifest names.
     """
     content = _read_teacher_config(teacher_config, manifest)
-    family = manifest.identity.teacher.model_type
+    return shape_config(shape, content, manifest.identity.teacher.model_type)
+
+
+def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -> PreTrainedConfig:
+    """Return a teacher's configuration with the sizes of a shape.
+
+    Args:
+        shape: sizes.
+        content: of the teacher's configuration.
+        family: the teacher's.
+
+    Raises:
+        InvalidConfigError: the family has no such shape.
+        CacheCorruptError: the configuration describes no model.
+    """
+    kept = _taken(content)
     if shape.embedding_size != shape.hidden_size:
         if family not in _FACTORISED:
             raise InvalidConfigError(
@@ -143,10 +165,10 @@ def student_config(shape: StudentShape, teacher_config: bytes, manifest: CacheMa
                 f"{', '.join(_FACTORISED)} have. Leave out :e{shape.embedding_size}."
             )
         family = _FACTORISED[family]
-    if content.get("layer_types"):
+    if kept.get("layer_types"):
         # Like MiniLM's own layer, the student's last ones play the part of the teacher's last ones.
-        content["layer_types"] = _last_layer_types(content["layer_types"], shape)
-    fields = [name for name in _FFN_FIELDS if name in content]
+        kept["layer_types"] = _last_layer_types(kept["layer_types"], shape)
+    fields = [name for name in _FFN_FIELDS if name in kept]
     if not fields:
         raise InvalidConfigError(f"--arch {shape.arch}: family {family!r} has no size of the FFN to set.")
     sizes = {
@@ -158,9 +180,9 @@ def student_config(shape: StudentShape, teacher_config: bytes, manifest: CacheMa
     if family in _FACTORISED.values():
         sizes["embedding_size"] = shape.embedding_size
     own_names = CONFIG_MAPPING[family].attribute_map
-    content |= {own_names.get(name, name): size for name, size in sizes.items()}
+    kept |= {own_names.get(name, name): size for name, size in sizes.items()}
     try:
-        config = AutoConfig.for_model(family, **content)
+        config = AutoConfig.for_model(family, **kept)
     except _BAD_CONFIG as error:
         raise _unusable(error) from error
     assert isinstance(config, PreTrainedConfig)
@@ -177,9 +199,11 @@ def teacher_config(document: bytes, manifest: CacheManifest) -> PreTrainedConfig
     Raises:
         CacheCorruptError: it is not the one of the teacher that the manifest names.
     """
-    config = AutoConfig.for_model(
-        manifest.identity.teacher.model_type, **_read_teacher_config(document, manifest)
-    )
+    family = manifest.identity.teacher.model_type
+    try:
+        config = AutoConfig.for_model(family, **_read_teacher_config(document, manifest))
+    except _BAD_CONFIG as error:
+        raise _unusable(error) from error
     assert isinstance(config, PreTrainedConfig)
     return config
 
@@ -198,13 +222,13 @@ def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, 
     teacher = manifest.identity.teacher
     try:
         content = json.loads(document)
-        kept = {
-            key: value for key, value in content.items() if not key.startswith("_") and key not in _NOT_TAKEN
-        }
+        kept = _taken(content)
         config = AutoConfig.for_model(teacher.model_type, **kept)
         plausible = (
             config.vocab_size == teacher.vocab_size
             and config.num_attention_heads == teacher.num_heads
+            and config.hidden_size == teacher.hidden_size
+            and getattr(config, "num_hidden_layers", teacher.num_layers) == teacher.num_layers
             and config.max_position_embeddings >= manifest.identity.packing.max_length
             and all(getattr(config, name, 0) <= limit for name, limit in _LIMITS.items())
             and 0 <= (config.pad_token_id or 0) < teacher.vocab_size
@@ -214,6 +238,11 @@ def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, 
     if not plausible:
         raise _unusable("it does not belong to the teacher that the manifest names")
     return kept
+
+
+def _taken(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what describes a model, without what would choose its code or its attention."""
+    return {key: value for key, value in content.items() if not key.startswith("_") and key not in _NOT_TAKEN}
 
 
 def _unusable(reason: object) -> CacheCorruptError:
@@ -229,9 +258,18 @@ def build_student(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
         CacheCorruptError: the configuration that the cache gave describes no model.
     """
     torch.manual_seed(seed)
+    return build_encoder(config, ATTENTION)
+
+
+def build_encoder(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """Return a model of random weights with an implementation of attention.
+
+    Raises:
+        CacheCorruptError: the configuration describes no model.
+    """
     try:
         model = AutoModel.from_config(
-            config, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
         )
     except _BAD_CONFIG as error:
         raise _unusable(error) from error

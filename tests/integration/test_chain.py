@@ -13,6 +13,7 @@ import pytest
 from minilm_cache.cache import open_cache
 from minilm_cache.chain import run_chain, stages
 from minilm_cache.config import ChainConfig, TrainConfig, make_config
+from minilm_cache.dump.run import dump
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import ShouldStop
 from minilm_cache.store.reader import read_manifest
@@ -75,7 +76,7 @@ def test_a_chain_is_ordinary_caches_and_runs_with_shared_tokens(world: World, co
     first, second = (folder / path for path in record.caches)
 
     assert [one.way for one in record.students] == ["assistant", *["via assistants"] * 2, *["direct"] * 2]
-    assert set(record.gains()) == {"1x16", "1x32"}
+    assert set(record.gains) == {"1x16:s0", "1x32:s0"}
     for cache in (first, second):
         assert command("verify", cache, "--full")[0] == 0
     files = sorted(path.relative_to(first) for path in first.glob("tokens/c/*"))
@@ -194,6 +195,9 @@ def test_another_student_takes_up_what_is_there(world: World, command: Command) 
         (("--arch", "big"), "--arch big: write LAYERSxHIDDEN"),
         (("--objective", "minilmv2"), "--objective minilmv2 needs the query and key relation"),
         (("--teacher", "nowhere"), "unknown teacher 'nowhere'"),
+        (("--assistant", "2x32:h8"), "--arch 2x32:h8: 8 heads, but"),
+        (("--accumulate", "3"), "--batch-size 4 does not divide into 3 parts"),
+        (("--device", "gpu9"), "--device gpu9"),
     ],
 )
 def test_what_cannot_end_well_is_refused_before_the_first_stage(
@@ -202,6 +206,74 @@ def test_what_cannot_end_well_is_refused_before_the_first_stage(
     code = 1 if changes[0] == "--teacher" else 2
     command.fails(*arguments(world, *changes), code=code, says=says)
     assert not (world.root / "chain").exists()
+
+
+def test_another_chain_is_refused_by_a_dry_run_too(world: World, command: Command) -> None:
+    command(*arguments(world))
+    for more in ((), ("--dry-run",)):
+        command.fails(
+            *arguments(world, "--lr", 0.5, *more),
+            code=1,
+            says=("holds another chain", "train.lr (0.005 there, 0.5 asked)"),
+        )
+
+
+def test_a_moved_chain_goes_on(world: World, command: Command) -> None:
+    command(*arguments(world))
+    (world.root / "chain").rename(world.root / "moved")
+    code, _, err = command(*arguments(world, "--out", world.root / "moved"))
+    assert (code, err.count("nothing to do")) == (0, 4)
+
+
+def test_a_pulled_cache_is_complete_whatever_its_shards(world: World, command: Command) -> None:
+    dump(world.config(shard_tokens=512), world.root / "cache", world.home)
+    store = world.root / "store"
+    command("push", world.root / "cache", store)
+    for _ in range(2):
+        code, _, err = command(*arguments(world, "--cache-store", store))
+        assert code == 0, err
+    assert read_manifest(world.root / "chain/caches/0-teacher").shard_tokens == 512
+    assert read_manifest(world.root / "chain/caches/1-2x32").shard_tokens == 512
+
+
+def test_the_layer_that_students_learn_from_is_the_one_they_are_compared_with(world: World) -> None:
+    config = chain_config(world, codec="vectors", max_kl=0.01, layers="0,2")
+    config = config.model_copy(update={"train": config.train.model_copy(update={"teacher_layer": 0})})
+    record = run_chain(config, world.root / "chain", world.home).record
+    (direct,) = (world.root / "chain/runs").glob("direct-*/run.json")
+    found = {one.arch: one.held_out_kl for one in record.students if one.way == "direct"}
+
+    for student in json.loads(direct.read_text())["students"]:
+        for kind, value in student["held_out_after"].items():
+            assert (found[student["arch"]] or {})[kind] == pytest.approx(value, abs=0.03)
+
+
+def test_repairs_leave_nothing_behind(world: World) -> None:
+    config = chain_config(world, compare_direct=False)
+    run_chain(config, world.root / "chain", world.home)
+    damaged = [file for file in world.root.glob("chain/caches/1-2x32/relations/**/0") if file.is_file()]
+    for file in damaged:
+        file.write_bytes(b"")
+    run_chain(config, world.root / "chain", world.home)
+    assert damaged
+    assert list((world.root / "chain").rglob("*.partial")) == []
+
+
+def test_many_students_have_folders_of_their_own(world: World) -> None:
+    def last(number: int) -> str:
+        arch = tuple(f"{layers}x384" for layers in range(1, number))
+        config = chain_config(world, compare_direct=False)
+        update = {"train": config.train.model_copy(update={"arch": arch})}
+        return stages(config.model_copy(update=update), Path("chain"))[-1].path.name
+
+    assert len({last(number) for number in range(2, 30)}) == 28
+
+
+def test_assistants_keep_the_heads_that_students_after_them_have(world: World, command: Command) -> None:
+    words = [word for word in arguments(world) if word not in ("--k", "6")]
+    words += ["--codec", "vectors", "--objective", "minilmv2"]
+    assert command(*words, "--dry-run")[0] == 0
+    command.fails(*words, "--assistant", "2x32:h8", code=2, says="an assistant has its teacher's 4 heads")
 
 
 def test_torchrun_is_told_how(world: World, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,14 @@ from transformers import AutoModel
 
 from minilm_cache.chain import run_chain
 from minilm_cache.config import TrainConfig
+from minilm_cache.errors import CacheCorruptError
 from minilm_cache.report.maps import Example, ModelMaps, packed
 from minilm_cache.report.plots import map_figure
+from minilm_cache.report.provenance import train_command
 from minilm_cache.results import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.run import train
+from minilm_cache.train.student import teacher_config
 from tests.conftest import Command
 from tests.integration.test_chain import chain_config
 from tests.support import VOCABULARY, World, save_teacher, write_corpus
@@ -130,6 +133,9 @@ def test_mouse_and_keyboard_choose_what_is_shown(trained: World, command: Comman
     assert seen[2][:2] == seen[3][:2]  # another layer of one student is nobody else's business
     choose(browser, "layer-0", "1")
     assert pixels(browser)[0] != seen[-1][0]
+    choose(browser, "example", "held-out sequence 0")
+    choose(browser, "example", "ba ce di fo")
+    assert Select(browser.find_element(By.ID, "layer-0")).first_selected_option.text == "1"
     canvas = browser.find_elements(By.TAG_NAME, "canvas")[1]
     before = readout(browser), pixels(browser)
     canvas.send_keys(Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
@@ -246,6 +252,63 @@ def test_a_chain_is_one_page_whose_students_are_all_compared_with_its_first_teac
         assert student.held_out_kl is not None
         expected = sum(student.held_out_kl.values())
         assert found[runs[student.way], student.arch] == pytest.approx(expected)
+
+
+def test_without_a_teacher_a_chain_shows_what_its_runs_recorded(world: World, command: Command) -> None:
+    folder = world.root / "chain"
+    run_chain(chain_config(world), folder, world.home)
+    code, out, err = command("report", folder, "--out", world.root / "page.html", "--json")
+    found = {row["run"]: row["kl_sum"] for row in json.loads(out)["students"]}
+
+    assert code == 0, err
+    assert found["1-2x32"] is not None
+    assert found["direct-1x16_1x32"] is not None
+    assert found["students-1x16_1x32"] is None  # what it recorded is to the assistant
+
+
+def test_names_that_look_like_formulas(trained: World, command: Command, tmp_path: Path) -> None:
+    for name in ("a", r"r$\x$"):
+        shutil.copytree(trained.root / "run", tmp_path / name)
+    runs = (tmp_path / "a", tmp_path / r"r$\x$")
+    assert command("report", *runs, "--out", tmp_path / "page.html")[0] == 0
+    map_figure(np.eye(1, dtype=np.float32), ["$$"], "$").savefig(tmp_path / "map.svg")
+
+
+def test_damaged_runs_end_in_one_line(trained: World, command: Command, tmp_path: Path) -> None:
+    def damaged(name: str) -> Path:
+        shutil.copytree(trained.root / "run", tmp_path / name)
+        return tmp_path / name
+
+    with (damaged("log") / "log.jsonl").open("a") as file:
+        file.write('{"step": 30, "stu')
+    shutil.rmtree(damaged("student") / "students/2x32")
+    record = damaged("record") / "run.json"
+    record.write_text(record.read_text().replace('"steps": 20', f'"steps": {2**70}'))
+    out = ("--out", tmp_path / "page.html")
+    command.fails("report", tmp_path / "log", *out, code=1, says="log.jsonl is damaged")
+    command.fails("report", tmp_path / "student", *out, code=1, says="students/2x32")
+    command.fails("report", tmp_path / "record", *out, code=1, says="run.json is damaged")
+
+
+def test_the_teachers_configuration_in_a_cache_is_not_trusted(trained: World) -> None:
+    cache = TrainedRun.open(trained.root / "run").cache
+    content = json.loads(cache.reader.attachment("teacher/config.json"))
+    for changes in ({"intermediate_size": 2**45}, {"hidden_size": 2**20}, {"num_hidden_layers": 2**20}):
+        with pytest.raises(CacheCorruptError, match="cannot be used"):
+            teacher_config(json.dumps(content | changes).encode(), cache.manifest)
+
+
+def test_the_command_of_a_run_in_parts_makes_the_same_again(
+    trained: World, command: Command, tmp_path: Path
+) -> None:
+    recipe = TrainConfig(
+        arch=("1x16",), steps=6, batch_size=8, accumulate=4, streams=2, max_grad_norm=0.5, device="cpu"
+    )
+    train(recipe, trained.root / "cache", tmp_path / "run", trained.home)
+    words = shlex.split(train_command(TrainedRun.open(tmp_path / "run")))
+    assert command(*words[1:], "--device", "cpu", "--out", tmp_path / "again")[0] == 0
+    weights = "students/1x16/model.safetensors"
+    assert (tmp_path / "again" / weights).read_bytes() == (tmp_path / "run" / weights).read_bytes()
 
 
 def test_commands_of_the_page_make_the_same_again(trained: World, command: Command) -> None:

@@ -4,16 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
 from minilm_cache.config import TrainConfig
-from minilm_cache.errors import InterruptedRunError
+from minilm_cache.errors import DivergedError, InterruptedRunError
 from minilm_cache.results import TrainedRun, curves_table, students_table, summary_table
 from minilm_cache.study.run import run_study
 from minilm_cache.study.spec import read_study
-from minilm_cache.train.run import train
+from minilm_cache.train.run import TrainResult, train
 from tests.conftest import Command
 from tests.integration.test_chain import after
 from tests.support import World
@@ -116,18 +117,23 @@ def test_a_study_stopped_anywhere_goes_on_to_the_same_table(world: World) -> Non
 
 
 def test_caches_that_are_there_are_taken_as_they_are(world: World, command: Command) -> None:
+    """With a teacher to compare with, and without; the path is relative to the document."""
     world.dump("there", codec="vectors", max_kl=0.05)
-    path = document(
-        world, caches=f" {{there: {{cache: {world.root / 'there'}}}}}", objective=" [minilm, minilmv2]"
-    )
-    code, out, _ = command("study", path, "--json")
-    rows = json.loads(out)["students"]
+    objective = " [minilm, minilmv2]"
+    with_teacher = document(world, caches=" {there: {cache: there}}", objective=objective)
+    code, out, _ = command("study", with_teacher, "--json")
+    compared = json.loads(out)["students"]
+    command("study", document(world, caches=" {there: {cache: there}}", objective=objective, dump=" {}"))
+    recorded = pq.read_table(world.root / "shapes/students.parquet").to_pylist()
 
     assert code == 0
-    assert {row["objective"] for row in rows} == {"minilm", "minilmv2"}
-    assert {row["kl_to"] for row in rows} == {"stored rows"}
-    for row in rows:
+    assert {row["objective"] for row in compared} == {"minilm", "minilmv2"}
+    assert {row["kl_to"] for row in compared} == {"teacher"}
+    assert {row["kl_to"] for row in recorded} == {"stored rows"}
+    for row, other in zip(compared, recorded, strict=True):
         assert (row["kl_query"] is None) == (row["objective"] == "minilm")
+        assert row["kl_sum"] != other["kl_sum"]
+        assert row["kl_sum"] == pytest.approx(other["kl_sum"], rel=0.5)
 
 
 def test_objectives_may_have_their_own_relation_heads(world: World) -> None:
@@ -136,7 +142,8 @@ def test_objectives_may_have_their_own_relation_heads(world: World) -> None:
     study = read_study(document(world, caches=caches, objective=objective, seed=" [0]"))
     result = run_study(study, world.root / "study", world.home)
 
-    assert [one.name for one in study.passes] == ["coded-minilmv2-s0", "coded-minilmv2-h8-s0"]
+    names = [one.name.rpartition("-")[0] for one in study.passes]
+    assert names == ["coded-minilmv2-s0", "coded-minilmv2-h8-s0"]
     assert len(result.summary) == 4
 
 
@@ -198,13 +205,27 @@ def test_tables_are_arrow_tables_for_notebooks(world: World) -> None:
         ({"price_per_hour": " -1"}, "price_per_hour: input should be greater than 0"),
         ({"archs": " [3x384]"}, "archs: extra inputs are not permitted"),
         ({"arch": " [1x16"}, "this is no YAML"),
+        ({"arch": " [1x16, '1x16:s1']"}, "line 11, arch.1: seeds are given under seed"),
+        ({"seed": " 2020-13-45"}, "a value in it cannot be read"),
+        ({"objective": " [{objective: minilmv2, heads: 3}]"}, "objective.0.heads: extra inputs are not"),
+        ({"train": "\n  preset: [a]"}, "line 14, train.preset: a preset is a name"),
+        (
+            {"train": "\n  accumulate: 3\n  batch_size: 4"},
+            "--batch-size 4 does not divide into 3 parts",
+        ),
+        ({"train": "\n  device: gpu9"}, "--device gpu9"),
+        ({"caches": "\n  a: null"}, "line 9, caches.a: input should be a valid dictionary"),
+        ({"caches": "\n  0-teacher: {codec: dense}"}, "a name has at most"),
+        ({"caches": " {a: {cache: nowhere}}"}, "nowhere"),
     ],
 )
 def test_mistakes_are_told_with_line_and_key(
     world: World, command: Command, changes: dict[str, str], says: str
 ) -> None:
     path = document(world, **changes)
-    command.fails("study", path, code=2, says=(str(path), says))
+    is_elsewhere = "nowhere" in says or "gpu9" in says
+    code = 1 if "nowhere" in says else 2
+    command.fails("study", path, code=code, says=says if is_elsewhere else (str(path), says))
     assert not (world.root / "shapes").exists()
 
 
@@ -213,6 +234,76 @@ def test_a_document_that_is_not_there_or_no_mapping(world: World, command: Comma
     path = world.root / "list.yaml"
     path.write_text("- 1\n")
     command.fails("study", path, code=2, says="a study is a mapping")
+
+
+def test_a_preset_brings_its_objective(world: World) -> None:
+    caches = " {coded: {codec: vectors, max_kl: 0.05}}"
+    train = "\n  preset: minilmv2-large"
+    passes = read_study(document(world, caches=caches, train=train)).passes
+    assert {(one.config.objective, one.config.relation_heads) for one in passes} == {("minilmv2", 64)}
+    passes = read_study(document(world, caches=caches, train=train, objective=" [minilm]")).passes
+    assert {one.config.objective for one in passes} == {"minilm"}
+
+
+def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(world: World, command: Command) -> None:
+    world.dump()
+    options = ("--arch", "1x16", "--steps", 10, "--batch-size", 4, "--device", "cpu")
+    for name, more in (("a", ("--lr", 5e-3)), ("b", ("--lr", 1e-3)), ("c", ("--lr", 5e-3, "--seed", 1))):
+        command("train", world.root / "cache", *options, *more, "--out", world.root / name)
+    runs = [TrainedRun.open(world.root / name) for name in "abc"]
+    students = students_table(runs)
+
+    assert summary_table(students)["seeds"].to_pylist() == [2, 1]
+    code, out, _ = command(
+        *("report", world.root / "a", world.root / "a", "--json", "--out", world.root / "page.html")
+    )
+    assert (code, len(json.loads(out)["students"])) == (0, 1)
+    diverged = students.set_column(
+        students.column_names.index("diverged_at"), "diverged_at", pa.array([None, None, 3], pa.int64())
+    )
+    assert summary_table(diverged)["seeds"].to_pylist() == [1, 1]
+
+
+def test_a_study_may_grow(world: World) -> None:
+    run_study(read_study(document(world, seed=" [0]")), world.root / "study", world.home)
+    grown = read_study(document(world, seed=" [0]", arch=" [1x16, 1x32, 1x48]"))
+    assert len(run_study(grown, world.root / "study", world.home).summary) == 6
+
+
+def test_a_pass_whose_students_diverge_is_left_out(
+    world: World, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    def diverging(config: TrainConfig, *arguments: Any, **others: Any) -> TrainResult:
+        if config.seed == 1:
+            raise DivergedError("student 1x16 diverged.")
+        return train(config, *arguments, **others)
+
+    monkeypatch.setattr("minilm_cache.study.run.train", diverging)
+    code, out, err = command("study", document(world), "--json")
+
+    assert code == 0
+    assert {row["seed"] for row in json.loads(out)["students"]} == {0}
+    assert err.count("The study goes on without this pass") == 2
+    command.fails("study", document(world, seed=" [1]"), code=1, says="every student of")
+
+
+def test_a_moved_study_is_still_one(world: World, command: Command) -> None:
+    path = document(world, seed=" [0]")
+    command("study", path)
+    (world.root / "shapes").rename(world.root / "moved")
+    code, _, err = command("study", path, "--out", world.root / "moved")
+    assert (code, err.count("nothing to do")) == (0, 4)
+    assert command("report", world.root / "moved", "--out", world.root / "page.html")[0] == 0
+    command.fails("report", world.root / "moved", "--cache", "x", code=2, says="--cache goes with a run")
+
+
+def test_caches_of_unlike_lengths_are_measured_each_at_its_own(world: World, command: Command) -> None:
+    caches = "\n  short: {codec: topk, k: 4, max_length: 16}\n  long: {codec: topk, k: 4, max_length: 64}"
+    code, out, err = command("study", document(world, caches=caches, seed=" [0]"), "--json")
+    flops = {(row["cache"], row["arch"]): row["flops_per_token"] for row in json.loads(out)["students"]}
+
+    assert code == 0, err
+    assert flops["short", "1x16"] < flops["long", "1x16"]
 
 
 def test_the_table_is_printed(world: World, command: Command) -> None:

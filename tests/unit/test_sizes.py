@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, BertConfig
 
-from minilm_cache.sizes import inference_rates, model_size
+from minilm_cache.errors import CacheCorruptError
+from minilm_cache.sizes import Timed, inference_rates, model_size
 from tests.support import TINY
 
 
@@ -33,7 +34,19 @@ def test_operations_are_two_for_each_weight_and_the_attention() -> None:
     weights = layers * 12 * hidden**2
     attention = layers * 2 * 2 * length * hidden
     pooler = 2 * hidden**2 / length
-    assert model_size(config, length).flops_per_token == pytest.approx(2 * weights + attention + pooler)
+    found = model_size(config, length)
+    assert found.flops_per_token == pytest.approx(2 * weights + attention + pooler)
+    stopped = (2 * weights + attention) * (layers - 1) / layers + 2 * 3 * hidden**2
+    assert found.stopped_flops_per_token == pytest.approx(stopped)
+
+
+def test_a_configuration_that_fills_memory_or_describes_nothing_is_refused() -> None:
+    big = BertConfig(hidden_size=2**14, intermediate_size=2**16, num_attention_heads=4, num_hidden_layers=24)
+    with pytest.raises(CacheCorruptError, match="asks for"):
+        inference_rates({"big": Timed(big, 16)}, torch.device("cpu"))
+    for changes in ({"hidden_act": "nosuch"}, {"intermediate_size": 2**62}):
+        with pytest.raises(CacheCorruptError, match="cannot be used"):
+            model_size(BertConfig(**changes), 16)
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -47,7 +60,10 @@ def test_every_family_has_a_size(family: str) -> None:
 
 
 def test_every_model_has_a_rate() -> None:
-    configs = {family: AutoConfig.for_model(family, **TINY[family]) for family in ("bert", "distilbert")}
-    rates = inference_rates(configs, 16, torch.device("cpu"))
-    assert rates.keys() == configs.keys()
+    families = {"bert": 16, "distilbert": 32}
+    models = {
+        name: Timed(AutoConfig.for_model(name, **TINY[name]), length) for name, length in families.items()
+    }
+    rates = inference_rates(models, torch.device("cpu"))
+    assert rates.keys() == families.keys()
     assert all(math.isfinite(rate) and rate > 0 for rate in rates.values())
