@@ -104,19 +104,14 @@ class StepPlan:
         return self.batch_size // self.num_parts
 
 
-def check_parts(config: TrainConfig, num_ranks: int = 1) -> int:
-    """Return the parts of a step.
-
-    Raises:
-        InvalidConfigError: a batch does not divide into them.
-    """
+def check_parts(config: TrainConfig, num_ranks: int = 1) -> None:
+    """Raise InvalidConfigError for a batch that does not divide into the parts of a step."""
     num_parts = config.accumulate * num_ranks
     if config.batch_size % num_parts:
         raise InvalidConfigError(
             f"--batch-size {config.batch_size} does not divide into {num_parts} parts (--accumulate times "
             f"the number of processes). Take a multiple of {num_parts}."
         )
-    return num_parts
 
 
 def plan_steps(config: TrainConfig, manifest: CacheManifest, num_ranks: int = 1, rank: int = 0) -> StepPlan:
@@ -125,7 +120,7 @@ def plan_steps(config: TrainConfig, manifest: CacheManifest, num_ranks: int = 1,
     Raises:
         InvalidConfigError: parts, streams and batch size do not divide, or there are too few shards.
     """
-    num_parts = check_parts(config, num_ranks)
+    num_parts = config.accumulate * num_ranks
     trainable = sum(one.first_sequence < manifest.num_train for one in manifest.shards)
     num_streams = num_ranks if config.streams is None and num_ranks <= trainable else config.streams or 1
     if num_streams > trainable:
@@ -138,6 +133,7 @@ def plan_steps(config: TrainConfig, manifest: CacheManifest, num_ranks: int = 1,
             f"--streams {num_streams} does not divide the {num_parts} parts of a step (--accumulate times "
             "the number of processes). Take a divisor."
         )
+    check_parts(config, num_ranks)
     streams = tuple(
         SequenceOrder(
             shards=manifest.shards,
