@@ -51,6 +51,16 @@ def train(  # noqa: PLR0913 - one parameter for each option
     preset: PresetOption = None,
     objective: ObjectiveOption = None,
     relation_heads: RelationHeadsOption = None,
+    value_relation: Annotated[
+        bool, typer.Option("--value-relation/--no-value-relation", help="Of minilm: learn it, too, or not")
+    ] = True,
+    query_key_relations: Annotated[
+        bool, typer.Option("--query-key-relations", help="Of minilm: learn query and key relations, too")
+    ] = False,
+    layer_map: Annotated[
+        str,
+        typer.Option(help="Layers that learn: last, last-two, first-last or all, from a cache of --layers"),
+    ] = "last",
     teacher_layer: Annotated[
         int | None, typer.Option(help="Layer of the teacher to learn from [default: the cache's last]")
     ] = None,
@@ -113,6 +123,9 @@ def train(  # noqa: PLR0913 - one parameter for each option
         TrainConfig,
         **with_preset(preset, given),
         arch=tuple(arch),
+        value_relation=value_relation,
+        query_key_relations=query_key_relations,
+        layer_map=layer_map,
         teacher_layer=teacher_layer,
         max_grad_norm=max_grad_norm,
         precision=precision,

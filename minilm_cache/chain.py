@@ -169,7 +169,9 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
     _check_folder(config, folder)
     choose_device(config.train.device)
     check_parts(config.train)
-    check_codec(config.train.objective, config.dump.codec)
+    check_codec(config.train, config.dump.codec)
+    if config.train.layer_map != "last":
+        raise InvalidConfigError("a chain's students learn from last layers. Leave out --layer-map.")
     source = locate_teacher(config.dump.teacher, config.dump.revision, without_weights=True)
     taught = read_config(source)
     heads = taught.num_attention_heads

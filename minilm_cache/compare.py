@@ -68,7 +68,7 @@ def live_held_out_kl(
     if not manifest.num_held_out:
         return [None] * len(students)
     wanted = objective.wanted
-    teacher.tap([manifest.identity.layers[-1] if wanted.layer is None else wanted.layer])
+    teacher.tap(wanted.layers or manifest.identity.layers[-1:])
     looks = [_look(load_student(folder, teacher.device), objective) for folder in students]
     heads = wanted.relation_heads or manifest.identity.relation_heads
     fitting = MAX_SCORES_BYTES // scores_bytes(1, heads, manifest.identity.packing.max_length)
@@ -80,9 +80,11 @@ def live_held_out_kl(
 
 
 def _look(student: TappedModel, objective: Objective) -> Callable[[StudentBatch], Losses]:
+    own = objective.of(student.num_layers)
+    student.tap(own.student_layers)
+
     def look(batch: StudentBatch) -> Losses:
         mask = torch.arange(batch.ids.shape[1], device=batch.ids.device) < batch.lengths[:, None]
-        (vectors,) = student(batch.ids, mask.to(torch.int64))
-        return objective(vectors, batch, "dense")
+        return own(student(batch.ids, mask.to(torch.int64)), batch, "dense")
 
     return look

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.storage_schema.identity import MAX_LAYERS
 
+LayerMap = Literal["last", "last-two", "first-last", "all"]
+"""Which layers of a student learn from which of the teacher."""
 Settings = TypeVar("Settings", bound="FrozenSettings")
 
 MIN_SHARD_TOKENS = 64
@@ -118,6 +120,12 @@ class TrainConfig(FrozenSettings):
     objective: Literal["minilm", "minilmv2"] = "minilm"
     relation_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Of objective `minilmv2`; none: the heads of the teacher's attention."""
+    value_relation: bool = True
+    """Of objective `minilm`; false: attention distributions alone."""
+    query_key_relations: bool = False
+    """Of objective `minilm`: query and key relations beside the others."""
+    layer_map: LayerMap = "last"
+    """Which layers of a student learn from which of the teacher."""
     teacher_layer: Annotated[int, Field(ge=0, lt=1024)] | None = None
     """Layer of the teacher to learn from, counted from 0; none: the last that the cache holds."""
     steps: Annotated[int, Field(ge=1)] | None = None
@@ -171,6 +179,12 @@ class TrainConfig(FrozenSettings):
             raise ValueError("--steps and --epochs exclude each other")
         if self.relation_heads is not None and self.objective != "minilmv2":
             raise ValueError("--relation-heads goes with --objective minilmv2, and only with it")
+        if self.objective != "minilm" and (self.query_key_relations or not self.value_relation):
+            raise ValueError(
+                "--no-value-relation and --query-key-relations go with --objective minilm, and only with it"
+            )
+        if self.layer_map != "last" and self.teacher_layer is not None:
+            raise ValueError("--teacher-layer goes with --layer-map last, and only with it")
         if self.compiled and self.gradient_checkpointing:
             raise ValueError("--compile and --gradient-checkpointing exclude each other")
         doubled = sorted({arch for arch in self.arch if self.arch.count(arch) > 1})

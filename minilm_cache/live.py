@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.relations import DenseRows, Targets, TeacherSignal, mean_row_entropy, split_heads
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.batches import StudentBatch, WantedTargets
 
 
@@ -13,14 +14,17 @@ def with_live_targets(
 ) -> Iterator[StudentBatch]:
     """Yield the same sequences with the teacher's dense relations, from a forward pass for each batch.
 
-    They are those of the last layer that it is tapped at; `wanted` says which, and how many heads.
+    They are those of the layers that it is tapped at; `wanted` says which relations, and how many heads.
     """
     for batch in batches:
-        signal = teacher.signals(batch.ids, batch.lengths)[-1]
-        if wanted.relation_heads is not None:
-            signal = TeacherSignal(split_heads(signal.vectors, wanted.relation_heads), batch.lengths)
-        targets = {
-            kind: Targets(DenseRows(signal.probs(kind)), mean_row_entropy(signal.probs(kind), batch.lengths))
-            for kind in wanted.kinds
-        }
-        yield replace(batch, targets=targets)
+        signals = teacher.signals(batch.ids, batch.lengths)
+        yield replace(batch, targets=tuple(_targets(signal, wanted) for signal in signals))
+
+
+def _targets(signal: TeacherSignal, wanted: WantedTargets) -> dict[RelationKind, Targets]:
+    if wanted.relation_heads is not None:
+        signal = TeacherSignal(split_heads(signal.vectors, wanted.relation_heads), signal.lengths)
+    return {
+        kind: Targets(DenseRows(signal.probs(kind)), mean_row_entropy(signal.probs(kind), signal.lengths))
+        for kind in wanted.kinds
+    }

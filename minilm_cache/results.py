@@ -24,7 +24,15 @@ from minilm_cache.sizes import Timed, inference_rates, model_size
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.train.objective import Objective, choose_objective
-from minilm_cache.train.record import LOG_FILE, RUN_FILE, LogLine, RunRecord, StudentRecord, load_record
+from minilm_cache.train.record import (
+    LOG_FILE,
+    RUN_FILE,
+    LogLine,
+    RunIdentity,
+    RunRecord,
+    StudentRecord,
+    load_record,
+)
 from minilm_cache.train.run import student_folder
 from minilm_cache.train.student import parse_arch, student_config, teacher_config
 
@@ -150,7 +158,10 @@ class TrainedRun:
                 "arch": identity.arch,
                 "objective": identity.objective,
                 "relation_heads": identity.relation_heads,
-                "teacher_layer": self.layer,
+                "value_relation": identity.value_relation,
+                "query_key_relations": identity.query_key_relations,
+                "layer_map": identity.layer_map,
+                "teacher_layer": self.layer if identity.layer_map == "last" else None,
             }
         )
         return choose_objective(config, self.reference)
@@ -285,7 +296,6 @@ def _shares(run: TrainedRun) -> dict[str, float]:
 def _of_run(run: TrainedRun) -> dict[str, Any]:
     measured, identity = run.cache.manifest.measured, run.record.identity
     assert measured is not None
-    heads = "" if identity.relation_heads is None else f" ({identity.relation_heads} relation heads)"
     recipe = identity.model_dump(mode="json", exclude={"arch", "seed"})
     return {
         "run": run.path.name,
@@ -293,12 +303,24 @@ def _of_run(run: TrainedRun) -> dict[str, Any]:
         "cache": run.name,
         "codec": codec_words(run.cache.manifest.identity.codec),
         "cache_bytes_per_token": measured.bytes_per_token,
-        "objective": identity.objective + heads,
+        "objective": _objective_words(identity),
         "steps": identity.steps,
         "students_in_pass": len(identity.arch),
         "bytes_read": run.record.bytes_read,
         "train_s": run.record.train_s,
     }
+
+
+def _objective_words(identity: RunIdentity) -> str:
+    """Return an objective and what was asked of it beside its name."""
+    parts = {
+        f"{identity.relation_heads} relation heads": identity.relation_heads is not None,
+        "no value relation": not identity.value_relation,
+        "query and key relations": identity.query_key_relations,
+        f"layers: {identity.layer_map}": identity.layer_map != "last",
+    }
+    found = [words for words, is_asked in parts.items() if is_asked]
+    return identity.objective + (f" ({', '.join(found)})" if found else "")
 
 
 def _names(run: TrainedRun, student: StudentRecord) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 from minilm_cache.config import DumpConfig, TrainConfig
 from minilm_cache.results import TrainedRun
 from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.train.card import layers_in_words
 
 
 def provenance(run: TrainedRun) -> list[tuple[str, str]]:
@@ -19,7 +20,7 @@ def provenance(run: TrainedRun) -> list[tuple[str, str]]:
         ("teacher", f"{manifest.labels.teacher}, weights SHA-256 {teacher.weights_sha256}"),
         ("corpus", f"{manifest.labels.corpus}, SHA-256 {corpus.sha256}, {manifest.num_tokens:,} tokens"),
         ("written by", manifest.labels.created_by),
-        ("layer", f"{identity.teacher_layer} of the teacher, counted from 0"),
+        ("learned from", layers_in_words(identity)),
         ("dumped by (names as the cache carries them)", dump_command(manifest)),
         ("trained by", train_command(run)),
     ]
@@ -57,8 +58,13 @@ def train_command(run: TrainedRun) -> str:
     given |= {"streams": identity.num_streams, "accumulate": identity.num_parts}
     if identity.num_streams == 1:
         del given["streams"]
-    compiled = ["--compile"] if identity.compiled else []
-    return _command(["minilm-cache", "train", run.record.cache, *arch, *compiled], given, TrainConfig)
+    switches = {
+        "--compile": identity.compiled,
+        "--no-value-relation": not given.pop("value_relation"),
+        "--query-key-relations": given.pop("query_key_relations"),
+    }
+    on = [name for name, is_on in switches.items() if is_on]
+    return _command(["minilm-cache", "train", run.record.cache, *arch, *on], given, TrainConfig)
 
 
 def _command(words: list[str], given: dict[str, Any], settings: type[DumpConfig | TrainConfig]) -> str:

@@ -125,7 +125,7 @@ def _check_pass(
 ) -> None:
     choose_device(training.device)
     try:
-        check_codec(training.objective, codec)
+        check_codec(training, codec)
         check_parts(training)
     except InvalidConfigError as error:
         study.source.fail(("train",), str(error))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, field_validator
 
-from minilm_cache.config import DumpConfig, FrozenSettings, TrainConfig
+from minilm_cache.config import DumpConfig, FrozenSettings, LayerMap, TrainConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.remote import is_url
@@ -23,6 +23,9 @@ _NOT_IN_TRAIN: Final = {
     "arch": "arch",
     "objective": "objective",
     "relation_heads": "objective, as {objective: minilmv2, relation_heads: N}",
+    "value_relation": "objective, as {objective: minilm, value_relation: false}",
+    "query_key_relations": "objective, as {objective: minilm, query_key_relations: true}",
+    "layer_map": "objective, as {objective: minilm, layer_map: all}",
     "seed": "seed",
 }
 """Settings of a training that a study varies, and where they belong."""
@@ -33,11 +36,25 @@ class ObjectiveChoice(FrozenSettings):
 
     objective: str
     relation_heads: int | None = None
+    value_relation: bool = True
+    query_key_relations: bool = False
+    layer_map: LayerMap = "last"
 
     @property
     def slug(self) -> str:
         """The choice as part of a path."""
-        return self.objective if self.relation_heads is None else f"{self.objective}-h{self.relation_heads}"
+        parts = {
+            f"h{self.relation_heads}": self.relation_heads is not None,
+            "novr": not self.value_relation,
+            "qk": self.query_key_relations,
+            self.layer_map: self.layer_map != "last",
+        }
+        return "-".join([self.objective, *(part for part, is_part in parts.items() if is_part)])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it sets, none of it as it would be anyway."""
+        return self.model_dump(exclude_defaults=True)
 
 
 class StudyDocument(FrozenSettings):
@@ -111,7 +128,7 @@ def read_study(path: Path) -> Study:
             for seed in document.seed:
                 config = _training(source, document, choice, at, seed)
                 if isinstance(cache, DumpConfig):
-                    _check_fits(source, ("caches", name), choice, cache)
+                    _check_fits(source, ("caches", name), config, cache)
                 content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
                 slug = f"{name}-{choice.slug}-s{seed}-{canonical_sha256(content)[:8]}"
                 passes.append(Pass(cache=name, name=slug, config=config))
@@ -164,11 +181,10 @@ def _training(
             source.fail(("train", key), f"a study varies this; give it under {place}")
     given = dict(document.train)
     preset = _preset(source, given.pop("preset", None))
-    values = with_preset(preset, {**given, "objective": choice.objective})
-    if choice.relation_heads is not None:
-        values["relation_heads"] = choice.relation_heads
+    values = with_preset(preset, {**given, **choice.settings})
     locate: dict[str, Location] = dict.fromkeys(given, ("train",))
-    locate |= {"": ("train",), "arch": (), "seed": (), "relation_heads": ("objective", at)}
+    locate |= dict.fromkeys(ObjectiveChoice.model_fields, ("objective", at))
+    locate |= {"": ("train",), "arch": (), "seed": ()}
     if choice.objective not in _OBJECTIVES:
         known = " or ".join(_OBJECTIVES)
         source.fail(("objective", at), f"there is no objective {choice.objective}; take {known}")
@@ -201,8 +217,8 @@ def _teacher(source: Source, document: StudyDocument) -> tuple[str, str | None] 
     return str(path) if path.is_dir() else name, document.dump.get("revision")
 
 
-def _check_fits(source: Source, location: Location, choice: ObjectiveChoice, cache: DumpConfig) -> None:
+def _check_fits(source: Source, location: Location, config: TrainConfig, cache: DumpConfig) -> None:
     try:
-        check_codec(choice.objective, cache.codec)
+        check_codec(config, cache.codec)
     except InvalidConfigError as error:
         source.fail(location, str(error))

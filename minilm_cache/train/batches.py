@@ -39,7 +39,8 @@ class StudentBatch:
     """Tokens of all parts that this process takes of the step."""
     ends_step: bool
     """True for the last of them."""
-    targets: Mapping[RelationKind, Targets]
+    targets: tuple[Mapping[RelationKind, Targets], ...]
+    """One for each layer of `WantedTargets.layers`, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,8 @@ class WantedTargets:
     """Relations; none: token ids are all that is wanted."""
     relation_heads: int | None = None
     """Heads to split vectors into; none: those of the teacher's attention."""
-    layer: int | None = None
-    """Of the teacher; none: the last that the cache holds."""
+    layers: tuple[int, ...] = ()
+    """Of the teacher, ascending; none: the last that the cache holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +94,11 @@ class BatchReader:
         """
         self._cache = cache
         self._wanted = wanted
-        self._codec = cache.codec if wanted.layer is None else cache.codecs[wanted.layer]
-        estimated = cache.manifest.identity.relations if self._codec.is_unbiased else ()
+        self._codecs = [cache.codecs[layer] for layer in wanted.layers or cache.layers[-1:]]
+        estimated = cache.manifest.identity.relations if cache.codec.is_unbiased else ()
+        paths = {path: None for codec in self._codecs for path in codec.paths(wanted.kinds)}
         self._stored = _Stored(
-            paths=self._codec.paths(wanted.kinds),
+            paths=tuple(paths),
             entropies=tuple(kind for kind in wanted.kinds if kind in estimated),
         )
         self._num_heads = wanted.relation_heads or cache.manifest.identity.relation_heads
@@ -165,10 +167,16 @@ class BatchReader:
         # As stored, in small integers; they become relations where they are needed.
         rows = {path: self._to_device(values) for path, values in gathered.rows.items()}
         try:
-            decoded = self._codec.decode(rows, self._wanted.kinds, lengths, self._wanted.relation_heads)
+            decoded = [
+                codec.decode(rows, self._wanted.kinds, lengths, self._wanted.relation_heads)
+                for codec in self._codecs
+            ]
         except CacheCorruptError as error:
             raise CacheCorruptError(f"{self._cache.reader.root}: {error}") from error
-        targets = {kind: self._targets(kind, found, gathered, lengths) for kind, found in decoded.items()}
+        targets = tuple(
+            {kind: self._targets(kind, found, gathered, lengths) for kind, found in layer.items()}
+            for layer in decoded
+        )
         return StudentBatch(
             ids=ids.masked_fill(beyond, self._pad_token).to(self._device),
             lengths=lengths,

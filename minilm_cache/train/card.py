@@ -30,6 +30,13 @@ def save_student(
         (new / "README.md").write_text(student_card(reader.manifest, identity, record))
 
 
+def layers_in_words(identity: RunIdentity) -> str:
+    """Return which layers of a teacher students learned from."""
+    if identity.teacher_layer is None:
+        return f"layers of a teacher mapped to their own (`{identity.layer_map}`)"
+    return f"layer {identity.teacher_layer} of a teacher, counted from 0"
+
+
 def student_card(manifest: CacheManifest, identity: RunIdentity, record: StudentRecord) -> str:
     """Return the model card."""
     data = ModelCardData(
@@ -45,8 +52,7 @@ def student_card(manifest: CacheManifest, identity: RunIdentity, record: Student
         f"# {record.arch}, distilled from {manifest.labels.teacher}",
         "",
         f"A student of {record.num_parameters:,} parameters ({record.arch}), distilled offline with",
-        f"minilm-cache (objective `{identity.objective}`) from layer {identity.teacher_layer} of a teacher",
-        "(counted from 0).",
+        f"minilm-cache (objective `{identity.objective}`) from {layers_in_words(identity)}.",
         "",
         f"- teacher: {manifest.labels.teacher} ({teacher.model_type}, {teacher.num_layers} layers, hidden "
         f"{teacher.hidden_size}, weights SHA-256 `{teacher.weights_sha256}`)",

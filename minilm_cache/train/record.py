@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from minilm_cache.config import TrainConfig
+from minilm_cache.config import LayerMap, TrainConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -31,7 +31,11 @@ class RunIdentity(_Record):
     arch: tuple[str, ...]
     objective: Literal["minilm", "minilmv2"]
     relation_heads: int | None
-    teacher_layer: int
+    value_relation: bool
+    query_key_relations: bool
+    layer_map: LayerMap
+    teacher_layer: int | None
+    """Counted from 0; none: the layers of the map."""
     steps: Annotated[int, Field(ge=1, lt=2**53)]
     batch_size: int
     lr: float
@@ -56,7 +60,7 @@ class RunIdentity(_Record):
         cls,
         config: TrainConfig,
         manifest: CacheManifest,
-        layer: int,
+        layer: int | None,
         steps: int,
         plan: StepPlan,
         precision: Literal["float32", "bfloat16"],

@@ -117,7 +117,7 @@ def _train(  # noqa: PLR0913 - as `train`
     heads = manifest.identity.relation_heads
     shapes = [parse_arch(arch, heads, objective.wanted.relation_heads) for arch in config.arch]
     steps = num_steps(config, manifest)
-    layer = cache.layers[-1] if config.teacher_layer is None else config.teacher_layer
+    layer = objective.wanted.layers[0] if config.layer_map == "last" else None
     if config.eval_steps is not None and not manifest.num_held_out:
         raise InvalidConfigError(
             "--eval-steps: the cache has no held-out sequences to look at. Leave it out."
@@ -131,7 +131,7 @@ def _train(  # noqa: PLR0913 - as `train`
         )
     progress.note(
         f"run {path}: {', '.join(config.arch)}, {steps} steps, objective {config.objective}, "
-        f"layer {layer} of the teacher, counted from 0"
+        f"layer {', '.join(map(str, objective.wanted.layers))} of the teacher, counted from 0"
     )
     first = student_config(shapes[0], cache.reader.attachment(TEACHER_CONFIG), manifest)
     pad_token = first.pad_token_id or 0

@@ -95,6 +95,12 @@ def parse_arch(arch: str, relation_heads: int, split_into: int | None = None) ->
     return shape
 
 
+def num_layers_of(arch: str) -> int:
+    """Return the layers of a shape, or 0 for what is no shape."""
+    match = _PATTERN.fullmatch(arch)
+    return int(match[1]) if match else 0
+
+
 def _check_shape(shape: StudentShape) -> None:
     arch, heads = shape.arch, shape.num_heads
     if 0 in {shape.num_layers, shape.hidden_size, shape.ffn_size, heads, shape.embedding_size}:

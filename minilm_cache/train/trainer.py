@@ -40,7 +40,8 @@ class StudentTrainer:
             ranks: the processes of the run.
         """
         self.shape = shape
-        self.model = model.freeze_unused()
+        self._objective = objective.of(model.num_layers)
+        self.model = model.tap(self._objective.student_layers).freeze_unused()
         if config.gradient_checkpointing:
             self.model.checkpoint_layers()
         if config.compiled:
@@ -51,7 +52,6 @@ class StudentTrainer:
         self._ranks = ranks
         self._seed = config.seed if shape.seed is None else shape.seed
         self._config = config
-        self._objective = objective
         self._steps = steps
         self._taken: dict[RelationKind, Tensor] = {}
         self.trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -126,8 +126,7 @@ class StudentTrainer:
         device = batch.ids.device
         is_rounded = precision_of(self._config, device) == "bfloat16"
         with torch.autocast(device.type, torch.bfloat16, enabled=is_rounded):
-            (vectors,) = model(batch.ids, mask.to(torch.int64))
-            return self._objective(vectors, batch, method)
+            return self._objective(model(batch.ids, mask.to(torch.int64)), batch, method)
 
 
 def precision_of(config: TrainConfig, device: torch.device) -> Literal["float32", "bfloat16"]:

@@ -28,7 +28,7 @@ def test_minilmv2_is_plain_torch_on_heads_split_anew(world: World, relation_head
     reader = BatchReader(cache, objective.wanted, 0, torch.device("cpu"))
     batch = next(iter(reader.held_out_batches(1, 1)))
     query, key, value = torch.randn(3, len(batch.ids), 4, batch.ids.shape[1], 4)
-    found = objective(Vectors(query, key, value, None, 0.5), batch)
+    found = objective.of(1)([Vectors(query, key, value, None, 0.5)], batch)
     assert isinstance(cache.codec, VectorsCodec)
     sequence = cache[cache.manifest.num_train]
     codes = torch.from_numpy(sequence._rows[cache.codec.codes_path][None])

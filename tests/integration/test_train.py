@@ -256,13 +256,13 @@ def test_targets_from_the_cache_are_those_of_the_live_teacher(world: World) -> N
     stored = BatchReader(cache, WantedTargets(kinds=KINDS), 0, device).train_batches(plan, 0)
     tokens = BatchReader(cache, WantedTargets(kinds=()), 0, device).train_batches(plan, 0)
     live = with_live_targets(tokens, teacher, WantedTargets(kinds=KINDS))
-    objective = Objective(wanted=WantedTargets(kinds=KINDS))
+    own = Objective(wanted=WantedTargets(kinds=KINDS)).of(3)
     student = TappedModel(with_attention(tiny_model("bert", seed=9), ATTENTION))
     for _ in range(6):
         left, right = next(stored), next(live)
         assert torch.equal(left.ids, right.ids)
         mask = (torch.arange(left.ids.shape[1]) < left.lengths[:, None]).long()
-        (vectors,) = student(left.ids, mask)
-        found, expected = objective(vectors, left), objective(vectors, right)
+        vectors = student(left.ids, mask)
+        found, expected = own(vectors, left), own(vectors, right)
         for kind in KINDS:
             torch.testing.assert_close(found.parts[kind], expected.parts[kind], atol=2e-3, rtol=2e-3)
