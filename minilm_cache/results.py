@@ -372,12 +372,15 @@ def summary_table(students: pa.Table) -> pa.Table:
     means = ["speedup", "inference_tokens_per_s", "bytes_read", "train_s", "own_train_s", "cost", *kls]
     same = ["codec", "cache_bytes_per_token", "flops_per_token", "num_parameters"]
     same += ["embedding_parameters", "transformer_parameters"]
-    grouped = students.group_by(_GROUP, use_threads=False).aggregate(
+    numbered = students.append_column("place", pa.array(range(len(students)), pa.int64()))
+    grouped = numbered.group_by(_GROUP, use_threads=False).aggregate(
         [("diverged_at", "count", pc.CountOptions(mode="only_null"))]
+        + [("place", "min")]
         + [(name, "first") for name in same]
         + [(name, "mean") for name in means]
         + [(name, "stddev", sample) for name in kls]
     )
+    grouped = grouped.sort_by("place_min").drop_columns("place_min")
     names = {f"{name}_first": name for name in same} | {f"{name}_mean": name for name in means}
     names["diverged_at_count"] = "seeds"
     return grouped.rename_columns([names.get(name, name) for name in grouped.column_names])
