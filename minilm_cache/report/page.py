@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.resources import files
-from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
@@ -120,17 +119,16 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
 
 
 def _shown_students(runs: Sequence[TrainedRun]) -> list[tuple[str, Path]]:
-    """Return names and folders of students that read the first run's tokens: some of every run."""
+    """Return names and folders of students that read the first run's tokens, seed by seed."""
     first = runs[0].reference.manifest.identity
-    queues = []
-    for run in runs:
+    found = []
+    for run in sorted(runs, key=lambda one: one.record.identity.seed):
         own = run.reference.manifest.identity
         reads = own.tokenizer_sha256 == first.tokenizer_sha256
         if reads and own.packing.max_length >= first.packing.max_length:
             suffix = "" if len(runs) == 1 else f", {run.path.name}"
-            queues.append([(f"{one.arch}{suffix}", run.folder(one)) for one in run.students])
-    turns = [one for turn in zip_longest(*queues) for one in turn if one is not None]
-    return turns[:MAX_STUDENTS]
+            found += [(f"{one.arch}{suffix}", run.folder(one)) for one in run.students]
+    return found[:MAX_STUDENTS]
 
 
 def svg(figure: Figure, name: str) -> Markup:

@@ -61,7 +61,8 @@ def curves_figure(runs: Sequence[TrainedRun]) -> Figure:
             own = table.filter(pc.field("student") == student.arch)
             losses = own.filter((pc.field("what") == "students") & (pc.field("of") == "loss"))
             losses = losses.take(np.arange(0, len(losses), 1 + len(losses) // _MOST_POINTS))
-            colour, style = COLOURS[drawn % len(COLOURS)], STYLES[drawn % len(STYLES)]
+            colour = COLOURS[drawn % len(COLOURS)]
+            style = STYLES[(drawn + drawn // len(COLOURS)) % len(STYLES)]  # no two of 32 are alike
             label = _plain(f"{student.arch}, {run.path.name}" if len(runs) > 1 else student.arch)
             axes.plot(
                 losses["step"],
@@ -150,7 +151,7 @@ def similarity_figure(found: LayerSimilarity) -> Figure:
         axes = figure.add_subplot(1, 2, at + 1)
         axes.imshow(values, vmin=0, vmax=1, cmap="Greys", aspect="auto")
         axes.set_title(name, fontsize=9, color=INK)
-        axes.set_xlabel(_plain(f"{found.student}, layer"), color=INK)
+        axes.set_xlabel("student, layer", color=INK)
         axes.set_xticks(range(columns))
         axes.set_yticks(range(rows))
         axes.tick_params(colors=INK)

@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeServic
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
+from selenium.webdriver.support.wait import WebDriverWait
 from transformers import AutoModel
 
 from minilm_cache.chain import run_chain
@@ -83,6 +85,11 @@ def pixels(browser: Chrome) -> list[str]:
         "return [...document.querySelectorAll('canvas')].map((one) => one.toDataURL())"
     )
     return shown
+
+
+def shows_other_than(before: list[str], browser: Chrome) -> bool:
+    """Return whether canvases have changed."""
+    return pixels(browser) != before
 
 
 def readout(browser: Chrome) -> str:
@@ -181,7 +188,10 @@ def test_dark_and_light(trained: World, command: Command, browser: Chrome) -> No
     seen = []
     for scheme in ("light", "dark"):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
+        before = pixels(browser)
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        if scheme == "dark":  # the page hears of it a moment later
+            WebDriverWait(browser, 20).until(partial(shows_other_than, before))
         colours = browser.execute_script(
             "const style = getComputedStyle(document.body); return [style.color, style.backgroundColor]"
         )
