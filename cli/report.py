@@ -51,7 +51,7 @@ def study(
         )
         return
     print_pairs({"study": result.path, "report": result.report, "table": result.path / "students.parquet"})
-    summary_printed(result.summary)
+    print_summary(result.summary)
 
 
 def report(  # noqa: PLR0913 - one parameter for each option
@@ -86,7 +86,8 @@ def report(  # noqa: PLR0913 - one parameter for each option
     from minilm_cache.dump.teacher import Teacher, locate_teacher  # noqa: PLC0415 - likewise
     from minilm_cache.report.maps import Wanted  # noqa: PLC0415 - likewise
     from minilm_cache.report.page import write_report  # noqa: PLC0415 - likewise
-    from minilm_cache.results import open_runs, students_table, summary_table  # noqa: PLC0415 - likewise
+    from minilm_cache.results import students_table, summary_table  # noqa: PLC0415 - likewise
+    from minilm_cache.runs import open_runs  # noqa: PLC0415 - likewise
 
     quiet_libraries()
     with TerminalProgress().shown() as progress:
@@ -95,8 +96,8 @@ def report(  # noqa: PLR0913 - one parameter for each option
         live = None if teacher is None else Teacher(locate_teacher(teacher), choose_device(device))
         progress.note(f"measuring {sum(len(one.students) for one in opened)} students")
         students = students_table(opened, live, device=device)
-        numbers = tuple(sequence or ()) if sequence or text else None
-        wanted = None if numbers is None else Wanted(sequences=numbers, texts=tuple(text or ()))
+        chosen = Wanted(sequences=tuple(sequence or ()), texts=tuple(text or ()))
+        wanted = chosen if sequence or text else None
         made = write_report(out, opened, students, teacher=live, wanted=wanted, title=title)
     if json:
         print_json(
@@ -109,7 +110,7 @@ def report(  # noqa: PLR0913 - one parameter for each option
         )
         return
     print_pairs({"report": made.path, "bytes": f"{made.num_bytes:,}"})
-    summary_printed(summary_table(students))
+    print_summary(summary_table(students))
 
 
 def _as_json(found: "LayerSimilarity") -> dict[str, Any]:
@@ -121,7 +122,7 @@ def _as_json(found: "LayerSimilarity") -> dict[str, Any]:
     }
 
 
-def summary_printed(summary: "pa.Table") -> None:
+def print_summary(summary: "pa.Table") -> None:
     """Print means over seeds, as `results.summary_table` gives them."""
     kinds = [
         name.removesuffix("_stddev").removeprefix("kl_")

@@ -20,13 +20,14 @@ from minilm_cache.dump.teacher import Teacher, locate_teacher, read_config
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.report.page import write_report
-from minilm_cache.results import TEACHER_CACHE, TrainedRun, held_out_of, students_table
+from minilm_cache.results import held_out_of, students_table
+from minilm_cache.runs import TEACHER_CACHE, TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.layout import MANIFEST, commit_path
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.store.writer import differing_values
-from minilm_cache.train.objective import check_codec
+from minilm_cache.train.objective import check_codec, split_into
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import RUN_FILE, arch_slug, load_record
 from minilm_cache.train.run import student_folder, train
@@ -175,11 +176,9 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
     source = locate_teacher(config.dump.teacher, config.dump.revision, without_weights=True)
     taught = read_config(source)
     heads = taught.num_attention_heads
-    train = config.train
-    if train.objective == "minilmv2":
-        train = train.model_copy(update={"relation_heads": train.relation_heads or heads})
+    split = split_into(config.train.objective, config.train.relation_heads, heads)
     for arch in (*config.assistants, *config.train.arch):
-        shape = parse_arch(arch, heads, train.relation_heads)
+        shape = parse_arch(arch, heads, split)
         if shape.num_heads != heads and arch in config.assistants:
             raise InvalidConfigError(
                 f"--assistant {arch}: an assistant has its teacher's {heads} heads, so that students after "
@@ -188,7 +187,7 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
         own = shape_config(shape, taught.to_dict(), taught.model_type)
         if arch in config.assistants:
             taught = own
-    return config.model_copy(update={"train": train})
+    return config.model_copy(update={"train": config.train.model_copy(update={"relation_heads": split})})
 
 
 def _check_folder(config: ChainConfig, folder: Path) -> None:
@@ -308,11 +307,11 @@ def _finish(config: ChainConfig, folder: Path, done: Sequence[Stage], progress: 
 
 
 def _gains(students: Sequence[ChainStudent]) -> dict[str, float]:
-    sums: dict[Way, dict[str, float]] = {"via assistants": {}, "direct": {}, "assistant": {}}
-    for one in students:
-        if one.held_out_kl:
-            sums[one.way][f"{one.arch}:s{one.seed}"] = sum(one.held_out_kl.values())
-    via, direct = sums["via assistants"], sums["direct"]
+    def sums(way: Way) -> dict[str, float]:
+        own = [one for one in students if one.way == way and one.held_out_kl]
+        return {f"{one.arch}:s{one.seed}": sum((one.held_out_kl or {}).values()) for one in own}
+
+    via, direct = sums("via assistants"), sums("direct")
     return {name: via[name] / direct[name] for name in via if name in direct}
 
 

@@ -13,10 +13,10 @@ from minilm_cache.cache import Cache
 from minilm_cache.dump.teacher import Teacher, load_encoder
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.live import with_live_targets
-from minilm_cache.loss import MAX_SCORES_BYTES, scores_bytes
+from minilm_cache.relations import key_mask
 from minilm_cache.tap import TappedModel
 from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
-from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutKL, held_out_kl
+from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutKL, batch_size, held_out_kl
 from minilm_cache.train.objective import Losses, Objective
 
 _BATCH_SIZE = 16
@@ -70,12 +70,8 @@ def live_held_out_kl(
     wanted = objective.wanted
     teacher.tap(wanted.layers or manifest.identity.layers[-1:])
     looks = [_look(load_student(folder, teacher.device), objective) for folder in students]
-    heads = wanted.relation_heads or manifest.identity.relation_heads
-    fitting = MAX_SCORES_BYTES // scores_bytes(1, heads, manifest.identity.packing.max_length)
-    pad_token = teacher.tokenizer.pad_token_id
-    tokens = BatchReader(cache, WantedTargets(kinds=()), pad_token, teacher.device).held_out_batches(
-        max(1, min(_BATCH_SIZE, fitting)), MAX_SEQUENCES
-    )
+    reader = BatchReader(cache, WantedTargets(kinds=()), teacher.tokenizer.pad_token_id, teacher.device)
+    tokens = reader.held_out_batches(batch_size(wanted, manifest, _BATCH_SIZE), MAX_SEQUENCES)
     return held_out_kl(looks, with_live_targets(tokens, teacher, wanted))
 
 
@@ -84,7 +80,7 @@ def _look(student: TappedModel, objective: Objective) -> Callable[[StudentBatch]
     student.tap(own.student_layers)
 
     def look(batch: StudentBatch) -> Losses:
-        mask = torch.arange(batch.ids.shape[1], device=batch.ids.device) < batch.lengths[:, None]
+        mask = key_mask(batch.lengths, batch.ids.shape[1])
         return own(student(batch.ids, mask.to(torch.int64)), batch, "dense")
 
     return look

@@ -1,45 +1,31 @@
 """What runs have come to, as Arrow tables: for notebooks, for a study's table, for the report.
 
-from minilm_cache.results import TrainedRun, students_table
+from minilm_cache.results import students_table
+from minilm_cache.runs import TrainedRun
+
 students_table([TrainedRun.open("RUN")]).to_pandas()
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import PreTrainedConfig
 
-from minilm_cache.cache import Cache, open_cache
 from minilm_cache.compare import is_teacher_of, live_held_out_kl
-from minilm_cache.config import TrainConfig, cache_home
 from minilm_cache.device import choose_device
 from minilm_cache.dump.teacher import Teacher
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, first_line
-from minilm_cache.sizes import Timed, inference_rates, model_size
+from minilm_cache.errors import IdentityMismatchError, first_line
+from minilm_cache.runs import TrainedRun
+from minilm_cache.sizes import ModelSize, Timed, inference_rates, model_size
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
-from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
-from minilm_cache.train.objective import Objective, choose_objective
-from minilm_cache.train.record import (
-    LOG_FILE,
-    RUN_FILE,
-    LogLine,
-    RunIdentity,
-    RunRecord,
-    StudentRecord,
-    load_record,
-)
-from minilm_cache.train.run import student_folder
-from minilm_cache.train.student import parse_arch, student_config, teacher_config
+from minilm_cache.train.record import LOG_FILE, LogLine, RunIdentity, StudentRecord
 
 _SECONDS_PER_HOUR: Final = 3600
 _SEED: Final = re.compile(r":s\d+")
-TEACHER_CACHE: Final = "0-teacher"
-"""Folder of the cache in a chain that all its students are compared with."""
 KL_COLUMNS: Final = {kind: f"kl_{kind}" for kind in RelationKind}
 _GROUP: Final = ["cache", "recipe", "objective", "arch", "kl_to"]
 """What one row over several seeds has in common; a recipe is a run's identity without shapes and seed."""
@@ -75,160 +61,6 @@ STUDENTS: Final = pa.schema(
 """One row for each student; `bytes_read` and `train_s` are those of the pass that it shared."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedRun:
-    """A complete run and the cache that it is from."""
-
-    path: Path
-    record: RunRecord
-    cache: Cache
-    reference: Cache
-    """Whose teacher the students are compared with: the run's own cache, or in a chain the first one."""
-    layer: int | None
-    """Of the reference's teacher that they are compared with; none: its last."""
-    name: str
-    """Of the cache in tables and pictures."""
-
-    @classmethod
-    def open(
-        cls,
-        path: str | Path,
-        cache_place: str | None = None,
-        home: Path | None = None,
-        *,
-        name: str | None = None,
-        reference: Path | None = None,
-        reference_layer: int | None = None,
-    ) -> "TrainedRun":
-        """Open a run.
-
-        Args:
-            path: its folder.
-            cache_place: folder or URL of its cache; none: where it was when the run began.
-            home: folder of what is kept of caches at URLs; none: `~/.cache/minilm-cache`.
-            name: of the cache, in tables; none: the end of its place.
-            reference: cache whose teacher the students are compared with; none: that of the run.
-            reference_layer: of that teacher; none: its last.
-
-        Raises:
-            InvalidConfigError: there is no run.
-            IdentityMismatchError: it is not complete, or the cache is another one.
-            MiniLMCacheError: the cache cannot be opened.
-        """
-        folder = Path(path)
-        record = load_record(folder)
-        if not record.complete:
-            raise IdentityMismatchError(
-                f"run {folder} is not complete. Finish it with the command that began it; it resumes."
-            )
-        place = cache_place or record.cache
-        cache = open_cache(place, home or cache_home(None))
-        if cache.manifest.fingerprint != record.identity.fingerprint:
-            raise IdentityMismatchError(
-                f"{place} is not the cache that run {folder} was trained from "
-                f"(fingerprint {record.identity.fingerprint[:12]}). Give that one by --cache."
-            )
-        other = cache if reference is None else open_cache(reference)
-        own = other.manifest.fingerprint == cache.manifest.fingerprint
-        return cls(
-            path=folder,
-            record=record,
-            cache=cache,
-            reference=other,
-            layer=record.identity.teacher_layer if own else reference_layer,
-            name=name or Path(place.rstrip("/")).name,
-        )
-
-    @property
-    def is_compared_with_own(self) -> bool:
-        """True where students are compared with the teacher whose relations they learned."""
-        return self.reference.manifest.fingerprint == self.cache.manifest.fingerprint
-
-    @property
-    def students(self) -> list[StudentRecord]:
-        """Students that have weights: those that did not diverge."""
-        return [one for one in self.record.students if one.diverged_at is None]
-
-    @property
-    def objective(self) -> Objective:
-        """What they learned, as it is asked of the reference."""
-        identity = self.record.identity
-        config = TrainConfig.model_validate(
-            {
-                "arch": identity.arch,
-                "objective": identity.objective,
-                "relation_heads": identity.relation_heads,
-                "value_relation": identity.value_relation,
-                "query_key_relations": identity.query_key_relations,
-                "layer_map": identity.layer_map,
-                "teacher_layer": self.layer if identity.layer_map == "last" else None,
-            }
-        )
-        return choose_objective(config, self.reference)
-
-    @property
-    def length(self) -> int:
-        """Tokens of a sequence, at most."""
-        return self.reference.manifest.identity.packing.max_length
-
-    def folder(self, student: StudentRecord) -> Path:
-        """Return a student's folder."""
-        return student_folder(self.path, student.arch)
-
-    def config(self, student: StudentRecord) -> PreTrainedConfig:
-        """Return a student's configuration, from its cache and its shape."""
-        manifest = self.cache.manifest
-        shape = parse_arch(student.arch, manifest.identity.relation_heads, self._split_into)
-        return student_config(shape, self.cache.reader.attachment(TEACHER_CONFIG), manifest)
-
-    @property
-    def _split_into(self) -> int | None:
-        identity = self.record.identity
-        heads = self.cache.manifest.identity.relation_heads
-        return identity.relation_heads or heads if identity.objective == "minilmv2" else None
-
-    @property
-    def teacher_config(self) -> PreTrainedConfig:
-        """The configuration of the teacher that students are compared with."""
-        return teacher_config(self.reference.reader.attachment(TEACHER_CONFIG), self.reference.manifest)
-
-
-def open_runs(path: Path, cache_place: str | None, home: Path) -> list[TrainedRun]:
-    """Open a run, or every complete run of a chain or a study.
-
-    Args:
-        path: folder of a run, a chain or a study.
-        cache_place: folder or URL of the cache of a run; none: where it was when the run began.
-        home: folder of what is kept of caches at URLs.
-
-    Raises:
-        InvalidConfigError: there is no run, or a place is given for the several caches of several runs.
-        MiniLMCacheError: as `TrainedRun.open`.
-    """
-    inner = sorted(file.parent for file in path.glob(f"runs/*/{RUN_FILE}"))
-    if (path / RUN_FILE).exists() or not inner:
-        return [TrainedRun.open(path, cache_place, home)]
-    if cache_place is not None:
-        raise InvalidConfigError(f"--cache goes with a run, and {path} holds several. Leave it out.")
-    first = path / "caches" / TEACHER_CACHE
-    reference = first if first.is_dir() else None
-    found = []
-    layer: int | None = None
-    for run in inner:
-        record = load_record(run)
-        if not record.complete:
-            continue
-        # The folder may have been moved since; its caches have moved with it.
-        moved = path / "caches" / Path(record.cache).name
-        place = str(moved) if moved.is_dir() else record.cache
-        opened = TrainedRun.open(run, place, home, reference=reference)
-        layer = opened.layer if opened.is_compared_with_own else layer
-        found.append(opened)
-    if not found:
-        raise InvalidConfigError(f"no run in {path} is complete. Finish it with the command that began it.")
-    return [one if one.is_compared_with_own else replace(one, layer=layer) for one in found]
-
-
 def students_table(
     runs: Sequence[TrainedRun],
     teacher: Teacher | None = None,
@@ -254,43 +86,42 @@ def students_table(
     Raises:
         MiniLMCacheError: a cache, a configuration or a student is damaged.
     """
-    timed = {_key(run.teacher_config, run.length): Timed(run.teacher_config, run.length) for run in runs}
-    for run in runs:
-        for one in run.record.students:
-            config = run.config(one)
-            timed[_key(config, run.length)] = Timed(config, run.length)
-    rates = inference_rates(timed, choose_device(device))
+    models: dict[str, Timed] = {}
+    teachers = [_add(models, run.teacher_config, run.length) for run in runs]
+    added = [[_add(models, run.config(one), run.length) for one in run.record.students] for run in runs]
+    sizes = {name: model_size(model.config, model.length) for name, model in models.items()}
+    rates = inference_rates(models, choose_device(device))
     rows = []
-    for run in runs:
-        teacher_rate = rates[_key(run.teacher_config, run.length)]
+    for run, teacher_name, names in zip(runs, teachers, added, strict=True):
         kls, kl_to = _held_out(run, teacher)
-        shares = _shares(run)
-        for one in run.record.students:
-            own_s = None if run.record.train_s is None else run.record.train_s * shares[one.arch]
+        shares = _shares(run, [sizes[name] for name in names])
+        for one, name, share in zip(run.record.students, names, shares, strict=True):
+            own_s = None if run.record.train_s is None else run.record.train_s * share
             row = {**_of_run(run), **_names(run, one), "diverged_at": one.diverged_at, "own_train_s": own_s}
             if price_per_hour is not None and own_s is not None:
                 row["cost"] = own_s / _SECONDS_PER_HOUR * price_per_hour
-            config = run.config(one)
-            rate = rates[_key(config, run.length)]
-            row |= {"inference_tokens_per_s": rate, "speedup": rate / teacher_rate, "kl_to": kl_to}
-            row |= asdict(model_size(config, run.length)) | _kl_columns(kls.get(one.arch))
-            rows.append({name: row.get(name) for name in STUDENTS.names})
+            row |= {"inference_tokens_per_s": rates[name], "speedup": rates[name] / rates[teacher_name]}
+            row |= {"kl_to": kl_to, **asdict(sizes[name]), **_kl_columns(kls.get(one.arch))}
+            rows.append({column: row.get(column) for column in STUDENTS.names})
     return pa.Table.from_pylist(rows, schema=STUDENTS)
 
 
-def _key(config: PreTrainedConfig, length: int) -> str:
-    """Return what names a model in measurements: shapes of one name may differ."""
-    return canonical_sha256([config.to_dict(), length])
+def _add(models: dict[str, Timed], config: PreTrainedConfig, length: int) -> str:
+    """Add a model to those that are measured, once, and return its name: shapes of one name may differ."""
+    name = canonical_sha256([config.to_dict(), length])
+    models[name] = Timed(config, length)
+    return name
 
 
-def _shares(run: TrainedRun) -> dict[str, float]:
+def _shares(run: TrainedRun, sizes: Sequence[ModelSize]) -> list[float]:
     """Return each student's share of a pass, by the operations of the steps that it took."""
-    work = {}
-    for one in run.record.students:
-        steps = run.record.identity.steps if one.diverged_at is None else one.diverged_at
-        work[one.arch] = steps * model_size(run.config(one), run.length).stopped_flops_per_token
-    total = sum(work.values())
-    return {arch: done / total if total else 0.0 for arch, done in work.items()}
+    work = [
+        (run.record.identity.steps if one.diverged_at is None else one.diverged_at)
+        * size.stopped_flops_per_token
+        for one, size in zip(run.record.students, sizes, strict=True)
+    ]
+    total = sum(work)
+    return [done / total if total else 0.0 for done in work]
 
 
 def _of_run(run: TrainedRun) -> dict[str, Any]:

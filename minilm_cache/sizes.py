@@ -114,7 +114,8 @@ def inference_rates(models: Mapping[str, Timed], device: torch.device) -> dict[s
 
 
 def _random_model(timed: Timed, device: torch.device) -> nn.Module:
-    found = model_size(timed.config, timed.length).num_parameters
+    with torch.device("meta"):
+        found = _num_weights(build_encoder(timed.config, "sdpa"))
     if found > _MAX_PARAMETERS:
         raise CacheCorruptError(f"a configuration asks for {found:,} weights. Fetch the cache again.")
     model: nn.Module = build_encoder(timed.config, "sdpa").eval()

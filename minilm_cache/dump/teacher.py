@@ -34,7 +34,7 @@ from transformers import (
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.fingerprint import sha256_file, sha256_files
-from minilm_cache.relations import TeacherSignal
+from minilm_cache.relations import TeacherSignal, key_mask
 from minilm_cache.storage_schema.identity import MAX_LAYERS, TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
 from minilm_cache.tap import ATTENTION, TappedModel
@@ -247,7 +247,7 @@ class Teacher:
         self, ids: Int[Tensor, "batch length"], lengths: Int[Tensor, " batch"]
     ) -> list[TeacherSignal]:
         """Return what each tapped layer says of a padded batch, on the teacher's device."""
-        mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        mask = key_mask(lengths, ids.shape[1])
         return [TeacherSignal(vectors, lengths) for vectors in self._tapped(ids, mask.to(torch.int64))]
 
 

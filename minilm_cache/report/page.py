@@ -31,7 +31,8 @@ from minilm_cache.report.plots import (
 )
 from minilm_cache.report.provenance import provenance
 from minilm_cache.report.similarity import LayerSimilarity, layer_similarity
-from minilm_cache.results import KL_COLUMNS, TrainedRun, summary_table
+from minilm_cache.results import KL_COLUMNS, summary_table
+from minilm_cache.runs import TrainedRun
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.wording import number_text
 

@@ -14,7 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from minilm_cache.report.similarity import LayerSimilarity
-from minilm_cache.results import TrainedRun, curves_table
+from minilm_cache.results import curves_table
+from minilm_cache.runs import TrainedRun
 
 COLOURS: Final = ("#3b82c4", "#d9622b", "#4c9a52", "#b05fc0", "#c9a227", "#5aa7a7", "#c45b7c", "#8a7a5c")
 """Of middling lightness: they stand out from white and from black."""

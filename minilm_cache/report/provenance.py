@@ -4,7 +4,7 @@ import shlex
 from typing import Any
 
 from minilm_cache.config import DumpConfig, TrainConfig
-from minilm_cache.results import TrainedRun
+from minilm_cache.runs import TrainedRun
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.train.card import layers_in_words
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from minilm_cache.cache import Cache
 from minilm_cache.dump.audit import pad
 from minilm_cache.dump.teacher import Teacher, load_encoder
+from minilm_cache.relations import key_mask
 
 Features = npt.NDArray[np.float64]
 """Of one layer, `(tokens, width)`, float64; or a figure for each pair of layers."""
@@ -115,7 +116,7 @@ def _states(model: PreTrainedModel, ids: Sequence[torch.Tensor], device: torch.d
     layers: list[list[torch.Tensor]] = []
     for first in range(0, len(ids), _BATCH_SIZE):
         batch, lengths = pad(list(ids[first : first + _BATCH_SIZE]), 0)
-        mask = torch.arange(batch.shape[1]) < lengths[:, None]
+        mask = key_mask(lengths, batch.shape[1])
         states = model(
             input_ids=batch.to(device), attention_mask=mask.to(device, torch.int64), output_hidden_states=True
         ).hidden_states

@@ -21,11 +21,12 @@ from minilm_cache.dump.teacher import Teacher, locate_teacher, read_config
 from minilm_cache.errors import DivergedError, InvalidConfigError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.report.page import write_report
-from minilm_cache.results import TrainedRun, students_table, summary_table
+from minilm_cache.results import students_table, summary_table
+from minilm_cache.runs import TrainedRun
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.study.spec import Study
-from minilm_cache.train.objective import check_codec
+from minilm_cache.train.objective import check_codec, split_into
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.run import train
 from minilm_cache.train.sampler import check_parts
@@ -129,10 +130,10 @@ def _check_pass(
         check_parts(training)
     except InvalidConfigError as error:
         study.source.fail(("train",), str(error))
-    split_into = training.relation_heads or heads if training.objective == "minilmv2" else None
+    split = split_into(training.objective, training.relation_heads, heads)
     for at, arch in enumerate(study.arch):
         try:
-            shape_config(parse_arch(arch, heads, split_into), teacher.to_dict(), teacher.model_type)
+            shape_config(parse_arch(arch, heads, split), teacher.to_dict(), teacher.model_type)
         except InvalidConfigError as error:
             study.source.fail(("arch", at), str(error))
 

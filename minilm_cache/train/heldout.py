@@ -4,14 +4,23 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from minilm_cache.loss import MAX_SCORES_BYTES, scores_bytes
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.train.batches import StudentBatch
+from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.train.batches import StudentBatch, WantedTargets
 from minilm_cache.train.objective import Losses
 
 MAX_SEQUENCES = 256
 
 HeldOutKL = dict[RelationKind, float]
 """KL(teacher || student) of each relation, nats, mean over relation heads and valid rows."""
+
+
+def batch_size(wanted: WantedTargets, manifest: CacheManifest, most: int) -> int:
+    """Return sequences of a batch, `most` or as few as keep a relation's scores in bounds."""
+    heads = wanted.relation_heads or manifest.identity.relation_heads
+    fitting = MAX_SCORES_BYTES // scores_bytes(1, heads, manifest.identity.packing.max_length)
+    return max(1, min(most, fitting))
 
 
 @torch.no_grad()

@@ -139,6 +139,17 @@ def relations_of(config: TrainConfig) -> tuple[RelationKind, ...]:
     return tuple(kinds)
 
 
+def split_into(objective: str, relation_heads: int | None, teacher_heads: int) -> int | None:
+    """Return the relation heads that an objective splits vectors into; none: it compares attention heads.
+
+    Args:
+        objective: its name.
+        relation_heads: as asked for; none: the teacher's.
+        teacher_heads: of the teacher's attention.
+    """
+    return relation_heads or teacher_heads if objective == "minilmv2" else None
+
+
 def check_codec(config: TrainConfig, codec: str) -> None:
     """Raise InvalidConfigError for an objective that needs relations no cache of this codec holds."""
     stored = set(RelationKind) if codec == "vectors" else {RelationKind.ATTENTION, RelationKind.VALUE}
@@ -169,9 +180,8 @@ def choose_objective(config: TrainConfig, cache: Cache) -> Objective:
             f"dump a cache with --codec vectors --layers {every}."
         )
     check_codec(config, manifest.identity.codec.name)
-    heads = None
-    if config.objective == "minilmv2":
-        heads = config.relation_heads or manifest.identity.relation_heads
+    heads = split_into(config.objective, config.relation_heads, manifest.identity.relation_heads)
+    if heads is not None:
         _check_relation_heads(heads, manifest, layers[-1])
     wanted = WantedTargets(kinds=relations_of(config), relation_heads=heads, layers=layers)
     return Objective(

@@ -11,7 +11,6 @@ from filelock import FileLock, Timeout
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import TrainConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, StorageError
-from minilm_cache.loss import MAX_SCORES_BYTES, scores_bytes
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.store.durable import storage_errors
@@ -20,7 +19,7 @@ from minilm_cache.tap import TappedModel
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
-from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutKL, held_out_kl
+from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutKL, batch_size, held_out_kl
 from minilm_cache.train.loop import RunFolder, TrainingLoop
 from minilm_cache.train.objective import Objective, choose_objective
 from minilm_cache.train.ranks import Ranks
@@ -250,10 +249,8 @@ class _Run:
         """Return the held-out KL of students; none where nothing is held out."""
         if not self.cache.manifest.num_held_out:
             return [None] * len(trainers)
-        cache = self.cache.manifest.identity
-        heads = self.objective.wanted.relation_heads or cache.relation_heads
-        fitting = MAX_SCORES_BYTES // scores_bytes(1, heads, cache.packing.max_length)
-        size = max(1, min(self.config.batch_size // self.identity.num_parts, fitting))
+        most = self.config.batch_size // self.identity.num_parts
+        size = batch_size(self.objective.wanted, self.cache.manifest, most)
         looks = [trainer.look for trainer in trainers]
         return held_out_kl(looks, self.batches().held_out_batches(size, MAX_SEQUENCES))
 

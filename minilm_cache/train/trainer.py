@@ -9,6 +9,7 @@ from torch import Tensor
 from minilm_cache.config import TrainConfig
 from minilm_cache.dropout import draw_faster
 from minilm_cache.loss import Method
+from minilm_cache.relations import key_mask
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.tap import TappedModel
 from minilm_cache.train.batches import StudentBatch
@@ -122,7 +123,7 @@ class StudentTrainer:
         return self._losses(self.model, batch, "dense")
 
     def _losses(self, model: torch.nn.Module, batch: StudentBatch, method: Method | None) -> Losses:
-        mask = torch.arange(batch.ids.shape[1], device=batch.ids.device) < batch.lengths[:, None]
+        mask = key_mask(batch.lengths, batch.ids.shape[1])
         device = batch.ids.device
         is_rounded = precision_of(self._config, device) == "bfloat16"
         with torch.autocast(device.type, torch.bfloat16, enabled=is_rounded):

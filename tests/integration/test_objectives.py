@@ -13,7 +13,7 @@ from minilm_cache.config import TrainConfig
 from minilm_cache.dump.teacher import Teacher, TeacherSource
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.live import with_live_targets
-from minilm_cache.results import TrainedRun
+from minilm_cache.runs import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
 from minilm_cache.train.objective import choose_objective, map_layers

@@ -25,7 +25,7 @@ from minilm_cache.errors import CacheCorruptError
 from minilm_cache.report.maps import Example, ModelMaps, packed
 from minilm_cache.report.plots import map_figure
 from minilm_cache.report.provenance import train_command
-from minilm_cache.results import TrainedRun
+from minilm_cache.runs import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.run import train
 from minilm_cache.train.student import teacher_config

@@ -11,7 +11,8 @@ import pytest
 
 from minilm_cache.config import TrainConfig
 from minilm_cache.errors import DivergedError, InterruptedRunError
-from minilm_cache.results import TrainedRun, curves_table, students_table, summary_table
+from minilm_cache.results import curves_table, students_table, summary_table
+from minilm_cache.runs import TrainedRun
 from minilm_cache.study.run import run_study
 from minilm_cache.study.spec import read_study
 from minilm_cache.train.run import TrainResult, train
