@@ -167,7 +167,6 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
         TeacherError: the teacher is not there.
     """
     refuse_ranks("a chain", "`chain --dry-run` shows")
-    _check_folder(config, folder)
     choose_device(config.train.device)
     check_parts(config.train)
     check_codec(config.train, config.dump.codec)
@@ -187,7 +186,9 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
         own = shape_config(shape, taught.to_dict(), taught.model_type)
         if arch in config.assistants:
             taught = own
-    return config.model_copy(update={"train": config.train.model_copy(update={"relation_heads": split})})
+    settled = config.model_copy(update={"train": config.train.model_copy(update={"relation_heads": split})})
+    _check_folder(settled, folder)
+    return settled
 
 
 def _check_folder(config: ChainConfig, folder: Path) -> None:

@@ -276,6 +276,15 @@ def test_assistants_keep_the_heads_that_students_after_them_have(world: World, c
     command.fails(*words, "--assistant", "2x32:h8", code=2, says="an assistant has its teacher's 4 heads")
 
 
+def test_a_chain_of_minilmv2_goes_on_with_the_heads_it_began_with(world: World, command: Command) -> None:
+    words = [word for word in arguments(world) if word not in ("--k", "6")]
+    words += ["--codec", "vectors", "--max-kl", "0.05", "--objective", "minilmv2"]
+    assert command(*words)[0] == 0
+    code, _, err = command(*words)
+    assert (code, err.count("nothing to do")) == (0, 4)
+    command.fails(*words, "--relation-heads", 2, code=1, says="train.relation_heads (4 there, 2 asked)")
+
+
 def test_torchrun_is_told_how(world: World, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     command.fails(*arguments(world), code=2, says=("one process", "--dry-run"))
