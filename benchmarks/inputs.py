@@ -5,7 +5,8 @@ from torch import Tensor
 
 from minilm_cache.dump.corpus import PYTHON_DOCS, load_corpus
 from minilm_cache.dump.sequences import SequenceTable
-from minilm_cache.dump.teacher import MINI, Teacher, locate_teacher
+from minilm_cache.dump.teacher import Teacher
+from minilm_cache.pretrained import MINI, locate_teacher
 from minilm_cache.storage_schema.identity import Packing, RelationKind
 
 KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)

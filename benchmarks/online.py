@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from minilm_cache.dump.teacher import load_encoder
+from minilm_cache.pretrained import load_model
 from minilm_cache.train.batches import StudentBatch
 
 
@@ -59,7 +59,7 @@ class UsualOnlineTrainer:
 
     def __init__(self, teacher: Path, student: PreTrainedModel, num_heads: int) -> None:
         """Load the teacher with eager attention; the student brings its own."""
-        self._teacher = _Model.of(load_encoder(teacher, "eager").eval(), num_heads)
+        self._teacher = _Model.of(load_model(teacher, attention="eager").eval(), num_heads)
         self._student = _Model.of(student.train(), num_heads)
         self._optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4)
 

@@ -20,8 +20,8 @@ from minilm_cache.dump.run import dump
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.live import with_live_targets
 from minilm_cache.train.batches import BatchReader, WantedTargets
-from minilm_cache.train.heldout import MAX_SEQUENCES, held_out_kl
-from minilm_cache.train.objective import choose_objective
+from minilm_cache.train.heldout import MAX_SEQUENCES, held_out_losses
+from minilm_cache.train.objectives.choose import choose_objective
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import build_trainers
 from minilm_cache.train.sampler import plan_steps
@@ -65,7 +65,7 @@ def judged(trainer: StudentTrainer, cache: Cache, teacher: Teacher) -> dict[str,
     """Return the held-out KL of each relation, to the live teacher's dense rows."""
     reader = BatchReader(cache, WantedTargets(kinds=()), teacher.tokenizer.pad_token_id, teacher.device)
     tokens = reader.held_out_batches(16, MAX_SEQUENCES)
-    (found,) = held_out_kl([trainer.look], with_live_targets(tokens, teacher, WantedTargets(kinds=KINDS)))
+    (found,) = held_out_losses([trainer.look], with_live_targets(tokens, teacher, WantedTargets(kinds=KINDS)))
     return {**{str(kind): value for kind, value in found.items()}, "sum": sum(found.values())}
 
 

@@ -29,10 +29,11 @@ from benchmarks.report import read_result, write_result
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import DumpConfig, TrainConfig
 from minilm_cache.dump.run import dump
-from minilm_cache.dump.teacher import MINI, Teacher, load_tokenizer, locate_teacher
+from minilm_cache.dump.teacher import Teacher
 from minilm_cache.live import with_live_targets
+from minilm_cache.pretrained import MINI, load_tokenizer, locate_teacher
 from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
-from minilm_cache.train.objective import choose_objective
+from minilm_cache.train.objectives.choose import choose_objective
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import build_trainers
 from minilm_cache.train.sampler import plan_steps
@@ -225,7 +226,7 @@ def phases(bench: Bench) -> dict[str, object]:
         config = TrainConfig(arch=("3x384",), batch_size=32, buffer_shards=2)
         objective = choose_objective(config, cache)
         (trainer,) = trainers_of(cache, config)
-        own = objective.of(trainer.shape.num_layers)
+        own = trainer.learner.objective
         spent = dict.fromkeys(("wait and decode", "forward", "loss", "backward", "optimizer"), 0.0)
         with closing(stream_of(cache, config, objective.wanted)) as batches:
             next(batches)
@@ -234,9 +235,9 @@ def phases(bench: Bench) -> dict[str, object]:
                 batch = next(batches)
                 marks.append(time.perf_counter())
                 mask = torch.arange(batch.ids.shape[1]) < batch.lengths[:, None]
-                vectors = trainer.model.train()(batch.ids, mask.long())
+                reading = trainer.model.train()(batch.ids, mask.long())
                 marks.append(time.perf_counter())
-                loss = own(vectors, batch).total
+                loss = own(reading, batch).total
                 marks.append(time.perf_counter())
                 trainer.optimizer.zero_grad(set_to_none=True)
                 loss.backward()

@@ -42,7 +42,7 @@ def demo(json: JsonOption = False) -> None:
     )
     if manifest.measured is not None:
         fidelity_table(manifest.measured)
-    students_table(record.students)
+    students_table(record.students, record.identity)
     print_table(
         "Training one student, tokens per second, measured in turns in this run",
         ["student", "from the cache", "teacher every step", "ratio"],

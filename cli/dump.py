@@ -9,7 +9,6 @@ from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
 from minilm_cache.cli.info import fidelity_table
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import (
-    CodecOption,
     CorpusOption,
     DeviceOption,
     JsonOption,
@@ -37,7 +36,13 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     corpus: CorpusOption = None,
     text_column: TextColumnOption = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the cache [default: in the cache home]")] = None,
-    codec: CodecOption = "topk",
+    objectives: Annotated[
+        str | None,
+        typer.Option("--for", help="Objectives that the cache is to serve, like minilm,tinybert,mlm-kd"),
+    ] = None,
+    codec: Annotated[
+        str | None, typer.Option(help="topk, vectors or dense; --for may need vectors [default: topk]")
+    ] = None,
     k: KOption = None,
     select: Annotated[
         str | None, typer.Option(help="pps (unbiased sample) or largest, for topk [default: pps]")
@@ -47,8 +52,37 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     ] = None,
     max_kl: MaxKlOption = None,
     layers: Annotated[
-        str, typer.Option(help="last, all, or numbers from 0 on like 2,5,8; several for vectors")
-    ] = "last",
+        str | None,
+        typer.Option(
+            help="last, all, or numbers from 0 on like 2,5,8; several for vectors; --for may need all "
+            "[default: last]"
+        ),
+    ] = None,
+    hidden: Annotated[
+        str | None,
+        typer.Option(help="Hidden states to store: last, all, or numbers; 0 is the embeddings' output"),
+    ] = None,
+    masked_hidden: Annotated[
+        str | None, typer.Option(help="The same of sequences read with tokens masked")
+    ] = None,
+    first_hidden: Annotated[
+        str | None, typer.Option(help="The same of each sequence's first token, [CLS], alone")
+    ] = None,
+    max_error: Annotated[
+        float | None, typer.Option(help="Relative error of hidden states [default: 0.1]")
+    ] = None,
+    labels: Annotated[bool, typer.Option("--labels", help="Store soft labels of masked tokens")] = False,
+    label_k: Annotated[int | None, typer.Option(help="Entries of each label [default: 32]")] = None,
+    label_temperature: Annotated[
+        float | None, typer.Option(help="Of the labels [default: 1; with --for distilbert 2]")
+    ] = None,
+    logits: Annotated[
+        bool, typer.Option("--logits", help="Store the answers of a teacher that classifies")
+    ] = False,
+    add: Annotated[
+        Path | None,
+        typer.Option(metavar="CACHE", help="Take over what this cache holds, and compute only the rest"),
+    ] = None,
     packing: PackingOption = "packed",
     max_length: MaxLengthOption = 128,
     max_tokens: MaxTokensOption = None,
@@ -73,6 +107,8 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     """Run a teacher once over a corpus and write its relations into a cache.
 
     Example: minilm-cache dump --teacher mini --corpus notes.txt --out notes.cache
+
+    Example: minilm-cache dump --teacher mini --corpus notes.txt --for minilm,tinybert --add notes.cache
     """
     from minilm_cache.dump.on_ray import dump_on_ray  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.dump.run import dump as run_dump  # noqa: PLC0415 - importing it takes seconds
@@ -81,10 +117,10 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         this_rank, all_ranks = rank_and_world_size(rank, world_size, TerminalProgress())
     else:
         this_rank, all_ranks = 0, _ranks_of_engine(engine, rank, world_size)
-        if cache_store is not None or not resume:
+        if cache_store is not None or add is not None or not resume:
             raise InvalidConfigError(
-                "--engine does not go with --no-resume or --cache-store (MINILM_CACHE_STORE). Leave them "
-                "out; `minilm-cache pull` fetches a cache that is there already."
+                "--engine does not go with --no-resume, --add or --cache-store (MINILM_CACHE_STORE). Leave "
+                "them out; `minilm-cache pull` fetches a cache that is there already."
             )
     config = make_config(
         DumpConfig,
@@ -100,6 +136,14 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         tail=tail,
         max_kl=max_kl,
         layers=layers,
+        hidden=hidden,
+        masked_hidden=masked_hidden,
+        first_hidden=first_hidden,
+        max_error=max_error,
+        labels=labels or None,
+        label_k=label_k,
+        label_temperature=label_temperature,
+        logits=logits or None,
         shard_tokens=shard_tokens,
         batch_size=batch_size,
         seed=seed,
@@ -107,6 +151,7 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         world_size=all_ranks,
         revision=revision,
         device=device,
+        **{"for": objectives},
     )
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
@@ -121,6 +166,7 @@ def dump(  # noqa: PLR0913 - one parameter for each option
                 home(),
                 resume=resume,
                 cache_store=cache_store,
+                add=add,
                 progress=progress,
                 should_stop=should_stop,
             )

@@ -61,13 +61,14 @@ StoreOption = Annotated[
 ]
 ArchOption = Annotated[
     list[str],
-    typer.Option(help="Student shape LAYERSxHIDDEN[:ffN][:hN][:eN][:sSEED]; repeat for several students"),
+    typer.Option(help="Student shape LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sSEED]; repeat for several"),
 ]
 PresetOption = Annotated[
     str | None, typer.Option(help="Recipe: minilm, minilm-6x768, minilmv2 or minilmv2-large")
 ]
 ObjectiveOption = Annotated[
-    str | None, typer.Option(help="What students learn: minilm or minilmv2 [default: minilm]")
+    str | None,
+    typer.Option(help="What students learn, as docs/objectives.md lists it [default: minilm]"),
 ]
 RelationHeadsOption = Annotated[
     int | None, typer.Option(help="Relation heads of minilmv2 [default: the teacher's heads]")

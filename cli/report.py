@@ -83,7 +83,8 @@ def report(  # noqa: PLR0913 - one parameter for each option
     Example: minilm-cache report RUN --teacher mini --text "The cat sat on the mat."
     """
     from minilm_cache.device import choose_device  # noqa: PLC0415 - importing it takes seconds
-    from minilm_cache.dump.teacher import Teacher, locate_teacher  # noqa: PLC0415 - likewise
+    from minilm_cache.dump.teacher import Teacher  # noqa: PLC0415 - likewise
+    from minilm_cache.pretrained import locate_teacher  # noqa: PLC0415 - likewise
     from minilm_cache.report.maps import Wanted  # noqa: PLC0415 - likewise
     from minilm_cache.report.page import write_report  # noqa: PLC0415 - likewise
     from minilm_cache.results import students_table, summary_table  # noqa: PLC0415 - likewise

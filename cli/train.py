@@ -34,7 +34,7 @@ from minilm_cache.cli.options import (
 )
 from minilm_cache.config import TrainConfig, make_config
 from minilm_cache.train.presets import describe_preset, with_preset
-from minilm_cache.train.record import StudentRecord
+from minilm_cache.train.record import RunIdentity, StudentRecord, measure_in_words
 
 if TYPE_CHECKING:
     from minilm_cache.train.run import TrainResult
@@ -58,9 +58,12 @@ def train(  # noqa: PLR0913 - one parameter for each option
         bool, typer.Option("--query-key-relations", help="Of minilm: learn query and key relations, too")
     ] = False,
     layer_map: Annotated[
-        str,
-        typer.Option(help="Layers that learn: last, last-two, first-last or all, from a cache of --layers"),
-    ] = "last",
+        str | None,
+        typer.Option(
+            help="Layers that learn: last, last-two, first-last, all, top, bottom, from a cache of --layers; "
+            "or of tinybert and bert-pkd all [default: last]"
+        ),
+    ] = None,
     teacher_layer: Annotated[
         int | None, typer.Option(help="Layer of the teacher to learn from [default: the cache's last]")
     ] = None,
@@ -81,6 +84,13 @@ def train(  # noqa: PLR0913 - one parameter for each option
     streams: Annotated[
         int | None,
         typer.Option(help="Streams of shards of a step [default: as processes, or 1]"),
+    ] = None,
+    init: Annotated[
+        str,
+        typer.Option(help="What students begin with: random, teacher-layers, or a folder (model, run)"),
+    ] = "random",
+    teacher: Annotated[
+        str | None, typer.Option(help="Whose layers teacher-layers takes: the cache's teacher")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of initial weights, dropout and order")] = 0,
     buffer_shards: Annotated[int, typer.Option(help="Shards whose sequences are shuffled together")] = 4,
@@ -126,6 +136,8 @@ def train(  # noqa: PLR0913 - one parameter for each option
         value_relation=value_relation,
         query_key_relations=query_key_relations,
         layer_map=layer_map,
+        init=init,
+        teacher=teacher,
         teacher_layer=teacher_layer,
         max_grad_norm=max_grad_norm,
         precision=precision,
@@ -174,17 +186,17 @@ def train(  # noqa: PLR0913 - one parameter for each option
         {"run": result.path, "steps": f"{result.record.identity.steps}{rate}"}
         | {student.arch: _path(result, student) or "diverged" for student in students}
     )
-    students_table(students)
+    students_table(students, result.record.identity)
 
 
 def _path(result: "TrainResult", student: StudentRecord) -> str | None:
     return None if student.diverged_at is not None else str(result.student_path(student.arch))
 
 
-def students_table(students: Sequence[StudentRecord]) -> None:
+def students_table(students: Sequence[StudentRecord], identity: RunIdentity) -> None:
     """Print what training has made of students."""
     print_table(
-        f"KL({students[0].target}, student) on held-out sequences, before -> after (nats)",
+        f"{measure_in_words(identity, students[0])} on held-out sequences, before -> after",
         ["student", "parameters", *_measured(students[0])],
         [[student.arch, f"{student.num_parameters:,}", *_changes(student)] for student in students],
     )

@@ -12,13 +12,16 @@ from torch import Tensor
 
 from minilm_cache.codecs.base import SignalCodec
 from minilm_cache.codecs.chain import store_relations
+from minilm_cache.codecs.states import StatesCodec
+from minilm_cache.codecs.transform import TransformCode
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.config import cache_home
 from minilm_cache.errors import CacheIncompleteError, MiniLMCacheError
 from minilm_cache.relations import RowTargets, to_dense
-from minilm_cache.storage_schema.arrays import small_arrays
-from minilm_cache.storage_schema.identity import RelationKind, VectorsParameters
-from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.states import States
+from minilm_cache.storage_schema.arrays import all_small_arrays
+from minilm_cache.storage_schema.identity import CacheIdentity, RelationKind, VectorsParameters
+from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, layer_folder
 from minilm_cache.store.layout import shard_of
 from minilm_cache.store.mirror import DEFAULT_BYTES, MirrorReader
 from minilm_cache.store.reader import CacheReader, Shard, read_manifest, read_small_array
@@ -33,7 +36,14 @@ class Cache:
     def __init__(self, reader: CacheReader) -> None:
         """Look at a cache through its reader."""
         self.reader = reader
-        self.codecs = {layer: signal_codec(reader, layer) for layer in reader.manifest.identity.layers}
+        identity, calibration = reader.manifest.identity, reader.manifest.calibration
+        codes = read_codes(reader.root, reader.manifest)
+        self.codecs = {layer: layer_codec(identity, calibration, layer, codes) for layer in identity.layers}
+        self.states_codec: StatesCodec | None = None
+        """Of what is stored beside relations; none: nothing is."""
+        if identity.states is not None:
+            coded = {name: codes[name.folder] for name in identity.states.coded}
+            self.states_codec = StatesCodec.of(identity, coded)
         self._shards: OrderedDict[int, Shard] = OrderedDict()
 
     @property
@@ -120,6 +130,19 @@ class CachedSequence:
         rows = {path: torch.from_numpy(self._rows[path][None]) for path in codec.paths([chosen])}
         return codec.decode(rows, [chosen], lengths)[chosen]
 
+    def states(self) -> States:
+        """Return what is stored beside relations, a batch of one: hidden states, labels, logits.
+
+        Raises:
+            ValueError: nothing is.
+        """
+        codec = self._cache.states_codec
+        if codec is None:
+            raise ValueError("this cache holds nothing beside relations")
+        paths = ("tokens", *codec.paths(codec.everything))
+        rows = {path: torch.from_numpy(self._rows[path][None]) for path in paths}
+        return codec.decode(rows, codec.everything, torch.tensor([len(self._rows["tokens"])]))
+
 
 def row_checker(reader: CacheReader) -> Callable[[Shard], None]:
     """Return what looks at a shard's rows, and raises CacheCorruptError for those that no codec writes.
@@ -135,41 +158,54 @@ def _check_rows(cache: Cache, shard: Shard) -> None:
     lengths = torch.from_numpy(np.repeat(shard.lengths, shard.lengths))
     for codec in cache.codecs.values():
         codec.check({path: torch.from_numpy(shard.rows[path]) for path in codec.paths(codec.kinds)}, lengths)
+    states = cache.states_codec
+    if states is not None:
+        paths = states.paths(states.everything)
+        states.check({path: torch.from_numpy(shard.rows[path]) for path in paths})
 
 
-def signal_codec(reader: CacheReader, layer: int) -> SignalCodec:
-    """Return the codec that a layer was written with.
+def layer_codec(
+    identity: CacheIdentity,
+    calibration: Calibration | None,
+    layer: int,
+    codes: Mapping[str, TransformCode],
+) -> SignalCodec:
+    """Return the codec that a layer is written with.
+
+    Args:
+        identity: of the cache.
+        calibration: of codes.
+        layer: of the teacher.
+        codes: by the folder of their arrays.
 
     Raises:
-        CacheCorruptError: its arrays are damaged.
         UnsupportedFormatError: a newer release wrote it.
     """
-    identity = reader.manifest.identity
-    if isinstance(identity.codec, VectorsParameters):
-        return vectors_codec(reader.root, reader.manifest, layer)
-    return store_relations(identity.codec, identity.packing.max_length, identity.relations)
-
-
-def vectors_codec(root: Path, manifest: CacheManifest, layer: int) -> VectorsCodec:
-    """Return the fitted codec of a layer of a cache of codec `vectors`; no shard is looked at.
-
-    Raises:
-        CacheCorruptError: its arrays are damaged.
-    """
-    assert manifest.calibration is not None
-    fitted = manifest.calibration.of_layer(layer)
-    arrays = {
-        small.path.rsplit("/", 1)[-1]: torch.from_numpy(read_small_array(root, manifest, small).copy())
-        for small in small_arrays(manifest.identity, fitted)
-    }
+    if not isinstance(identity.codec, VectorsParameters):
+        return store_relations(identity.codec, identity.packing.max_length, identity.relations)
+    assert calibration is not None
+    fitted = calibration.of_layer(layer)
     return VectorsCodec(
         layer=layer,
-        num_heads=manifest.identity.relation_heads,
+        num_heads=identity.relation_heads,
         head_size=fitted.head_size,
         scaling=fitted.scaling,
         window=fitted.window,
-        **arrays,
+        code=codes[layer_folder(layer)],
     )
+
+
+def read_codes(root: Path, manifest: CacheManifest) -> dict[str, TransformCode]:
+    """Return the fitted codes of a cache, by the folder of their arrays; no shard is looked at.
+
+    Raises:
+        CacheCorruptError: their arrays are damaged.
+    """
+    arrays: dict[str, dict[str, Tensor]] = {}
+    for small in all_small_arrays(manifest.identity, manifest.calibration):
+        values = torch.from_numpy(read_small_array(root, manifest, small).copy())
+        arrays.setdefault(small.folder, {})[small.name] = values
+    return {folder: TransformCode(**own) for folder, own in arrays.items()}
 
 
 def open_cache(place: str | Path, home: Path | None = None, local_bytes: int = DEFAULT_BYTES) -> Cache:

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict
 from minilm_cache.config import ChainConfig, DumpConfig
 from minilm_cache.device import choose_device
 from minilm_cache.dump.run import dump
-from minilm_cache.dump.teacher import Teacher, locate_teacher, read_config
+from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.pretrained import locate_teacher, read_config
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.report.page import write_report
 from minilm_cache.results import held_out_of, students_table
@@ -27,7 +28,8 @@ from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.layout import MANIFEST, commit_path
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.store.writer import differing_values
-from minilm_cache.train.objective import check_codec, split_into
+from minilm_cache.train.objectives.choose import check_codec
+from minilm_cache.train.objectives.relations import split_into
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import RUN_FILE, arch_slug, load_record
 from minilm_cache.train.run import student_folder, train

@@ -10,14 +10,16 @@ from pathlib import Path
 import torch
 
 from minilm_cache.cache import Cache
-from minilm_cache.dump.teacher import Teacher, load_encoder
+from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.live import with_live_targets
-from minilm_cache.relations import key_mask
+from minilm_cache.pretrained import load_model
 from minilm_cache.tap import TappedModel
 from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
-from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutKL, batch_size, held_out_kl
-from minilm_cache.train.objective import Losses, Objective
+from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
+from minilm_cache.train.objectives.base import Losses
+from minilm_cache.train.objectives.choose import Objective
+from minilm_cache.train.trainer import read
 
 _BATCH_SIZE = 16
 
@@ -28,7 +30,7 @@ def load_student(folder: Path, device: torch.device) -> TappedModel:
     Raises:
         TeacherError: the folder holds no such model.
     """
-    return TappedModel(load_encoder(folder)).eval().requires_grad_(requires_grad=False).to(device)
+    return TappedModel(load_model(folder)).eval().requires_grad_(requires_grad=False).to(device)
 
 
 def is_teacher_of(teacher: Teacher, cache: Cache) -> bool:
@@ -50,7 +52,7 @@ def check_is_teacher_of(teacher: Teacher, cache: Cache) -> None:
 
 def live_held_out_kl(
     cache: Cache, teacher: Teacher, objective: Objective, students: Sequence[Path]
-) -> list[HeldOutKL] | list[None]:
+) -> list[HeldOutLosses] | list[None]:
     """Return each student's KL(teacher || student), nats, on held-out sequences; none: nothing is held out.
 
     Args:
@@ -72,15 +74,15 @@ def live_held_out_kl(
     looks = [_look(load_student(folder, teacher.device), objective) for folder in students]
     reader = BatchReader(cache, WantedTargets(kinds=()), teacher.tokenizer.pad_token_id, teacher.device)
     tokens = reader.held_out_batches(batch_size(wanted, manifest, _BATCH_SIZE), MAX_SEQUENCES)
-    return held_out_kl(looks, with_live_targets(tokens, teacher, wanted))
+    return held_out_losses(looks, with_live_targets(tokens, teacher, wanted))
 
 
 def _look(student: TappedModel, objective: Objective) -> Callable[[StudentBatch], Losses]:
-    own = objective.of(student.num_layers)
-    student.tap(own.student_layers)
+    own = objective.of(student)
+    student.tap(own.needs.layers, own.needs.hidden, own.needs.head)
 
     def look(batch: StudentBatch) -> Losses:
-        mask = key_mask(batch.lengths, batch.ids.shape[1])
-        return own(student(batch.ids, mask.to(torch.int64)), batch, "dense")
+        losses: Losses = own(read(student, own, batch), batch, "dense")
+        return losses
 
     return look

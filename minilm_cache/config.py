@@ -2,18 +2,52 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.needs import ObjectiveName, needs_of
 from minilm_cache.storage_schema.identity import MAX_LAYERS
 
-LayerMap = Literal["last", "last-two", "first-last", "all"]
+LayerMap = Literal["last", "last-two", "first-last", "all", "top", "bottom"]
 """Which layers of a student learn from which of the teacher."""
+Chosen = Literal["last", "all"] | tuple[int, ...]
+"""The teacher's last layer or hidden state, all of them, or these."""
+_MAPS: Final[dict[str, tuple[LayerMap, ...]]] = {
+    "minilm": ("last", "last-two", "first-last", "all", "top", "bottom"),
+    "minilmv2": ("last", "last-two", "first-last", "all", "top", "bottom"),
+    "tinybert": ("all", "top", "bottom", "last", "last-two", "first-last"),
+    "bert-pkd": ("all", "top", "bottom"),
+}
+"""Layer maps that an objective can have, its own first; others have the last."""
+_ONE_LAYER: Final = ("minilm", "minilmv2", "value-mse", "hidden-mse")
+"""Objectives that learn from one layer of the teacher, unless a map says otherwise."""
 Settings = TypeVar("Settings", bound="FrozenSettings")
 
 MIN_SHARD_TOKENS = 64
+
+
+def _in_order(value: object, most: int) -> object:
+    """Return numbers given as `2,5,8` or as a list in order, and words as they are."""
+    if value in ("last", "all", None):
+        return value
+    parts = value.split(",") if isinstance(value, str) else value
+    numbers = [str(part).strip() for part in parts] if isinstance(parts, Sequence) else []
+    if not all(number.isdecimal() and int(number) <= most for number in numbers):
+        numbers = []
+    if not numbers or len(set(map(int, numbers))) < len(numbers):
+        raise ValueError(
+            f"give last, all, or different numbers from 0 to {most} with commas between them, like 2,5,8"
+        )
+    return tuple(sorted(map(int, numbers)))
 
 
 class FrozenSettings(BaseModel):
@@ -44,10 +78,26 @@ class DumpConfig(FrozenSettings):
     """Of codec `topk`; none: pps."""
     tail: Literal["uniform", "renormalise"] | None = None
     """For select=largest; none: uniform."""
-    layers: Literal["last", "all"] | tuple[int, ...] = "last"
+    layers: Chosen = "last"
     """Layers to tap, counted from 0; several only with codec `vectors`."""
     max_kl: Annotated[float, Field(gt=0, le=1)] | None = None
     """Mean KL of each relation that codec `vectors` may have, nats; none: 0.015."""
+    hidden: Chosen | None = None
+    """Hidden states of every token to store; 0 is the output of the embeddings, n that of the n-th layer."""
+    masked_hidden: Chosen | None = None
+    """The same of sequences as they are read with tokens masked."""
+    first_hidden: Chosen | None = None
+    """Hidden states of each sequence's first token alone."""
+    max_error: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Relative error that hidden states of every token may have; none: 0.1."""
+    labels: bool = False
+    """Soft labels of masked tokens."""
+    label_k: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Entries of each label; none: 32."""
+    label_temperature: Annotated[float, Field(gt=0, le=100)] | None = None
+    """What the teacher's logits are divided by before the softmax of labels; none: 1."""
+    logits: bool = False
+    """Logits of a teacher that classifies sequences."""
     shard_tokens: Annotated[int, Field(ge=MIN_SHARD_TOKENS, le=2**26)] | None = None
     """Tokens per shard, a power of two; none: 2**18, less where that would decode to over 256 MiB."""
     batch_size: Annotated[int, Field(ge=1)] = 32
@@ -62,28 +112,51 @@ class DumpConfig(FrozenSettings):
     device: str | None = None
     """torch device; none: a GPU where there is one."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _for_objectives(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Read `for`, objectives that the cache is to serve, as the settings that it asks for."""
+        given = {name: value for name, value in values.items() if value is not None}
+        asked = given.pop("for", [])
+        names = asked.split(",") if isinstance(asked, str) else asked
+        settings = needs_of([str(name).strip() for name in names]).settings()
+        if given.get("codec", "vectors") != "vectors" and "codec" in settings:
+            raise ValueError(
+                f"--for {','.join(names)} needs codec vectors; leave out --codec {given['codec']}"
+            )
+        return settings | given
+
     @field_validator("layers", mode="before")
     @classmethod
-    def _list_of_layers(cls, value: object) -> object:
-        """Read `2,5,8`, and put layers in order."""
-        if value in ("last", "all"):
-            return value
-        parts = value.split(",") if isinstance(value, str) else value
-        numbers = [str(part).strip() for part in parts] if isinstance(parts, Sequence) else []
-        if not all(number.isdecimal() and int(number) < MAX_LAYERS for number in numbers):
-            numbers = []
-        if not numbers or len(set(map(int, numbers))) < len(numbers):
-            raise ValueError(
-                f"give last, all, or different numbers from 0 to {MAX_LAYERS - 1} with commas between them, "
-                "like 2,5,8"
-            )
-        return tuple(sorted(map(int, numbers)))
+    def _read_layers(cls, value: object) -> object:
+        """Read `2,5,8`."""
+        return _in_order(value, MAX_LAYERS - 1)
+
+    @field_validator("hidden", "masked_hidden", "first_hidden", mode="before")
+    @classmethod
+    def _read_hidden(cls, value: object) -> object:
+        """Read `0,3,6`."""
+        return _in_order(value, MAX_LAYERS)
 
     @model_validator(mode="after")
     def _several_layers_go_with_vectors(self) -> "DumpConfig":
         several = self.layers == "all" or (self.layers != "last" and len(self.layers) > 1)
         if several and self.codec != "vectors":
             raise ValueError(f"several --layers go with --codec vectors, not with {self.codec}")
+        return self
+
+    @model_validator(mode="after")
+    def _states_fit_together(self) -> "DumpConfig":
+        for option, name in ((self.label_k, "--label-k"), (self.label_temperature, "--label-temperature")):
+            if option is not None and not self.labels:
+                raise ValueError(f"{name} goes with --labels, and only with it")
+        if self.max_error is not None and self.hidden is None and self.masked_hidden is None:
+            raise ValueError("--max-error goes with --hidden and --masked-hidden, and only with them")
+        if self.logits and (self.labels or self.masked_hidden is not None):
+            raise ValueError(
+                "--logits goes without --labels and --masked-hidden: a teacher that classifies sequences has "
+                "no head for masked tokens"
+            )
         return self
 
     @model_validator(mode="after")
@@ -112,12 +185,39 @@ class DumpConfig(FrozenSettings):
         return self
 
 
+class HeadConfig(FrozenSettings):
+    """What the fit of a head for masked tokens is told."""
+
+    teacher: str
+    """`mini`, an alias, a folder or a hub id."""
+    corpus: str = "python-docs"
+    """As of a dump."""
+    text_column: str | None = None
+    """Column of the text in records; none: `text`."""
+    max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
+    """Tokens per sequence, special tokens counted."""
+    max_tokens: Annotated[int, Field(ge=4)] | None = None
+    """Tokens at most; none: the whole corpus."""
+    epochs: Annotated[int, Field(ge=1)] = 2
+    """Passes over the text, each masked anew."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Sequences per step."""
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
+    """Learning rate of AdamW at the beginning; it falls linearly to 0."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Of weights, order and masks."""
+    revision: str | None = None
+    """Revision of a teacher from the hub."""
+    device: str | None = None
+    """torch device; none: a GPU where there is one."""
+
+
 class TrainConfig(FrozenSettings):
     """Everything that stage two is told, the cache and the folder of the run apart."""
 
     arch: Annotated[tuple[str, ...], Field(min_length=1)]
     """Shapes of the students, all trained in one pass."""
-    objective: Literal["minilm", "minilmv2"] = "minilm"
+    objective: ObjectiveName = "minilm"
     relation_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Of objective `minilmv2`; none: the heads of the teacher's attention."""
     value_relation: bool = True
@@ -154,6 +254,10 @@ class TrainConfig(FrozenSettings):
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the steps over which the learning rate rises; then it falls linearly to 0."""
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
+    init: str = "random"
+    """What students begin with: `random`, `teacher-layers`, or the folder of a model or of a run."""
+    teacher: str | None = None
+    """Whose layers `teacher-layers` takes: a name, a folder or a hub id."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of initial weights, dropout and order."""
     buffer_shards: Annotated[int, Field(ge=1)] = 4
@@ -173,8 +277,24 @@ class TrainConfig(FrozenSettings):
     device: str | None = None
     """torch device; none: a GPU where there is one."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _map_of_the_objective(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Fill in the layer map that an objective has where none is given; some have none to choose."""
+        objective, given = values.get("objective") or "minilm", values.get("layer_map")
+        maps = _MAPS.get(objective, ("last",))
+        if given is None:
+            return {**values, "layer_map": maps[0]}
+        if given not in maps and given in get_args(LayerMap):
+            raise ValueError(f"--layer-map {given} does not go with --objective {objective}")
+        return values
+
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainConfig":
+        if self.teacher_layer is not None and self.objective not in _ONE_LAYER:
+            raise ValueError(f"--teacher-layer does not go with --objective {self.objective}")
+        if (self.init == "teacher-layers") != (self.teacher is not None):
+            raise ValueError("--init teacher-layers and --teacher go together")
         if self.steps is not None and self.epochs is not None:
             raise ValueError("--steps and --epochs exclude each other")
         if self.relation_heads is not None and self.objective != "minilmv2":

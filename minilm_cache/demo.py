@@ -15,12 +15,13 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import DumpConfig, TrainConfig
 from minilm_cache.device import choose_device
 from minilm_cache.dump.run import DumpResult, dump
-from minilm_cache.dump.teacher import MINI, Teacher, locate_teacher
+from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.live import with_live_targets
+from minilm_cache.pretrained import MINI, locate_teacher
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
-from minilm_cache.train.objective import choose_objective
+from minilm_cache.train.objectives.choose import choose_objective
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import TrainResult, build_trainers, train
 from minilm_cache.train.sampler import plan_steps

@@ -164,7 +164,7 @@ def _names(run: TrainedRun, student: StudentRecord) -> dict[str, Any]:
 
 def _held_out(
     run: TrainedRun, teacher: Teacher | None
-) -> tuple[Mapping[str, Mapping[RelationKind, float] | None], str]:
+) -> tuple[Mapping[str, Mapping[str, float] | None], str]:
     """Return KLs by student, and what they are to."""
     if teacher is not None and is_teacher_of(teacher, run.reference):
         folders = [run.folder(student) for student in run.students]
@@ -175,10 +175,13 @@ def _held_out(
     return kept, target
 
 
-def _kl_columns(kl: Mapping[RelationKind, float] | None) -> dict[str, float | None]:
+def _kl_columns(kl: Mapping[str, float] | None) -> dict[str, float | None]:
     if kl is None:
         return {}
-    return {"kl_sum": sum(kl.values()), **{KL_COLUMNS[kind]: value for kind, value in kl.items()}}
+    return {
+        "kl_sum": sum(kl.values()),
+        **{KL_COLUMNS[RelationKind(kind)]: value for kind, value in kl.items()},
+    }
 
 
 def held_out_of(row: Mapping[str, Any]) -> dict[RelationKind, float] | None:

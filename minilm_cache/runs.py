@@ -10,7 +10,8 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import TrainConfig, cache_home
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
-from minilm_cache.train.objective import Objective, choose_objective, split_into
+from minilm_cache.train.objectives.choose import Objective, choose_objective
+from minilm_cache.train.objectives.relations import split_into
 from minilm_cache.train.record import RUN_FILE, RunRecord, StudentRecord, load_record
 from minilm_cache.train.run import student_folder
 from minilm_cache.train.student import parse_arch, student_config, teacher_config
@@ -21,9 +22,7 @@ _OF_THE_OBJECTIVE: Final = {
     "arch",
     "objective",
     "relation_heads",
-    "value_relation",
     "query_key_relations",
-    "layer_map",
 }
 
 
@@ -103,11 +102,16 @@ class TrainedRun:
 
     @property
     def objective(self) -> Objective:
-        """What they learned, as it is asked of the reference."""
+        """What they are compared by: relations of a layer, whatever they learned.
+
+        Of `minilmv2` those that it learned; of every other objective attention distributions and value
+        relations, and with them query and key relations where they were learned.
+        """
         identity = self.record.identity
         asked = identity.model_dump(include=_OF_THE_OBJECTIVE)
-        layer = self.layer if identity.layer_map == "last" else None
-        config = TrainConfig.model_validate({**asked, "teacher_layer": layer})
+        if identity.objective != "minilmv2":
+            asked["objective"] = "minilm"
+        config = TrainConfig.model_validate({**asked, "teacher_layer": self.layer})
         return choose_objective(config, self.reference)
 
     @property

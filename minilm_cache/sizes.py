@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig
 
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.train.student import build_encoder
+from minilm_cache.train.student import build_model
 
 _TURNS: Final = 5
 _BATCH_SIZE: Final = 8
@@ -47,7 +47,7 @@ def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
         CacheCorruptError: the configuration describes no model.
     """
     with torch.device("meta"):
-        model = build_encoder(config, "eager").eval()
+        model = build_model(config, "eager").eval()
         ids = torch.zeros((1, length), dtype=torch.int64)
         counter = FlopCounterMode(display=False)
         with torch.no_grad(), counter:
@@ -115,8 +115,8 @@ def inference_rates(models: Mapping[str, Timed], device: torch.device) -> dict[s
 
 def _random_model(timed: Timed, device: torch.device) -> nn.Module:
     with torch.device("meta"):
-        found = _num_weights(build_encoder(timed.config, "sdpa"))
+        found = _num_weights(build_model(timed.config, "sdpa"))
     if found > _MAX_PARAMETERS:
         raise CacheCorruptError(f"a configuration asks for {found:,} weights. Fetch the cache again.")
-    model: nn.Module = build_encoder(timed.config, "sdpa").eval()
+    model: nn.Module = build_model(timed.config, "sdpa").eval()
     return model.to(device)

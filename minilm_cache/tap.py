@@ -1,16 +1,19 @@
-"""Q, K, V of chosen layers out of any forward pass, teacher's or student's.
+"""Q, K, V of chosen layers out of any forward pass, teacher's or student's; hidden states and logits, too.
 
 The only file that knows transformers' internals. One attention function is registered with transformers'
 `AttentionInterface`, its mask function with `AttentionMaskInterface` (without it the mask is silently
 None). A recorder travels as a forward keyword to every attention call; after the last chosen one an
-exception ends the forward pass, caught inside `TappedModel.forward`. No model code is changed, and
-layers are found by counting calls, because families name and share their modules differently.
+exception ends the forward pass, caught inside `TappedModel.forward`, unless more is wanted of it. No model
+code is changed, and layers are found by counting calls, because families name and share their modules
+differently.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -31,12 +34,28 @@ class _Stop(Exception):  # noqa: N818 - not an error: it ends a forward pass ear
     """Everything asked for has been recorded."""
 
 
-class _Recorder:
-    """What one forward pass hands out."""
+Head = Literal["tokens", "sequences"]
+"""What a model's logits are of: masked tokens, each over the vocabulary, or sequences, over classes."""
 
-    def __init__(self, layers: Sequence[int] | None) -> None:
-        """Record the attention calls numbered `layers` and stop; none: only count."""
+
+class Reading(NamedTuple):
+    """What a forward pass hands out."""
+
+    vectors: list[Vectors]
+    """Of each chosen layer, in the order chosen."""
+    hidden: dict[int, Float[Tensor, "batch length hidden"]]
+    """Chosen hidden states, as transformers numbers them: 0 is the output of the embeddings."""
+    logits: Float[Tensor, "rows classes"] | None
+    """Of the model's head: `(chosen tokens, vocabulary)`, or `(batch, classes)`; none: not wanted."""
+
+
+class _Recorder:
+    """What one forward pass's attention calls hand out."""
+
+    def __init__(self, layers: Sequence[int] | None, *, stops: bool = True) -> None:
+        """Record the attention calls numbered `layers`, then stop the forward pass; none: only count."""
         self.layers = layers
+        self.stops = stops
         self.num_calls = 0
         self.vectors: dict[int, Vectors] = {}
 
@@ -47,7 +66,7 @@ class _Recorder:
             return
         if number in self.layers:
             self.vectors[number] = vectors
-            if len(self.vectors) == len(self.layers):
+            if self.stops and len(self.vectors) == len(self.layers):
                 raise _Stop
 
 
@@ -107,10 +126,12 @@ def refuse_untapped(model: PreTrainedModel) -> None:
 
 
 class TappedModel(nn.Module):
-    """A model whose forward pass returns Q, K, V of chosen layers and stops there."""
+    """A model whose forward pass returns Q, K, V of chosen layers and stops there, unless more is wanted."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Wrap a model loaded with `attn_implementation=ATTENTION`; its last layer is tapped.
+
+        It may have a head, for masked tokens or for classes.
 
         Raises:
             TeacherError: the family cannot be tapped exactly.
@@ -120,20 +141,33 @@ class TappedModel(nn.Module):
         self.model = model
         self.num_layers = _count_attention_calls(model)
         self.layers: tuple[int, ...] = (self.num_layers - 1,)
+        self.hidden: tuple[int, ...] = ()
+        self.head: Head | None = None
 
-    def tap(self, layers: Sequence[int]) -> "TappedModel":
-        """Hand out these attention calls, counted from 0, instead of the last."""
+    def tap(
+        self, layers: Sequence[int], hidden: Sequence[int] = (), head: Head | None = None
+    ) -> "TappedModel":
+        """Choose what is handed out.
+
+        Args:
+            layers: attention calls, counted from 0.
+            hidden: hidden states, 0 for the output of the embeddings.
+            head: what logits are of, of a model that has such a head; none: no logits.
+        """
         assert all(0 <= layer < self.num_layers for layer in layers)
-        self.layers = tuple(layers)
+        assert all(0 <= number <= self.num_layers for number in hidden)
+        self.layers, self.hidden, self.head = tuple(layers), tuple(hidden), head
         return self
 
     def freeze_unused(self) -> "TappedModel":
-        """Freeze what the tapped vectors do not depend on: the last layer's output and FFN, the pooler."""
+        """Freeze what is not needed for what is handed out: of Q, K, V what follows them, and the pooler."""
         weights = [weight for weight in self.parameters() if weight.requires_grad]
         self.eval()  # draws no dropout
         ids = torch.zeros((1, 4), dtype=torch.int64, device=weights[0].device)
-        found = self(ids, torch.ones_like(ids))
-        total = torch.stack([part.sum() for one in found for part in (one.query, one.key, one.value)]).sum()
+        found = self(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
+        parts = [part for one in found.vectors for part in (one.query, one.key, one.value)]
+        parts += [*found.hidden.values(), *(() if found.logits is None else (found.logits,))]
+        total = torch.stack([part.sum() for part in parts]).sum()
         for weight, gradient in zip(
             weights, torch.autograd.grad(total, weights, allow_unused=True), strict=True
         ):
@@ -153,22 +187,57 @@ class TappedModel(nn.Module):
                     layer.compile()
         return self
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> list[Vectors]:
-        """Run the model up to the last chosen layer's Q, K, V.
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        chosen: Bool[Tensor, "batch length"] | None = None,
+    ) -> Reading:
+        """Run the model up to the last chosen layer's Q, K, V, or to its end where more is wanted.
 
         Args:
             input_ids: `(batch, length)` int64.
             attention_mask: `(batch, length)`, 1 at tokens and 0 at padding.
-
-        Returns:
-            Vectors of each chosen layer, in the order chosen.
+            chosen: tokens that a head for masked tokens is asked about; none: all.
         """
-        recorder = _Recorder(self.layers)
+        recorder = _Recorder(self.layers, stops=not (self.hidden or self.head))
+        # Heads cost more than layers where a vocabulary is large.
+        model = self.model if self.head else self.model.base_model
         try:
-            self.model(input_ids=input_ids, attention_mask=attention_mask, minilm_tap=recorder)
+            with _gathered(self.model, chosen if self.head == "tokens" else None):
+                output = model(
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    minilm_tap=recorder,
+                    output_hidden_states=bool(self.hidden),
+                    return_dict=True,
+                )
         except _Stop:
-            return [recorder.vectors[layer] for layer in self.layers]
-        raise AssertionError("the forward pass ended before the tapped layer")
+            return Reading([recorder.vectors[layer] for layer in self.layers], {}, None)
+        logits = output.logits.flatten(0, -2) if self.head else None
+        return Reading(
+            vectors=[recorder.vectors[layer] for layer in self.layers],
+            hidden={number: output.hidden_states[number] for number in self.hidden},
+            logits=logits,
+        )
+
+
+@contextmanager
+def _gathered(model: PreTrainedModel, chosen: Tensor | None) -> Iterator[None]:
+    """Hand a head the last hidden states of chosen tokens only; it looks at each of them alone."""
+    if chosen is None:
+        yield
+        return
+
+    def gather(_module: nn.Module, _inputs: object, output: Any) -> Any:  # noqa: ANN401 - of any family
+        output.last_hidden_state = output.last_hidden_state[chosen][None]
+        return output
+
+    hook = model.base_model.register_forward_hook(gather)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _count_attention_calls(model: PreTrainedModel) -> int:

@@ -16,7 +16,21 @@ from minilm_cache.storage_schema.identity import (
     TopKParameters,
     VectorsParameters,
 )
-from minilm_cache.storage_schema.manifest import VECTORS_FOLDER, Calibration, LayerCalibration
+from minilm_cache.storage_schema.manifest import (
+    Calibration,
+    LayerCalibration,
+    StateCalibration,
+    layer_folder,
+)
+from minilm_cache.storage_schema.states import (
+    INDEX_PATH,
+    LOGITS_PATH,
+    READ_PATH,
+    WEIGHT_PATH,
+    StateFamily,
+    StateName,
+    StatesIdentity,
+)
 
 DType = Literal["uint8", "uint16", "uint32", "int16", "float16", "float32"]
 ITEM_BYTES: Final[dict[DType, int]] = {
@@ -85,6 +99,16 @@ def token_dtype(vocab_size: int) -> DType:
     return "uint16" if vocab_size < 2**16 else "uint32"
 
 
+def not_chosen(vocab_size: int) -> int:
+    """Return what stands in `labels/read` for a token that is read as it is: no token, and no fill value."""
+    greatest: int = 2 ** (8 * ITEM_BYTES[_read_dtype(vocab_size)]) - 1
+    return greatest - 1
+
+
+def _read_dtype(vocab_size: int) -> DType:
+    return token_dtype(vocab_size + 1)
+
+
 def array_specs(identity: CacheIdentity, calibration: Calibration | None = None) -> tuple[ArraySpec, ...]:
     """Return every array of a cache with a row per token, in the order in which they are written."""
     tokens = token_dtype(identity.teacher.vocab_size)
@@ -99,31 +123,97 @@ def array_specs(identity: CacheIdentity, calibration: Calibration | None = None)
         )
     ]
     specs.extend(
-        ArraySpec(
-            path=codes_path(fitted.layer),
-            dtype="int16",
-            row_shape=(fitted.components,),
-            dimension_names=("token", "component"),
-            fill_value=-(2**15),
-            meaning="the token's queries, keys and values are mean + (codes * step) @ basis",
-            compressor="pcodec",
-        )
+        _codes(codes_path(fitted.layer), fitted.components, "queries, keys and values are")
         for fitted in (calibration.layers if calibration is not None else ())
     )
     for kind in identity.relations:
         specs.extend(_relation_specs(identity, kind))
+    if identity.states is not None:
+        specs.extend(_state_specs(identity, identity.states, calibration))
     return tuple(specs)
+
+
+def _codes(path: str, components: int, what: str) -> ArraySpec:
+    return ArraySpec(
+        path=path,
+        dtype="int16",
+        row_shape=(components,),
+        dimension_names=("token", "component"),
+        fill_value=-(2**15),
+        meaning=f"the token's {what} mean + (codes * step) @ basis",
+        compressor="pcodec",
+    )
+
+
+def _state_specs(
+    identity: CacheIdentity, states: StatesIdentity, calibration: Calibration | None
+) -> list[ArraySpec]:
+    vocab_size, width = identity.teacher.vocab_size, identity.teacher.hidden_size
+    of_first = "of the sequence's first token; 0 at every other"
+    specs = [
+        _codes(state_codes_path(fitted.name), fitted.components, "hidden state is")
+        for fitted in (calibration.states if calibration is not None else ())
+    ]
+    specs += [
+        ArraySpec(
+            path=StateName(StateFamily.FIRST, number).folder,
+            dtype="float16",
+            row_shape=(width,),
+            dimension_names=("token", "hidden"),
+            fill_value="NaN",
+            meaning=f"hidden state {of_first}",
+        )
+        for number in states.first
+    ]
+    if states.masking is not None:
+        read = _read_dtype(vocab_size)
+        said = "token id that a chosen token was read as; the greatest but one of its dtype: not chosen"
+        specs.append(_label_array(READ_PATH, read, None, said))
+    if states.labels is not None:
+        tokens, k = token_dtype(vocab_size), states.labels.k
+        specs.append(_label_array(INDEX_PATH, tokens, k, "token id of the entry; 0 where not chosen"))
+        specs.append(_label_array(WEIGHT_PATH, "uint8", k, "code of the entry's weight; 0 where not chosen"))
+    if states.num_classes is not None:
+        specs.append(
+            ArraySpec(
+                path=LOGITS_PATH,
+                dtype="float32",
+                row_shape=(states.num_classes,),
+                dimension_names=("token", "class"),
+                fill_value="NaN",
+                meaning=f"logits of the sequence, at the row {of_first}",
+            )
+        )
+    return specs
+
+
+def _label_array(path: str, dtype: DType, entries: int | None, meaning: str) -> ArraySpec:
+    return ArraySpec(
+        path=path,
+        dtype=dtype,
+        row_shape=() if entries is None else (entries,),
+        dimension_names=("token",) if entries is None else ("token", "entry"),
+        fill_value=2 ** (8 * ITEM_BYTES[dtype]) - 1,
+        meaning=meaning,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallArray:
     """An array of one uncompressed chunk, the same for all tokens."""
 
-    path: str
+    folder: str
+    """Group that it is in."""
+    name: str
     dtype: DType
     shape: tuple[int, ...]
     dimension_names: tuple[str, ...]
     meaning: str
+
+    @property
+    def path(self) -> str:
+        """Path below the root group."""
+        return f"{self.folder}/{self.name}"
 
     @property
     def chunk_path(self) -> str:
@@ -133,12 +223,37 @@ class SmallArray:
 
 def codes_path(layer: int) -> str:
     """Return the path of a layer's codes, of codec `vectors`."""
-    return f"{VECTORS_FOLDER}/{layer}/codes"
+    return f"{layer_folder(layer)}/codes"
+
+
+def state_codes_path(name: StateName) -> str:
+    """Return the path of the codes of a hidden state of every token."""
+    return f"{name.folder}/codes"
 
 
 def small_arrays(identity: CacheIdentity, fitted: LayerCalibration) -> tuple[SmallArray, ...]:
     """Return the arrays that codec `vectors` decodes and encodes a layer with."""
-    components, width = fitted.components, 3 * identity.relation_heads * fitted.head_size
+    width = 3 * identity.relation_heads * fitted.head_size
+    what = "queries, keys and values, head by head"
+    return _code_arrays(layer_folder(fitted.layer), fitted.components, width, what)
+
+
+def state_small_arrays(identity: CacheIdentity, fitted: StateCalibration) -> tuple[SmallArray, ...]:
+    """Return the arrays that a hidden state of every token is decoded and encoded with."""
+    width = identity.teacher.hidden_size
+    return _code_arrays(fitted.name.folder, fitted.components, width, "hidden states")
+
+
+def all_small_arrays(identity: CacheIdentity, calibration: Calibration | None) -> tuple[SmallArray, ...]:
+    """Return every array that is the same for all tokens."""
+    if calibration is None:
+        return ()
+    found = [small for fitted in calibration.layers for small in small_arrays(identity, fitted)]
+    found += [small for fitted in calibration.states for small in state_small_arrays(identity, fitted)]
+    return tuple(found)
+
+
+def _code_arrays(folder: str, components: int, width: int, what: str) -> tuple[SmallArray, ...]:
     names, shape = ("component", "vector"), (components, width)
     table: tuple[tuple[str, DType, tuple[str, ...], tuple[int, ...], str], ...] = (
         ("basis", "float16", names, shape, "direction of each component, greatest entry 1"),
@@ -151,11 +266,12 @@ def small_arrays(identity: CacheIdentity, fitted: LayerCalibration) -> tuple[Sma
             "for writers: a token's components, in steps, are gain * (analysis @ (vectors - mean))",
         ),
         ("gain", "float32", names[:1], shape[:1], "for writers: see analysis"),
-        ("mean", "float32", names[1:], shape[1:], "mean of queries, keys and values, head by head"),
+        ("mean", "float32", names[1:], shape[1:], f"mean of {what}"),
     )
     return tuple(
         SmallArray(
-            path=f"{VECTORS_FOLDER}/{fitted.layer}/{name}",
+            folder=folder,
+            name=name,
             dtype=dtype,
             shape=size,
             dimension_names=axes,
@@ -208,9 +324,8 @@ def zarr_documents(
 ) -> dict[str, bytes]:
     """Return every `zarr.json` of a cache: path below the root, exact content."""
     documents = {"zarr.json": _json(_group({"minilm_cache": {"format_version": identity.format_version}}))}
-    for fitted in calibration.layers if calibration is not None else ():
-        for small in small_arrays(identity, fitted):
-            documents[f"{small.path}/zarr.json"] = _json(_small_array(small))
+    for small in all_small_arrays(identity, calibration):
+        documents[f"{small.path}/zarr.json"] = _json(_small_array(small))
     for spec in array_specs(identity, calibration):
         parts = spec.path.split("/")
         for depth in range(1, len(parts)):

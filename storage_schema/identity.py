@@ -6,10 +6,12 @@ It comes from disk, possibly from a stranger, so every field is typed strictly a
 import hashlib
 import json
 from enum import StrEnum
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from minilm_cache.storage_schema.base import StoredModel
+from minilm_cache.storage_schema.states import StatesIdentity
 from minilm_cache.storage_schema.versions import FORMAT_VERSION
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -32,12 +34,6 @@ class RelationKind(StrEnum):
     """softmax(Q Q^T / sqrt(d_k)) (MiniLMv2, Wang et al. 2021)."""
     KEY = "key"
     """softmax(K K^T / sqrt(d_k)) (MiniLMv2)."""
-
-
-class StoredModel(BaseModel):
-    """Base of everything read from a cache: frozen, strict, unknown fields refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 def canonical_sha256(content: object) -> str:
@@ -147,6 +143,10 @@ class CacheIdentity(StoredModel):
     relations: Annotated[tuple[RelationKind, ...], Field(max_length=2)]
     """Relations that are stored; with codec `vectors` none is, and all can be computed."""
     codec: CodecParameters
+    states: StatesIdentity | None = None
+    """What is stored beside relations."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"states"})
 
     @model_validator(mode="after")
     def _relations_go_with_the_codec(self) -> "CacheIdentity":
@@ -162,6 +162,16 @@ class CacheIdentity(StoredModel):
             raise ValueError(f"the teacher has no layer {self.layers[-1]}")
         if len(self.layers) > 1 and not isinstance(self.codec, VectorsParameters):
             raise ValueError("only codec `vectors` stores several layers")
+        return self
+
+    @model_validator(mode="after")
+    def _states_are_the_teachers(self) -> "CacheIdentity":
+        states = self.states
+        if states is not None and states.highest > self.teacher.num_layers:
+            raise ValueError(f"the teacher has no hidden state {states.highest}")
+        masking = states.masking if states is not None else None
+        if masking is not None and masking.mask_token >= self.teacher.vocab_size:
+            raise ValueError("the mask is no token of the vocabulary")
         return self
 
     def fingerprint(self) -> str:

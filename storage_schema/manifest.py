@@ -5,10 +5,11 @@ are refused.
 """
 
 from collections.abc import Collection
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
+from minilm_cache.storage_schema.base import StoredModel
 from minilm_cache.storage_schema.identity import (
     MAX_LAYERS,
     MAX_TOKENS,
@@ -16,10 +17,10 @@ from minilm_cache.storage_schema.identity import (
     Name,
     RelationKind,
     Sha256,
-    StoredModel,
     VectorsParameters,
     canonical_sha256,
 )
+from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.storage_schema.versions import FORMAT_VERSION
 
 MAX_MANIFEST_BYTES: Final = 64 * 2**20
@@ -32,7 +33,7 @@ RelativePath = Annotated[
 ]
 """A path below the cache's root: no `..`, no leading slash, no hidden names, no backslash."""
 
-VECTORS_FOLDER: Final = "vectors"
+_VECTORS_FOLDER: Final = "vectors"
 _SMALL_CHUNKS: Final = ("basis/c/0/0", "step/c/0", "analysis/c/0/0", "gain/c/0", "mean/c/0")
 TEACHER_FOLDER: Final = "teacher"
 TEACHER_CONFIG: Final = "teacher/config.json"
@@ -46,6 +47,11 @@ TOKENIZER_FILES: Final = (
     "merges.txt",
 )
 """What a tokenizer may consist of; other files beside it could steer whoever loads it."""
+
+
+def layer_folder(layer: int) -> str:
+    """Return the path of the group of a layer's arrays, of codec `vectors`."""
+    return f"{_VECTORS_FOLDER}/{layer}"
 
 
 class StoredDocument(StoredModel):
@@ -119,6 +125,19 @@ class LayerFidelity(StoredModel):
         return self
 
 
+class StateFidelity(StoredModel):
+    """How faithful something beside relations is, on held-out sequences read back from disk."""
+
+    path: Annotated[str, Field(max_length=128)]
+    """Its array, or the group that its arrays are in."""
+    bytes_per_token: float = Field(ge=0)
+    """Bytes of its shard files per token of the cache."""
+    relative_error: Finite | None = None
+    """Root of squared error over the variance of what the teacher says; none: of labels."""
+    cross_entropy_bias: Finite | None = None
+    """Of labels, nats: mean of sum_j (stored_j - teacher_j) log teacher_j, 0 in expectation."""
+
+
 class Measured(StoredModel):
     """What a finished dump measured of itself."""
 
@@ -130,6 +149,10 @@ class Measured(StoredModel):
     """Held-out sequences that the fidelity was measured on."""
     fidelity: Annotated[tuple[LayerFidelity, ...], Field(min_length=1, max_length=MAX_LAYERS)]
     """One for each tapped layer, in order."""
+    states: Annotated[tuple[StateFidelity, ...], Field(max_length=1024)] = ()
+    """One for each of `StatesIdentity.paths`, in order."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"states"})
 
 
 class LayerCalibration(StoredModel):
@@ -152,15 +175,35 @@ class LayerCalibration(StoredModel):
         return self
 
 
+class StateCalibration(StoredModel):
+    """How a code was fitted to a hidden state of every token."""
+
+    family: StateFamily
+    number: int = Field(ge=0, le=1024)
+    components: int = Field(ge=1, le=2**16)
+    """Codes of a token."""
+    error: float = Field(ge=0, le=1)
+    """Relative error on the checked sequences: root of squared error over variance."""
+
+    @property
+    def name(self) -> StateName:
+        """Which state."""
+        return StateName(self.family, self.number)
+
+
 class Calibration(StoredModel):
-    """How codec `vectors` was fitted to the tapped layers."""
+    """How codec `vectors` was fitted to the tapped layers, and codes to hidden states."""
 
     num_fitted: int = Field(ge=1, le=MAX_TOKENS)
     """The first so many sequences were fitted to."""
     num_checked: int = Field(ge=1, le=MAX_TOKENS)
     """The so many after them chose the step."""
-    layers: Annotated[tuple[LayerCalibration, ...], Field(min_length=1, max_length=MAX_LAYERS)]
-    """One for each tapped layer, in order."""
+    layers: Annotated[tuple[LayerCalibration, ...], Field(max_length=MAX_LAYERS)]
+    """One for each tapped layer, in order; none with another codec than `vectors`."""
+    states: Annotated[tuple[StateCalibration, ...], Field(max_length=2 * MAX_LAYERS + 2)] = ()
+    """One for each hidden state of every token, in order."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"states"})
 
     def of_layer(self, layer: int) -> LayerCalibration:
         """Return how the code was fitted to a tapped layer."""
@@ -193,7 +236,7 @@ class CacheManifest(StoredDocument):
     """Rows that a shard takes in every array; a power of two."""
     shards: Annotated[tuple[ShardRange, ...], Field(min_length=1, max_length=2**20)]
     calibration: Calibration | None = None
-    """Of codec `vectors`."""
+    """Of codec `vectors` and of hidden states."""
     files: dict[RelativePath, FileDigest]
     """Files outside the shards: array metadata, and the teacher's configuration and tokenizer."""
     measured: Measured | None = None
@@ -226,7 +269,8 @@ class CacheManifest(StoredDocument):
     def _names_no_other_file(self) -> "CacheManifest":
         known = {TEACHER_CONFIG, *(f"{TEACHER_FOLDER}/{name}" for name in TOKENIZER_FILES)}
         if self.calibration is not None:
-            folders = [f"{VECTORS_FOLDER}/{layer}" for layer in self.identity.layers]
+            folders = [layer_folder(one.layer) for one in self.calibration.layers]
+            folders += [one.name.folder for one in self.calibration.states]
             known |= {f"{folder}/{chunk}" for folder in folders for chunk in _SMALL_CHUNKS}
         unknown = [
             path for path in self.files if path not in known and path.rsplit("/", 1)[-1] != "zarr.json"
@@ -236,24 +280,43 @@ class CacheManifest(StoredDocument):
         return self
 
     @model_validator(mode="after")
-    def _calibration_goes_with_vectors(self) -> "CacheManifest":
-        if (self.calibration is None) == isinstance(self.identity.codec, VectorsParameters):
-            raise ValueError("`calibration` goes with codec `vectors`, and only with it")
-        if self.calibration is not None and isinstance(self.identity.codec, VectorsParameters):
-            if tuple(one.layer for one in self.calibration.layers) != self.identity.layers:
+    def _calibration_is_of_what_is_coded(self) -> "CacheManifest":
+        codec = self.identity.codec
+        layers = self.identity.layers if isinstance(codec, VectorsParameters) else ()
+        states = self.identity.states.coded if self.identity.states is not None else ()
+        found = self.calibration
+        if (found is None) == bool(layers or states):
+            raise ValueError("`calibration` goes with codec `vectors` and hidden states, and only with them")
+        if found is not None:
+            if tuple(one.layer for one in found.layers) != layers:
                 raise ValueError("calibration.layers names other layers than identity.layers")
-            worst = max(kl for one in self.calibration.layers for kl in one.kl.values())
-            if worst > self.identity.codec.max_kl:
-                raise ValueError("the calibration does not keep to the codec's max_kl")
-            if self.calibration.num_fitted + self.calibration.num_checked > self.num_train:
+            if tuple(one.name for one in found.states) != states:
+                raise ValueError("calibration.states names other states than identity.states")
+            if found.num_fitted + found.num_checked > self.num_train:
                 raise ValueError("the calibration used sequences that are held out")
+            self._keeps_to_its_bounds(found)
         return self
 
+    def _keeps_to_its_bounds(self, found: Calibration) -> None:
+        codec, states = self.identity.codec, self.identity.states
+        for layer in found.layers:
+            if isinstance(codec, VectorsParameters) and max(layer.kl.values()) > codec.max_kl:
+                raise ValueError("the calibration does not keep to the codec's max_kl")
+        for state in found.states:
+            if state.components > self.identity.teacher.hidden_size:
+                raise ValueError("a hidden state has more components than dimensions")
+            if states is not None and states.max_error is not None and state.error > states.max_error:
+                raise ValueError("the calibration does not keep to the states' max_error")
+
     @model_validator(mode="after")
-    def _fidelity_is_of_the_layers(self) -> "CacheManifest":
-        found = self.identity.layers if self.measured is None else [x.layer for x in self.measured.fidelity]
-        if list(found) != list(self.identity.layers):
+    def _fidelity_is_of_what_is_stored(self) -> "CacheManifest":
+        if self.measured is None:
+            return self
+        if [one.layer for one in self.measured.fidelity] != list(self.identity.layers):
             raise ValueError("measured.fidelity names other layers than identity.layers")
+        stored = self.identity.states.paths if self.identity.states is not None else ()
+        if [one.path for one in self.measured.states] != list(stored):
+            raise ValueError("measured.states names other states than identity.states")
         return self
 
     @property

@@ -10,15 +10,16 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoConfig,
-    AutoModel,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from minilm_cache.config import DumpConfig, make_config
 from minilm_cache.dump.run import DumpResult, dump
+from minilm_cache.pretrained import HEADS
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store.push import push
+from minilm_cache.tap import Head
 
 WORDS = [
     f"{first}{last}" for first in "bcdfghklmnprst" for last in ("a", "e", "i", "o", "u", "an", "en", "un")
@@ -60,13 +61,20 @@ TINY: Mapping[str, Mapping[str, Any]] = {
 """Families that the attention interface serves, each with sizes that take milliseconds."""
 
 
-def tiny_model(family: str, *, attention: str = "eager", seed: int = 0, **changes: Any) -> PreTrainedModel:
+def tiny_model(
+    family: str,
+    *,
+    attention: str = "eager",
+    seed: int = 0,
+    head: Head | None = None,
+    **changes: Any,
+) -> PreTrainedModel:
     """Return a small random model of a family; weights are wide enough for attention to be far from flat."""
     config = AutoConfig.for_model(
         family, **{"vocab_size": len(VOCABULARY), "max_position_embeddings": 66, **TINY[family], **changes}
     )
     torch.manual_seed(seed)
-    model = AutoModel.from_config(config, attn_implementation=attention)
+    model = HEADS[head].from_config(config, attn_implementation=attention)
     assert isinstance(model, PreTrainedModel)
     with torch.no_grad():
         for weight in model.parameters():

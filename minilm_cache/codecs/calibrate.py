@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from minilm_cache.codecs.vectors import VectorsCodec, as_directions, concatenate, quantise
+from minilm_cache.codecs.transform import GAIN_ROWS, fit_code
+from minilm_cache.codecs.vectors import VectorsCodec, concatenate
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError, TeacherError
 from minilm_cache.progress import ShouldStop, never_stop
 from minilm_cache.relations import TeacherSignal, key_mask, relation_probs
@@ -31,9 +32,6 @@ _WEIGHT_ROUNDS = 3
 _STEP_ROUNDS = 9
 _LEAST_SENSITIVITY = 1e-6
 """Of a direction, over the greatest of its head: what costs nothing is still stored, coarsely."""
-
-_GAIN_TOKENS = 2**13
-"""Tokens that decide which components are stored, and their gains."""
 _LEAST_VARIANCE = 1e-9
 """Of a component, over the greatest: what is less is rounding of the teacher's own arithmetic."""
 
@@ -101,7 +99,7 @@ class _Moments:
         self.window = _attention_window(masked)
         rows = torch.cat([_valid_rows(signal) for signal in signals])
         self.mean = rows.mean(0)
-        self.sample = rows[:_GAIN_TOKENS] - self.mean
+        self.sample = rows[:GAIN_ROWS] - self.mean
         centred = rows - self.mean
         self.covariance = (centred.T @ centred / len(rows)).double()
         totals = [_sensitivities(signal) for signal in signals]
@@ -217,27 +215,14 @@ def _coarsest_step(
 
 
 def _codec(moments: _Moments, analysis: Tensor, synthesis: Tensor) -> VectorsCodec:
-    """Return the code with components that are ever stored, and with the gain that makes rounding good."""
-    components = moments.sample @ analysis.float().T
-    codes = quantise(components)
-    power = codes.square().sum(0)
-    used = power > 0
-    if not bool(used.any()):
-        used[0] = True
-    shrunk = (codes * components).sum(0) / power.clamp(min=1)
-    basis, lengths = as_directions((shrunk[:, None] * synthesis)[used].cpu())
-    forward, gains = as_directions(analysis[used].cpu())
+    """Return the codec of matrices in steps."""
     return VectorsCodec(
         layer=moments.layer,
         num_heads=moments.num_heads,
         head_size=moments.head_size,
         scaling=moments.scaling,
         window=moments.window,
-        mean=moments.mean.cpu(),
-        basis=basis,
-        step=lengths,
-        analysis=forward,
-        gain=gains,
+        code=fit_code(moments.sample, moments.mean, analysis, synthesis),
     )
 
 

@@ -52,11 +52,12 @@ _CODE_RANGE = 256
 """Entries are sorted by column * 256 + code: columns ascend and codes stay with their columns."""
 
 
-class _Entries(NamedTuple):
+class Entries(NamedTuple):
     """Entries of each row, sorted by column."""
 
-    column: Int[Tensor, "batch heads query entries"]
-    code: Int[Tensor, "batch heads query entries"]
+    column: Int[Tensor, "*rows entries"]
+    code: Int[Tensor, "*rows entries"]
+    """0 for an equal slot, else that of the kept weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ class TopKCodec:
             part = max(1, _PART_ENTRIES // probs[0].numel())
             parts = zip(probs.split(part), draws.split(part), strict=True)
             found = [sample_pps(rows, self.k, drawn, self._scale) for rows, drawn in parts]
-            entries = _Entries(*(torch.cat(each) for each in zip(*found, strict=True)))
+            entries = Entries(*(torch.cat(each) for each in zip(*found, strict=True)))
         else:
             entries = select_largest(probs, self.k, self._scale)
         gap = torch.diff(entries.column, dim=-1, prepend=torch.zeros_like(entries.column[..., :1]))
@@ -154,7 +155,7 @@ class TopKCodec:
         _refuse_entries(beyond=beyond, highest=int(code.amax()))
         weight = self._scale.value(code)
         if self.select == "pps":
-            return _with_shared_remainder(column, code, weight)
+            return SparseRows(column, share_remainder(code, weight), None)
         return _with_tail(column, code, weight, lengths, uniform=self.tail == "uniform")
 
 
@@ -173,7 +174,7 @@ def scale_ratio(select: Literal["pps", "largest"]) -> float:
 
 def sample_pps(
     probs: Float[Tensor, "*rows key"], k: int, draws: Float[Tensor, "*rows 1"], scale: LogScale
-) -> _Entries:
+) -> Entries:
     """Draw k entries of each row so that their expectation is the row (module docstring).
 
     Args:
@@ -200,7 +201,7 @@ def sample_pps(
     place = k - num_kept[row] + torch.arange(len(row), device=row.device) - before[row]
     merged[row, place] = (column * _CODE_RANGE + code).int()
     merged = merged.sort(-1).values.view(shape)
-    return _Entries(merged // _CODE_RANGE, merged % _CODE_RANGE)
+    return Entries(merged // _CODE_RANGE, merged % _CODE_RANGE)
 
 
 def _least_kept(probs: Float[Tensor, "rows key"], k: int, scale: LogScale) -> Float[Tensor, "rows 1"]:
@@ -233,7 +234,7 @@ def _draw_slots(
     return torch.where(total > 0, drawn, 0)
 
 
-def select_largest(probs: Float[Tensor, "*rows key"], k: int, scale: LogScale) -> _Entries:
+def select_largest(probs: Float[Tensor, "*rows key"], k: int, scale: LogScale) -> Entries:
     """Return the k largest entries of each row, columns ascending; code 0 for those below the scale."""
     weight, column = torch.topk(probs, min(k, probs.shape[-1]))
     code = scale.round(weight)
@@ -243,17 +244,23 @@ def select_largest(probs: Float[Tensor, "*rows key"], k: int, scale: LogScale) -
     column = torch.cat([column, column[..., :1].expand(*column.shape[:-1], missing)], -1)
     code = torch.nn.functional.pad(code, (0, missing))
     merged = (column * _CODE_RANGE + code).sort(-1).values
-    return _Entries(merged // _CODE_RANGE, merged % _CODE_RANGE)
+    return Entries(merged // _CODE_RANGE, merged % _CODE_RANGE)
 
 
-def _with_shared_remainder(column: Tensor, code: Tensor, weight: Tensor) -> SparseRows:
-    """Give what the kept entries leave of 1 to the slots, in equal parts."""
+def share_remainder(
+    code: Int[Tensor, "*rows entries"], weight: Float[Tensor, "*rows entries"]
+) -> Float[Tensor, "*rows entries"]:
+    """Return weights with what the kept entries leave of 1 given to the slots, in equal parts.
+
+    Raises:
+        CacheCorruptError: a row has no slot, which pps never draws.
+    """
     slot = code == 0
     num_slots = slot.sum(-1, keepdim=True)
     if not bool(num_slots.all()):
         raise CacheCorruptError(f"a stored row has no slot. {_REMEDY}")
     share = (1 - weight.sum(-1, keepdim=True)).clamp(min=0) / num_slots
-    return SparseRows(column, torch.where(slot, share, weight), None)
+    return torch.where(slot, share, weight)
 
 
 def _with_tail(column: Tensor, code: Tensor, weight: Tensor, lengths: Tensor, *, uniform: bool) -> SparseRows:

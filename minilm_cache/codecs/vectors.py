@@ -2,42 +2,30 @@
 
 The queries, keys and values of a layer are affine in its input, so side by side they lie in a subspace of its
 width (rotary positions widen it). They are taken to that subspace by principal components, weighted by what
-an error costs in KL (`calibrate.py`), rounded with one step, and entropy-coded component by component.
-Decoding is one matrix product: vectors = mean + (codes * step) @ basis.
-
-Rounding goes towards zero more than to the nearest (`ROUNDING`), which saves bytes at the same KL; what that
-shrinks on average, the basis makes good. Error bound: none for a row; the mean KL of attention
-and value relation is what the manifest says (`calibration`, `measured.fidelity`).
+an error costs in KL (`calibrate.py`), rounded with one step, and entropy-coded component by component
+(`transform.py`). Decoding is one matrix product: vectors = mean + (codes * step) @ basis. Error bound: none
+for a row; the mean KL of attention and value relation is what the manifest says (`calibration`,
+`measured.fidelity`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Float16, Int, Int16
+from jaxtyping import Bool, Float, Int, Int16
 from torch import Tensor
 
 from minilm_cache.codecs.base import Rows
-from minilm_cache.errors import CacheCorruptError
+from minilm_cache.codecs.transform import TransformCode, refuse_codes
 from minilm_cache.relations import RowTargets, TeacherSignal, VectorRows, Vectors, split_heads
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
-
-ROUNDING = 0.33
-"""A component of n + 1 - ROUNDING steps or more has code n + 1; to the nearest would be 0.5."""
-MAX_CODE = 2**15 - 1
 
 
 def concatenate(vectors: Vectors) -> Float[Tensor, "batch length width"]:
     """Return queries, keys and values of each token side by side, head by head, float32."""
     parts = [part.transpose(1, 2).flatten(2) for part in (vectors.query, vectors.key, vectors.value)]
     return torch.cat(parts, -1).float()
-
-
-def quantise(components: Float[Tensor, "*rows components"]) -> Float[Tensor, "*rows components"]:
-    """Return codes, whole numbers still as floats, of components in steps."""
-    codes = components.abs().add_(ROUNDING).floor_().clamp_(max=MAX_CODE)
-    return codes.copysign_(components)
 
 
 def window_mask(
@@ -48,14 +36,6 @@ def window_mask(
         return None
     position = torch.arange(length, device=device)
     return ((position[:, None] - position).abs() <= window)[None, None]
-
-
-def as_directions(
-    matrix: Float[Tensor, "components width"],
-) -> tuple[Float16[Tensor, "components width"], Float[Tensor, " components"]]:
-    """Return rows as float16 with a greatest entry of 1, and what they were longer by, float32."""
-    length = matrix.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return (matrix / length[:, None]).half(), length.float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,11 +50,7 @@ class VectorsCodec:
     """Factor on query-key products."""
     window: int | None
     """Positions to each side that the teacher's attention sees; none: all."""
-    mean: Float[Tensor, " width"]
-    basis: Float16[Tensor, "components width"]
-    step: Float[Tensor, " components"]
-    analysis: Float16[Tensor, "components width"]
-    gain: Float[Tensor, " components"]
+    code: TransformCode
 
     @property
     def codes_path(self) -> str:
@@ -98,14 +74,11 @@ class VectorsCodec:
     def encode(self, signal: TeacherSignal, sequences: Sequence[int]) -> Rows:
         """Return the codes, `(batch, length, components)` int16; nothing is drawn."""
         del sequences
-        flat = concatenate(signal.vectors) - self.mean.to(signal.lengths.device)
-        codes = quantise(flat @ self.analysis.to(flat).T * self.gain.to(flat.device))
-        return {self.codes_path: codes.to(torch.int16).cpu().numpy()}
+        return {self.codes_path: self.code.codes(concatenate(signal.vectors)).cpu().numpy()}
 
     def vectors(self, codes: Int16[Tensor, "batch length components"]) -> Vectors:
         """Return queries, keys and values, float32, on the device of the codes."""
-        mean, basis, step = (part.to(codes.device) for part in (self.mean, self.basis, self.step))
-        flat = torch.addmm(mean, codes.flatten(0, 1).float(), basis.float() * step[:, None])
+        flat = self.code.rows(codes.flatten(0, 1))
         heads = flat.view(*codes.shape[:2], 3, self.num_heads, self.head_size).permute(2, 0, 3, 1, 4)
         mask = window_mask(self.window, codes.shape[1], codes.device)
         return Vectors(heads[0], heads[1], heads[2], mask, self.scaling)
@@ -113,11 +86,7 @@ class VectorsCodec:
     def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " _"]) -> None:
         """Raise CacheCorruptError for codes that `encode` never writes."""
         del lengths
-        if int(rows[self.codes_path].amin()) < -MAX_CODE:
-            raise CacheCorruptError(
-                "a stored token has no codes. It was not written by `minilm-cache dump`: dump the cache "
-                "again, or fetch it from who made it."
-            )
+        refuse_codes(rows[self.codes_path])
 
     def decode(
         self,

@@ -1,6 +1,6 @@
-"""The codecs of a dump: taken from the cache that is being resumed, or fitted to the first sequences."""
+"""The codecs of a dump: taken from the cache that is being resumed or added to, or fitted to the text."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,21 +8,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minilm_cache.cache import vectors_codec
+from minilm_cache.cache import layer_codec, read_codes
 from minilm_cache.codecs.base import SignalCodec
-from minilm_cache.codecs.calibrate import INTERRUPTED, Fitted, calibrate, split_sample
-from minilm_cache.codecs.chain import store_relations
+from minilm_cache.codecs.calibrate import INTERRUPTED, calibrate, split_sample
+from minilm_cache.codecs.fit_states import fit_state
+from minilm_cache.codecs.states import StatesCodec
+from minilm_cache.codecs.transform import TransformCode
 from minilm_cache.dump.audit import pad
+from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.dump.sequences import SequenceTable
-from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.relations import TeacherSignal
-from minilm_cache.storage_schema.arrays import small_arrays
+from minilm_cache.relations import TeacherSignal, key_mask
+from minilm_cache.states import WantedStates
+from minilm_cache.storage_schema.arrays import all_small_arrays
 from minilm_cache.storage_schema.identity import CacheIdentity, VectorsParameters
-from minilm_cache.storage_schema.manifest import Calibration, LayerCalibration
+from minilm_cache.storage_schema.manifest import (
+    CacheManifest,
+    Calibration,
+    LayerCalibration,
+    StateCalibration,
+    layer_folder,
+)
+from minilm_cache.storage_schema.states import StateName
 from minilm_cache.store.layout import MANIFEST
-from minilm_cache.store.reader import read_checked, read_manifest
+from minilm_cache.store.reader import CacheReader, read_manifest
 
 MIN_SEQUENCES = 4
 """Training sequences below which nothing could be checked that nothing was fitted to."""
@@ -34,9 +44,45 @@ class FittedCodec:
 
     codecs: tuple[SignalCodec, ...]
     """One for each tapped layer."""
+    states: StatesCodec | None
     calibration: Calibration | None = None
     attachments: Mapping[str, bytes] = field(default_factory=dict)
     """Content of the codecs' own arrays: path below the cache's root to bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """Codes that are there already."""
+
+    manifest: CacheManifest | None = None
+    codes: Mapping[str, TransformCode] = field(default_factory=dict)
+    """By the folder of their arrays."""
+
+    @classmethod
+    def in_cache(cls, root: Path, manifest: CacheManifest) -> "_Known":
+        """Read all codes of a cache.
+
+        Raises:
+            CacheCorruptError: one is damaged.
+        """
+        return cls(manifest=manifest, codes=read_codes(root, manifest))
+
+    def layer(self, layer: int) -> LayerCalibration | None:
+        """Return how a layer was fitted; none: it was not."""
+        known = layer_folder(layer) in self.codes
+        return self._calibration.of_layer(layer) if known else None
+
+    def state(self, name: StateName) -> StateCalibration | None:
+        """Return how a state was fitted; none: it was not."""
+        if name.folder not in self.codes:
+            return None
+        return next(one for one in self._calibration.states if one.name == name)
+
+    @property
+    def _calibration(self) -> Calibration:
+        assert self.manifest is not None
+        assert self.manifest.calibration is not None
+        return self.manifest.calibration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,119 +90,208 @@ class CodecFitter:
     """What it takes to fit codecs."""
 
     identity: CacheIdentity
-    teacher: Teacher
+    reader: SequenceReader
     sequences: SequenceTable
     batch_size: int
     progress: Progress
     should_stop: ShouldStop
 
-    def codecs(self, path: Path) -> FittedCodec:
+    def codecs(self, path: Path, donor: CacheReader | None = None) -> FittedCodec:
         """Return the codecs of the cache at `path`, existing or not.
 
+        Args:
+            path: its folder.
+            donor: another cache, whose codes are taken over.
+
         Raises:
-            CorpusError: the corpus is too small to fit codec `vectors` to.
+            CorpusError: the corpus is too small to fit codes to.
             InterruptedRunError: it was asked to stop.
         """
         identity = self.identity
-        if not isinstance(identity.codec, VectorsParameters):
-            stored = store_relations(identity.codec, identity.packing.max_length, identity.relations)
-            return FittedCodec(codecs=(stored,))
-        return _kept_codecs(path, identity) or self._fit(identity.codec)
+        coded = identity.states.coded if identity.states is not None else ()
+        if not (isinstance(identity.codec, VectorsParameters) or coded):
+            return self._complete(None, {})
+        known = _known_at(path, identity)
+        if known is None:
+            known = _Known() if donor is None else _Known.in_cache(donor.root, donor.manifest)
+        return self._fit(coded, known)
 
-    def _fit(self, parameters: VectorsParameters) -> FittedCodec:
+    def _fit(self, coded: Sequence[StateName], known: _Known) -> FittedCodec:
+        is_vectors = isinstance(self.identity.codec, VectorsParameters)
         num_train = len(self.sequences.lengths) - self.sequences.num_held_out
         if num_train < MIN_SEQUENCES:
+            what = "codec vectors is" if is_vectors else "codes of hidden states are"
             raise CorpusError(
-                f"codec vectors is fitted to the corpus, and {num_train} training sequences are too few: it "
-                f"needs {MIN_SEQUENCES}. Give more text, or --codec topk or dense."
+                f"{what} fitted to the corpus, and {num_train} training sequences are too few: it needs "
+                f"{MIN_SEQUENCES}. Give more text, or --codec topk or dense without hidden states."
             )
-        ends = np.cumsum(self.sequences.lengths[:num_train])
-        wanted = int(np.searchsorted(ends, parameters.calibration_tokens)) + 1
-        fit, check = split_sample(num_train, wanted)
-        layers = self.teacher.layers
-        self.progress.start("calibrate", len(layers) * (len(fit) + len(check)), "sequences")
-        found = [self._fit_layer(at, fit, check, parameters.max_kl) for at in range(len(layers))]
+        layers = self._all_layers(known)
+        states = self._all_states(coded, known)
+        fit, check = self._sample(self._calibration_tokens)
         calibration = Calibration(
             num_fitted=len(fit),
             num_checked=len(check),
-            layers=tuple(_described(layer) for layer in found),
+            layers=tuple(described for described, _ in layers),
+            states=tuple(described for described, _ in states),
         )
-        attachments = {
-            small.chunk_path: _little_endian(getattr(fitted.codec, small.path.rsplit("/", 1)[-1]))
-            for fitted, described in zip(found, calibration.layers, strict=True)
-            for small in small_arrays(self.identity, described)
-        }
-        return FittedCodec(
-            codecs=tuple(fitted.codec for fitted in found), calibration=calibration, attachments=attachments
-        )
+        codes = {layer_folder(described.layer): code for described, code in layers}
+        codes |= {described.name.folder: code for described, code in states}
+        return self._complete(calibration, codes)
 
-    def _fit_layer(self, at: int, fit: range, check: range, max_kl: float) -> Fitted:
-        """Fit the code of one tapped layer; the sample's vectors of all layers would not fit into memory."""
-        found = calibrate(
-            self._signals(at, fit),
-            self._signals(at, check),
-            max_kl,
-            layer=self.teacher.layers[at],
-            longest=self._longest(at),
-            should_stop=self.should_stop,
-        )
-        kls = ", ".join(f"{kind} {value:.4f}" for kind, value in found.kl.items())
-        self.progress.note(
-            f"calibrated layer {found.codec.layer}: {len(found.codec.basis)} components, KL {kls}"
-        )
+    @property
+    def _calibration_tokens(self) -> int:
+        """The most that anything is fitted to."""
+        states, codec = self.identity.states, self.identity.codec
+        of_states = states.calibration_tokens if states is not None else None
+        of_codec = codec.calibration_tokens if isinstance(codec, VectorsParameters) else 0
+        return max(of_states or 0, of_codec)
+
+    def _all_layers(self, known: _Known) -> list[tuple[LayerCalibration, TransformCode]]:
+        codec = self.identity.codec
+        if not isinstance(codec, VectorsParameters):
+            return []
+        fit, check = self._sample(codec.calibration_tokens)
+        missing = sum(known.layer(layer) is None for layer in self.identity.layers)
+        self.progress.start("calibrate", missing * (len(fit) + len(check)), "sequences")
+        found = []
+        for layer in self.identity.layers:
+            there = known.layer(layer)
+            if there is None:
+                found.append(self._fit_layer(layer, fit, check, codec.max_kl))
+            else:
+                found.append((there, known.codes[layer_folder(layer)]))
         return found
 
-    def _longest(self, at: int) -> TeacherSignal:
-        """Return what a layer says of a sequence of full length: its attention may have a window."""
-        length, device = self.identity.packing.max_length, self.teacher.device
-        ids = torch.full((1, length), self.teacher.tokenizer.cls_token_id, device=device)
-        return self.teacher.signals(ids, torch.full((1,), length, device=device))[at]
+    def _all_states(
+        self, coded: Sequence[StateName], known: _Known
+    ) -> list[tuple[StateCalibration, TransformCode]]:
+        new = self._fit_states([name for name in coded if known.state(name) is None])
+        found = []
+        for name in coded:
+            there = known.state(name)
+            found.append(new[name] if there is None else (there, known.codes[name.folder]))
+        return found
 
-    def _signals(self, at: int, numbers: range) -> list[TeacherSignal]:
+    def _complete(self, calibration: Calibration | None, codes: Mapping[str, TransformCode]) -> FittedCodec:
+        identity = self.identity
+        states = None
+        if identity.states is not None:
+            states = StatesCodec.of(identity, {name: codes[name.folder] for name in identity.states.coded})
+        attachments = {
+            small.chunk_path: _little_endian(getattr(codes[small.folder], small.name))
+            for small in all_small_arrays(identity, calibration)
+        }
+        return FittedCodec(
+            codecs=tuple(layer_codec(identity, calibration, layer, codes) for layer in identity.layers),
+            states=states,
+            calibration=calibration,
+            attachments=attachments,
+        )
+
+    def _sample(self, num_tokens: int) -> tuple[range, range]:
+        """Return the sequences that are fitted to, about so many tokens, and those that are checked with."""
+        num_train = len(self.sequences.lengths) - self.sequences.num_held_out
+        ends = np.cumsum(self.sequences.lengths[:num_train])
+        return split_sample(num_train, int(np.searchsorted(ends, num_tokens)) + 1)
+
+    def _fit_layer(
+        self, layer: int, fit: range, check: range, max_kl: float
+    ) -> tuple[LayerCalibration, TransformCode]:
+        """Fit the code of one tapped layer; the sample's vectors of all layers would not fit into memory."""
+        found = calibrate(
+            self._signals(layer, fit),
+            self._signals(layer, check),
+            max_kl,
+            layer=layer,
+            longest=self._longest(layer),
+            should_stop=self.should_stop,
+        )
+        codec = found.codec
+        kls = ", ".join(f"{kind} {value:.4f}" for kind, value in found.kl.items())
+        self.progress.note(f"calibrated layer {layer}: {len(codec.code.basis)} components, KL {kls}")
+        described = LayerCalibration(
+            layer=layer,
+            components=len(codec.code.basis),
+            head_size=codec.head_size,
+            scaling=codec.scaling,
+            window=codec.window,
+            kl=found.kl,
+        )
+        return described, codec.code
+
+    def _longest(self, layer: int) -> TeacherSignal:
+        """Return what a layer says of a sequence of full length: its attention may have a window."""
+        length, teacher = self.identity.packing.max_length, self.reader.teacher
+        ids = torch.full((1, length), teacher.tokenizer.cls_token_id, device=teacher.device)
+        lengths = torch.full((1,), length, device=teacher.device)
+        return teacher.read(ids, lengths, layers=(layer,)).signals[0]
+
+    def _signals(self, layer: int, numbers: range) -> list[TeacherSignal]:
         signals = []
+        for ids, lengths, some in self._batches(numbers):
+            signals.append(self.reader.teacher.read(ids, lengths, layers=(layer,)).signals[0])
+            self.progress.advance(len(some))
+        return signals
+
+    def _batches(self, numbers: range) -> Iterator[tuple[Tensor, Tensor, range]]:
+        """Yield padded batches of sequences on the teacher's device, and their numbers."""
+        teacher = self.reader.teacher
         for first in range(numbers.start, numbers.stop, self.batch_size):
             if self.should_stop():
                 raise InterruptedRunError(INTERRUPTED)
-            last = min(first + self.batch_size, numbers.stop)
-            tokens = [torch.from_numpy(row) for row in self.sequences.read(first, last).ids]
-            ids, lengths = pad(tokens, self.teacher.tokenizer.pad_token_id)
-            device = self.teacher.device
-            signals.append(self.teacher.signals(ids.to(device), lengths.to(device))[at])
-            self.progress.advance(last - first)
-        return signals
+            some = range(first, min(first + self.batch_size, numbers.stop))
+            tokens = [torch.from_numpy(row) for row in self.sequences.read(some.start, some.stop).ids]
+            ids, lengths = pad(tokens, teacher.tokenizer.pad_token_id)
+            yield ids.to(teacher.device), lengths.to(teacher.device), some
+
+    def _fit_states(
+        self, names: Sequence[StateName]
+    ) -> dict[StateName, tuple[StateCalibration, TransformCode]]:
+        """Fit the codes of hidden states, all from one pass over the sample."""
+        states = self.identity.states
+        if not names or states is None:
+            return {}
+        assert states.calibration_tokens is not None
+        assert states.max_error is not None
+        fit, check = self._sample(states.calibration_tokens)
+        self.progress.start("calibrate hidden states", len(fit) + len(check), "sequences")
+        fit_rows, check_rows = self._state_rows(names, fit), self._state_rows(names, check)
+        found = {}
+        for name in names:
+            code, error = fit_state(fit_rows[name], check_rows[name], states.max_error)
+            self.progress.note(
+                f"calibrated {name.folder}: {len(code.basis)} components, relative error {error:.3f}"
+            )
+            described = StateCalibration(
+                family=name.family, number=name.number, components=len(code.basis), error=error
+            )
+            found[name] = (described, code)
+        return found
+
+    def _state_rows(self, names: Sequence[StateName], numbers: range) -> dict[StateName, Tensor]:
+        """Return hidden states of the tokens of some sequences, `(tokens, hidden)` each."""
+        rows: dict[StateName, list[Tensor]] = {name: [] for name in names}
+        wanted = WantedStates(hidden=tuple(names))
+        for ids, lengths, some in self._batches(numbers):
+            _, states = self.reader.read(ids, lengths, some, (), wanted)
+            valid = key_mask(lengths, ids.shape[1])
+            for name in names:
+                rows[name].append(states.hidden[name][valid].cpu())
+            self.progress.advance(len(some))
+        return {name: torch.cat(parts) for name, parts in rows.items()}
 
 
-def _kept_codecs(path: Path, identity: CacheIdentity) -> FittedCodec | None:
-    """Return the codecs that a dump into this folder began with; none where it did not get so far."""
+def _known_at(path: Path, identity: CacheIdentity) -> _Known | None:
+    """Return the codes that a dump into this folder began with; none where it did not get so far."""
     if not (path / MANIFEST).is_file():
         return None
     manifest = read_manifest(path)
     if manifest.identity != identity:  # the writer will refuse this folder, and say why
         return None
-    calibration = manifest.calibration
-    assert calibration is not None
     try:
-        codecs = tuple(vectors_codec(path, manifest, layer) for layer in identity.layers)
-        attachments = {
-            small.chunk_path: read_checked(path, small.chunk_path, manifest.files.get(small.chunk_path))
-            for described in calibration.layers
-            for small in small_arrays(identity, described)
-        }
-    except CacheCorruptError:  # killed before the codec was written: fitted again, it is the same
+        return _Known.in_cache(path, manifest)
+    except CacheCorruptError:  # killed before the codes were written: fitted again, they are the same
         return None
-    return FittedCodec(codecs=codecs, calibration=calibration, attachments=attachments)
-
-
-def _described(found: Fitted) -> LayerCalibration:
-    codec = found.codec
-    return LayerCalibration(
-        layer=codec.layer,
-        components=len(codec.basis),
-        head_size=codec.head_size,
-        scaling=codec.scaling,
-        window=codec.window,
-        kl=found.kl,
-    )
 
 
 def _little_endian(values: Tensor) -> bytes:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from minilm_cache import __version__
-from minilm_cache.codecs.topk import scale_ratio
-from minilm_cache.config import DumpConfig
+from minilm_cache.codecs.topk import PPS_RATIO, scale_ratio
+from minilm_cache.config import Chosen, DumpConfig
 from minilm_cache.dump.corpus import Corpus
+from minilm_cache.dump.masking import SHARE, mask_token
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InvalidConfigError
@@ -22,6 +23,7 @@ from minilm_cache.storage_schema.identity import (
     VectorsParameters,
 )
 from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, Labels
+from minilm_cache.storage_schema.states import Masking, SoftLabels, StatesIdentity
 from minilm_cache.store.layout import (
     MAX_SHARD_BYTES,
     default_shard_tokens,
@@ -35,6 +37,10 @@ DEFAULT_K = 16
 DEFAULT_MAX_KL = 0.015
 """Nats: students come within 1 % of dense targets (benchmarks/student_quality.py)."""
 CALIBRATION_TOKENS = 2**15
+DEFAULT_MAX_ERROR = 0.1
+"""Relative error of hidden states (benchmarks/objectives.py)."""
+STATE_CALIBRATION_TOKENS = 2**13
+DEFAULT_LABEL_K = 32
 
 
 def identify(config: DumpConfig, teacher: Teacher, corpus: Corpus) -> CacheIdentity:
@@ -54,7 +60,59 @@ def identify(config: DumpConfig, teacher: Teacher, corpus: Corpus) -> CacheIdent
         relation_heads=teacher.identity.num_heads,
         relations=() if isinstance(parameters, VectorsParameters) else RELATIONS,
         codec=parameters,
+        states=_states(config, teacher),
     )
+
+
+def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
+    """Return what is stored beside relations; none: nothing is."""
+    hidden = _numbers("--hidden", config.hidden, teacher)
+    masked = _numbers("--masked-hidden", config.masked_hidden, teacher)
+    first = _numbers("--first-hidden", config.first_hidden, teacher)
+    if not (hidden or masked or first or config.labels or config.logits):
+        return None
+    is_masked, is_coded = bool(masked) or config.labels, bool(hidden or masked)
+    return StatesIdentity(
+        hidden=hidden,
+        masked_hidden=masked,
+        first=first,
+        max_error=(config.max_error or DEFAULT_MAX_ERROR) if is_coded else None,
+        calibration_tokens=STATE_CALIBRATION_TOKENS if is_coded else None,
+        masking=(
+            Masking(share=SHARE, mask_token=mask_token(teacher.tokenizer), seed=config.seed)
+            if is_masked
+            else None
+        ),
+        labels=(
+            SoftLabels(
+                k=config.label_k or DEFAULT_LABEL_K,
+                temperature=config.label_temperature or 1.0,
+                weight_ratio=PPS_RATIO,
+            )
+            if config.labels
+            else None
+        ),
+        num_classes=teacher.model.config.num_labels if config.logits else None,
+    )
+
+
+def _numbers(option: str, chosen: Chosen | None, teacher: Teacher) -> tuple[int, ...]:
+    """Return numbers of hidden states.
+
+    Raises:
+        InvalidConfigError: the teacher has no such state.
+    """
+    last = teacher.num_layers
+    if chosen is None:
+        return ()
+    if isinstance(chosen, str):
+        return (last,) if chosen == "last" else tuple(range(last + 1))
+    if chosen[-1] > last:
+        raise InvalidConfigError(
+            f"{option} {chosen[-1]}: teacher {teacher.name} has hidden states 0 (the output of its "
+            f"embeddings) to {last}. Choose among them."
+        )
+    return chosen
 
 
 def codec_parameters(config: DumpConfig) -> CodecParameters:

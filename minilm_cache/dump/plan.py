@@ -21,8 +21,9 @@ from minilm_cache.dump.corpus import load_corpus
 from minilm_cache.dump.manifest import CALIBRATION_TOKENS, codec_parameters
 from minilm_cache.dump.run import dump
 from minilm_cache.dump.sequences import SequenceTable
-from minilm_cache.dump.teacher import Teacher, locate_teacher
+from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InterruptedRunError
+from minilm_cache.pretrained import locate_teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent
 from minilm_cache.storage_schema.identity import CodecParameters, Packing, codec_words
 from minilm_cache.storage_schema.manifest import CacheManifest, LayerFidelity

@@ -17,8 +17,9 @@ from minilm_cache.device import choose_device
 from minilm_cache.dump.audit import audit, pad
 from minilm_cache.dump.corpus import Corpus
 from minilm_cache.dump.sequences import SequenceTable
-from minilm_cache.dump.teacher import Teacher, locate_teacher
+from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.pretrained import locate_teacher
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.identity import RelationKind
 

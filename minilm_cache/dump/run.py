@@ -8,16 +8,21 @@ from pathlib import Path
 from minilm_cache.cache import Cache, row_checker
 from minilm_cache.config import DumpConfig
 from minilm_cache.device import choose_device
+from minilm_cache.dump.add import head_for, layers_to_write, open_donor, states_to_write
 from minilm_cache.dump.audit import audit, audit_sequences
+from minilm_cache.dump.audit_states import audit_states
 from minilm_cache.dump.card import cache_card, preview_table
 from minilm_cache.dump.corpus import load_corpus
 from minilm_cache.dump.fit import CodecFitter
 from minilm_cache.dump.manifest import identify, name_labels, plan_manifest
+from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.shards import ShardJob
-from minilm_cache.dump.teacher import Teacher, locate_teacher
+from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import IdentityMismatchError
+from minilm_cache.pretrained import locate_teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import CacheManifest, Measured
 from minilm_cache.store.catalogue import find_cache
 from minilm_cache.store.layout import MANIFEST, cache_name
@@ -46,6 +51,7 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
     resume: bool = True,
     cache_store: str | None = None,
     tokens_of: Path | None = None,
+    add: Path | None = None,
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> DumpResult:
@@ -59,6 +65,8 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
         cache_store: URL of a store where a cache of the same fingerprint is looked for, and pulled from,
             before anything is computed.
         tokens_of: a finished cache, whose token files are linked where they are the same.
+        add: a finished cache that this one is to hold, and more: whatever it holds is linked or copied, and
+            only the rest is computed.
         progress: told of tokens done.
         should_stop: asked before each batch.
 
@@ -67,7 +75,7 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
     """
     progress = progress or Silent()
     source = locate_teacher(config.teacher, config.revision)
-    teacher = Teacher(source, choose_device(config.device), config.layers)
+    teacher = Teacher(source, choose_device(config.device), config.layers, head_for(config))
     teacher.check_length(config.max_length)
     corpus = load_corpus(config.corpus, config.text_column)
     progress.note(
@@ -77,6 +85,9 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
     )
     identity = identify(config, teacher, corpus)
     path = out or home / "caches" / cache_name(name_labels(config), identity)
+    donor = None if add is None else open_donor(add, identity)
+    if donor is not None:
+        config = config.model_copy(update={"shard_tokens": donor.manifest.shard_tokens})
     if not resume and path.exists():
         raise IdentityMismatchError(
             f"{path} exists. Leave out --no-resume to take it up, or choose another --out."
@@ -86,18 +97,14 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
         if there.complete and config.shard_tokens is None:  # it may have been pulled
             config = config.model_copy(update={"shard_tokens": there.shard_tokens})
     elif cache_store is not None:
-        url = find_cache(cache_store, identity.fingerprint())
-        progress.note(
-            f"this cache is {'not in' if url is None else 'to be pulled from'} {url or cache_store}"
-        )
-        if url is not None:
-            pulled = pull(url, path, progress, should_stop)
-            kept = len(pulled.manifest.shards)
-            return DumpResult(path=path, manifest=pulled.manifest, shards_written=0, shards_kept=kept)
+        pulled = _pull_if_there(cache_store, identity, path, progress, should_stop)
+        if pulled is not None:
+            return pulled
     sequences = SequenceTable(corpus, teacher.tokenizer, identity.packing)
+    reader = SequenceReader.of(teacher, identity.states)
     fitter = CodecFitter(
         identity=identity,
-        teacher=teacher,
+        reader=reader,
         sequences=sequences,
         batch_size=config.batch_size,
         progress=progress,
@@ -105,26 +112,47 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
     )
     # Ranks on unlike machines would fit unlike codecs: the first one's is everybody's.
     with creating(path, progress, should_stop) if config.world_size > 1 else nullcontext():
-        fitted = fitter.codecs(path)
+        fitted = fitter.codecs(path, donor)
         attachments = teacher.attachments() | dict(fitted.attachments)
         manifest = plan_manifest(config, identity, fitted.calibration, sequences, attachments)
-        donor = None if tokens_of is None else CacheReader(tokens_of)
-        writer = CacheWriter(path, manifest, attachments, donor)
+        tokens = donor if tokens_of is None else CacheReader(tokens_of)
+        writer = CacheWriter(path, manifest, attachments, tokens, donor)
     progress.note(f"cache {path} ({manifest.num_tokens:,} tokens, {len(manifest.shards)} shards)")
     todo = _shards_to_write(writer, config, progress)
     if writer.is_complete and not todo:
         progress.note("this cache is already complete and undamaged: nothing to do")
-    job = ShardJob(config=config, teacher=teacher, codecs=fitted.codecs, sequences=sequences, writer=writer)
+    job = ShardJob(
+        config=config,
+        reader=reader,
+        codecs=layers_to_write(fitted.codecs, identity, donor),
+        states=fitted.states,
+        wanted=states_to_write(fitted.states, donor),
+        sequences=sequences,
+        writer=writer,
+    )
     job.write(todo, progress, should_stop)
     with writer.sealing() as ready:
         if ready:
-            _seal(writer, teacher, config, progress)
+            _seal(writer, reader, config, progress)
     return DumpResult(
         path=path,
         manifest=writer.manifest,
         shards_written=len(todo),
         shards_kept=len(manifest.shards) - len(todo) - len(writer.missing_shards()),
     )
+
+
+def _pull_if_there(
+    cache_store: str, identity: CacheIdentity, path: Path, progress: Progress, should_stop: ShouldStop
+) -> DumpResult | None:
+    """Pull a cache from a store; none: it is not there."""
+    url = find_cache(cache_store, identity.fingerprint())
+    progress.note(f"this cache is {'not in' if url is None else 'to be pulled from'} {url or cache_store}")
+    if url is None:
+        return None
+    pulled = pull(url, path, progress, should_stop)
+    kept = len(pulled.manifest.shards)
+    return DumpResult(path=path, manifest=pulled.manifest, shards_written=0, shards_kept=kept)
 
 
 def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress) -> list[int]:
@@ -143,8 +171,9 @@ def _unsound(writer: CacheWriter, shards: Sequence[int], progress: Progress) -> 
     return unsound_shards(writer.root, writer.manifest, shards, progress, row_checker)
 
 
-def _seal(writer: CacheWriter, teacher: Teacher, config: DumpConfig, progress: Progress) -> None:
+def _seal(writer: CacheWriter, reader: SequenceReader, config: DumpConfig, progress: Progress) -> None:
     """Measure the finished dump from its bytes on disk, then declare it complete."""
+    teacher = reader.teacher
     cache = Cache(CacheReader(writer.root, partial=True))
     numbers = audit_sequences(cache)
     progress.start("measure fidelity", len(numbers), "sequences")
@@ -155,6 +184,7 @@ def _seal(writer: CacheWriter, teacher: Teacher, config: DumpConfig, progress: P
         total_bytes=total,
         fidelity_sequences=audited.num_sequences,
         fidelity=audited.fidelity,
+        states=audit_states(cache, reader, numbers, config.batch_size),
     )
     preview = preview_table(cache, teacher.tokenizer)
     writer.seal(measured, preview, cache_card(writer.manifest, measured))

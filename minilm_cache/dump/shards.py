@@ -1,6 +1,6 @@
 """Write shards: the teacher runs on one while the one before is written to disk."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -11,13 +11,15 @@ import torch
 from filelock import FileLock
 
 from minilm_cache.codecs.base import SignalCodec
+from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.config import DumpConfig
 from minilm_cache.dump.audit import pad
+from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.dump.sequences import SequenceTable
-from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.relations import mean_row_entropy
+from minilm_cache.states import WantedStates
 from minilm_cache.storage_schema.arrays import array_specs, token_dtype
 from minilm_cache.storage_schema.sequences import entropy_column
 from minilm_cache.store.writer import CacheWriter
@@ -30,9 +32,12 @@ class ShardJob:
     """What it takes to write a shard."""
 
     config: DumpConfig
-    teacher: Teacher
-    codecs: Sequence[SignalCodec]
-    """One for each layer that the teacher is tapped at."""
+    reader: SequenceReader
+    codecs: Mapping[int, SignalCodec]
+    """By the layers whose relations are written."""
+    states: StatesCodec | None
+    wanted: WantedStates
+    """What is written beside relations."""
     sequences: SequenceTable
     writer: CacheWriter
 
@@ -83,12 +88,15 @@ class ShardJob:
         tokens = self.sequences.read(part.first_sequence, part.first_sequence + part.num_sequences)
         lengths = np.asarray([len(ids) for ids in tokens.ids])
         starts = np.cumsum(lengths) - lengths
+        teacher = self.reader.teacher
         rows: _Rows = {
             spec.path: np.zeros((part.num_tokens, *spec.row_shape), dtype=spec.dtype)
             for spec in array_specs(manifest.identity, manifest.calibration)
+            if not self.writer.takes_over(spec)
         }
-        rows["tokens"][:] = np.concatenate(tokens.ids).astype(token_dtype(self.teacher.identity.vocab_size))
-        kinds = manifest.identity.relations
+        rows["tokens"] = np.concatenate(tokens.ids).astype(token_dtype(teacher.identity.vocab_size))
+        # Those that are taken over have their entropies in a table that is taken over, too.
+        kinds = manifest.identity.relations if self.codecs else ()
         entropy = {kind: np.zeros(len(lengths), dtype=np.float32) for kind in kinds}
         # Sequences of one length share a batch: the least padding, and the same batches in every run.
         by_length = np.argsort(lengths, kind="stable")
@@ -98,15 +106,22 @@ class ShardJob:
             if should_stop():
                 return None
             batch, batch_lengths = pad(
-                [torch.from_numpy(tokens.ids[n]) for n in chosen], self.teacher.tokenizer.pad_token_id
+                [torch.from_numpy(tokens.ids[n]) for n in chosen], teacher.tokenizer.pad_token_id
             )
-            on_device = batch_lengths.to(self.teacher.device)
-            signals = self.teacher.signals(batch.to(self.teacher.device), on_device)
+            on_device = batch_lengths.to(teacher.device)
             numbers = (part.first_sequence + chosen).tolist()
-            for codec, signal in zip(self.codecs, signals, strict=True):
-                for path, values in codec.encode(signal, numbers).items():
-                    for at, n in enumerate(chosen):
-                        rows[path][starts[n] : starts[n] + lengths[n]] = values[at, : lengths[n]]
+            signals, states = self.reader.read(
+                batch.to(teacher.device), on_device, numbers, tuple(self.codecs), self.wanted
+            )
+            encoded = [
+                codec.encode(signal, numbers)
+                for codec, signal in zip(self.codecs.values(), signals, strict=True)
+            ]
+            if self.states is not None:
+                encoded.append(self.states.encode(states, numbers, on_device))
+            for path, values in [item for found in encoded for item in found.items() if item[0] in rows]:
+                for at, n in enumerate(chosen):
+                    rows[path][starts[n] : starts[n] + lengths[n]] = values[at, : lengths[n]]
             for kind in kinds:
                 probs = signals[0].probs(kind)  # relations are stored of one layer
                 entropy[kind][chosen] = mean_row_entropy(probs, on_device).cpu().numpy()

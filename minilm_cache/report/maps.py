@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.cache import Cache
 from minilm_cache.compare import load_student
-from minilm_cache.dump.teacher import Teacher, load_tokenizer
+from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.pretrained import load_tokenizer
 from minilm_cache.relations import relation_probs
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.tap import TappedModel
@@ -125,7 +126,7 @@ def _live(teacher: Teacher, ids: Int[Tensor, " length"]) -> ModelMaps:
 def _of_model(name: str, note: str, model: TappedModel, ids: Int[Tensor, " length"]) -> ModelMaps:
     layers = tuple(range(model.num_layers))
     lengths = torch.tensor([len(ids)], device=ids.device)
-    vectors = model.tap(layers)(ids[None], torch.ones_like(ids)[None])
+    vectors = model.tap(layers)(ids[None], torch.ones_like(ids)[None]).vectors
     relations = {
         kind: np.concatenate([_beginning(relation_probs(one, kind, lengths)) for one in vectors])
         for kind in KINDS

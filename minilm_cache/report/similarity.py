@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from minilm_cache.cache import Cache
 from minilm_cache.dump.audit import pad
-from minilm_cache.dump.teacher import Teacher, load_encoder
+from minilm_cache.dump.teacher import Teacher
+from minilm_cache.pretrained import load_model
 from minilm_cache.relations import key_mask
 
 Features = npt.NDArray[np.float64]
@@ -88,7 +89,7 @@ def layer_similarity(
     expected = _states(teacher.model, ids, teacher.device)
     found = []
     for name, folder in students:
-        model = load_encoder(folder, "sdpa").eval().to(teacher.device)
+        model = load_model(folder, attention="sdpa").eval().to(teacher.device)
         states = _states(model, ids, teacher.device)
         found.append(
             LayerSimilarity(

@@ -67,6 +67,7 @@ class CacheWriter:
         manifest: CacheManifest,
         attachments: Mapping[str, bytes],
         tokens_of: CacheReader | None = None,
+        parts_of: CacheReader | None = None,
     ) -> None:
         """Create the cache, or take up an unfinished one of the same identity.
 
@@ -76,6 +77,8 @@ class CacheWriter:
                 array metadata and the attachments.
             attachments: content of files outside the arrays: path below the root to bytes.
             tokens_of: another cache, whose token files are linked instead of written where they are the same.
+            parts_of: a complete cache of the same teacher and sequences that this one adds to: whatever it
+                holds is linked, or copied, and not written anew.
 
         Raises:
             IdentityMismatchError: the folder holds another cache, or something that is no cache.
@@ -84,6 +87,8 @@ class CacheWriter:
         self.root = root
         self.manifest = manifest
         self._tokens_of = tokens_of
+        self._parts_of = parts_of
+        self._known = {spec.path for spec in parts_of.specs} if parts_of is not None else set()
         with storage_errors("create the cache", root):
             self._create_or_adopt()
             metadata = zarr_documents(
@@ -191,12 +196,18 @@ class CacheWriter:
         """
         if self.is_committed(shard):
             raise ShardBusyError(f"shard {shard} of {self.root} is committed already. Use one writer for it.")
+        if self._parts_of is not None:
+            self._refuse_other_tokens(self._parts_of, shard, rows["tokens"])
         with storage_errors("write", self.root):
             files = [
-                self._write_rows(spec, shard, rows[spec.path])
+                self._take_over(spec.shard_path(shard), shard)
+                if self.takes_over(spec)
+                else self._write_rows(spec, shard, rows[spec.path])
                 for spec in array_specs(self.manifest.identity, self.manifest.calibration)
             ]
-            files.append(self._write_table(shard, table))
+            taken_table = self._parts_of is not None
+            own = sequences_path(shard)
+            files.append(self._take_over(own, shard) if taken_table else self._write_table(shard, table))
             self._make_durable(files)
             record = CommitRecord(
                 fingerprint=self.manifest.fingerprint,
@@ -216,6 +227,10 @@ class CacheWriter:
                     "this file system. Run `minilm-cache verify --full` and use one writer."
                 ) from None
 
+    def takes_over(self, spec: ArraySpec) -> bool:
+        """Return whether an array's files are another cache's."""
+        return spec.path in self._known
+
     def copy_shard(self, shard: int, reader: CacheReader) -> None:
         """Take a committed shard over from another copy of this cache; the caller holds its claim.
 
@@ -232,6 +247,28 @@ class CacheWriter:
                 write_file(below(self.root, path), read_checked(reader.root, path, expected))
             self._make_durable(list(record.files))
             create_file(below(self.root, commit_path(shard)), record.to_json())
+
+    def _refuse_other_tokens(self, parts: CacheReader, shard: int, tokens: npt.NDArray[np.generic]) -> None:
+        if parts.records[shard].tokens_xxh3 != tokens_hash(tokens):
+            raise IdentityMismatchError(
+                f"shard {shard} of {parts.root} is of other tokens than the corpus has there now. Dump "
+                "without --add."
+            )
+
+    def _take_over(self, path: str, shard: int) -> str:
+        """Link or copy a file of the cache that this one adds to.
+
+        Raises:
+            CacheCorruptError: it is damaged there.
+        """
+        parts = self._parts_of
+        assert parts is not None
+        content = read_checked(parts.root, path, parts.records[shard].files[path])
+        try:
+            link_file(below(parts.root, path), below(self.root, path))
+        except OSError:  # on another file system, or one without links
+            write_file(below(self.root, path), content)
+        return path
 
     def _write_rows(self, spec: ArraySpec, shard: int, rows: npt.NDArray[np.generic]) -> str:
         size = self.manifest.shard_tokens

@@ -17,8 +17,9 @@ from minilm_cache.compare import is_teacher_of
 from minilm_cache.config import DumpConfig, TrainConfig
 from minilm_cache.device import choose_device
 from minilm_cache.dump.run import dump
-from minilm_cache.dump.teacher import Teacher, locate_teacher, read_config
+from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import DivergedError, InvalidConfigError
+from minilm_cache.pretrained import locate_teacher, read_config
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.report.page import write_report
 from minilm_cache.results import students_table, summary_table
@@ -26,7 +27,8 @@ from minilm_cache.runs import TrainedRun
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.study.spec import Study
-from minilm_cache.train.objective import check_codec, split_into
+from minilm_cache.train.objectives.choose import check_codec
+from minilm_cache.train.objectives.relations import split_into
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.run import train
 from minilm_cache.train.sampler import check_parts

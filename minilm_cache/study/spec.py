@@ -10,14 +10,14 @@ from pydantic import Field, field_validator
 
 from minilm_cache.config import DumpConfig, FrozenSettings, LayerMap, TrainConfig
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.needs import NEEDS
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.remote import is_url
 from minilm_cache.study.source import Location, Source
-from minilm_cache.train.objective import RELATIONS, check_codec
+from minilm_cache.train.objectives.choose import check_codec
 from minilm_cache.train.presets import with_preset
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9._-]{0,31}")
-_OBJECTIVES: Final = tuple(RELATIONS)
 _NOT_IN_DUMP: Final = ("rank", "world_size")
 _NOT_IN_TRAIN: Final = {
     "arch": "arch",
@@ -38,7 +38,8 @@ class ObjectiveChoice(FrozenSettings):
     relation_heads: int | None = None
     value_relation: bool = True
     query_key_relations: bool = False
-    layer_map: LayerMap = "last"
+    layer_map: LayerMap | None = None
+    """None: the objective's own."""
 
     @property
     def slug(self) -> str:
@@ -47,7 +48,7 @@ class ObjectiveChoice(FrozenSettings):
             f"h{self.relation_heads}": self.relation_heads is not None,
             "novr": not self.value_relation,
             "qk": self.query_key_relations,
-            self.layer_map: self.layer_map != "last",
+            f"{self.layer_map}": self.layer_map is not None,
         }
         return "-".join([self.objective, *(part for part, is_part in parts.items() if is_part)])
 
@@ -185,8 +186,8 @@ def _training(
     locate: dict[str, Location] = dict.fromkeys(given, ("train",))
     locate |= dict.fromkeys(ObjectiveChoice.model_fields, ("objective", at))
     locate |= {"": ("train",), "arch": (), "seed": ()}
-    if choice.objective not in _OBJECTIVES:
-        known = " or ".join(_OBJECTIVES)
+    if choice.objective not in NEEDS:
+        known = ", ".join(NEEDS)
         source.fail(("objective", at), f"there is no objective {choice.objective}; take {known}")
     return source.check(TrainConfig, {**values, "arch": document.arch, "seed": seed}, locate)
 

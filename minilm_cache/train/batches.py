@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,20 @@ from jaxtyping import Int
 from torch import Tensor
 
 from minilm_cache.cache import Cache
+from minilm_cache.codecs.transform import refuse_codes
+from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.loss import choose_method
-from minilm_cache.relations import RowTargets, Targets, VectorRows, densify, mean_row_entropy, to_dense
+from minilm_cache.relations import (
+    RowTargets,
+    Targets,
+    VectorRows,
+    Vectors,
+    densify,
+    mean_row_entropy,
+    to_dense,
+)
+from minilm_cache.states import States, WantedStates
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.layout import shard_of
 from minilm_cache.store.reader import Shard
@@ -41,6 +52,9 @@ class StudentBatch:
     """True for the last of them."""
     targets: tuple[Mapping[RelationKind, Targets], ...]
     """One for each layer of `WantedTargets.layers`, in order."""
+    vectors: tuple[Vectors, ...] = ()
+    """Likewise, where they are wanted."""
+    states: States = field(default_factory=States)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +67,9 @@ class WantedTargets:
     """Heads to split vectors into; none: those of the teacher's attention."""
     layers: tuple[int, ...] = ()
     """Of the teacher, ascending; none: the last that the cache holds."""
+    vectors: bool = False
+    """Queries, keys and values of these layers, too."""
+    states: WantedStates = field(default_factory=WantedStates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +114,10 @@ class BatchReader:
         self._codecs = [cache.codecs[layer] for layer in wanted.layers or cache.layers[-1:]]
         estimated = cache.manifest.identity.relations if cache.codec.is_unbiased else ()
         paths = {path: None for codec in self._codecs for path in codec.paths(wanted.kinds)}
+        if wanted.vectors:
+            paths |= {codec.codes_path: None for codec in self._codecs if isinstance(codec, VectorsCodec)}
+        if cache.states_codec is not None:
+            paths |= dict.fromkeys(cache.states_codec.paths(wanted.states))
         self._stored = _Stored(
             paths=tuple(paths),
             entropies=tuple(kind for kind in wanted.kinds if kind in estimated),
@@ -166,11 +187,15 @@ class BatchReader:
         beyond = torch.arange(ids.shape[1]) >= torch.from_numpy(gathered.lengths)[:, None]
         # As stored, in small integers; they become relations where they are needed.
         rows = {path: self._to_device(values) for path, values in gathered.rows.items()}
+        states, codec_of_states = States(), self._cache.states_codec
         try:
             decoded = [
                 codec.decode(rows, self._wanted.kinds, lengths, self._wanted.relation_heads)
                 for codec in self._codecs
             ]
+            vectors = self._vectors(rows) if self._wanted.vectors else ()
+            if codec_of_states is not None and self._wanted.states:
+                states = codec_of_states.decode(rows, self._wanted.states, lengths)
         except CacheCorruptError as error:
             raise CacheCorruptError(f"{self._cache.reader.root}: {error}") from error
         targets = tuple(
@@ -185,7 +210,15 @@ class BatchReader:
             step_tokens=step_tokens,
             ends_step=ends_step,
             targets=targets,
+            vectors=vectors,
+            states=states,
         )
+
+    def _vectors(self, rows: Mapping[str, Tensor]) -> tuple[Vectors, ...]:
+        codecs = [codec for codec in self._codecs if isinstance(codec, VectorsCodec)]
+        for codec in codecs:
+            refuse_codes(rows[codec.codes_path])
+        return tuple(codec.vectors(rows[codec.codes_path]) for codec in codecs)
 
     def _targets(
         self, kind: RelationKind, rows: RowTargets, gathered: _Gathered, lengths: Int[Tensor, " batch"]

@@ -1,14 +1,16 @@
 """A trained student as a Hugging Face folder, with a card that says what it is and what it is not."""
 
 from pathlib import Path
+from typing import Final
 
 from huggingface_hub import ModelCardData
 
+from minilm_cache.needs import NEEDS
 from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES, CacheManifest
 from minilm_cache.store.durable import new_folder
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.checkpoint import saving
-from minilm_cache.train.record import RunIdentity, StudentRecord
+from minilm_cache.train.record import RunIdentity, StudentRecord, measure_in_words
 from minilm_cache.train.trainer import StudentTrainer
 
 
@@ -30,8 +32,31 @@ def save_student(
         (new / "README.md").write_text(student_card(reader.manifest, identity, record))
 
 
+_PIPELINES: Final = {
+    **dict.fromkeys(NEEDS, "feature-extraction"),
+    **dict.fromkeys(("mlm-kd", "distilbert"), "fill-mask"),
+    "tinybert-prediction": "text-classification",
+}
+_UNTRAINED: Final = (
+    "**The last layer's attention output, its feed-forward network and the pooler are untrained**:",
+    "the loss ends at the last layer's queries, keys and values, so what follows keeps its initial",
+    "values. Fine-tune the student before you use its outputs.",
+    "",
+)
+
+
+def ends_at_vectors(objective: str) -> bool:
+    """Return whether an objective trains nothing behind the last layer's queries, keys and values."""
+    return objective in {"minilm", "minilmv2", "value-mse"}
+
+
 def layers_in_words(identity: RunIdentity) -> str:
-    """Return which layers of a teacher students learned from."""
+    """Return what of a teacher students learned from."""
+    needs = NEEDS[identity.objective]
+    if identity.objective not in {"minilm", "minilmv2", "value-mse", "hidden-mse", "tinybert", "bert-pkd"}:
+        if identity.objective == "mobilebert":
+            return "every layer of a teacher"
+        return "what a teacher says of masked tokens" if needs.labels else "the answers of a teacher"
     if identity.teacher_layer is None:
         return f"layers of a teacher mapped to their own (`{identity.layer_map}`)"
     return f"layer {identity.teacher_layer} of a teacher, counted from 0"
@@ -41,7 +66,7 @@ def student_card(manifest: CacheManifest, identity: RunIdentity, record: Student
     """Return the model card."""
     data = ModelCardData(
         library_name="transformers",
-        pipeline_tag="feature-extraction",
+        pipeline_tag=_PIPELINES[identity.objective],
         tags=["minilm-cache", "knowledge-distillation"],
     )
     teacher = manifest.identity.teacher
@@ -61,17 +86,14 @@ def student_card(manifest: CacheManifest, identity: RunIdentity, record: Student
         f"- {identity.steps} steps of {identity.batch_size} sequences, peak learning rate {identity.lr:g}, "
         f"seed {identity.seed}",
         "",
-        "**The last layer's attention output, its feed-forward network and the pooler are untrained**:",
-        "the loss ends at the last layer's queries, keys and values, so what follows keeps its initial",
-        "values. Fine-tune the student before you use its outputs.",
-        "",
+        *(_UNTRAINED if ends_at_vectors(identity.objective) else ()),
     ]
     before, after = record.held_out_before, record.held_out_after
     if before is not None and after is not None:
         lines += [
-            f"KL({record.target}, student) on held-out sequences, nats, before and after training:",
+            f"{measure_in_words(identity, record)} on held-out sequences, before and after training:",
             "",
-            "| relation | before | after |",
+            "| part | before | after |",
             "|---|---|---|",
             *(f"| {kind} | {before[kind]:.4f} | {after[kind]:.4f} |" for kind in after),
             "",

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minilm_cache.errors import IdentityMismatchError, first_line
-from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.durable import PARTIAL, storage_errors, sync_directories, sync_file
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import arch_slug
@@ -31,8 +30,8 @@ class BestStudent(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     step: int
-    held_out: dict[RelationKind, float]
-    """KL of each relation on held-out sequences, nats."""
+    held_out: dict[str, float]
+    """Losses on held-out sequences, by part."""
 
 
 class RunState(BaseModel):
@@ -171,8 +170,8 @@ def load_best(folder: Path, trainer: StudentTrainer, step: int) -> None:
     """
     file = _best_file(folder, trainer, step)
     try:
-        trainer.model.load_state_dict(load_file(file))
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        _load_weights(trainer, load_file(file))
+    except (OSError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         raise _unusable(file, error) from error
 
 
@@ -192,12 +191,22 @@ def _file_name(trainer: StudentTrainer) -> str:
 
 
 def _weights(trainer: StudentTrainer) -> dict[str, Tensor]:
-    return {name: value.contiguous() for name, value in trainer.model.state_dict().items()}
+    """Return weights by name, those that are one under several names once."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, value in trainer.learner.state_dict(keep_vars=True).items():
+        found.setdefault(id(value), (name, value.detach().contiguous()))
+    return dict(found.values())
+
+
+def _load_weights(trainer: StudentTrainer, weights: dict[str, Tensor]) -> None:
+    if weights.keys() != _weights(trainer).keys():
+        raise KeyError("it holds other weights than this student has")
+    trainer.learner.load_state_dict(weights, strict=False)
 
 
 def _tensors(trainer: StudentTrainer) -> dict[str, Tensor]:
     tensors = {f"model/{name}": value for name, value in _weights(trainer).items()}
-    for name, weight in trainer.model.named_parameters():
+    for name, weight in trainer.learner.named_parameters():
         for key, value in trainer.optimizer.state.get(weight, {}).items():
             tensors[f"optimizer/{name}/{key}"] = value.contiguous()
     return tensors
@@ -207,8 +216,8 @@ def _restore(trainer: StudentTrainer, tensors: dict[str, Tensor]) -> None:
     weights = {
         name.removeprefix("model/"): value for name, value in tensors.items() if name.startswith("model/")
     }
-    trainer.model.load_state_dict(weights)
-    parameters = dict(trainer.model.named_parameters())
+    _load_weights(trainer, weights)
+    parameters = dict(trainer.learner.named_parameters())
     for path, value in tensors.items():
         if path.startswith("optimizer/"):
             name, key = path.removeprefix("optimizer/").rsplit("/", 1)

@@ -5,15 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from minilm_cache.loss import MAX_SCORES_BYTES, scores_bytes
-from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.train.batches import StudentBatch, WantedTargets
-from minilm_cache.train.objective import Losses
+from minilm_cache.train.objectives.base import Losses
 
 MAX_SEQUENCES = 256
 
-HeldOutKL = dict[RelationKind, float]
-"""KL(teacher || student) of each relation, nats, mean over relation heads and valid rows."""
+HeldOutLosses = dict[str, float]
+"""Means of an objective's parts; of a relation KL(teacher || student), nats."""
 
 
 def batch_size(wanted: WantedTargets, manifest: CacheManifest, most: int) -> int:
@@ -24,11 +23,11 @@ def batch_size(wanted: WantedTargets, manifest: CacheManifest, most: int) -> int
 
 
 @torch.no_grad()
-def held_out_kl(
+def held_out_losses(
     looks: Sequence[Callable[[StudentBatch], Losses]], batches: Iterable[StudentBatch]
-) -> list[HeldOutKL]:
-    """Return every student's mean KL over the batches, as its look tells; each is decoded once for all."""
-    sums: list[HeldOutKL] = [{} for _ in looks]
+) -> list[HeldOutLosses]:
+    """Return every student's mean losses over batches, as its look tells; each is decoded once for all."""
+    sums: list[HeldOutLosses] = [{} for _ in looks]
     num_tokens = 0
     for batch in batches:
         num_tokens += batch.num_tokens

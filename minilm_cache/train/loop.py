@@ -15,8 +15,8 @@ from minilm_cache.errors import DivergedError, InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.train.batches import BatchReader, StudentBatch
 from minilm_cache.train.checkpoint import BestStudent, RunState, drop_superseded, save_best, save_checkpoint
-from minilm_cache.train.heldout import HeldOutKL
-from minilm_cache.train.objective import Losses
+from minilm_cache.train.heldout import HeldOutLosses
+from minilm_cache.train.objectives.base import Losses
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import TrainingLog
 from minilm_cache.train.sampler import StepPlan
@@ -78,7 +78,7 @@ class TrainingLoop:
     trainers: list[StudentTrainer]
     """Students of this process; those that diverge leave it."""
     state: RunState
-    evaluate: Callable[[Sequence[StudentTrainer]], list[HeldOutKL] | list[None]]
+    evaluate: Callable[[Sequence[StudentTrainer]], list[HeldOutLosses] | list[None]]
     tracker: Tracker
     progress: Progress
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from minilm_cache.config import LayerMap, TrainConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
-from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
+from minilm_cache.needs import ObjectiveName
+from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import is_vacant, storage_errors, write_file
 from minilm_cache.train.sampler import StepPlan
@@ -29,11 +30,13 @@ class RunIdentity(_Record):
     fingerprint: str
     """Of the cache."""
     arch: tuple[str, ...]
-    objective: Literal["minilm", "minilmv2"]
+    objective: ObjectiveName
     relation_heads: int | None
     value_relation: bool
     query_key_relations: bool
     layer_map: LayerMap
+    init: str
+    """What students began with: `random`, or weights, by their hash."""
     teacher_layer: int | None
     """Counted from 0; none: the layers of the map."""
     steps: Annotated[int, Field(ge=1, lt=2**53)]
@@ -56,7 +59,7 @@ class RunIdentity(_Record):
     """Given: students are those of the best of these steps."""
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913 - what settings alone do not tell
         cls,
         config: TrainConfig,
         manifest: CacheManifest,
@@ -64,6 +67,7 @@ class RunIdentity(_Record):
         steps: int,
         plan: StepPlan,
         precision: Literal["float32", "bfloat16"],
+        init: str,
     ) -> "RunIdentity":
         """Return the identity of a run with these settings on this cache."""
         shared = {
@@ -77,6 +81,7 @@ class RunIdentity(_Record):
             "num_streams": len(plan.streams),
             "num_parts": plan.num_parts,
             "precision": precision,
+            "init": init,
         }
         return cls(**{**shared, **found})
 
@@ -93,9 +98,10 @@ class StudentRecord(_Record):
     num_parameters: int
     target: Literal["teacher", "stored rows"]
     """What the KL is to: the teacher, of which unbiased rows are an estimate, or biased rows themselves."""
-    held_out_before: dict[RelationKind, float] | None
-    """KL(target || student) of the initial weights, nats; none: the cache has no held-out sequence."""
-    held_out_after: dict[RelationKind, float] | None = None
+    held_out_before: dict[str, float] | None
+    """Of the initial weights, by part of the objective: of a relation KL(target || student), nats; none: the
+    cache has no held-out sequence."""
+    held_out_after: dict[str, float] | None = None
     best_step: int | None = None
     """The step whose weights these are; none: the last one."""
     diverged_at: Annotated[int, Field(ge=0, lt=2**53)] | None = None
@@ -132,6 +138,13 @@ class LogLine(BaseModel):
 def arch_slug(arch: str) -> str:
     """Return a shape as part of a path."""
     return arch.replace(":", "-")
+
+
+def measure_in_words(identity: RunIdentity, record: StudentRecord) -> str:
+    """Return what the held-out figures of a student are."""
+    if identity.objective in {"minilm", "minilmv2"}:
+        return f"KL({record.target}, student), nats,"
+    return f"Losses of {identity.objective}"
 
 
 def write_record(folder: Path, record: RunRecord) -> None:

@@ -19,9 +19,10 @@ from minilm_cache.tap import TappedModel
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
-from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutKL, batch_size, held_out_kl
+from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
+from minilm_cache.train.initial import initial_weights
 from minilm_cache.train.loop import RunFolder, TrainingLoop
-from minilm_cache.train.objective import Objective, choose_objective
+from minilm_cache.train.objectives.choose import Objective, choose_objective
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import (
     RUN_LOCK,
@@ -114,15 +115,20 @@ def _train(  # noqa: PLR0913 - as `train`
     manifest = cache.manifest
     objective = choose_objective(config, cache)
     heads = manifest.identity.relation_heads
-    shapes = [parse_arch(arch, heads, objective.wanted.relation_heads) for arch in config.arch]
+    shapes = [
+        parse_arch(arch, heads, objective.wanted.relation_heads, compares_heads=objective.compares_heads)
+        for arch in config.arch
+    ]
     steps = num_steps(config, manifest)
-    layer = objective.wanted.layers[0] if config.layer_map == "last" else None
+    layers = objective.wanted.layers
+    layer = layers[0] if config.layer_map == "last" and len(layers) == 1 else None
     if config.eval_steps is not None and not manifest.num_held_out:
         raise InvalidConfigError(
             "--eval-steps: the cache has no held-out sequences to look at. Leave it out."
         )
     plan = plan_steps(config, manifest, ranks.num_data, ranks.data_number)
-    identity = RunIdentity.of(config, manifest, layer, steps, plan, precision_of(config, ranks.device))
+    begun = initial_weights(config, manifest).name
+    identity = RunIdentity.of(config, manifest, layer, steps, plan, precision_of(config, ranks.device), begun)
     path = out or home / "runs" / identity.name()
     if not resume and path.exists():
         raise IdentityMismatchError(
@@ -130,7 +136,11 @@ def _train(  # noqa: PLR0913 - as `train`
         )
     progress.note(
         f"run {path}: {', '.join(config.arch)}, {steps} steps, objective {config.objective}, "
-        f"layer {', '.join(map(str, objective.wanted.layers))} of the teacher, counted from 0"
+        + (
+            f"layer {', '.join(map(str, layers))} of the teacher, counted from 0"
+            if layers
+            else "states of the teacher"
+        )
     )
     first = student_config(shapes[0], cache.reader.attachment(TEACHER_CONFIG), manifest)
     pad_token = first.pad_token_id or 0
@@ -181,12 +191,21 @@ def build_trainers(
     steps: int,
     ranks: Ranks,
 ) -> list[StudentTrainer]:
-    """Return students with initial weights: each the same whether trained alone or beside others."""
+    """Return students with initial weights: each the same whether trained alone or beside others.
+
+    Raises:
+        InvalidConfigError: a student is not of a shape that can learn this, or begin so.
+    """
+    initial = initial_weights(config, cache.manifest)
     teacher_config = cache.reader.attachment(TEACHER_CONFIG)
     trainers = []
     for shape in shapes:
         seed = config.seed if shape.seed is None else shape.seed
-        model = build_student(student_config(shape, teacher_config, cache.manifest), seed)
+        own = student_config(shape, teacher_config, cache.manifest)
+        if objective.num_classes is not None:
+            own.num_labels = objective.num_classes
+        model = build_student(own, seed, objective.head)
+        initial.begin(model, shape.arch, objective.head)
         tapped = TappedModel(model).to(ranks.device)
         trainers.append(StudentTrainer(shape, tapped, config, objective, steps, ranks))
     return trainers
@@ -245,14 +264,14 @@ class _Run:
         """Return what reads batches for the students."""
         return BatchReader(self.cache, self.objective.wanted, self.pad_token, self.ranks.device)
 
-    def held_out(self, trainers: Sequence[StudentTrainer]) -> list[HeldOutKL] | list[None]:
+    def held_out(self, trainers: Sequence[StudentTrainer]) -> list[HeldOutLosses] | list[None]:
         """Return the held-out KL of students; none where nothing is held out."""
         if not self.cache.manifest.num_held_out:
             return [None] * len(trainers)
         most = self.config.batch_size // self.identity.num_parts
         size = batch_size(self.objective.wanted, self.cache.manifest, most)
         looks = [trainer.look for trainer in trainers]
-        return held_out_kl(looks, self.batches().held_out_batches(size, MAX_SEQUENCES))
+        return held_out_losses(looks, self.batches().held_out_batches(size, MAX_SEQUENCES))
 
     def begin(self, trainers: Sequence[StudentTrainer]) -> RunRecord:
         """Look at the initial students, and write the run's record."""

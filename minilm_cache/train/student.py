@@ -8,16 +8,28 @@ from typing import Any, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
+from minilm_cache.pretrained import HEADS
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
-from minilm_cache.tap import ATTENTION
+from minilm_cache.tap import ATTENTION, Head
 
-_PATTERN: Final = re.compile(r"(\d{1,4})x(\d{1,6})((?::(?:ff|h|e|s)\d{1,6})*)")
-_OPTION: Final = re.compile(r":(ff|h|e|s)(\d+)")
+_PATTERN: Final = re.compile(r"(\d{1,4})x(\d{1,6})((?::(?:ff|h|e|b|s)\d{1,6})*)")
+_OPTION: Final = re.compile(r":(ff|h|e|b|s)(\d+)")
 _FACTORISED: Final = {"bert": "electra", "electra": "electra"}
 """Family that computes the same with an embedding size of its own."""
+_BOTTLENECKED: Final = ("bert", "mobilebert")
+"""Families whose students may have bottlenecks: those that read text alike."""
+_OF_THE_TEXT: Final = (
+    "vocab_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "pad_token_id",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "initializer_range",
+)
 _FFN_FIELDS: Final = ("intermediate_size", "hidden_dim")
 _NOT_TAKEN: Final = frozenset({"auto_map", "model_type", "architectures", "quantization_config"})
 _LIMITS: Final = {
@@ -45,7 +57,7 @@ _MAX_LAYERS: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentShape:
-    """`LAYERSxHIDDEN[:ffN][:hN][:eN][:sN]`."""
+    """`LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sN]`."""
 
     arch: str
     """As the user wrote it; names the student."""
@@ -55,18 +67,24 @@ class StudentShape:
     num_heads: int
     embedding_size: int
     """Below hidden_size: a factorised embedding."""
+    bottleneck_size: int | None
+    """Width inside layers, below hidden_size, the width between them; none: no bottlenecks."""
     seed: int | None
     """Of its initial weights and dropout; none: the run's."""
 
 
-def parse_arch(arch: str, relation_heads: int, split_into: int | None = None) -> StudentShape:
+def parse_arch(
+    arch: str, relation_heads: int, split_into: int | None = None, *, compares_heads: bool = True
+) -> StudentShape:
     """Read a student shape.
 
     Args:
         arch: `3x384`, `4x312:ff1200`, `12x384:e128`, ...; without `ff`: 4 x hidden, without `h`: the
-            cache's relation heads, without `e`: hidden, without `s`: the run's seed.
+            cache's relation heads, without `e`: hidden, without `b`: no bottlenecks (with it `ff` and `e` are
+            measured by it), without `s`: the run's seed.
         relation_heads: of the cache.
-        split_into: relation heads that the objective splits vectors into; none: it compares attention heads.
+        split_into: relation heads that the objective splits vectors into; none: it splits none.
+        compares_heads: whether it compares attention heads with the teacher's.
 
     Raises:
         InvalidConfigError: it is no shape, or its heads do not fit.
@@ -74,24 +92,25 @@ def parse_arch(arch: str, relation_heads: int, split_into: int | None = None) ->
     match = _PATTERN.fullmatch(arch)
     if match is None:
         raise InvalidConfigError(
-            f"--arch {arch}: write LAYERSxHIDDEN[:ffN][:hN][:eN][:sN], for example 3x384 or 4x312:ff1200."
+            f"--arch {arch}: write LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sN], as 3x384 or 4x312:ff1200."
         )
     layers, hidden = int(match[1]), int(match[2])
     pairs = _OPTION.findall(match[3])
     options = {name: int(number) for name, number in pairs}
     if len(options) < len(pairs):
-        raise InvalidConfigError(f"--arch {arch} gives one of ff, h, e and s twice.")
+        raise InvalidConfigError(f"--arch {arch} gives one of ff, h, e, b and s twice.")
     shape = StudentShape(
         arch=arch,
         num_layers=layers,
         hidden_size=hidden,
-        ffn_size=options.get("ff", 4 * hidden),
+        ffn_size=options.get("ff", 4 * options.get("b", hidden)),
         num_heads=options.get("h", relation_heads),
-        embedding_size=options.get("e", hidden),
+        embedding_size=options.get("e", options.get("b", hidden)),
+        bottleneck_size=options.get("b"),
         seed=options.get("s"),
     )
     _check_shape(shape)
-    _check_heads(shape, relation_heads, split_into)
+    _check_heads(shape, relation_heads if compares_heads else shape.num_heads, split_into)
     return shape
 
 
@@ -103,7 +122,8 @@ def num_layers_of(arch: str) -> int:
 
 def _check_shape(shape: StudentShape) -> None:
     arch, heads = shape.arch, shape.num_heads
-    if 0 in {shape.num_layers, shape.hidden_size, shape.ffn_size, heads, shape.embedding_size}:
+    inside = shape.hidden_size if shape.bottleneck_size is None else shape.bottleneck_size
+    if 0 in {shape.num_layers, shape.hidden_size, shape.ffn_size, heads, shape.embedding_size, inside}:
         raise InvalidConfigError(f"--arch {arch}: every size must be at least 1.")
     if shape.num_layers > _MAX_LAYERS:
         raise InvalidConfigError(f"--arch {arch}: more than {_MAX_LAYERS} layers.")
@@ -113,6 +133,11 @@ def _check_shape(shape: StudentShape) -> None:
         raise InvalidConfigError(
             f"--arch {arch}: hidden size {shape.hidden_size} does not divide by {heads} heads. "
             f"Take {' or '.join(f'{shape.num_layers}x{size}' for size in fitting)}."
+        )
+    if inside > shape.hidden_size or inside % heads:
+        raise InvalidConfigError(
+            f"--arch {arch}: a bottleneck of {inside} is above hidden size {shape.hidden_size}, or does not "
+            f"divide by {heads} heads. Take another :b."
         )
     if shape.embedding_size > shape.hidden_size:
         raise InvalidConfigError(
@@ -164,6 +189,8 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
         CacheCorruptError: the configuration describes no model.
     """
     kept = _taken(content)
+    if shape.bottleneck_size is not None:
+        return _bottleneck_config(shape, shape.bottleneck_size, kept, family)
     if shape.embedding_size != shape.hidden_size:
         if family not in _FACTORISED:
             raise InvalidConfigError(
@@ -189,6 +216,37 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
     kept |= {own_names.get(name, name): size for name, size in sizes.items()}
     try:
         config = AutoConfig.for_model(family, **kept)
+    except _BAD_CONFIG as error:
+        raise _unusable(error) from error
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def _bottleneck_config(
+    shape: StudentShape, bottleneck: int, kept: Mapping[str, Any], family: str
+) -> PreTrainedConfig:
+    """Return the configuration of a student with bottlenecks: MobileBERT's layers, sized as the shape says.
+
+    What is the family's own (normalisation, activation, four feed-forward networks a layer) stays as
+    MobileBERT has it.
+    """
+    if family not in _BOTTLENECKED:
+        raise InvalidConfigError(
+            f"--arch {shape.arch}: family {family!r} has no layers with bottlenecks; "
+            f"{', '.join(_BOTTLENECKED)} have. Leave out :b{bottleneck}."
+        )
+    shared = {name: kept[name] for name in _OF_THE_TEXT if name in kept}
+    try:
+        config = AutoConfig.for_model(
+            "mobilebert",
+            **shared,
+            num_hidden_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_heads,
+            intermediate_size=shape.ffn_size,
+            intra_bottleneck_size=bottleneck,
+            embedding_size=shape.embedding_size,
+        )
     except _BAD_CONFIG as error:
         raise _unusable(error) from error
     assert isinstance(config, PreTrainedConfig)
@@ -257,24 +315,29 @@ def _unusable(reason: object) -> CacheCorruptError:
     )
 
 
-def build_student(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+def build_student(config: PreTrainedConfig, seed: int, head: Head | None = None) -> PreTrainedModel:
     """Return a student with initial weights drawn from the seed, ready to be tapped.
+
+    Args:
+        config: its configuration.
+        seed: of its weights.
+        head: that it has, too.
 
     Raises:
         CacheCorruptError: the configuration that the cache gave describes no model.
     """
     torch.manual_seed(seed)
-    return build_encoder(config, ATTENTION)
+    return build_model(config, ATTENTION, head)
 
 
-def build_encoder(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """Return a model of random weights with an implementation of attention.
+def build_model(config: PreTrainedConfig, attention: str, head: Head | None = None) -> PreTrainedModel:
+    """Return a model of random weights with an implementation of attention, and perhaps a head.
 
     Raises:
         CacheCorruptError: the configuration describes no model.
     """
     try:
-        model = AutoModel.from_config(
+        model = HEADS[head].from_config(
             config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
         )
     except _BAD_CONFIG as error:

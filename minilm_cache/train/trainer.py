@@ -4,18 +4,21 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minilm_cache.config import TrainConfig
 from minilm_cache.dropout import draw_faster
 from minilm_cache.loss import Method
 from minilm_cache.relations import key_mask
-from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.tap import TappedModel
+from minilm_cache.tap import Reading, TappedModel
 from minilm_cache.train.batches import StudentBatch
-from minilm_cache.train.objective import Losses, Objective
+from minilm_cache.train.objectives.base import Losses, StudentObjective
+from minilm_cache.train.objectives.choose import Objective
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.student import StudentShape
+
+_OF_PROJECTIONS = 2**32 - 1
+"""Part of a step that is never taken: what an objective's own weights are drawn with."""
 
 
 class StudentTrainer:
@@ -41,21 +44,24 @@ class StudentTrainer:
             ranks: the processes of the run.
         """
         self.shape = shape
-        self._objective = objective.of(model.num_layers)
-        self.model = model.tap(self._objective.student_layers).freeze_unused()
+        self.model = model
+        torch.manual_seed(_part_seed(config.seed, 0, _OF_PROJECTIONS))
+        own = objective.of(model).to(ranks.device)
+        self.learner = Learner(model, own)
+        model.tap(own.needs.layers, own.needs.hidden, own.needs.head).freeze_unused()
         if config.gradient_checkpointing:
             self.model.checkpoint_layers()
         if config.compiled:
             self.model.compile_layers()
         else:
             draw_faster(self.model)
-        self._parallel = ranks.parallel(self.model)
+        self._parallel = ranks.parallel(self.learner)
         self._ranks = ranks
         self._seed = config.seed if shape.seed is None else shape.seed
         self._config = config
         self._steps = steps
-        self._taken: dict[RelationKind, Tensor] = {}
-        self.trained = [weight for weight in model.parameters() if weight.requires_grad]
+        self._taken: dict[str, Tensor] = {}
+        self.trained = [weight for weight in self.learner.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(
             [
                 {
@@ -70,7 +76,7 @@ class StudentTrainer:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the whole student."""
+        """Weights of the whole student, those of its objective apart."""
         return sum(weight.numel() for weight in self.model.parameters())
 
     def step(self, batch: StudentBatch, step: int) -> Losses:
@@ -120,14 +126,37 @@ class StudentTrainer:
     def look(self, batch: StudentBatch) -> Losses:
         """Return the objective on a batch without dropout, its value exact for sequences of any length."""
         self.model.eval()
-        return self._losses(self.model, batch, "dense")
+        return self._losses(self.learner, batch, "dense")
 
-    def _losses(self, model: torch.nn.Module, batch: StudentBatch, method: Method | None) -> Losses:
-        mask = key_mask(batch.lengths, batch.ids.shape[1])
+    def _losses(self, learner: nn.Module, batch: StudentBatch, method: Method | None) -> Losses:
         device = batch.ids.device
         is_rounded = precision_of(self._config, device) == "bfloat16"
         with torch.autocast(device.type, torch.bfloat16, enabled=is_rounded):
-            return self._objective(model(batch.ids, mask.to(torch.int64)), batch, method)
+            losses: Losses = learner(batch, method)
+            return losses
+
+
+class Learner(nn.Module):
+    """A student and its objective: a batch goes in, losses come out, so that processes share one module."""
+
+    def __init__(self, model: TappedModel, objective: StudentObjective) -> None:
+        """Put them together; the model hands out what the objective needs."""
+        super().__init__()
+        self.model = model
+        self.objective = objective
+
+    def forward(self, batch: StudentBatch, method: Method | None = None) -> Losses:
+        """Return the losses of a batch; relations in a form of `relation_loss`."""
+        return self.objective(read(self.model, self.objective, batch), batch, method)  # type: ignore[no-any-return]
+
+
+def read(model: TappedModel, objective: StudentObjective, batch: StudentBatch) -> Reading:
+    """Return what a student says of a batch, as its objective wants it read."""
+    mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
+    masked = batch.states.masked
+    if objective.needs.is_masked and masked is not None:
+        return model(masked.ids, mask, masked.chosen)  # type: ignore[no-any-return]
+    return model(batch.ids, mask)  # type: ignore[no-any-return]
 
 
 def precision_of(config: TrainConfig, device: torch.device) -> Literal["float32", "bfloat16"]:

@@ -315,7 +315,7 @@ def test_an_error_that_is_kept_keeps_no_lock(world: World, monkeypatch: pytest.M
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr("minilm_cache.dump.teacher.Teacher.signals", fail)
+        patched.setattr("minilm_cache.dump.teacher.Teacher.read", fail)
         with pytest.raises(RuntimeError) as kept:
             world.dump()
     assert world.dump().manifest.complete

@@ -11,8 +11,11 @@ from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.relations import Vectors
 from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.tap import Reading
 from minilm_cache.train.batches import BatchReader
-from minilm_cache.train.objective import choose_objective
+from minilm_cache.train.objectives.choose import choose_objective
+from minilm_cache.train.objectives.layers import LayerPair
+from minilm_cache.train.objectives.relations import RelationObjective
 from minilm_cache.train.run import train
 from tests.integration.test_train import settings as train_settings
 from tests.support import World
@@ -28,7 +31,8 @@ def test_minilmv2_is_plain_torch_on_heads_split_anew(world: World, relation_head
     reader = BatchReader(cache, objective.wanted, 0, torch.device("cpu"))
     batch = next(iter(reader.held_out_batches(1, 1)))
     query, key, value = torch.randn(3, len(batch.ids), 4, batch.ids.shape[1], 4)
-    found = objective.of(1)([Vectors(query, key, value, None, 0.5)], batch)
+    own = RelationObjective(objective.wanted, [LayerPair(2, 0)])
+    found = own(Reading([Vectors(query, key, value, None, 0.5)], {}, None), batch)
     assert isinstance(cache.codec, VectorsCodec)
     sequence = cache[cache.manifest.num_train]
     codes = torch.from_numpy(sequence._rows[cache.codec.codes_path][None])

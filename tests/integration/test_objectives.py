@@ -10,13 +10,15 @@ from transformers import AutoModel, PreTrainedModel
 
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import TrainConfig
-from minilm_cache.dump.teacher import Teacher, TeacherSource
+from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.live import with_live_targets
+from minilm_cache.pretrained import TeacherSource
 from minilm_cache.runs import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
-from minilm_cache.train.objective import choose_objective, map_layers
+from minilm_cache.train.objectives.choose import choose_objective
+from minilm_cache.train.objectives.layers import map_layers
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import build_trainers
 from minilm_cache.train.student import parse_arch

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from minilm_cache.cache import open_cache
 from minilm_cache.config import TrainConfig, make_config
-from minilm_cache.dump.teacher import Teacher, TeacherSource
+from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import (
     CacheIncompleteError,
     DivergedError,
@@ -22,10 +22,12 @@ from minilm_cache.errors import (
     InvalidConfigError,
 )
 from minilm_cache.live import with_live_targets
+from minilm_cache.pretrained import TeacherSource
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.tap import ATTENTION, TappedModel
 from minilm_cache.train.batches import BatchReader, WantedTargets
-from minilm_cache.train.objective import Objective
+from minilm_cache.train.objectives.layers import LayerPair
+from minilm_cache.train.objectives.relations import RelationObjective
 from minilm_cache.train.run import TrainResult, train
 from minilm_cache.train.sampler import plan_steps
 from tests.support import TINY, World, save_teacher, tiny_model
@@ -211,7 +213,7 @@ def test_a_cache_of_one_sequence_has_nothing_held_out_and_says_so(world: World) 
         ({"arch": ("3by32",)}, "write LAYERSxHIDDEN"),
         ({"arch": ("0x32",)}, "every size must be at least 1"),
         ({"arch": ("3x32:e64",)}, "embedding size 64 is above hidden size 32"),
-        ({"arch": ("3x32:e8:e9",)}, "gives one of ff, h, e and s twice"),
+        ({"arch": ("3x32:e8:e9",)}, "gives one of ff, h, e, b and s twice"),
         ({"arch": ("300x32",)}, "more than 256 layers"),
     ],
     ids=str,
@@ -256,13 +258,13 @@ def test_targets_from_the_cache_are_those_of_the_live_teacher(world: World) -> N
     stored = BatchReader(cache, WantedTargets(kinds=KINDS), 0, device).train_batches(plan, 0)
     tokens = BatchReader(cache, WantedTargets(kinds=()), 0, device).train_batches(plan, 0)
     live = with_live_targets(tokens, teacher, WantedTargets(kinds=KINDS))
-    own = Objective(wanted=WantedTargets(kinds=KINDS)).of(3)
+    own = RelationObjective(WantedTargets(kinds=KINDS, layers=(2,)), [LayerPair(2, 2)])
     student = TappedModel(with_attention(tiny_model("bert", seed=9), ATTENTION))
     for _ in range(6):
         left, right = next(stored), next(live)
         assert torch.equal(left.ids, right.ids)
         mask = (torch.arange(left.ids.shape[1]) < left.lengths[:, None]).long()
-        vectors = student(left.ids, mask)
-        found, expected = own(vectors, left), own(vectors, right)
+        reading = student(left.ids, mask)
+        found, expected = own(reading, left), own(reading, right)
         for kind in KINDS:
             torch.testing.assert_close(found.parts[kind], expected.parts[kind], atol=2e-3, rtol=2e-3)

@@ -14,7 +14,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.config import TrainConfig, make_config
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.train.batches import BatchReader
-from minilm_cache.train.objective import choose_objective
+from minilm_cache.train.objectives.choose import choose_objective
 from minilm_cache.train.presets import PRESETS, with_preset
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import TrainResult, build_trainers, train
@@ -149,7 +149,7 @@ def test_activations_inside_layers_are_not_kept(world: World) -> None:
 
         trainer.begin(0)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            trainer._losses(trainer.model, batch, None)
+            trainer._losses(trainer.learner, batch, None)
         sizes.append(sum(kept))
     assert sizes[1] < 0.6 * sizes[0]
 

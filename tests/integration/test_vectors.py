@@ -19,10 +19,11 @@ from transformers import AutoModel
 
 from minilm_cache import open_cache
 from minilm_cache.codecs.calibrate import calibrate, measured_kl, split_sample
-from minilm_cache.codecs.vectors import VectorsCodec, concatenate, quantise
+from minilm_cache.codecs.transform import TransformCode, quantise
+from minilm_cache.codecs.vectors import VectorsCodec, concatenate
 from minilm_cache.dump.run import dump
-from minilm_cache.dump.teacher import locate_teacher
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError, InvalidConfigError
+from minilm_cache.pretrained import locate_teacher
 from minilm_cache.progress import Silent
 from minilm_cache.relations import TeacherSignal, Vectors, key_mask, relation_probs
 from minilm_cache.storage_schema.arrays import codes_path
@@ -356,11 +357,9 @@ def test_decoding_is_one_matrix_product() -> None:
         head_size=4,
         scaling=0.5,
         window=None,
-        mean=mean,
-        basis=basis,
-        step=torch.full((5,), 0.5),
-        analysis=basis,
-        gain=torch.ones(5),
+        code=TransformCode(
+            mean=mean, basis=basis, step=torch.full((5,), 0.5), analysis=basis, gain=torch.ones(5)
+        ),
     )
     codes = torch.randint(-9, 9, (1, 7, 5), generator=generator, dtype=torch.int16)
     expected: Tensor = mean + (codes.float() * 0.5) @ basis.float()

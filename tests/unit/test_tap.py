@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from minilm_cache.dump.teacher import load_encoder, locate_teacher
 from minilm_cache.errors import TeacherError
+from minilm_cache.pretrained import load_model, locate_teacher
 from minilm_cache.relations import key_mask, relation_probs
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.tap import ATTENTION, TappedModel
@@ -45,7 +45,7 @@ def assert_attention_is_eagers(eager: PreTrainedModel, layer: int) -> None:
     tapped.tap([layer % tapped.num_layers])
     with torch.no_grad():
         expected = eager(ids, attention_mask=valid.long(), output_attentions=True).attentions[layer]
-        (vectors,) = tapped(ids, valid.long())
+        (vectors,) = tapped(ids, valid.long()).vectors
         found = relation_probs(vectors, RelationKind.ATTENTION, LENGTHS)
 
     rows = valid[:, None, :, None].expand_as(expected)
@@ -59,7 +59,7 @@ def test_attention_is_that_of_the_eager_model(family: str, layer: int) -> None:
 
 
 def test_attention_of_mini_is_that_of_the_eager_model() -> None:
-    assert_attention_is_eagers(load_encoder(locate_teacher("mini").folder, attention="eager"), -1)
+    assert_attention_is_eagers(load_model(locate_teacher("mini").folder, attention="eager"), -1)
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -73,7 +73,7 @@ def test_value_relation_is_a_plain_torch_computation(family: str) -> None:
     projection.register_forward_hook(lambda module, args, output: projected.append(output))
     with torch.no_grad():
         eager(ids, attention_mask=valid.long())
-        (vectors,) = tapped(ids, valid.long())
+        (vectors,) = tapped(ids, valid.long()).vectors
         found = relation_probs(vectors, RelationKind.VALUE, LENGTHS)
     value = projected[0].chunk(3, -1)[2] if family == "modernbert" else projected[0]
 
@@ -102,7 +102,7 @@ def test_gradients_are_those_of_the_untapped_model() -> None:
     """The student's loss sees Q, K, V only: stopping there must change no gradient."""
     model = with_attention(tiny_model("bert"), ATTENTION)
     ids, valid = padded_ids(), key_mask(LENGTHS, 20)
-    (vectors,) = TappedModel(model)(ids, valid.long())
+    (vectors,) = TappedModel(model)(ids, valid.long()).vectors
     vectors.query.square().sum().backward()
     found = {name: weight.grad for name, weight in model.named_parameters()}
     eager = with_attention(model, "sdpa")

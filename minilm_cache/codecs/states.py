@@ -1,0 +1,224 @@
+"""How states are stored: hidden states transform-coded, first tokens' as float16, labels as drawn entries.
+
+Error bounds: of a hidden state of every token none for a row, the relative error of the whole is what the
+manifest says; of a first token's 2**-11 of each number; labels are an unbiased sample (`topk.py`), each kept
+weight within a factor `weight_ratio`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from minilm_cache.codecs.base import Rows
+from minilm_cache.codecs.quantize import LAST_CODE, LogScale
+from minilm_cache.codecs.topk import PPS_RATIO, sample_pps, share_remainder
+from minilm_cache.codecs.transform import TransformCode, refuse_codes
+from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
+from minilm_cache.relations import key_mask
+from minilm_cache.states import DenseLabels, MaskedSequences, SparseLabels, States, WantedStates
+from minilm_cache.storage_schema.arrays import not_chosen, state_codes_path
+from minilm_cache.storage_schema.identity import CacheIdentity
+from minilm_cache.storage_schema.states import (
+    INDEX_PATH,
+    LOGITS_PATH,
+    READ_PATH,
+    WEIGHT_PATH,
+    StateFamily,
+    StateName,
+    StatesIdentity,
+)
+
+_PART_ENTRIES = 2**21
+"""Probabilities that are drawn from at once, 8 MiB."""
+_LABEL_STREAM = 16
+"""Of the numbers that labels are drawn with; relations have those below."""
+_REMEDY = "It was not written by `minilm-cache dump`: dump the cache again, or fetch it from who made it."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatesCodec:
+    """Everything that a cache stores beside relations; names of arrays are their paths in the cache."""
+
+    parameters: StatesIdentity
+    vocab_size: int
+    codes: Mapping[StateName, TransformCode]
+    """Of hidden states of every token."""
+
+    @classmethod
+    def of(cls, identity: CacheIdentity, codes: Mapping[StateName, TransformCode]) -> "StatesCodec":
+        """Return the codec of a cache that has states.
+
+        Raises:
+            UnsupportedFormatError: its weight scale is not this release's.
+        """
+        states = identity.states
+        assert states is not None
+        if states.labels is not None and states.labels.weight_ratio != PPS_RATIO:
+            raise UnsupportedFormatError(
+                f"labels of weight ratio {states.labels.weight_ratio} are unknown; this release knows "
+                f"{PPS_RATIO}. Install a newer minilm-cache."
+            )
+        return cls(parameters=states, vocab_size=identity.teacher.vocab_size, codes=codes)
+
+    @property
+    def everything(self) -> WantedStates:
+        """All that is stored."""
+        first = tuple(StateName(StateFamily.FIRST, number) for number in self.parameters.first)
+        return WantedStates(
+            hidden=(*self.parameters.coded, *first),
+            masked=self.parameters.masking is not None,
+            logits=self.parameters.num_classes is not None,
+        )
+
+    def paths(self, wanted: WantedStates) -> tuple[str, ...]:
+        """Return the arrays that these states are decoded from."""
+        labels = (INDEX_PATH, WEIGHT_PATH) if self.parameters.labels is not None else ()
+        return (
+            *(_array(name) for name in wanted.hidden),
+            *((READ_PATH, *labels) if wanted.masked else ()),
+            *((LOGITS_PATH,) if wanted.logits else ()),
+        )
+
+    def encode(self, states: States, sequences: Sequence[int], lengths: Int[Tensor, " batch"]) -> Rows:
+        """Return the rows of a padded batch.
+
+        Args:
+            states: what the teacher says.
+            sequences: numbers of the sequences in the cache; they seed what is drawn.
+            lengths: valid positions of each sequence.
+        """
+        length = int(lengths.max())
+        found: dict[str, np.ndarray] = {}
+        for name, values in states.hidden.items():
+            if name.family is StateFamily.FIRST:
+                found[_array(name)] = _at_first(values.half(), length)
+            else:
+                found[_array(name)] = self.codes[name].codes(values).cpu().numpy()
+        if states.logits is not None:
+            found[LOGITS_PATH] = _at_first(states.logits.float(), length)
+        if states.masked is not None:
+            found |= self._encode_masked(states.masked, sequences)
+        return found
+
+    def _encode_masked(self, masked: MaskedSequences, sequences: Sequence[int]) -> dict[str, np.ndarray]:
+        dtype = np.uint16 if not_chosen(self.vocab_size) < 2**16 else np.uint32
+        read = masked.ids.masked_fill(~masked.chosen, not_chosen(self.vocab_size))
+        rows = {READ_PATH: read.cpu().numpy().astype(dtype)}
+        if self.parameters.labels is None:
+            return rows
+        assert isinstance(masked.labels, DenseLabels)
+        probs, k = masked.labels.probs, self.parameters.labels.k
+        draws = self._draws(masked.chosen, sequences).to(probs.device)
+        part = max(1, _PART_ENTRIES // probs.shape[-1])
+        scale = LogScale(ratio=self.parameters.labels.weight_ratio)
+        drawn = [
+            sample_pps(some, k, own, scale)
+            for some, own in zip(probs.split(part), draws.split(part), strict=True)
+        ]
+        index = torch.zeros((*masked.ids.shape, k), dtype=torch.int64, device=probs.device)
+        weight = torch.zeros_like(index)
+        index[masked.chosen] = torch.cat([entries.column for entries in drawn]).long()
+        weight[masked.chosen] = torch.cat([entries.code for entries in drawn]).long()
+        tokens = np.uint16 if self.vocab_size < 2**16 else np.uint32
+        rows[INDEX_PATH] = index.cpu().numpy().astype(tokens)
+        rows[WEIGHT_PATH] = weight.cpu().numpy().astype(np.uint8)
+        return rows
+
+    def _draws(self, chosen: Tensor, sequences: Sequence[int]) -> Tensor:
+        """One uniform number per chosen token, `(chosen, 1)`, a pure function of seed and sequence."""
+        assert self.parameters.masking is not None
+        seed, found = self.parameters.masking.seed, []
+        for sequence, count in zip(sequences, chosen.sum(-1).tolist(), strict=True):
+            counter = [0, 0, _LABEL_STREAM, sequence]
+            generator = np.random.Generator(np.random.Philox(key=seed, counter=counter))
+            found.append(generator.random(count, dtype=np.float32))
+        return torch.from_numpy(np.concatenate(found))[:, None]
+
+    def check(self, rows: Mapping[str, Tensor]) -> None:
+        """Raise CacheCorruptError for values that `encode` never writes.
+
+        Args:
+            rows: path of an array to `(tokens, ...)`, of everything that is stored.
+        """
+        for name in self.parameters.coded:
+            refuse_codes(rows[_array(name)])
+        numbers = [rows[_array(name)] for name in self.everything.hidden if name.family is StateFamily.FIRST]
+        if self.parameters.num_classes is not None:
+            numbers.append(rows[LOGITS_PATH])
+        if not all(bool(values.isfinite().all()) for values in numbers):
+            raise CacheCorruptError(f"a stored state is no number. {_REMEDY}")
+        if self.parameters.masking is not None:
+            chosen = self._chosen(rows[READ_PATH])
+            if self.parameters.labels is not None:
+                self._entries(rows, chosen)
+
+    def decode(self, rows: Mapping[str, Tensor], wanted: WantedStates, lengths: Tensor) -> States:
+        """Return states, on the device that `rows` are on.
+
+        Args:
+            rows: path of an array to `(batch, length, ...)`, and `tokens`; whatever stands beyond a
+                sequence's length is ignored.
+            wanted: which states.
+            lengths: valid positions of each sequence, `(batch,)`.
+
+        Raises:
+            CacheCorruptError: values that `encode` never writes.
+        """
+        hidden = {name: self._hidden(rows[_array(name)], name) for name in wanted.hidden}
+        masked = None
+        if wanted.masked:
+            valid = key_mask(lengths, rows[READ_PATH].shape[1])
+            chosen = self._chosen(rows[READ_PATH]) & valid
+            tokens = rows["tokens"].to(torch.int64)
+            masked = MaskedSequences(
+                ids=torch.where(chosen, rows[READ_PATH].to(torch.int64), tokens),
+                chosen=chosen,
+                labels=None if self.parameters.labels is None else self._entries(rows, chosen),
+                temperature=1.0 if self.parameters.labels is None else self.parameters.labels.temperature,
+            )
+        logits = rows[LOGITS_PATH][:, 0].float() if wanted.logits else None
+        if logits is not None and not bool(logits.isfinite().all()):
+            raise CacheCorruptError(f"a stored state is no number. {_REMEDY}")
+        return States(hidden=hidden, masked=masked, logits=logits)
+
+    def _hidden(self, rows: Tensor, name: StateName) -> Tensor:
+        if name.family is not StateFamily.FIRST:
+            refuse_codes(rows)
+            flat = self.codes[name].rows(rows.flatten(0, 1))
+            return flat.view(*rows.shape[:2], -1)
+        first = rows[:, 0].float()
+        if not bool(first.isfinite().all()):
+            raise CacheCorruptError(f"a stored state is no number. {_REMEDY}")
+        return first
+
+    def _chosen(self, read: Tensor) -> Tensor:
+        """Return where tokens were chosen."""
+        read = read.to(torch.int64)
+        chosen = read.ne(not_chosen(self.vocab_size))
+        if bool((chosen & (read >= self.vocab_size)).any()):
+            raise CacheCorruptError(f"a token was read as what is no token. {_REMEDY}")
+        return chosen
+
+    def _entries(self, rows: Mapping[str, Tensor], chosen: Tensor) -> SparseLabels:
+        assert self.parameters.labels is not None
+        index = rows[INDEX_PATH][chosen].to(torch.int64)
+        code = rows[WEIGHT_PATH][chosen].to(torch.int64)
+        if index.numel() and (int(index.amax()) >= self.vocab_size or int(code.amax()) > LAST_CODE):
+            raise CacheCorruptError(f"a label names what is no token, or a weight that is none. {_REMEDY}")
+        weight = LogScale(ratio=self.parameters.labels.weight_ratio).value(code)
+        return SparseLabels(index, share_remainder(code, weight))
+
+
+def _array(name: StateName) -> str:
+    return name.folder if name.family is StateFamily.FIRST else state_codes_path(name)
+
+
+def _at_first(values: Tensor, length: int) -> np.ndarray:
+    """Return values of sequences as rows of their first tokens: `(batch, n)` to `(batch, length, n)`."""
+    rows = torch.zeros((len(values), length, values.shape[-1]), dtype=values.dtype)
+    rows[:, 0] = values.cpu()
+    return rows.numpy()

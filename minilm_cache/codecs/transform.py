@@ -1,0 +1,90 @@
+"""Transform coding of rows: principal components, a uniform quantiser, entropy coding by the store.
+
+Rounding goes towards zero more than to the nearest (`ROUNDING`), which saves bytes at the same error; what
+that shrinks on average, the basis makes good.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float16, Int16
+from torch import Tensor
+
+from minilm_cache.errors import CacheCorruptError
+
+ROUNDING = 0.33
+"""A component of n + 1 - ROUNDING steps or more has code n + 1; to the nearest would be 0.5."""
+MAX_CODE = 2**15 - 1
+GAIN_ROWS = 2**13
+"""Rows that decide which components are stored, and their gains."""
+
+
+def quantise(components: Float[Tensor, "*rows components"]) -> Float[Tensor, "*rows components"]:
+    """Return codes, whole numbers still as floats, of components in steps."""
+    codes = components.abs().add_(ROUNDING).floor_().clamp_(max=MAX_CODE)
+    return codes.copysign_(components)
+
+
+def refuse_codes(codes: Tensor) -> None:
+    """Raise CacheCorruptError for codes that no writer writes."""
+    if codes.numel() and int(codes.amin()) < -MAX_CODE:
+        raise CacheCorruptError(
+            "a stored token has no codes. It was not written by `minilm-cache dump`: dump the cache "
+            "again, or fetch it from who made it."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TransformCode:
+    """Rows as whole numbers of steps along directions: row = mean + (codes * step) @ basis."""
+
+    mean: Float[Tensor, " width"]
+    basis: Float16[Tensor, "components width"]
+    step: Float[Tensor, " components"]
+    analysis: Float16[Tensor, "components width"]
+    gain: Float[Tensor, " components"]
+
+    def codes(self, rows: Float[Tensor, "*rows width"]) -> Int16[Tensor, "*rows components"]:
+        """Return the codes of rows, on their device."""
+        centred = rows.float() - self.mean.to(rows.device)
+        analysis = self.analysis.to(rows.device).float()
+        return quantise(centred @ analysis.T * self.gain.to(rows.device)).to(torch.int16)
+
+    def rows(self, codes: Int16[Tensor, "rows components"]) -> Float[Tensor, "rows width"]:
+        """Return the rows that codes stand for, float32, on their device."""
+        mean, basis, step = (part.to(codes.device) for part in (self.mean, self.basis, self.step))
+        return torch.addmm(mean, codes.float(), basis.float() * step[:, None])
+
+
+def fit_code(
+    sample: Float[Tensor, "rows width"],
+    mean: Float[Tensor, " width"],
+    analysis: Float[Tensor, "components width"],
+    synthesis: Float[Tensor, "components width"],
+) -> TransformCode:
+    """Return the code with components that are ever stored, and with the gain that makes rounding good.
+
+    Args:
+        sample: rows less their mean, those that decide.
+        mean: of rows.
+        analysis: from rows less their mean to components in steps, float64.
+        synthesis: from components in steps to rows less their mean, float64.
+    """
+    components = sample @ analysis.float().T
+    codes = quantise(components)
+    power = codes.square().sum(0)
+    used = power > 0
+    if not bool(used.any()):
+        used[0] = True
+    shrunk = (codes * components).sum(0) / power.clamp(min=1)
+    basis, lengths = _as_directions((shrunk[:, None] * synthesis)[used].cpu())
+    forward, gains = _as_directions(analysis[used].cpu())
+    return TransformCode(mean=mean.cpu(), basis=basis, step=lengths, analysis=forward, gain=gains)
+
+
+def _as_directions(
+    matrix: Tensor,
+) -> tuple[Float16[Tensor, "components width"], Float[Tensor, " components"]]:
+    """Return rows as float16 with a greatest entry of 1, and what they were longer by, float32."""
+    length = matrix.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return (matrix / length[:, None]).half(), length.float()

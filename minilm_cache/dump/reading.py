@@ -1,0 +1,94 @@
+"""What a teacher is asked of a batch: its relations, and whatever a cache stores beside them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxtyping import Int
+from torch import Tensor
+
+from minilm_cache.dump.masking import Masker
+from minilm_cache.dump.teacher import Teacher
+from minilm_cache.relations import TeacherSignal
+from minilm_cache.states import States, WantedStates, soft_labels
+from minilm_cache.storage_schema.states import StateFamily, StateName, StatesIdentity
+from minilm_cache.tap import Head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceReader:
+    """A teacher and how it reads masked sequences."""
+
+    teacher: Teacher
+    states: StatesIdentity | None
+    masker: Masker | None
+
+    @classmethod
+    def of(cls, teacher: Teacher, states: StatesIdentity | None) -> "SequenceReader":
+        """Return what reads sequences for a cache of these states."""
+        masking = None if states is None else states.masking
+        masker = None if masking is None else Masker.of(masking, teacher.tokenizer)
+        return cls(teacher=teacher, states=states, masker=masker)
+
+    def read(
+        self,
+        ids: Int[Tensor, "batch length"],
+        lengths: Int[Tensor, " batch"],
+        numbers: Sequence[int],
+        layers: Sequence[int],
+        wanted: WantedStates,
+    ) -> tuple[list[TeacherSignal], States]:
+        """Return what the teacher says of a padded batch: one forward pass, and one more for masked tokens.
+
+        Args:
+            ids: token ids, on the teacher's device.
+            lengths: tokens of each sequence, likewise.
+            numbers: of the sequences in the cache; they decide what is masked.
+            layers: whose relations are wanted.
+            wanted: what else is.
+        """
+        plain = [name for name in wanted.hidden if name.family is not StateFamily.MASKED]
+        head: Head | None = "sequences" if wanted.logits else None
+        found = self.teacher.read(ids, lengths, hidden=_numbers(plain), head=head, layers=layers)
+        hidden = {
+            name: found.hidden[name.number][:, 0]
+            if name.family is StateFamily.FIRST
+            else found.hidden[name.number]
+            for name in plain
+        }
+        states = States(hidden=hidden, logits=found.logits)
+        masked = [name for name in wanted.hidden if name.family is StateFamily.MASKED]
+        if wanted.masked or masked:
+            states = self._read_masked(states, ids, lengths, numbers, masked, labels=wanted.masked)
+        return found.signals, states
+
+    def _read_masked(
+        self,
+        states: States,
+        ids: Tensor,
+        lengths: Tensor,
+        numbers: Sequence[int],
+        names: Sequence[StateName],
+        *,
+        labels: bool,
+    ) -> States:
+        assert self.masker is not None
+        assert self.states is not None
+        masked = self.masker.mask(ids, list(numbers), lengths.tolist())
+        wants_labels = labels and self.states.labels is not None
+        found = self.teacher.read(
+            masked.ids,
+            lengths,
+            hidden=_numbers(names),
+            head="tokens" if wants_labels else None,
+            chosen=masked.chosen,
+            layers=(),
+        )
+        if wants_labels and self.states.labels is not None and found.logits is not None:
+            temperature = self.states.labels.temperature
+            masked = replace(masked, labels=soft_labels(found.logits, temperature), temperature=temperature)
+        hidden = {**states.hidden, **{name: found.hidden[name.number] for name in names}}
+        return replace(states, hidden=hidden, masked=masked)
+
+
+def _numbers(names: Sequence[StateName]) -> tuple[int, ...]:
+    return tuple(sorted({name.number for name in names}))

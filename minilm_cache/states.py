@@ -1,0 +1,87 @@
+"""What a teacher says of sequences beside relations, and the forms that it comes in: pure torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from minilm_cache.storage_schema.states import StateName
+
+
+class DenseLabels(NamedTuple):
+    """The teacher's distribution over the vocabulary at each chosen token."""
+
+    probs: Float[Tensor, "chosen vocabulary"]
+
+
+class SparseLabels(NamedTuple):
+    """The same as entries; a token may come more than once."""
+
+    token: Int[Tensor, "chosen entries"]
+    weight: Float[Tensor, "chosen entries"]
+
+
+SoftLabels = DenseLabels | SparseLabels
+
+
+def expected(labels: SoftLabels, values: Float[Tensor, "chosen vocabulary"]) -> Float[Tensor, " chosen"]:
+    """Return the mean of values under each distribution."""
+    if isinstance(labels, DenseLabels):
+        return (labels.probs * values).sum(-1)
+    return (labels.weight * values.gather(-1, labels.token)).sum(-1)
+
+
+def likeliest(labels: SoftLabels) -> Int[Tensor, " chosen"]:
+    """Return the token that each distribution gives most; of entries, those of one token together."""
+    if isinstance(labels, DenseLabels):
+        return labels.probs.argmax(-1)
+    same = labels.token[:, :, None] == labels.token[:, None, :]
+    best = (labels.weight[:, None, :] * same).sum(-1).argmax(-1, keepdim=True)
+    return labels.token.gather(-1, best).squeeze(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedSequences:
+    """Sequences as they are read with some of their tokens masked."""
+
+    ids: Int[Tensor, "batch length"]
+    """Token ids as read, padded."""
+    chosen: Bool[Tensor, "batch length"]
+    """True at tokens that are to be told, whatever is read in their place."""
+    labels: SoftLabels | None = None
+    """At chosen tokens, row by row of the batch."""
+    temperature: float = 1.0
+    """What the teacher's logits were divided by before the softmax of the labels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """What is said of a batch beside relations, as far as it was asked for."""
+
+    hidden: Mapping[StateName, Float[Tensor, "batch ..."]] = field(default_factory=dict)
+    """`(batch, length, hidden)`; of family `first` `(batch, hidden)`."""
+    masked: MaskedSequences | None = None
+    logits: Float[Tensor, "batch classes"] | None = None
+    """Of a teacher that classifies sequences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedStates:
+    """What is asked for beside relations."""
+
+    hidden: tuple[StateName, ...] = ()
+    masked: bool = False
+    """Sequences as they are read masked, and their labels where there are some."""
+    logits: bool = False
+
+    def __bool__(self) -> bool:
+        """Return whether anything is."""
+        return bool(self.hidden or self.masked or self.logits)
+
+
+def soft_labels(logits: Float[Tensor, "chosen vocabulary"], temperature: float) -> DenseLabels:
+    """Return distributions at a temperature, float32."""
+    return DenseLabels(torch.softmax(logits.float() / temperature, -1))

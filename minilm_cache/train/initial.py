@@ -1,0 +1,112 @@
+"""What students begin with: random weights, a teacher's layers, or the weights of another model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from transformers import PreTrainedModel
+
+from minilm_cache.config import TrainConfig
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.fingerprint import sha256_files
+from minilm_cache.pretrained import keep_layers, load_weights, locate_teacher
+from minilm_cache.storage_schema.identity import canonical_sha256
+from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.tap import Head
+from minilm_cache.train.record import RUN_FILE, arch_slug
+
+RANDOM: Final = "random"
+TEACHER_LAYERS: Final = "teacher-layers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialWeights:
+    """Gives students the weights that they begin with."""
+
+    name: str
+    """`random`, or what was taken of which weights, by their hash."""
+    folder: Path | None = None
+    """Of a model, or of a run whose students have these shapes; none: weights are drawn."""
+    of_teacher: bool = False
+    """True: layers are taken of a deeper model."""
+
+    def begin(self, model: PreTrainedModel, arch: str, head: Head | None) -> None:
+        """Give a student its initial weights; a head or pooler that is not there keeps what was drawn.
+
+        `teacher-layers`: layer m of M begins with the teacher's layer m N / M of N, rounded down, as
+        DistilBERT takes one layer out of two (arXiv 1910.01108, section 3).
+
+        Raises:
+            InvalidConfigError: it does not fit.
+            TeacherError: the folder holds no model.
+        """
+        if self.folder is None:
+            return
+        source, lacking = load_weights(_student_folder(self.folder, arch), head)
+        own = model.state_dict()
+        if self.of_teacher:
+            there, wanted = source.config.num_hidden_layers, model.config.num_hidden_layers
+            if wanted > there:
+                raise InvalidConfigError(
+                    f"--init {TEACHER_LAYERS}: student {arch} has more layers than the teacher's {there}."
+                )
+            source = keep_layers(source, [number * there // wanted for number in range(wanted)])
+        found = source.state_dict()
+        problem = next((name for name in own if name not in found), None)
+        problem = problem or next((name for name in found if name not in own), None)
+        problem = problem or next((name for name in own if own[name].shape != found[name].shape), None)
+        if problem is not None:
+            raise InvalidConfigError(
+                f"--init {self.folder}: {problem} is not of the same shape there as in student {arch}, or "
+                "not in both. Take a model of the student's family and shape."
+            )
+        kept = {name: value for name, value in found.items() if name not in lacking}
+        model.load_state_dict(kept, strict=False)
+
+
+def initial_weights(config: TrainConfig, manifest: CacheManifest) -> InitialWeights:
+    """Return what the students of a run begin with.
+
+    Raises:
+        InvalidConfigError: there is no such folder.
+        IdentityMismatchError: it is not the teacher that the cache was dumped from.
+        TeacherError: there is no such teacher.
+    """
+    if config.init == RANDOM:
+        return InitialWeights(name=RANDOM)
+    if config.init == TEACHER_LAYERS:
+        assert config.teacher is not None
+        source = locate_teacher(config.teacher)
+        found = sha256_files(source.folder.glob("*.safetensors"))
+        expected = manifest.identity.teacher.weights_sha256
+        if found != expected:
+            raise IdentityMismatchError(
+                f"--teacher {config.teacher} (weights {found[:12]}) is not the teacher of this cache "
+                f"({manifest.labels.teacher}, weights {expected[:12]}). Give that one."
+            )
+        return InitialWeights(name=f"{TEACHER_LAYERS}-{found}", folder=source.folder, of_teacher=True)
+    folder = Path(config.init)
+    if not folder.is_dir():
+        raise InvalidConfigError(
+            f"--init {config.init}: there is no such folder. Give {RANDOM}, {TEACHER_LAYERS}, or the folder "
+            "of a model or of a run."
+        )
+    return InitialWeights(name=_hash_of(folder, config.arch), folder=folder)
+
+
+def _hash_of(folder: Path, arch: Sequence[str]) -> str:
+    folders = [_student_folder(folder, one) for one in arch]
+    return canonical_sha256([sha256_files(one.glob("*.safetensors")) for one in folders])
+
+
+def _student_folder(folder: Path, arch: str) -> Path:
+    """Return the folder of a model: that of a run's student of this shape, or the folder itself."""
+    if not (folder / RUN_FILE).is_file():
+        return folder
+    own = folder / "students" / arch_slug(arch)
+    if not own.is_dir():
+        raise InvalidConfigError(
+            f"--init {folder}: this run has no student {arch}. Give a run with students of the same shapes."
+        )
+    return own

@@ -1,0 +1,138 @@
+"""What every objective is: what it needs of a cache and of a student's forward pass, and a loss."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from minilm_cache.cache import Cache
+from minilm_cache.config import TrainConfig
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.loss import Method
+from minilm_cache.relations import key_mask
+from minilm_cache.storage_schema.identity import TeacherIdentity
+from minilm_cache.tap import Head, Reading
+from minilm_cache.train.batches import StudentBatch, WantedTargets
+
+
+class Losses(NamedTuple):
+    """What an objective says of a batch."""
+
+    total: Float[Tensor, ""]
+    """What the gradient is taken of."""
+    parts: Mapping[str, Float[Tensor, ""]]
+    """What it is made of, by name: of a relation KL(teacher || student), nats, mean over relation heads and
+    valid rows; of others see the objective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a run asks for, and of which cache."""
+
+    config: TrainConfig
+    cache: Cache
+
+    @property
+    def teacher(self) -> TeacherIdentity:
+        """The teacher, by content."""
+        return self.cache.manifest.identity.teacher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudentFacts:
+    """What an objective must know of a student."""
+
+    num_layers: int
+    hidden_size: int
+    vector_width: int
+    """Of the values of a token, all heads."""
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, num_layers: int) -> "StudentFacts":
+        """Return them from a configuration."""
+        width = getattr(config, "true_hidden_size", config.hidden_size)
+        return cls(num_layers=num_layers, hidden_size=config.hidden_size, vector_width=width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudentNeeds:
+    """What is wanted of a student's forward pass."""
+
+    layers: tuple[int, ...] = ()
+    """Whose vectors are compared, ascending."""
+    hidden: tuple[int, ...] = ()
+    head: Head | None = None
+    is_masked: bool = False
+    """True: it reads sequences as they are masked."""
+
+
+class StudentObjective(nn.Module):
+    """An objective for students of one shape; its weights, if it has any, are trained with the student."""
+
+    needs: StudentNeeds
+
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Losses:
+        """Return the loss of what a student says of a batch; relations in a form of `relation_loss`."""
+        raise NotImplementedError
+
+
+class ObjectiveKind:
+    """One objective: what it needs, and how it is made for a student."""
+
+    def wanted(self, asked: Asked) -> WantedTargets:
+        """Return what a cache must serve.
+
+        Raises:
+            InvalidConfigError: it cannot.
+        """
+        raise NotImplementedError
+
+    def build(self, asked: Asked, wanted: WantedTargets, student: StudentFacts) -> StudentObjective:
+        """Return the objective of a student.
+
+        Raises:
+            InvalidConfigError: the student is not of a shape that can learn it.
+        """
+        raise NotImplementedError
+
+
+def projection(width: int, teacher_width: int) -> nn.Linear:
+    """Return a learned matrix from a student's width to its teacher's, without bias."""
+    return nn.Linear(width, teacher_width, bias=False)
+
+
+def token_mse(
+    student: Float[Tensor, "batch length width"],
+    teacher: Float[Tensor, "batch length width"],
+    valid: Bool[Tensor, "batch length"],
+) -> Float[Tensor, ""]:
+    """Return the mean squared error over valid tokens and dimensions, float32."""
+    with torch.autocast(student.device.type, enabled=False):
+        squares = (student.float() - teacher.float()).square().mean(-1)
+        return (squares * valid).sum() / valid.sum()
+
+
+def valid_tokens(batch: StudentBatch) -> Bool[Tensor, "batch length"]:
+    """Return True at tokens that are not padding."""
+    return key_mask(batch.lengths, batch.ids.shape[1])
+
+
+def summed(parts: Mapping[str, Tensor], weights: Mapping[str, float] | None = None) -> Losses:
+    """Return parts and their weighted sum; the weight of a part that has none is 1."""
+    weights = weights or {}
+    total = torch.stack([part * weights.get(name, 1.0) for name, part in parts.items()]).sum()
+    return Losses(total, parts)
+
+
+def same_width(what: str, student: StudentFacts, teacher: TeacherIdentity) -> None:
+    """Raise InvalidConfigError for a student whose hidden states have another width than the teacher's."""
+    if student.hidden_size != teacher.hidden_size:
+        raise InvalidConfigError(
+            f"--objective {what} compares hidden states as they are, and the student's width "
+            f"{student.hidden_size} is not the teacher's {teacher.hidden_size}. Take students of that width, "
+            "or hidden-mse or tinybert, which learn a projection."
+        )

@@ -1,0 +1,166 @@
+"""From the name of an objective to what students learn, if the cache can serve it."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from minilm_cache.cache import Cache
+from minilm_cache.config import TrainConfig
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.needs import NEEDS
+from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.storage_schema.states import StateFamily, StatesIdentity
+from minilm_cache.tap import Head, TappedModel
+from minilm_cache.train.batches import WantedTargets
+from minilm_cache.train.objectives.base import Asked, ObjectiveKind, StudentFacts, StudentObjective
+from minilm_cache.train.objectives.bert_pkd import BertPkd
+from minilm_cache.train.objectives.distilbert import DistilBert
+from minilm_cache.train.objectives.hidden_mse import HiddenMse
+from minilm_cache.train.objectives.mlm_kd import MlmKd
+from minilm_cache.train.objectives.mobilebert import MobileBert
+from minilm_cache.train.objectives.relations import Relations, relations_of
+from minilm_cache.train.objectives.tinybert import Prediction, TinyBert
+from minilm_cache.train.objectives.value_mse import ValueMse
+
+_KINDS: Final[dict[str, ObjectiveKind]] = {
+    "minilm": Relations(),
+    "minilmv2": Relations(),
+    "value-mse": ValueMse(),
+    "hidden-mse": HiddenMse(),
+    "tinybert": TinyBert(),
+    "tinybert-prediction": Prediction(),
+    "distilbert": DistilBert(),
+    "mlm-kd": MlmKd(),
+    "bert-pkd": BertPkd(),
+    "mobilebert": MobileBert(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What a run asks for, and what the cache must serve for it."""
+
+    asked: Asked
+    wanted: WantedTargets
+
+    @property
+    def compares_heads(self) -> bool:
+        """True where a student's attention heads are compared with the teacher's."""
+        return (bool(self.wanted.kinds) or self.wanted.vectors) and self.wanted.relation_heads is None
+
+    @property
+    def num_classes(self) -> int | None:
+        """Of a teacher that classifies sequences."""
+        states = self.asked.cache.manifest.identity.states
+        return None if states is None else states.num_classes
+
+    @property
+    def head(self) -> Head | None:
+        """The head that students need."""
+        states = self.wanted.states
+        return "tokens" if states.masked else "sequences" if states.logits else None
+
+    def of(self, model: TappedModel) -> StudentObjective:
+        """Return what a student learns.
+
+        Raises:
+            InvalidConfigError: it is not of a shape that can.
+        """
+        student = StudentFacts.of(model.model.config, model.num_layers)
+        return _KINDS[self.asked.config.objective].build(self.asked, self.wanted, student)
+
+
+def choose_objective(config: TrainConfig, cache: Cache) -> Objective:
+    """Return the objective that a run asks for, if the cache can serve it.
+
+    Raises:
+        InvalidConfigError: the cache does not hold the layers, the relations or the states, or heads do not
+            fit.
+    """
+    manifest = cache.manifest
+    asked = Asked(config=config, cache=cache)
+    wanted = _KINDS[config.objective].wanted(asked)
+    check_codec(config, manifest.identity.codec.name)
+    _check_layers(config, cache, wanted)
+    _check_states(config, manifest.identity.states, wanted)
+    if wanted.relation_heads is not None:
+        _check_relation_heads(wanted.relation_heads, manifest, wanted.layers[-1])
+    return Objective(asked=asked, wanted=wanted)
+
+
+def check_codec(config: TrainConfig, codec: str) -> None:
+    """Raise InvalidConfigError for an objective that needs what no cache of this codec holds."""
+    if codec == "vectors":
+        return
+    stored = {RelationKind.ATTENTION, RelationKind.VALUE}
+    missing = []
+    if config.objective in {"minilm", "minilmv2"}:
+        kinds = relations_of(
+            config.objective,
+            value_relation=config.value_relation,
+            query_key_relations=config.query_key_relations,
+        )
+        missing = [kind for kind in kinds if kind not in stored]
+    what = f"the {' and '.join(missing)} relation" if missing else "queries, keys and values"
+    if missing or NEEDS[config.objective].vectors:
+        raise InvalidConfigError(
+            f"--objective {config.objective} needs {what}, which a cache of codec {codec} does not hold. "
+            f"Dump one with --codec vectors{_flags(config)}."
+        )
+
+
+def _flags(config: TrainConfig) -> str:
+    """Return the option of a dump for an objective that needs more than the last layer's relations."""
+    return "" if config.objective in {"minilm", "minilmv2"} else f" --for {config.objective}"
+
+
+def _check_layers(config: TrainConfig, cache: Cache, wanted: WantedTargets) -> None:
+    missing = [str(layer) for layer in wanted.layers if layer not in cache.layers]
+    if not missing:
+        return
+    asked = f"--teacher-layer {config.teacher_layer}"
+    if config.layer_map != "last" or config.teacher_layer is None:
+        asked = f"--layer-map {config.layer_map} needs layer {', '.join(missing)} of the teacher"
+    every = ",".join(map(str, sorted({*cache.layers, *wanted.layers})))
+    raise InvalidConfigError(
+        f"{asked}: the cache holds layer {', '.join(map(str, cache.layers))}. Choose one of them, or "
+        f"dump a cache with --codec vectors --layers {every}{_added(cache, config)}."
+    )
+
+
+def _added(cache: Cache, config: TrainConfig) -> str:
+    flags = _flags(config)
+    is_kept = cache.manifest.identity.codec.name == "vectors"
+    return flags + (f" --add {cache.reader.root}" if is_kept else "")
+
+
+def _check_states(config: TrainConfig, stored: StatesIdentity | None, wanted: WantedTargets) -> None:
+    """Raise InvalidConfigError for states that the cache lacks, naming what would add them."""
+    stored_names = () if stored is None else stored.coded
+    options: dict[str, list[int]] = {}
+    names = {StateFamily.HIDDEN: "--hidden", StateFamily.MASKED: "--masked-hidden"}
+    for name in wanted.states.hidden:
+        is_first = name.family is StateFamily.FIRST
+        there = (stored.first if stored else ()) if is_first else ()
+        if name not in stored_names and name.number not in there:
+            options.setdefault(names.get(name.family, "--first-hidden"), []).append(name.number)
+    missing = [f"{option} {','.join(map(str, numbers))}" for option, numbers in options.items()]
+    if wanted.states.masked and (stored is None or stored.labels is None):
+        missing.append("--labels")
+    if wanted.states.logits and (stored is None or stored.num_classes is None):
+        missing.append("--logits")
+    if missing:
+        raise InvalidConfigError(
+            f"--objective {config.objective} needs states that this cache does not hold. Add them: "
+            f"`minilm-cache dump` with the settings of this cache, --add THIS-CACHE and {' '.join(missing)} "
+            f"(or --for {config.objective})."
+        )
+
+
+def _check_relation_heads(heads: int, manifest: CacheManifest, layer: int) -> None:
+    assert manifest.calibration is not None
+    width = manifest.identity.relation_heads * manifest.calibration.of_layer(layer).head_size
+    if width % heads:
+        raise InvalidConfigError(
+            f"--relation-heads {heads}: the teacher's width {width} does not divide by it. Take a divisor."
+        )

@@ -1,0 +1,80 @@
+"""`distilbert`: soft labels, masked tokens and the direction of hidden states."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from minilm_cache.loss import Method
+from minilm_cache.states import WantedStates
+from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.tap import Reading
+from minilm_cache.train.batches import StudentBatch, WantedTargets
+from minilm_cache.train.objectives.base import (
+    Asked,
+    Losses,
+    ObjectiveKind,
+    StudentFacts,
+    StudentNeeds,
+    StudentObjective,
+    same_width,
+    summed,
+    valid_tokens,
+)
+from minilm_cache.train.objectives.mlm_kd import masked_token_loss, soft_label_loss
+
+SOFT, MASKED, COSINE = 5.0, 2.0, 1.0
+"""Weights of the three losses in the authors' training."""
+
+
+class DistilBertObjective(StudentObjective):
+    """L = 5 t^2 L_ce + 2 L_mlm + L_cos (DistilBERT, Sanh et al. 2019, arXiv 1910.01108, section 3).
+
+    L_ce is the cross-entropy under the teacher's soft labels at masked tokens, both at temperature t (2 in
+    the paper; the cache's here), L_mlm that of the tokens themselves, L_cos one minus the cosine of the last
+    hidden states, mean over valid tokens. All of them read the sequence masked. The student begins with every
+    other layer of the teacher: `--init teacher-layers`.
+    """
+
+    def __init__(self, student: StudentFacts, name: StateName) -> None:
+        """Compare the student's last hidden state with one of the teacher's."""
+        super().__init__()
+        self.needs = StudentNeeds(hidden=(student.num_layers,), head="tokens", is_masked=True)
+        self._name = name
+
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Losses:
+        """Return the loss; parts are `soft_labels` and `masked_lm`, nats, and `cosine`."""
+        del method
+        soft, temperature = soft_label_loss(reading, batch)
+        cosine = _cosine(
+            reading.hidden[self.needs.hidden[0]], batch.states.hidden[self._name], valid_tokens(batch)
+        )
+        return summed(
+            {"soft_labels": soft, "masked_lm": masked_token_loss(reading, batch), "cosine": cosine},
+            {"soft_labels": SOFT * temperature**2, "masked_lm": MASKED, "cosine": COSINE},
+        )
+
+
+class DistilBert(ObjectiveKind):
+    """Soft labels of masked tokens, and the last hidden states of the masked sequence."""
+
+    def wanted(self, asked: Asked) -> WantedTargets:
+        """Return what the teacher says of masked sequences."""
+        return WantedTargets(kinds=(), states=WantedStates(hidden=(_last(asked),), masked=True))
+
+    def build(self, asked: Asked, wanted: WantedTargets, student: StudentFacts) -> DistilBertObjective:
+        """Return the objective of a student as wide as the teacher."""
+        del wanted
+        same_width("distilbert", student, asked.teacher)
+        return DistilBertObjective(student, _last(asked))
+
+
+def _last(asked: Asked) -> StateName:
+    return StateName(StateFamily.MASKED, asked.teacher.num_layers)
+
+
+def _cosine(student: Tensor, teacher: Tensor, valid: Tensor) -> Float[Tensor, ""]:
+    """Return one minus the cosine of hidden states, mean over valid tokens."""
+    with torch.autocast(student.device.type, enabled=False):
+        away = 1 - F.cosine_similarity(student.float(), teacher.float(), dim=-1)
+        return (away * valid).sum() / valid.sum()

@@ -1,0 +1,133 @@
+"""What a cache may hold beside relations: hidden states, soft labels, and a classifier's answers.
+
+None of it is stored unless it was asked for. Hidden states are numbered as transformers numbers them: 0 is
+the output of the embeddings, n that of the n-th layer.
+"""
+
+from enum import StrEnum
+from typing import Annotated, ClassVar, Final, NamedTuple
+
+from pydantic import Field, model_validator
+
+from minilm_cache.storage_schema.base import StoredModel
+
+STATES_FOLDER: Final = "states"
+LABELS_FOLDER: Final = "labels"
+LOGITS_PATH: Final = "states/logits"
+READ_PATH: Final = "labels/read"
+INDEX_PATH: Final = "labels/index"
+WEIGHT_PATH: Final = "labels/weight"
+MAX_STATES: Final = 129
+"""Of one family: a cache holds 128 layers at most, and the embeddings below them."""
+
+
+class StateFamily(StrEnum):
+    """Which reading of a sequence hidden states are of, and which of its tokens have them."""
+
+    HIDDEN = "hidden"
+    """Every token of the sequence as it is."""
+    MASKED = "masked"
+    """Every token of the sequence as it is read with some of its tokens masked."""
+    FIRST = "first"
+    """The first token, [CLS], of the sequence as it is."""
+
+
+class StateName(NamedTuple):
+    """One hidden state of a cache."""
+
+    family: StateFamily
+    number: int
+
+    @property
+    def folder(self) -> str:
+        """Path below the cache's root, of an array (`first`) or of the group that its code is in."""
+        return f"{STATES_FOLDER}/{self.family}/{self.number}"
+
+
+Numbers = Annotated[tuple[Annotated[int, Field(ge=0, le=1024)], ...], Field(max_length=MAX_STATES)]
+
+
+class Masking(StoredModel):
+    """Which tokens are masked, once for all epochs (BERT, Devlin et al. 2019, arXiv 1810.04805, section 3.1).
+
+    Of the tokens that are not special a share is chosen, at least one; of those chosen the teacher reads the
+    mask in 80 %, another token in 10 %, and the token itself in 10 %.
+    """
+
+    share: float = Field(gt=0, le=1)
+    mask_token: int = Field(ge=0, lt=2**24)
+    seed: int = Field(ge=0, lt=2**63)
+
+
+class SoftLabels(StoredModel):
+    """k entries of the teacher's distribution over the vocabulary, at every chosen token.
+
+    Drawn as codec `topk` draws rows with select=pps: their expectation is the distribution.
+    """
+
+    k: int = Field(ge=1, le=4096)
+    temperature: float = Field(gt=0, le=100)
+    """What logits are divided by before the softmax."""
+    weight_ratio: float = Field(gt=1.0, le=2.0)
+
+
+class StatesIdentity(StoredModel):
+    """What a cache holds beside relations, and what determines its content."""
+
+    hidden: Numbers = ()
+    masked_hidden: Numbers = ()
+    first: Numbers = ()
+    max_error: float | None = Field(default=None, gt=0, lt=1)
+    """Relative error that hidden states of every token may have: root of squared error over variance."""
+    calibration_tokens: int | None = Field(default=None, ge=1, le=2**24)
+    """Tokens that their codes are fitted to, about; a quarter as many more are checked with."""
+    masking: Masking | None = None
+    labels: SoftLabels | None = None
+    num_classes: int | None = Field(default=None, ge=1, le=2**16)
+    """Logits of a teacher that classifies sequences."""
+
+    sections: ClassVar[frozenset[str]] = frozenset(
+        {
+            "hidden",
+            "masked_hidden",
+            "first",
+            "max_error",
+            "calibration_tokens",
+            "masking",
+            "labels",
+            "num_classes",
+        }
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "StatesIdentity":
+        for numbers in (self.hidden, self.masked_hidden, self.first):
+            if list(numbers) != sorted(set(numbers)):
+                raise ValueError("numbers of hidden states do not ascend")
+        is_coded = bool(self.hidden or self.masked_hidden)
+        if is_coded != (self.max_error is not None) or is_coded != (self.calibration_tokens is not None):
+            raise ValueError("`max_error` and `calibration_tokens` go with coded states, and only with them")
+        if (self.masking is None) == bool(self.labels or self.masked_hidden):
+            raise ValueError("`masking` goes with labels and masked states, and only with them")
+        if not (is_coded or self.first or self.labels or self.num_classes):
+            raise ValueError("there is no state")
+        return self
+
+    @property
+    def coded(self) -> tuple[StateName, ...]:
+        """Hidden states of every token, which are transform-coded."""
+        families = ((StateFamily.HIDDEN, self.hidden), (StateFamily.MASKED, self.masked_hidden))
+        return tuple(StateName(family, number) for family, numbers in families for number in numbers)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Everything stored: an array each, or a group of arrays."""
+        first = [StateName(StateFamily.FIRST, number).folder for number in self.first]
+        labels = [LABELS_FOLDER] if self.masking is not None else []
+        classes = [LOGITS_PATH] if self.num_classes is not None else []
+        return (*(name.folder for name in self.coded), *first, *labels, *classes)
+
+    @property
+    def highest(self) -> int:
+        """The highest number of a hidden state; 0 without any."""
+        return max((0, *self.hidden, *self.masked_hidden, *self.first))

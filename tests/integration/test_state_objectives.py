@@ -1,0 +1,426 @@
+"""Objectives beyond relations, each beside the same loss written plainly on transformers' own outputs.
+
+One cache of one teacher serves them all; the twin runs the teacher again, on whole models, one sequence at a
+time.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from minilm_cache.cache import Cache, open_cache
+from minilm_cache.config import TrainConfig
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.needs import NEEDS
+from minilm_cache.runs import TrainedRun
+from minilm_cache.train.batches import BatchReader, StudentBatch
+from minilm_cache.train.objectives.choose import choose_objective
+from minilm_cache.train.objectives.layers import map_layers
+from minilm_cache.train.ranks import Ranks
+from minilm_cache.train.run import build_trainers
+from minilm_cache.train.student import parse_arch
+from minilm_cache.train.trainer import StudentTrainer
+from tests.conftest import Command
+from tests.support import World, save_teacher, write_corpus
+
+CPU = torch.device("cpu")
+OF_WORDS = ("value-mse", "hidden-mse", "tinybert", "distilbert", "mlm-kd", "bert-pkd", "mobilebert")
+OF_CLASSES = ("tinybert-prediction", "bert-pkd", "tinybert")
+ARCH = {"distilbert": "2x32", "bert-pkd": "2x32", "mobilebert": "3x32:b16"}
+"""Shapes that an objective asks for; others learn at any width."""
+MAPPED = {"tinybert": [(1, 0), (2, 1)], "bert-pkd": [(1, 0)], "mobilebert": [(0, 0), (1, 1), (2, 2)]}
+"""Teacher's and student's layers, written out for a teacher of three and these students."""
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Return a world with one cache for every objective that a pre-trained teacher serves."""
+    root = tmp_path_factory.mktemp("words")
+    world = World(root, save_teacher(root / "teacher", head="tokens"), write_corpus(root / "corpus.txt"))
+    world.dump(**{"for": ",".join(("minilm", *OF_WORDS))}, codec="vectors", max_kl=0.003, max_error=0.02)
+    return world
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Return a world with one cache of a teacher that classifies."""
+    root = tmp_path_factory.mktemp("classes")
+    teacher = save_teacher(root / "teacher", head="sequences", num_labels=3)
+    world = World(root, teacher, write_corpus(root / "corpus.txt", num_documents=100))
+    world.dump(
+        **{"for": ",".join(OF_CLASSES)}, codec="vectors", max_kl=0.003, max_error=0.02, packing="records"
+    )
+    return world
+
+
+def world_for(objective: str, words: World, classes: World) -> World:
+    """Return the world whose cache serves an objective."""
+    return classes if objective == "tinybert-prediction" else words
+
+
+def settings(objective: str, **changes: object) -> TrainConfig:
+    """Return settings of a short run."""
+    base = {"arch": (ARCH.get(objective, "2x16"),), "steps": 60, "batch_size": 8, "lr": 5e-3, "device": "cpu"}
+    return TrainConfig.model_validate({**base, "objective": objective, **changes})
+
+
+def trainer_of(config: TrainConfig, cache: Cache) -> tuple[StudentTrainer, StudentBatch]:
+    """Return the student at its beginning, and a batch of held-out sequences."""
+    objective = choose_objective(config, cache)
+    shape = parse_arch(config.arch[0], 4, compares_heads=objective.compares_heads)
+    (trainer,) = build_trainers(config, cache, [shape], objective, 60, Ranks.alone(CPU))
+    (batch,) = islice(BatchReader(cache, objective.wanted, 0, CPU).held_out_batches(4, 4), 1)
+    return trainer, batch
+
+
+class Whole:
+    """A whole model, its outputs taken plainly."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self.size = model.config.hidden_size // 4
+
+    def __call__(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return hidden states, queries, keys and values of all layers, and logits where there are some."""
+        found: dict[str, list[Tensor]] = {"query": [], "key": [], "value": []}
+        hooks = [
+            module.register_forward_hook(lambda _m, _i, output, name=name: found[name].append(output[0]))
+            for path, module in self.model.named_modules()
+            for name in found
+            if path.endswith(f"attention.self.{name}")
+        ]
+        output = self.model(input_ids=ids[None], output_hidden_states=True)
+        for hook in hooks:
+            hook.remove()
+        told = {name: torch.stack(layers) for name, layers in found.items()}
+        told["hidden"] = torch.stack([state[0] for state in output.hidden_states])
+        if "logits" in output:
+            told["logits"] = output.logits[0]
+        return told
+
+    def attention(self, told: dict[str, Tensor], layer: int) -> Tensor:
+        """Return attention scores of a layer, `(heads, length, length)`."""
+        query, key = (told[name][layer].unflatten(-1, (4, -1)).transpose(0, 1) for name in ("query", "key"))
+        return query @ key.mT / query.shape[-1] ** 0.5
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """What teacher and student say of one sequence, and what it is."""
+
+    teacher: Whole
+    student: Whole
+    t: dict[str, Tensor]
+    s: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
+    """Of the objective."""
+    ids: Tensor
+    chosen: Tensor | None
+
+    def kl(self, t_layer: int, s_layer: int) -> Tensor:
+        """Return KL(teacher || student) of attention rows, `(heads, length)`."""
+        told = self.teacher.attention(self.t, t_layer).log_softmax(-1)
+        own = self.student.attention(self.s, s_layer).log_softmax(-1)
+        return (told.exp() * (told - own)).sum(-1)
+
+    def prediction(self) -> Tensor:
+        """Return the cross-entropy under the teacher's answer."""
+        soft = self.t["logits"].softmax(-1)[None]
+        return F.cross_entropy(self.s["logits"][None], soft, reduction="none")
+
+
+def of_values(one: Sequence) -> dict[str, Tensor]:
+    own = one.s["value"][-1] @ one.weights["projection.weight"].T
+    return {"attention": one.kl(2, 1), "value_mse": (own - one.t["value"][-1]) ** 2}
+
+
+def of_hidden(one: Sequence) -> dict[str, Tensor]:
+    own = one.s["hidden"][-1] @ one.weights["projection.weight"].T
+    return {"attention": one.kl(2, 1), "hidden_mse": (own - one.t["hidden"][-1]) ** 2}
+
+
+def of_tinybert(one: Sequence) -> dict[str, Tensor]:
+    embedding = one.s["hidden"][0] @ one.weights["embedding_projection.weight"].T
+    wide = one.s["hidden"] @ one.weights["hidden_projection.weight"].T
+    pairs = MAPPED["tinybert"]
+    scores = [one.student.attention(one.s, s) - one.teacher.attention(one.t, t) for t, s in pairs]
+    return {
+        "embedding_mse": (embedding - one.t["hidden"][0]) ** 2,
+        "hidden_mse": torch.stack([(wide[s + 1] - one.t["hidden"][t + 1]) ** 2 for t, s in pairs]),
+        "attention_mse": torch.stack(scores) ** 2,
+    }
+
+
+def of_labels(one: Sequence) -> dict[str, Tensor]:
+    soft = (one.t["logits"][one.chosen] / 2).softmax(-1)
+    return {"soft_labels": F.cross_entropy(one.s["logits"][one.chosen] / 2, soft, reduction="none")}
+
+
+def of_distilbert(one: Sequence) -> dict[str, Tensor]:
+    own = one.s["logits"][one.chosen]
+    return {
+        **of_labels(one),
+        "masked_lm": F.cross_entropy(own, one.ids[one.chosen], reduction="none"),
+        "cosine": 1 - F.cosine_similarity(one.s["hidden"][-1], one.t["hidden"][-1], dim=-1),
+    }
+
+
+def of_patience(one: Sequence) -> dict[str, Tensor]:
+    pairs = [(one.s["hidden"][s + 1][0], one.t["hidden"][t + 1][0]) for t, s in MAPPED["bert-pkd"]]
+    parts = {"patient": torch.stack([((a / a.norm() - b / b.norm()) ** 2).sum() for a, b in pairs])}
+    is_classifier = one.t.get("logits", torch.zeros(1, 1)).ndim == 1
+    return {**parts, "prediction": one.prediction()} if is_classifier else parts
+
+
+def of_mobilebert(one: Sequence) -> dict[str, Tensor]:
+    return {
+        "feature_map_mse": (one.s["hidden"][1:] - one.t["hidden"][1:]) ** 2,
+        "attention": torch.stack([one.kl(layer, layer) for layer in range(3)]),
+    }
+
+
+TWINS: dict[str, Callable[[Sequence], dict[str, Tensor]]] = {
+    "value-mse": of_values,
+    "hidden-mse": of_hidden,
+    "tinybert": of_tinybert,
+    "tinybert-prediction": lambda one: {"prediction": one.prediction()},
+    "mlm-kd": of_labels,
+    "distilbert": of_distilbert,
+    "bert-pkd": of_patience,
+    "mobilebert": of_mobilebert,
+}
+
+
+def twin(objective: str, teacher: Whole, trainer: StudentTrainer, batch: StudentBatch) -> dict[str, Tensor]:
+    """Return the parts of an objective on a batch, means over all that they are of, from whole models."""
+    student = Whole(trainer.model.model)
+    weights = dict(trainer.learner.objective.named_parameters())
+    found: list[dict[str, Tensor]] = []
+    for at, length in enumerate(batch.lengths.tolist()):
+        ids, masked = batch.ids[at, :length], batch.states.masked
+        read = ids if masked is None else masked.ids[at, :length]
+        chosen = None if masked is None else masked.chosen[at, :length]
+        one = Sequence(teacher, student, teacher(read), student(read), weights, ids, chosen)
+        found.append(TWINS[objective](one))
+    return {name: torch.cat([parts[name].flatten() for parts in found]).mean() for name in found[0]}
+
+
+TOTALS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
+    "distilbert": lambda p: 5 * 4 * p["soft_labels"] + 2 * p["masked_lm"] + p["cosine"],
+    "mlm-kd": lambda p: 4 * p["soft_labels"],
+    "bert-pkd": lambda p: 100 * p["patient"] + p.get("prediction", torch.tensor(0.0)),
+}
+"""Where the loss is not the plain sum of its parts."""
+
+
+def plain_sum(parts: dict[str, Tensor]) -> Tensor:
+    """Return the sum of parts: the usual loss."""
+    return torch.stack(list(parts.values())).sum()
+
+
+SUMMED = {"hidden_mse": 2, "attention_mse": 2}
+"""Parts of TinyBERT that are sums over pairs of layers, not means."""
+
+
+@pytest.mark.parametrize("objective", [*OF_WORDS, "tinybert-prediction"])
+def test_the_loss_is_that_of_a_plainly_written_twin(words: World, classes: World, objective: str) -> None:
+    world = world_for(objective, words, classes)
+    trainer, batch = trainer_of(settings(objective), open_cache(world.root / "cache"))
+    kind = AutoModelForSequenceClassification if world is classes else AutoModelForMaskedLM
+    with torch.no_grad():
+        found = trainer.look(batch)
+        expected = twin(objective, Whole(kind.from_pretrained(world.teacher)), trainer, batch)
+    if objective == "tinybert":
+        expected = {name: value * SUMMED.get(name, 1) for name, value in expected.items()}
+    if "soft_labels" in expected:
+        # Labels are a sample of the distribution: right on average, not on these few tokens.
+        assert float(found.parts["soft_labels"]) == pytest.approx(float(expected["soft_labels"]), rel=0.1)
+        expected["soft_labels"] = found.parts["soft_labels"]
+
+    assert found.parts.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found.parts[name], value, atol=0.01, rtol=0.02)
+    total = TOTALS.get(objective, plain_sum)(dict(found.parts))
+    torch.testing.assert_close(found.total, total)
+
+
+def test_patience_goes_with_answers_where_the_teacher_has_some(classes: World) -> None:
+    trainer, batch = trainer_of(settings("bert-pkd"), open_cache(classes.root / "cache"))
+    whole = Whole(AutoModelForSequenceClassification.from_pretrained(classes.teacher))
+    with torch.no_grad():
+        found, expected = trainer.look(batch), twin("bert-pkd", whole, trainer, batch)
+    assert found.parts.keys() == expected.keys() == {"patient", "prediction"}
+    for name, value in expected.items():
+        torch.testing.assert_close(found.parts[name], value, atol=0.01, rtol=0.02)
+
+
+@pytest.mark.parametrize("objective", [*OF_WORDS, "tinybert-prediction"])
+def test_every_objective_trains_from_one_cache(
+    words: World, classes: World, command: Command, objective: str
+) -> None:
+    world = world_for(objective, words, classes)
+    out = world.root / f"run-{objective}"
+    arch = ARCH.get(objective, "2x16")
+    code, _, err = command(
+        *("train", world.root / "cache", "--arch", arch, "--objective", objective, "--steps", 60),
+        *("--batch-size", 8, "--lr", 5e-3, "--device", "cpu", "--out", out),
+    )
+    assert code == 0, err
+    run = TrainedRun.open(out)
+    (student,) = run.record.students
+    before, after = student.held_out_before, student.held_out_after
+    assert before is not None
+    assert after is not None
+    # Cross-entropies end at the teacher's own entropy, not at 0; random text has nothing else to learn.
+    share = 0.999 if objective in ("mlm-kd", "distilbert", "tinybert-prediction") else 0.9
+    assert sum(after.values()) < share * sum(before.values())
+    if objective in ("mlm-kd", "distilbert"):
+        saved, told = AutoModelForMaskedLM.from_pretrained(run.folder(student), output_loading_info=True)
+        assert not told["missing_keys"]
+    elif objective == "tinybert-prediction":
+        saved, told = AutoModelForSequenceClassification.from_pretrained(
+            run.folder(student), output_loading_info=True
+        )
+        assert not told["missing_keys"]
+        assert saved.config.num_labels == 3
+    else:
+        saved = AutoModel.from_pretrained(run.folder(student))
+    assert saved.config.num_hidden_layers == int(arch[0])
+    card = (run.folder(student) / "README.md").read_text()
+    assert ("are untrained" in card) == (objective == "value-mse")
+    assert f"objective `{objective}`" in card
+
+
+def test_a_run_stopped_and_resumed_learns_the_same_projections(words: World, tmp_path: Path) -> None:
+    from minilm_cache.train.run import train  # noqa: PLC0415 - only here
+
+    config = settings("tinybert", steps=8, checkpoint_steps=4, keep_checkpoints=2)
+    cache = words.root / "cache"
+    whole = train(config, cache, tmp_path / "whole", tmp_path)
+    steps = iter(range(100))
+    stops = lambda: next(steps) >= 5  # noqa: E731
+    with pytest.raises(Exception, match="interrupted"):
+        train(config, cache, tmp_path / "cut", tmp_path, should_stop=stops)
+    cut = train(config, cache, tmp_path / "cut", tmp_path)
+
+    assert cut.record.students == whole.record.students
+    for name in ("step-00000004", "step-00000008"):
+        files = [one.path / "checkpoints" / name / "2x16.safetensors" for one in (whole, cut)]
+        if all(file.exists() for file in files):
+            assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("objective", [name for name in NEEDS if name != "minilm"])
+def test_a_cache_that_lacks_something_names_the_flags_that_add_it(
+    shared_world: World, command: Command, objective: str
+) -> None:
+    arch = "3x32:b16" if objective == "mobilebert" else "2x32"
+    line = command.fails(
+        *("train", shared_world.root / "cache", "--arch", arch, "--objective", objective, "--steps", 1),
+        code=2,
+        says=f"--objective {objective} needs",
+    )
+    needs = NEEDS[objective]
+    if needs.vectors:
+        assert "--codec vectors" in line
+    for option, is_needed in (
+        ("--hidden", needs.hidden),
+        ("--masked-hidden 3", needs.masked_hidden),
+        ("--first-hidden", needs.first),
+        ("--labels", needs.labels),
+        ("--logits", needs.logits),
+    ):
+        if is_needed and not needs.vectors:
+            assert option in line
+            assert "--add" in line
+
+
+def test_students_that_cannot_learn_something_are_told_why(words: World, command: Command) -> None:
+    say = ("train", words.root / "cache", "--steps", 1, "--arch")
+    for objective in ("distilbert", "bert-pkd", "mobilebert"):
+        command.fails(*say, "3x16", "--objective", objective, code=2, says="the teacher's 32")
+    command.fails(*say, "2x32", "--objective", "mobilebert", code=2, says=("3x32:b8", "layer with layer"))
+    command.fails(*say, "1x32", "--objective", "bert-pkd", code=2, says="students of 2 layers or more")
+    command.fails(*say, "2x32:b12:h8", "--objective", "mlm-kd", code=2, says="divide by 8 heads")
+    command.fails(
+        *say, "2x32", "--objective", "mlm-kd", "--layer-map", "all", code=2, says="does not go with"
+    )
+    command.fails(
+        *say, "2x32", "--objective", "distilbert", "--teacher-layer", 1, code=2, says="does not go with"
+    )
+    command.fails(*say, "2x32", "--objective", "nothing", code=2, says="--objective nothing")
+
+
+def test_heads_are_free_where_no_heads_are_compared(words: World) -> None:
+    for objective in ("mlm-kd", "distilbert", "bert-pkd"):
+        trainer, _ = trainer_of(settings(objective, arch=("2x32:h8",)), open_cache(words.root / "cache"))
+        assert trainer.model.model.config.num_attention_heads == 8
+    with pytest.raises(InvalidConfigError, match="compares head with head"):
+        trainer_of(settings("tinybert", arch=("2x32:h8",)), open_cache(words.root / "cache"))
+
+
+def test_students_begin_with_the_teachers_layers(words: World, command: Command, tmp_path: Path) -> None:
+    teacher: Any = AutoModel.from_pretrained(words.teacher)
+    cache = open_cache(words.root / "cache")
+    config = settings("distilbert", arch=("2x32:ff64",), init="teacher-layers", teacher=str(words.teacher))
+    trainer, batch = trainer_of(config, cache)
+    own: Any = trainer.model.model.base_model
+    for number, there in ((0, 0), (1, 1)):  # floor(m 3 / 2)
+        expected = teacher.encoder.layer[there].state_dict()
+        found = own.encoder.layer[number].state_dict()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert torch.equal(own.embeddings.word_embeddings.weight, teacher.embeddings.word_embeddings.weight)
+    drawn, _ = trainer_of(settings("distilbert", arch=("2x32:ff64",)), cache)
+    with torch.no_grad():
+        begun, random = trainer.look(batch).parts, drawn.look(batch).parts
+    assert float(begun["cosine"]) < float(random["cosine"])
+    say = ("train", words.root / "cache", "--objective", "distilbert", "--steps", 1, "--arch")
+    teacher_of = ("--init", "teacher-layers", "--teacher")
+    other = save_teacher(tmp_path / "other", head="tokens", seed=3)
+    command.fails(*say, "2x32", *teacher_of, other, code=1, says="is not the teacher of this cache")
+    command.fails(*say, "2x32", "--init", "teacher-layers", code=2, says="go together")
+    command.fails(*say, "2x32", "--teacher", words.teacher, code=2, says="go together")
+    command.fails(
+        *say, "4x32:ff64", *teacher_of, words.teacher, code=2, says="more layers than the teacher's 3"
+    )
+    command.fails(*say, "2x32", "--init", tmp_path / "nowhere", code=2, says="no such folder")
+
+
+def test_students_begin_with_students(words: World, command: Command, tmp_path: Path) -> None:
+    base = ("train", words.root / "cache", "--steps", 2, "--batch-size", 4, "--device", "cpu")
+    first = tmp_path / "first"
+    assert command(*base, "--objective", "minilm", "--arch", "2x16", "--arch", "1x32", "--out", first)[0] == 0
+    say = (*base, "--objective", "mlm-kd", "--init", first)
+    assert command(*say, "--arch", "2x16", "--arch", "1x32", "--out", tmp_path / "second")[0] == 0
+    config = settings("mlm-kd", init=str(first), arch=("2x16",))
+    trainer, _ = trainer_of(config, open_cache(words.root / "cache"))
+    begun, saved = trainer.model.model.base_model, AutoModel.from_pretrained(first / "students/2x16")
+    there = saved.state_dict()
+    assert all(torch.equal(value, there[name]) for name, value in begun.state_dict().items())
+    record = TrainedRun.open(tmp_path / "second").record
+    assert len(record.identity.init) == 64
+    command.fails(*say, "--arch", "3x16", "--out", tmp_path / "x", code=2, says="has no student 3x16")
+    single = (*base, "--objective", "mlm-kd", "--init", first / "students/2x16", "--out", tmp_path / "x")
+    command.fails(*single, "--arch", "1x32", code=2, says="not of the same shape")
+
+
+def test_bottlenecks_are_mobileberts(words: World) -> None:
+    trainer, _ = trainer_of(settings("mobilebert"), open_cache(words.root / "cache"))
+    config = trainer.model.model.config
+    assert (config.model_type, config.hidden_size, config.true_hidden_size) == ("mobilebert", 32, 16)
+    assert (config.num_hidden_layers, config.num_attention_heads, config.embedding_size) == (3, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("layer_map", "expected"), [("top", [(9, 0), (10, 1), (11, 2)]), ("bottom", [(0, 0), (1, 1), (2, 2)])]
+)
+def test_layer_maps_of_tinybert(layer_map: str, expected: list[tuple[int, int]]) -> None:
+    assert map_layers(layer_map, 3, 12) == expected  # type: ignore[arg-type]
