@@ -11,6 +11,7 @@ from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import (
     CorpusOption,
     DeviceOption,
+    ForOption,
     JsonOption,
     KOption,
     MaxKlOption,
@@ -36,10 +37,7 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     corpus: CorpusOption = None,
     text_column: TextColumnOption = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the cache [default: in the cache home]")] = None,
-    objectives: Annotated[
-        str | None,
-        typer.Option("--for", help="Objectives that the cache is to serve, like minilm,tinybert,mlm-kd"),
-    ] = None,
+    objectives: ForOption = None,
     codec: Annotated[
         str | None, typer.Option(help="topk, vectors or dense; --for may need vectors [default: topk]")
     ] = None,

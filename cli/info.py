@@ -54,6 +54,8 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
         ),
         "shards": f"{committed} of {len(manifest.shards)} committed, {manifest.shard_tokens:,} rows each",
     }
+    if identity.states is not None:
+        pairs["states"] = identity.states.in_words
     if manifest.measured is not None:
         measured = manifest.measured
         pairs["size"] = f"{measured.total_bytes:,} bytes, {measured.bytes_per_token:.1f} bytes per token"
@@ -62,7 +64,7 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
 
 def _relations(manifest: CacheManifest) -> str:
     calibration = manifest.calibration
-    if calibration is None:
+    if calibration is None or not calibration.layers:
         return f"{', '.join(manifest.identity.relations)} of layer {manifest.identity.layers[0]}"
     layers = ", ".join(f"{one.components} components of layer {one.layer}" for one in calibration.layers)
     return f"all, from queries, keys and values in {layers}"
@@ -89,3 +91,17 @@ def fidelity_table(measured: Measured) -> None:
         ["relation", "KL(teacher, stored)", "KL(stored, teacher)", "mass kept", "CE bias"],
         rows,
     )
+    if measured.states:
+        print_table(
+            "Beside relations, on the same sequences",
+            ["state", "bytes per token", "relative error", "CE bias, nats"],
+            [
+                [
+                    one.path,
+                    f"{one.bytes_per_token:.1f}",
+                    "" if one.relative_error is None else f"{one.relative_error:.4f}",
+                    "" if one.cross_entropy_bias is None else f"{one.cross_entropy_bias:+.4f}",
+                ]
+                for one in measured.states
+            ],
+        )

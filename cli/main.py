@@ -16,7 +16,7 @@ from minilm_cache.cli.console import print_error, print_json
 from minilm_cache.cli.demo import demo
 from minilm_cache.cli.dump import dump
 from minilm_cache.cli.info import info
-from minilm_cache.cli.models import head, truncate
+from minilm_cache.cli.models import augment, head, truncate
 from minilm_cache.cli.plan import plan
 from minilm_cache.cli.report import report, study
 from minilm_cache.cli.share import ls, merge, pull, push
@@ -27,9 +27,11 @@ from minilm_cache.errors import ErrorKind, InterruptedRunError, MiniLMCacheError
 app = typer.Typer(
     name="minilm-cache", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
 )
-for command in (
-    *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, merge, head, truncate, demo),
-):
+_COMMANDS = (
+    *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, merge),
+    *(head, truncate, augment, demo),
+)
+for command in _COMMANDS:
     app.command()(command)
 
 

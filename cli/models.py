@@ -1,4 +1,4 @@
-"""`minilm-cache head` and `minilm-cache truncate`: models made of a teacher, before a dump or a training."""
+"""`minilm-cache head`, `truncate`, `augment`: models made of a teacher, and text made by one."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +18,7 @@ from minilm_cache.cli.options import (
     TextColumnOption,
     quiet_libraries,
 )
-from minilm_cache.config import HeadConfig, make_config
+from minilm_cache.config import AugmentConfig, HeadConfig, make_config
 
 
 def head(  # noqa: PLR0913 - one parameter for each option
@@ -79,6 +79,50 @@ def head(  # noqa: PLR0913 - one parameter for each option
             f"{found.cross_entropy:.3f} nats",
         }
     )
+
+
+def augment(  # noqa: PLR0913 - one parameter for each option
+    teacher: Annotated[
+        str, typer.Option(help="Model with a head for masked tokens: bert-base, a folder, or a hub id")
+    ],
+    corpus: Annotated[str, typer.Option(help="File, folder or hf:ID; each record is a document")],
+    out: Annotated[Path, typer.Option(help="JSON lines file, which must not exist")],
+    text_column: TextColumnOption = None,
+    copies: Annotated[int, typer.Option(help="Copies of each document")] = 20,
+    candidates: Annotated[int, typer.Option(help="Words that may stand for one")] = 15,
+    replace: Annotated[float, typer.Option(help="Probability that a word is replaced")] = 0.4,
+    max_length: Annotated[int, typer.Option(help="Tokens that the model reads of a document")] = 128,
+    seed: Annotated[int, typer.Option(help="Of what is drawn")] = 0,
+    revision: RevisionOption = None,
+    device: DeviceOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a task's text and augmented copies of it, for TinyBERT's task-specific stage.
+
+    Example: minilm-cache augment --teacher bert-base --corpus train.jsonl --out augmented.jsonl
+    """
+    from minilm_cache.dump.augment import augment as run_augment  # noqa: PLC0415 - takes seconds
+
+    config = make_config(
+        AugmentConfig,
+        teacher=teacher,
+        corpus=corpus,
+        text_column=text_column,
+        copies=copies,
+        candidates=candidates,
+        replace=replace,
+        max_length=max_length,
+        seed=seed,
+        revision=revision,
+        device=device,
+    )
+    quiet_libraries()
+    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
+        found = run_augment(config, out, progress=progress, should_stop=should_stop)
+    if json:
+        print_json({"file": str(found.path), "documents": found.num_documents, "lines": found.num_lines})
+        return
+    print_pairs({"file": found.path, "documents": found.num_documents, "with copies": f"{found.num_lines:,}"})
 
 
 def truncate(

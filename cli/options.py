@@ -38,6 +38,10 @@ TextColumnOption = Annotated[
 ]
 CodecOption = Annotated[str, typer.Option(help="topk, vectors or dense")]
 KOption = Annotated[int | None, typer.Option(help="Entries per row, for topk [default: 16]")]
+ForOption = Annotated[
+    str | None,
+    typer.Option("--for", help="Objectives that the cache is to serve, like minilm,tinybert,mlm-kd"),
+]
 MaxKlOption = Annotated[
     float | None, typer.Option(help="KL of each relation, nats, for vectors [default: 0.015]")
 ]

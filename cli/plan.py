@@ -7,9 +7,10 @@ import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
 from minilm_cache.cli.interrupt import stop_on_signal
-from minilm_cache.cli.options import DeviceOption, JsonOption, quiet_libraries
+from minilm_cache.cli.options import DeviceOption, ForOption, JsonOption, quiet_libraries
 from minilm_cache.config import DumpConfig, make_config
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.needs import needs_of
 from minilm_cache.storage_schema.manifest import LayerFidelity
 
 if TYPE_CHECKING:
@@ -33,8 +34,10 @@ def plan(  # noqa: PLR0913 - one parameter for each option
         list[float] | None, typer.Option(help="For vectors; repeat [default: 0.02, 0.015, 0.005]")
     ] = None,
     layers: Annotated[
-        str, typer.Option(help="last, all, or numbers from 0 on like 2,5,8; several for vectors only")
-    ] = "last",
+        str | None,
+        typer.Option(help="last, all, or numbers from 0 on like 2,5,8; several for vectors [default: last]"),
+    ] = None,
+    objectives: ForOption = None,
     dense: Annotated[bool, typer.Option(help="Look at the exact reference, too")] = True,
     packing: Annotated[str, typer.Option(help="packed or records")] = "packed",
     max_length: Annotated[int, typer.Option(help="Tokens per sequence, at most")] = 128,
@@ -55,17 +58,18 @@ def plan(  # noqa: PLR0913 - one parameter for each option
     """
     from minilm_cache.dump.plan import plan as run_plan  # noqa: PLC0415 - importing it takes seconds
 
-    asked = make_config(DumpConfig, teacher=teacher, codec="vectors", layers=layers).layers
+    served = {"for": objectives}
+    wanted = make_config(DumpConfig, teacher=teacher, codec="vectors", layers=layers, **served)
+    asked = wanted.layers
     # Only vectors store several layers: the others are then measured on the last one.
     one = "last" if asked == "all" or len(asked) > 1 else asked
     settings: list[dict[str, Any]] = [
-        {"codec": "topk", "k": number, "layers": one}
-        for number in k or sorted({min(n, max_length) for n in DEFAULT_KS})
+        {"codec": "vectors", "max_kl": bound, "layers": asked} for bound in max_kl or DEFAULT_MAX_KLS
     ]
-    settings += [
-        {"codec": "vectors", "max_kl": bound, "layers": layers} for bound in max_kl or DEFAULT_MAX_KLS
-    ]
-    settings += [{"codec": "dense", "layers": one}] if dense else []
+    if not needs_of([] if objectives is None else objectives.split(",")).vectors:
+        ks = k or sorted({min(n, max_length) for n in DEFAULT_KS})
+        settings = [{"codec": "topk", "k": number, "layers": one} for number in ks] + settings
+        settings += [{"codec": "dense", "layers": one}] if dense else []
     configs = [
         make_config(
             DumpConfig,
@@ -80,6 +84,7 @@ def plan(  # noqa: PLR0913 - one parameter for each option
             revision=revision,
             device=device,
             **setting,
+            **served,
         )
         for setting in settings
     ]

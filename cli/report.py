@@ -125,8 +125,8 @@ def _as_json(found: "LayerSimilarity") -> dict[str, Any]:
 
 def print_summary(summary: "pa.Table") -> None:
     """Print means over seeds, as `results.summary_table` gives them."""
-    kinds = [
-        name.removesuffix("_stddev").removeprefix("kl_")
+    measured = [
+        name.removesuffix("_stddev")
         for name in summary.column_names
         if name.endswith("_stddev") and summary[name.removesuffix("_stddev")].null_count < len(summary)
     ]
@@ -135,19 +135,23 @@ def print_summary(summary: "pa.Table") -> None:
         "seconds are a student's share of its pass",
         [
             *("cache", "objective", "student", "parameters", "layers'", "MFLOPs/token", "speed"),
-            *("KL to", *(f"KL, {kind}" for kind in kinds)),
+            *("KL to", *map(_heading, measured)),
             *("seeds", "bytes of pass", "seconds", "cost"),
         ],
-        [_cells(row, kinds) for row in summary.to_pylist()],
+        [_cells(row, measured) for row in summary.to_pylist()],
     )
 
 
-def _cells(row: dict[str, Any], kinds: list[str]) -> list[str]:
+def _heading(column: str) -> str:
+    return "masked tokens as the teacher" if column == "masked_agreement" else f"KL, {column[3:]}"
+
+
+def _cells(row: dict[str, Any], measured: list[str]) -> list[str]:
     flops = row["flops_per_token"]
     kls = []
-    for kind in kinds:
-        spread = row[f"kl_{kind}_stddev"]
-        kls.append(number_text(row[f"kl_{kind}"]) + ("" if spread is None else f" +- {spread:.4f}"))
+    for column in measured:
+        spread = row[f"{column}_stddev"]
+        kls.append(number_text(row[column]) + ("" if spread is None else f" +- {spread:.4f}"))
     return [
         *(row["cache"], row["objective"], row["arch"]),
         *(number_text(row[name], 0) for name in ("num_parameters", "transformer_parameters")),

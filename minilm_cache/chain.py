@@ -38,6 +38,7 @@ from minilm_cache.train.student import parse_arch, shape_config
 
 CHAIN_FILE = "chain.json"
 SETTINGS_FILE = "settings.json"
+_OBJECTIVES: Final = ("minilm", "minilmv2", "value-mse")
 REPORT_FILE = "report.html"
 _MAX_SLUG: Final = 64
 Way = Literal["assistant", "via assistants", "direct"]
@@ -172,6 +173,11 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
     choose_device(config.train.device)
     check_parts(config.train)
     check_codec(config.train, config.dump.codec)
+    if config.train.objective not in _OBJECTIVES:
+        raise InvalidConfigError(
+            f"--objective {config.train.objective}: a chain's students learn relations. Take "
+            f"{' or '.join(_OBJECTIVES)}, or dump and train stage by stage."
+        )
     if config.train.layer_map != "last":
         raise InvalidConfigError("a chain's students learn from last layers. Leave out --layer-map.")
     source = locate_teacher(config.dump.teacher, config.dump.revision, without_weights=True)

@@ -14,6 +14,8 @@ from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.live import with_live_targets
 from minilm_cache.pretrained import load_model
+from minilm_cache.relations import key_mask
+from minilm_cache.states import WantedStates, likeliest
 from minilm_cache.tap import TappedModel
 from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
@@ -86,3 +88,39 @@ def _look(student: TappedModel, objective: Objective) -> Callable[[StudentBatch]
         return losses
 
     return look
+
+
+@torch.no_grad()
+def masked_agreement(cache: Cache, students: Sequence[Path], device: torch.device) -> list[float]:
+    """Return how often students tell masked tokens as the teacher does, on held-out sequences.
+
+    The share of chosen tokens where a student's likeliest token is the teacher's, by the labels of the cache.
+
+    Args:
+        cache: with labels; at most 256 of its held-out sequences are read.
+        students: folders of models with a head for masked tokens.
+        device: where they run.
+
+    Raises:
+        TeacherError: a folder holds no such model.
+    """
+    states = cache.manifest.identity.states
+    assert states is not None
+    assert states.labels is not None
+    models = [
+        TappedModel(load_model(folder, "tokens")).eval().to(device).tap((), head="tokens")
+        for folder in students
+    ]
+    wanted = WantedTargets(kinds=(), states=WantedStates(masked=True))
+    same, count = [0] * len(models), 0
+    for batch in BatchReader(cache, wanted, 0, device).held_out_batches(_BATCH_SIZE, MAX_SEQUENCES):
+        masked = batch.states.masked
+        assert masked is not None
+        assert masked.labels is not None
+        told = likeliest(masked.labels)
+        count += len(told)
+        mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
+        for at, model in enumerate(models):
+            logits = model(masked.ids, mask, masked.chosen).logits
+            same[at] += int((logits.argmax(-1) == told).sum())
+    return [one / max(count, 1) for one in same]

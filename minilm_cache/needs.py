@@ -27,6 +27,8 @@ class Needs:
     """Of the labels, where nothing else is asked for."""
     logits: bool = False
     """Of a teacher that classifies sequences."""
+    heads: bool = True
+    """Whether heads are compared with heads, unless vectors are split anew."""
 
     def with_(self, other: "Needs") -> "Needs":
         """Return what serves both."""
@@ -66,10 +68,10 @@ NEEDS: Final = {
     "value-mse": Needs(vectors=True),
     "hidden-mse": Needs(hidden="last"),
     "tinybert": Needs(vectors=True, layers="all", hidden="all"),
-    "tinybert-prediction": Needs(logits=True),
-    "distilbert": Needs(masked_hidden="last", labels=True, temperature=2.0),
-    "mlm-kd": Needs(labels=True),
-    "bert-pkd": Needs(first="all"),
+    "tinybert-prediction": Needs(logits=True, heads=False),
+    "distilbert": Needs(masked_hidden="last", labels=True, temperature=2.0, heads=False),
+    "mlm-kd": Needs(labels=True, heads=False),
+    "bert-pkd": Needs(first="all", heads=False),
     "mobilebert": Needs(vectors=True, layers="all", hidden="all"),
 }
 """By the name of an objective."""

@@ -51,6 +51,7 @@ STUDENTS: Final = pa.schema(
         ("kl_to", pa.string()),
         *((column, pa.float64()) for column in KL_COLUMNS.values()),
         ("kl_sum", pa.float64()),
+        ("masked_agreement", pa.float64()),
         ("students_in_pass", pa.int64()),
         ("bytes_read", pa.int64()),
         ("train_s", pa.float64()),
@@ -67,6 +68,7 @@ def students_table(
     *,
     device: str | None = None,
     price_per_hour: float | None = None,
+    agreements: Mapping[tuple[str, str], float] | None = None,
 ) -> pa.Table:
     """Return a row for each student of complete runs; one that diverged has no KL.
 
@@ -82,6 +84,7 @@ def students_table(
             none: as the runs recorded them.
         device: where it measures; none: a GPU where there is one.
         price_per_hour: of the machine; none: no costs.
+        agreements: of students with the teacher on masked tokens, by name of the run and shape.
 
     Raises:
         MiniLMCacheError: a cache, a configuration or a student is damaged.
@@ -101,6 +104,7 @@ def students_table(
             if price_per_hour is not None and own_s is not None:
                 row["cost"] = own_s / _SECONDS_PER_HOUR * price_per_hour
             row |= {"inference_tokens_per_s": rates[name], "speedup": rates[name] / rates[teacher_name]}
+            row["masked_agreement"] = (agreements or {}).get((run.path.name, one.arch))
             row |= {"kl_to": kl_to, **asdict(sizes[name]), **_kl_columns(kls.get(one.arch))}
             rows.append({column: row.get(column) for column in STUDENTS.names})
     return pa.Table.from_pylist(rows, schema=STUDENTS)
@@ -167,11 +171,13 @@ def _held_out(
 ) -> tuple[Mapping[str, Mapping[str, float] | None], str]:
     """Return KLs by student, and what they are to."""
     if teacher is not None and is_teacher_of(teacher, run.reference):
-        folders = [run.folder(student) for student in run.students]
+        alike = [student for student in run.students if run.has_teachers_heads(student)]
+        folders = [run.folder(student) for student in alike]
         found = live_held_out_kl(run.reference, teacher, run.objective, folders)
-        return {student.arch: kl for student, kl in zip(run.students, found, strict=True)}, "teacher"
+        return {student.arch: kl for student, kl in zip(alike, found, strict=True)}, "teacher"
     target = run.record.students[0].target
-    kept = {one.arch: one.held_out_after for one in run.students if run.is_compared_with_own}
+    has_kls = run.is_compared_with_own and run.record.identity.objective in ("minilm", "minilmv2")
+    kept = {one.arch: one.held_out_after for one in run.students if has_kls}
     return kept, target
 
 
@@ -202,7 +208,7 @@ def summary_table(students: pa.Table) -> pa.Table:
     `kl_..._stddev` is the deviation of a sample (n - 1), null for one seed.
     """
     sample = pc.VarianceOptions(ddof=1, min_count=2)
-    kls = [*KL_COLUMNS.values(), "kl_sum"]
+    kls = [*KL_COLUMNS.values(), "kl_sum", "masked_agreement"]
     means = ["speedup", "inference_tokens_per_s", "bytes_read", "train_s", "own_train_s", "cost", *kls]
     same = ["codec", "cache_bytes_per_token", "flops_per_token", "num_parameters"]
     same += ["embedding_parameters", "transformer_parameters"]

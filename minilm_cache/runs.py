@@ -128,8 +128,14 @@ class TrainedRun:
         manifest = self.cache.manifest
         identity, heads = self.record.identity, manifest.identity.relation_heads
         split = split_into(identity.objective, identity.relation_heads, heads)
-        shape = parse_arch(student.arch, heads, split)
+        shape = parse_arch(student.arch, heads, split, identity.objective)
         return student_config(shape, self.cache.reader.attachment(TEACHER_CONFIG), manifest)
+
+    def has_teachers_heads(self, student: StudentRecord) -> bool:
+        """Return whether a student's relations can be compared with the teacher's, head by head."""
+        split = self.objective.wanted.relation_heads is not None
+        heads = self.reference.manifest.identity.relation_heads
+        return split or self.config(student).num_attention_heads == heads
 
     @property
     def teacher_config(self) -> PreTrainedConfig:

@@ -128,6 +128,24 @@ class StatesIdentity(StoredModel):
         return (*(name.folder for name in self.coded), *first, *labels, *classes)
 
     @property
+    def in_words(self) -> str:
+        """Everything stored, for people."""
+        parts = [
+            f"{what} {', '.join(map(str, numbers))}"
+            for what, numbers in (
+                ("hidden states", self.hidden),
+                ("hidden states of masked readings", self.masked_hidden),
+                ("hidden states of first tokens", self.first),
+            )
+            if numbers
+        ]
+        if self.labels is not None:
+            parts.append(f"soft labels of {self.labels.k} entries at temperature {self.labels.temperature:g}")
+        if self.num_classes is not None:
+            parts.append(f"logits of {self.num_classes} classes")
+        return "; ".join(parts)
+
+    @property
     def highest(self) -> int:
         """The highest number of a hidden state; 0 without any."""
         return max((0, *self.hidden, *self.masked_hidden, *self.first))

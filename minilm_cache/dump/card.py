@@ -34,6 +34,23 @@ def _layers(layers: tuple[int, ...]) -> str:
     return f"a teacher's layers {', '.join(map(str, layers))} (counted from 0)"
 
 
+def _states_table(measured: Measured) -> list[str]:
+    if not measured.states:
+        return []
+    rows = [
+        f"| `{one.path}` | {one.bytes_per_token:.1f} | "
+        f"{'' if one.relative_error is None else f'{one.relative_error:.4f}'} | "
+        f"{'' if one.cross_entropy_bias is None else f'{one.cross_entropy_bias:+.4f}'} |"
+        for one in measured.states
+    ]
+    return [
+        "| state | bytes per token | relative error | cross-entropy bias, nats |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+    ]
+
+
 def cache_card(manifest: CacheManifest, measured: Measured) -> str:
     """Return the dataset card: metadata for hubs, then what the cache holds and how to read it."""
     data = DatasetCardData(
@@ -77,6 +94,7 @@ def cache_card(manifest: CacheManifest, measured: Measured) -> str:
             f"({identity.packing.mode}), {manifest.num_tokens:,} tokens; the last {manifest.num_held_out:,} "
             "sequences are held out",
             f"- codec: {setting}; {measured.bytes_per_token:.1f} bytes per token",
+            *([f"- beside relations: {identity.states.in_words}"] if identity.states is not None else []),
             f"- fingerprint: `{manifest.fingerprint}`",
             "",
             f"Measured on {measured.fidelity_sequences} held-out sequences, from the bytes on disk:",
@@ -85,6 +103,7 @@ def cache_card(manifest: CacheManifest, measured: Measured) -> str:
             "|---|---|---|---|---|",
             *rows,
             "",
+            *_states_table(measured),
             "```python",
             "from minilm_cache import open_cache",
             "cache = open_cache(path)",

@@ -42,6 +42,10 @@ class Corpus:
     """One column, `text`."""
     identity: CorpusIdentity
 
+    def texts(self) -> Iterator[str]:
+        """Yield the documents, in order."""
+        return _texts(self.documents)
+
 
 def load_corpus(name: str, text_column: str | None = None) -> Corpus:
     """Load a corpus.

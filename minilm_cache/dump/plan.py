@@ -18,7 +18,7 @@ from minilm_cache.config import DumpConfig
 from minilm_cache.device import choose_device
 from minilm_cache.dump.audit import MAX_SEQUENCES, pad
 from minilm_cache.dump.corpus import load_corpus
-from minilm_cache.dump.manifest import CALIBRATION_TOKENS, codec_parameters
+from minilm_cache.dump.manifest import CALIBRATION_TOKENS, STATE_CALIBRATION_TOKENS, codec_parameters
 from minilm_cache.dump.run import dump
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher
@@ -169,10 +169,13 @@ def _fixed_s(manifest: CacheManifest, clock: "_Clock", sequences: SequenceTable)
     if manifest.calibration is None:
         return seconds
     num_train = len(sequences.lengths) - sequences.num_held_out
-    wanted = math.ceil(CALIBRATION_TOKENS / float(sequences.lengths.mean()))
+    is_vectors = bool(manifest.calibration.layers)
+    tokens = CALIBRATION_TOKENS if is_vectors else STATE_CALIBRATION_TOKENS
+    wanted = math.ceil(tokens / float(sequences.lengths.mean()))
     fit, check = split_sample(num_train, wanted)
     used = manifest.calibration.num_fitted + manifest.calibration.num_checked
-    return seconds + clock.seconds["calibrate"] * (len(fit) + len(check)) / used
+    spent = sum(taken for task, taken in clock.seconds.items() if task.startswith("calibrate"))
+    return seconds + spent * (len(fit) + len(check)) / used
 
 
 class _Clock(Silent):

@@ -102,6 +102,7 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
         style=Markup((folder / "page.css").read_text()),  # noqa: S704 - our own file
         script=Markup((folder / "page.js").read_text()),  # noqa: S704 - likewise
         students=summary.to_pylist(),
+        has_agreement=summary["masked_agreement"].null_count < len(summary),
         kinds=[kind for kind, column in KL_COLUMNS.items() if summary[column].null_count < len(summary)],
         diverged=[row for row in students.to_pylist() if row["diverged_at"] is not None],
         teacher=first.manifest.labels.teacher,

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -124,6 +125,22 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
                 "Fetch the cache again or redo the dump."
             )
         return path.read_bytes()
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file to fill; it takes `path`'s place durably when the block ends well, else it goes away."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_name(path)
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directories([path.parent])
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

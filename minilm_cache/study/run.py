@@ -4,6 +4,7 @@ What can share a pass does: all shapes of one cache, one objective and one seed 
 together. Caches and runs are ordinary ones, below the study's folder; complete ones are not done again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedConfig
 
 from minilm_cache.cache import open_cache
-from minilm_cache.compare import is_teacher_of
+from minilm_cache.compare import is_teacher_of, masked_agreement
 from minilm_cache.config import DumpConfig, TrainConfig
 from minilm_cache.device import choose_device
 from minilm_cache.dump.run import dump
@@ -38,6 +39,11 @@ PARQUET_FILE = "students.parquet"
 CSV_FILE = "students.csv"
 SUMMARY_FILE = "summary.csv"
 REPORT_FILE = "report.html"
+_OF_ITS_OBJECTIVE = {
+    *("epochs", "teacher", "teacher_layer", "layer_map", "eval_steps"),
+    *("relation_heads", "value_relation", "query_key_relations"),
+}
+"""Settings of a pass that the steps after it do not share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +100,11 @@ def run_study(
     progress.note("measuring sizes, speed and closeness to the teacher")
     teacher = _teacher(study)
     students = students_table(
-        runs, teacher, device=study.passes[0].config.device, price_per_hour=study.price_per_hour
+        runs,
+        teacher,
+        device=study.passes[0].config.device,
+        price_per_hour=study.price_per_hour,
+        agreements=_agreements(study, runs, folder, home, progress, should_stop),
     )
     summary = summary_table(students)
     with storage_errors("write results in", folder):
@@ -104,6 +114,35 @@ def run_study(
     shown = teacher if teacher is not None and is_teacher_of(teacher, runs[0].reference) else None
     write_report(folder / REPORT_FILE, runs, students, teacher=shown, title=study.source.path.stem)
     return StudyResult(path=folder, students=students, summary=summary)
+
+
+def _agreements(
+    study: Study,
+    runs: Sequence[TrainedRun],
+    folder: Path,
+    home: Path,
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> dict[tuple[str, str], float]:
+    """Let the students of every run take the same steps of `mlm-kd`, and ask them for masked tokens."""
+    if study.agreement_steps is None:
+        return {}
+    configs = {one.name: one.config for one in study.passes}
+    found: dict[tuple[str, str], float] = {}
+    for run in runs:
+        progress.note(f"agreement on masked tokens: {run.path.name}")
+        config = configs[run.path.name]
+        arch = tuple(one.arch for one in run.students)
+        changes = {"objective": "mlm-kd", "arch": arch, "init": str(run.path), "steps": study.agreement_steps}
+        kept = config.model_dump(exclude=_OF_ITS_OBJECTIVE)
+        own = TrainConfig.model_validate({**kept, **changes})
+        path = folder / "masked" / run.path.name
+        result = train(own, run.record.cache, path, home, progress=progress, should_stop=should_stop)
+        learned = [one.arch for one in result.record.students if one.diverged_at is None]
+        device = choose_device(config.device)
+        told = masked_agreement(run.cache, [result.student_path(one) for one in learned], device)
+        found |= {(run.path.name, one): share for one, share in zip(learned, told, strict=True)}
+    return found
 
 
 def _check_shapes(study: Study, home: Path) -> None:
@@ -135,7 +174,8 @@ def _check_pass(
     split = split_into(training.objective, training.relation_heads, heads)
     for at, arch in enumerate(study.arch):
         try:
-            shape_config(parse_arch(arch, heads, split), teacher.to_dict(), teacher.model_type)
+            shape = parse_arch(arch, heads, split, training.objective)
+            shape_config(shape, teacher.to_dict(), teacher.model_type)
         except InvalidConfigError as error:
             study.source.fail(("arch", at), str(error))
 

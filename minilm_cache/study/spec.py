@@ -73,6 +73,9 @@ class StudyDocument(FrozenSettings):
     """Settings of `TrainConfig` that all trainings share, and `preset`."""
     price_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Of the machine, in any currency: the table then has a column of costs."""
+    agreement_steps: Annotated[int, Field(ge=1)] | None = None
+    """Steps of `mlm-kd` that every student then takes, so that all can be asked for masked tokens; their
+    caches have labels. None: they are not asked."""
 
     @field_validator("objective", mode="before")
     @classmethod
@@ -104,6 +107,7 @@ class Study:
     """Name to what is dumped, or to where the cache lies."""
     passes: tuple[Pass, ...]
     price_per_hour: float | None
+    agreement_steps: int | None
 
 
 def read_study(path: Path) -> Study:
@@ -140,6 +144,7 @@ def read_study(path: Path) -> Study:
         caches=caches,
         passes=tuple(passes),
         price_per_hour=document.price_per_hour,
+        agreement_steps=document.agreement_steps,
     )
 
 
@@ -223,3 +228,18 @@ def _check_fits(source: Source, location: Location, config: TrainConfig, cache: 
         check_codec(config, cache.codec)
     except InvalidConfigError as error:
         source.fail(location, str(error))
+    needs = NEEDS[config.objective]
+    lacks = {
+        "hidden": needs.hidden and cache.hidden is None,
+        "masked_hidden": needs.masked_hidden and cache.masked_hidden is None,
+        "first_hidden": needs.first and cache.first_hidden is None,
+        "labels": needs.labels and not cache.labels,
+        "logits": needs.logits and not cache.logits,
+    }
+    missing = [name for name, is_missing in lacks.items() if is_missing]
+    if missing:
+        source.fail(
+            location,
+            f"objective {config.objective} needs {' and '.join(missing)}, which this cache will not hold; "
+            f"give {{for: [{config.objective}]}}",
+        )

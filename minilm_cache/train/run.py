@@ -116,8 +116,7 @@ def _train(  # noqa: PLR0913 - as `train`
     objective = choose_objective(config, cache)
     heads = manifest.identity.relation_heads
     shapes = [
-        parse_arch(arch, heads, objective.wanted.relation_heads, compares_heads=objective.compares_heads)
-        for arch in config.arch
+        parse_arch(arch, heads, objective.wanted.relation_heads, config.objective) for arch in config.arch
     ]
     steps = num_steps(config, manifest)
     layers = objective.wanted.layers

@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
+from minilm_cache.needs import NEEDS
 from minilm_cache.pretrained import HEADS
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.tap import ATTENTION, Head
@@ -74,7 +75,7 @@ class StudentShape:
 
 
 def parse_arch(
-    arch: str, relation_heads: int, split_into: int | None = None, *, compares_heads: bool = True
+    arch: str, relation_heads: int, split_into: int | None = None, objective: str = "minilm"
 ) -> StudentShape:
     """Read a student shape.
 
@@ -84,7 +85,7 @@ def parse_arch(
             measured by it), without `s`: the run's seed.
         relation_heads: of the cache.
         split_into: relation heads that the objective splits vectors into; none: it splits none.
-        compares_heads: whether it compares attention heads with the teacher's.
+        objective: its name; some compare no heads.
 
     Raises:
         InvalidConfigError: it is no shape, or its heads do not fit.
@@ -110,7 +111,8 @@ def parse_arch(
         seed=options.get("s"),
     )
     _check_shape(shape)
-    _check_heads(shape, relation_heads if compares_heads else shape.num_heads, split_into)
+    if NEEDS[objective].heads:
+        _check_heads(shape, relation_heads, split_into)
     return shape
 
 

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 
 from minilm_cache import open_cache
+from minilm_cache.cache import CachedSequence
 from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.topk import TopKCodec
 from minilm_cache.relations import key_mask, to_dense
+from minilm_cache.states import SparseLabels
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
 from tests.support import World, save_teacher, write_corpus
@@ -48,16 +50,33 @@ def write_codec_bytes() -> None:
         (folder / f"{name}.json").write_text(json.dumps(codec.parameters.model_dump(mode="json")) + "\n")
 
 
-CACHES: dict[str, dict[str, Any]] = {"v1": {"k": 4}, "v1-vectors": {"codec": "vectors", "max_kl": 0.1}}
+CACHES: dict[str, dict[str, Any]] = {
+    "v1": {"k": 4},
+    "v1-vectors": {"codec": "vectors", "max_kl": 0.1},
+    "v1-states": {
+        "k": 1,
+        "shard_tokens": 512,
+        "hidden": (0, 3),
+        "masked_hidden": "last",
+        "first_hidden": (2,),
+        "max_error": 0.2,
+        "labels": True,
+        "label_k": 4,
+    },
+}
 
 
 def write_cache(name: str, settings: dict[str, Any]) -> None:
     """Write a cache of format 1 and what it says of its sequences."""
     with TemporaryDirectory() as folder:
         root = Path(folder)
-        world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt", 12))
+        world = World(
+            root,
+            save_teacher(root / "teacher", head="tokens" if "labels" in settings else None),
+            write_corpus(root / "corpus.txt", 12),
+        )
         path = HERE / name
-        world.dump(str(path), shard_tokens=128, max_length=16, **settings)
+        world.dump(str(path), **{"shard_tokens": 128, "max_length": 16, **settings})
     cache = open_cache(path)
     expected: dict[str, Any] = {}
     for number in range(len(cache)):
@@ -65,7 +84,23 @@ def write_cache(name: str, settings: dict[str, Any]) -> None:
         expected[f"ids_{number}"] = sequence.input_ids.numpy()
         for kind in cache.codec.kinds:
             expected[f"{kind}_{number}"] = sequence.relation(kind).numpy()
+        if cache.states_codec is not None:
+            expected |= {f"{name}_{number}": values for name, values in states_of(sequence).items()}
     np.savez_compressed(HERE / f"{name}.npz", **expected)
+
+
+def states_of(sequence: CachedSequence) -> dict[str, Any]:
+    """Return what is stored of a sequence beside relations, as arrays."""
+    states = sequence.states()
+    assert states.masked is not None
+    assert isinstance(states.masked.labels, SparseLabels)
+    return {
+        **{name.folder: values.numpy() for name, values in states.hidden.items()},
+        "read": states.masked.ids.numpy(),
+        "chosen": states.masked.chosen.numpy(),
+        "token": states.masked.labels.token.numpy(),
+        "weight": states.masked.labels.weight.numpy(),
+    }
 
 
 def write_schema() -> None:

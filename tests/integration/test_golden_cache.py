@@ -14,6 +14,7 @@ from minilm_cache.cache import row_checker
 from minilm_cache.progress import Silent
 from minilm_cache.storage_schema.versions import READABLE_VERSIONS
 from minilm_cache.store.verify import verify
+from tests.golden.regenerate import states_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -37,7 +38,7 @@ def test_version_1_reads_as_it_was_written(expected: dict[str, Any]) -> None:
             )
 
 
-@pytest.mark.parametrize("name", ["v1", "v1-vectors"])
+@pytest.mark.parametrize("name", ["v1", "v1-vectors", "v1-states"])
 def test_version_1_is_undamaged(name: str) -> None:
     verdict = verify(GOLDEN / name, full=True, num_threads=2, progress=Silent(), check_rows=row_checker)
 
@@ -53,6 +54,16 @@ def test_version_1_vectors_read_as_they_were_written() -> None:
             for kind in ("attention", "value", "query", "key"):
                 found = sequence.relation(kind).numpy()
                 np.testing.assert_allclose(found, stored[f"{kind}_{number}"], rtol=1e-4, atol=1e-6)
+
+
+def test_version_1_states_read_as_they_were_written() -> None:
+    cache = open_cache(GOLDEN / "v1-states")
+    with np.load(GOLDEN / "v1-states.npz", allow_pickle=False) as stored:
+        for number in range(len(cache)):
+            found = states_of(cache[number])
+            assert {name.rsplit("_", 1)[0] for name in stored.files} >= found.keys()
+            for name, values in found.items():
+                np.testing.assert_allclose(values, stored[f"{name}_{number}"], rtol=1e-4, atol=1e-5)
 
 
 def test_version_1_by_the_specification_alone(expected: dict[str, Any]) -> None:

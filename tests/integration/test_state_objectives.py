@@ -75,7 +75,7 @@ def settings(objective: str, **changes: object) -> TrainConfig:
 def trainer_of(config: TrainConfig, cache: Cache) -> tuple[StudentTrainer, StudentBatch]:
     """Return the student at its beginning, and a batch of held-out sequences."""
     objective = choose_objective(config, cache)
-    shape = parse_arch(config.arch[0], 4, compares_heads=objective.compares_heads)
+    shape = parse_arch(config.arch[0], 4, objective=config.objective)
     (trainer,) = build_trainers(config, cache, [shape], objective, 60, Ranks.alone(CPU))
     (batch,) = islice(BatchReader(cache, objective.wanted, 0, CPU).held_out_batches(4, 4), 1)
     return trainer, batch
@@ -109,7 +109,8 @@ class Whole:
     def attention(self, told: dict[str, Tensor], layer: int) -> Tensor:
         """Return attention scores of a layer, `(heads, length, length)`."""
         query, key = (told[name][layer].unflatten(-1, (4, -1)).transpose(0, 1) for name in ("query", "key"))
-        return query @ key.mT / query.shape[-1] ** 0.5
+        scores: Tensor = query @ key.mT / query.shape[-1] ** 0.5
+        return scores
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,6 @@ class Objective:
     wanted: WantedTargets
 
     @property
-    def compares_heads(self) -> bool:
-        """True where a student's attention heads are compared with the teacher's."""
-        return (bool(self.wanted.kinds) or self.wanted.vectors) and self.wanted.relation_heads is None
-
-    @property
     def num_classes(self) -> int | None:
         """Of a teacher that classifies sequences."""
         states = self.asked.cache.manifest.identity.states

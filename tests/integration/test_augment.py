@@ -1,0 +1,147 @@
+"""TinyBERT's augmentation, judged by plain transformers: candidates, their shares, and what is left alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
+
+from tests.conftest import Command
+from tests.support import SPECIAL, WORDS, save_teacher
+
+LONG = ("baka", "dedo", "fufi")
+"""Words of two pieces."""
+TEXT = "bu baka, de di do! dedo fa."
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny model with a head for masked tokens and a tokenizer of word pieces."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    pieces = [*SPECIAL, *WORDS, "##ka", "##do", "##fi", ",", ".", "!"]
+    save_teacher(folder, head="tokens", vocab_size=len(pieces))
+    tokenizer = Tokenizer(
+        models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]")
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **dict(zip(names, SPECIAL, strict=True))
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file of sentences."""
+    file = tmp_path_factory.mktemp("corpus") / "task.jsonl"
+    sentences = [TEXT, "ba be bi bo", " ".join(LONG), "bu bu fa"]
+    file.write_text("".join(json.dumps({"sentence": one, "label": 1}) + "\n" for one in sentences))
+    return file
+
+
+def augmented(
+    command: Command, model: Path, corpus: Path, out: Path, *more: object
+) -> list[dict[str, object]]:
+    """Return the lines that the command writes."""
+    words = ("augment", "--teacher", model, "--corpus", corpus, "--text-column", "sentence", "--out", out)
+    code, told, err = command(*words, "--json", *more)
+    assert code == 0, err
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert json.loads(told) == {"file": str(out), "documents": 4, "lines": len(lines)}
+    return lines
+
+
+def likeliest(model: Path, text: str, at: int, count: int) -> set[str]:
+    """Return the words that a whole model finds likeliest in place of a text's token, whole words only."""
+    whole = AutoModelForMaskedLM.from_pretrained(model).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    ids = tokenizer(text)["input_ids"]
+    ids[at] = tokenizer.mask_token_id
+    with torch.no_grad():
+        logits = whole(input_ids=torch.tensor([ids])).logits[0, at]
+    order = tokenizer.convert_ids_to_tokens(logits.argsort(descending=True).tolist())
+    return set([token for token in order if token in WORDS][:count])
+
+
+def test_copies_take_the_models_words_and_the_nearest_ones(
+    command: Command, model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    lines = augmented(
+        *(command, model, corpus, tmp_path / "out.jsonl"),
+        *("--copies", 300, "--candidates", 4, "--replace", 0.5, "--device", "cpu"),
+    )
+    own = [line["text"] for line in lines if line["document"] == 0]
+    assert own[0] == TEXT
+    assert len(set(own)) == len(own) > 200
+    split = [str(one).replace(",", " ,").replace("!", " !").replace(".", " .").split() for one in own]
+    assert {len(words) for words in split} == {10}, "punctuation and spaces stay"
+    columns = [{words[at] for words in split} for at in range(10)]
+    # Tokens of the text: [CLS] bu ba ##ka , de di do ! de ##do fa . [SEP]
+    for word, token in ((0, 1), (3, 5), (4, 6), (5, 7), (8, 11)):
+        assert columns[word] - {split[0][word]} <= likeliest(model, TEXT, token, 4)
+        assert len(columns[word]) >= 4
+    assert columns[2] == {","}
+    assert columns[6] == {"!"}
+    assert columns[1] - {"baka"} == nearest(model, "baka", 4)
+
+
+def nearest(model: Path, word: str, count: int) -> set[str]:
+    """Return the words of the corpus whose mean of input embeddings is nearest, by plain torch."""
+    table = AutoModelForMaskedLM.from_pretrained(model).get_input_embeddings().weight.detach()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    words = sorted({"bu", "baka", "de", "di", "do", "dedo", "fa", "ba", "be", "bi", "bo", "fufi"})
+
+    def mean(one: str) -> torch.Tensor:
+        found: torch.Tensor = table[torch.tensor(tokenizer(one, add_special_tokens=False)["input_ids"])].mean(
+            0
+        )
+        return found
+
+    similar = {one: float(F.cosine_similarity(mean(one), mean(word), dim=0)) for one in words if one != word}
+    return set(sorted(similar, key=lambda one: -similar[one])[:count])
+
+
+def test_words_are_replaced_as_often_as_asked(
+    command: Command, model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    plain, shares = ["ba", "be", "bi", "bo"], []
+    for replace in (0.1, 0.6):
+        out = tmp_path / f"{replace}.jsonl"
+        lines = augmented(command, model, corpus, out, "--copies", 400, "--replace", replace)
+        copies = [str(line["text"]).split() for line in lines if line["document"] == 1][1:]
+        shares.append(
+            sum(one != word for copy in copies for one, word in zip(copy, plain, strict=True)) / len(copies)
+        )
+    assert shares[0] < shares[1]
+
+
+def test_copies_are_a_function_of_the_seed(
+    command: Command, model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    first = augmented(command, model, corpus, tmp_path / "a", "--copies", 5)
+    again = augmented(command, model, corpus, tmp_path / "b", "--copies", 5)
+    other = augmented(command, model, corpus, tmp_path / "c", "--copies", 5, "--seed", 1)
+    assert first == again != other
+
+
+def test_what_cannot_be_augmented_is_refused(
+    command: Command, model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    plain = save_teacher(tmp_path / "plain")
+    out = tmp_path / "out.jsonl"
+    base = ("augment", "--corpus", corpus, "--text-column", "sentence")
+    command.fails(*base, "--teacher", plain, "--out", out, code=1, says="no head for masked tokens")
+    command.fails(*base, "--teacher", model, "--out", out, "--replace", 0, code=2, says="--replace 0")
+    wrong = ("augment", "--corpus", corpus, "--teacher", model, "--out", out)
+    command.fails(*wrong, code=1, says="no column 'text'")
+    out.write_text("")
+    command.fails(*base, "--teacher", model, "--out", out, code=2, says="exists")
+    assert out.read_text() == ""
