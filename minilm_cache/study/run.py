@@ -157,6 +157,9 @@ def _check_shapes(study: Study, home: Path) -> None:
             opened = open_cache(cache, home)
             config = teacher_config(opened.reader.attachment(TEACHER_CONFIG), opened.manifest)
             codec, heads = opened.manifest.identity.codec.name, opened.manifest.identity.relation_heads
+            states = opened.manifest.identity.states
+            if study.agreement_steps is not None and (states is None or states.labels is None):
+                study.source.fail(("agreement_steps",), f"cache {name} holds no labels; leave this out")
         for one in study.passes:
             if one.cache == name:
                 _check_pass(study, one.config, config, codec, heads)

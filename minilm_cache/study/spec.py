@@ -119,6 +119,7 @@ def read_study(path: Path) -> Study:
     source = Source(path)
     document = source.check(StudyDocument, _with_names(source), {"": ()})
     caches = {name: _cache(source, document, name) for name in document.caches}
+    _check_labels(source, document, caches)
     choices = document.objective or (ObjectiveChoice(objective=_preset_objective(source, document)),)
     for at, arch in enumerate(document.arch):
         if re.search(r":s\d", arch):
@@ -146,6 +147,12 @@ def read_study(path: Path) -> Study:
         price_per_hour=document.price_per_hour,
         agreement_steps=document.agreement_steps,
     )
+
+
+def _check_labels(source: Source, document: StudyDocument, caches: Mapping[str, DumpConfig | str]) -> None:
+    unlabelled = [name for name, one in caches.items() if isinstance(one, DumpConfig) and not one.labels]
+    if document.agreement_steps is not None and unlabelled:
+        source.fail(("agreement_steps",), f"cache {unlabelled[0]} will hold no labels; give {{labels: true}}")
 
 
 def _with_names(source: Source) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`minilm-cache plan`: what it says before is what a dump is after."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,7 @@ from minilm_cache.dump.plan import plan
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import Silent
 from tests.conftest import Command
-from tests.support import World
+from tests.support import World, save_teacher, write_corpus
 
 
 def plan_arguments(world: World, *more: object) -> list[object]:
@@ -76,3 +77,19 @@ def test_a_plan_chooses_the_best_setting_of_a_size(world: World, command: Comman
     command.fails(
         *plan_arguments(world, "--max-bytes", 1000), code=2, says="nothing is so small; the least is"
     )
+
+
+def test_what_objectives_need_is_planned(tmp_path: Path, command: Command) -> None:
+    teacher = save_teacher(tmp_path / "teacher", head="tokens")
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+    words = ("--no-dense", "--json", "--for")
+    plain = json.loads(command(*plan_arguments(world, *words, "minilm"))[1])["settings"]
+    labels = json.loads(command(*plan_arguments(world, *words, "mlm-kd"))[1])["settings"]
+    states = json.loads(command(*plan_arguments(world, *words, "tinybert"))[1])["settings"]
+
+    assert [one["codec"]["name"] for one in plain] == ["topk", "vectors", "vectors"]
+    assert all(
+        more["bytes_per_token"] > one["bytes_per_token"] for one, more in zip(plain, labels, strict=True)
+    )
+    assert [one["codec"]["name"] for one in states] == ["vectors", "vectors"]
+    assert [len(one["fidelity"]) for one in states] == [3, 3]

@@ -8,17 +8,21 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForMaskedLM
 
+from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import TrainConfig
 from minilm_cache.errors import DivergedError, InterruptedRunError
 from minilm_cache.results import curves_table, students_table, summary_table
 from minilm_cache.runs import TrainedRun
+from minilm_cache.states import SparseLabels
 from minilm_cache.study.run import run_study
 from minilm_cache.study.spec import read_study
 from minilm_cache.train.run import TrainResult, train
 from tests.conftest import Command
 from tests.integration.test_chain import after
-from tests.support import World
+from tests.support import World, save_teacher, write_corpus
 
 TIMED = {"train_s", "own_train_s", "inference_tokens_per_s", "speedup", "cost"}
 
@@ -312,3 +316,77 @@ def test_the_table_is_printed(world: World, command: Command) -> None:
 
     assert code == 0
     assert all(words in out for words in ("1x16", "1x32", "sampled", "coded", "+-", "KL, attention"))
+
+
+def labelled(tmp_path: Path) -> World:
+    """Return a world whose teacher tells masked tokens."""
+    teacher = save_teacher(tmp_path / "teacher", head="tokens")
+    return World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+
+
+def test_students_of_all_objectives_are_asked_for_masked_tokens(tmp_path: Path, command: Command) -> None:
+    world = labelled(tmp_path)
+    changes = {
+        "caches": "\n  all: {for: [minilm, tinybert, mlm-kd, bert-pkd], codec: vectors, max_kl: 0.05}",
+        "arch": " [2x32]",
+        "objective": " [minilm, tinybert, {objective: tinybert, layer_map: top}, mlm-kd, bert-pkd]",
+        "seed": " [0]",
+        "agreement_steps": " 4",
+    }
+    code, out, err = command("study", document(world, **changes), "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    rows = {row["objective"]: row for row in found["students"]}
+    assert list(rows) == [
+        "minilm",
+        "tinybert (layers: all)",
+        "tinybert (layers: top)",
+        "mlm-kd",
+        "bert-pkd (layers: all)",
+    ]
+    cache = open_cache(Path(found["study"]) / "caches/all")
+    for row in rows.values():
+        assert row["kl_to"] == "teacher"
+        assert row["kl_attention"] > 0
+        assert row["kl_value"] > 0
+        folder = Path(found["study"]) / "masked" / row["run"] / "students/2x32"
+        assert row["masked_agreement"] == pytest.approx(plain_agreement(folder, cache))
+        assert json.loads((folder.parents[1] / "run.json").read_text())["identity"]["steps"] == 4
+    page = (Path(found["study"]) / "report.html").read_text()
+    assert "masked tokens told as the teacher tells them" in page
+    code, out, _ = command("study", document(world, **changes))
+    assert code == 0
+    assert "masked tokens as the teacher" in out
+
+
+def plain_agreement(folder: Path, cache: Cache) -> float:
+    """Return the share of held-out chosen tokens where a whole model tells what labels give most weight."""
+    model = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    same = []
+    for number in range(cache.manifest.num_train, len(cache)):
+        masked = cache[number].states().masked
+        assert masked is not None
+        assert isinstance(masked.labels, SparseLabels)
+        with torch.no_grad():
+            told = model(input_ids=masked.ids).logits[0, masked.chosen[0]].argmax(-1)
+        for own, tokens, weights in zip(told.tolist(), *masked.labels, strict=True):
+            sums = {int(token): float(weights[tokens == token].sum()) for token in tokens}
+            best = max(sums.values())
+            same.append(sums.get(own, 0.0) == pytest.approx(best))
+    return sum(same) / len(same)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"agreement_steps": " 3"}, "agreement_steps: cache sampled will hold no labels"),
+        ({"objective": " [mlm-kd]"}, "objective mlm-kd needs labels, which this cache will not hold"),
+        ({"objective": " [hidden-mse]"}, "give {for: [hidden-mse]}"),
+        ({"objective": " [{objective: mlm-kd, layer_map: all}]"}, "does not go with --objective mlm-kd"),
+        ({"caches": "\n  one: {for: [bert]}"}, "there is no objective bert"),
+    ],
+)
+def test_states_that_a_study_lacks_are_named(
+    world: World, command: Command, changes: dict[str, str], says: str
+) -> None:
+    command.fails("study", document(world, **changes), code=2, says=says)

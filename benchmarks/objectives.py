@@ -1,0 +1,91 @@
+"""Bytes per token of everything that objectives need, and how faithful it is, as a dump measures it.
+
+    python -m benchmarks.objectives TEACHER-WITH-HEAD
+
+The teacher has a head for masked tokens: `minilm-cache head --teacher mini --out FOLDER` makes one.
+"""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.report import write_result
+from minilm_cache.cache import Cache, open_cache
+from minilm_cache.config import DumpConfig
+from minilm_cache.dump.run import dump
+from minilm_cache.needs import NEEDS, Needs
+
+MAX_TOKENS = 65_536
+ERRORS = (0.05, 0.1, 0.2)
+ENTRIES = (16, 32, 64)
+EVERYTHING = {"codec": "vectors", "layers": "all", "hidden": "all", "first_hidden": "all"}
+Row = dict[str, Any]
+
+
+def dumped(teacher: Path, folder: Path, **settings: object) -> Cache:
+    """Dump a sample with these settings."""
+    base = {"teacher": str(teacher), "max_tokens": MAX_TOKENS, **EVERYTHING, **settings}
+    return open_cache(dump(DumpConfig.model_validate(base), folder / "cache", folder).path)
+
+
+def states_of(cache: Cache) -> dict[str, Row]:
+    """Return what a cache measured of its states, and the bytes of its layers' codes."""
+    measured, records = cache.manifest.measured, cache.reader.records.values()
+    assert measured is not None
+    found: dict[str, Row] = {
+        one.path: {
+            "bytes_per_token": round(one.bytes_per_token, 2),
+            "relative_error": one.relative_error,
+            "cross_entropy_bias": one.cross_entropy_bias,
+        }
+        for one in measured.states
+    }
+    files = [item for record in records for item in record.files.items()]
+    for layer in cache.layers:
+        size = sum(file.size for path, file in files if path.startswith(f"vectors/{layer}/"))
+        found[f"vectors/{layer}"] = {"bytes_per_token": round(size / cache.manifest.num_tokens, 2)}
+    return found
+
+
+def added_bytes(needs: Needs, states: dict[str, Row], depth: int) -> float:
+    """Return the bytes per token that an objective adds to a cache of codec vectors of the last layer."""
+
+    def total(prefix: str, numbers: range) -> float:
+        return sum(float(states[f"{prefix}/{number}"]["bytes_per_token"]) for number in numbers)
+
+    spans = {"last": range(depth, depth + 1), "all": range(depth + 1)}
+    found = total("vectors", range(depth - 1)) if needs.layers == "all" else 0.0
+    found += total("states/hidden", spans[needs.hidden]) if needs.hidden else 0.0
+    found += total("states/masked", spans[needs.masked_hidden]) if needs.masked_hidden else 0.0
+    found += total("states/first", spans[needs.first]) if needs.first else 0.0
+    return found + (float(states["labels"]["bytes_per_token"]) if needs.labels else 0.0)
+
+
+def main(teacher: Annotated[Path, typer.Argument(help="Folder with a head for masked tokens")]) -> None:
+    """Measure, and write `results/objectives.json`."""
+    result: dict[str, Any] = {"max_error": {}, "label_k": {}, "objectives": {}}
+    for error in ERRORS:
+        with TemporaryDirectory() as folder:
+            settings = {"max_error": error, "masked_hidden": "last", "labels": True}
+            cache = dumped(teacher, Path(folder), **settings)
+            states, depth = states_of(cache), cache.manifest.identity.teacher.num_layers
+        result["max_error"][str(error)] = states
+        result["objectives"][str(error)] = {
+            name: round(added_bytes(needs, states, depth), 1)
+            for name, needs in NEEDS.items()
+            if not needs.logits
+        }
+    for entries in ENTRIES:
+        for temperature in (1.0, 2.0):
+            with TemporaryDirectory() as folder:
+                settings = {"labels": True, "label_k": entries, "label_temperature": temperature}
+                plain = {"codec": "topk", "layers": "last", "hidden": None, "first_hidden": None}
+                cache = dumped(teacher, Path(folder), **settings, **plain)
+                result["label_k"][f"{entries}, temperature {temperature:g}"] = states_of(cache)["labels"]
+    write_result("objectives", result)
+
+
+if __name__ == "__main__":
+    typer.run(main)
