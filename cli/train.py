@@ -89,7 +89,7 @@ def train(  # noqa: PLR0913 - one parameter for each option
         str,
         typer.Option(help="What students begin with: random, teacher-layers, or a folder (model, run)"),
     ] = "random",
-    teacher: Annotated[
+    init_teacher: Annotated[
         str | None, typer.Option(help="Whose layers teacher-layers takes: the cache's teacher")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of initial weights, dropout and order")] = 0,
@@ -137,7 +137,7 @@ def train(  # noqa: PLR0913 - one parameter for each option
         query_key_relations=query_key_relations,
         layer_map=layer_map,
         init=init,
-        teacher=teacher,
+        init_teacher=init_teacher,
         teacher_layer=teacher_layer,
         max_grad_norm=max_grad_norm,
         precision=precision,

@@ -281,7 +281,7 @@ class TrainConfig(FrozenSettings):
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
     init: str = "random"
     """What students begin with: `random`, `teacher-layers`, or the folder of a model or of a run."""
-    teacher: str | None = None
+    init_teacher: str | None = None
     """Whose layers `teacher-layers` takes: a name, a folder or a hub id."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of initial weights, dropout and order."""
@@ -318,8 +318,8 @@ class TrainConfig(FrozenSettings):
     def _fits_together(self) -> "TrainConfig":
         if self.teacher_layer is not None and self.objective not in _ONE_LAYER:
             raise ValueError(f"--teacher-layer does not go with --objective {self.objective}")
-        if (self.init == "teacher-layers") != (self.teacher is not None):
-            raise ValueError("--init teacher-layers and --teacher go together")
+        if (self.init == "teacher-layers") != (self.init_teacher is not None):
+            raise ValueError("--init teacher-layers and --init-teacher go together")
         if self.steps is not None and self.epochs is not None:
             raise ValueError("--steps and --epochs exclude each other")
         if self.relation_heads is not None and self.objective != "minilmv2":

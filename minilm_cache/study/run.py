@@ -40,7 +40,7 @@ CSV_FILE = "students.csv"
 SUMMARY_FILE = "summary.csv"
 REPORT_FILE = "report.html"
 _OF_ITS_OBJECTIVE = {
-    *("epochs", "teacher", "teacher_layer", "layer_map", "eval_steps"),
+    *("epochs", "init_teacher", "teacher_layer", "layer_map", "eval_steps"),
     *("relation_heads", "value_relation", "query_key_relations"),
 }
 """Settings of a pass that the steps after it do not share."""

@@ -76,14 +76,14 @@ def initial_weights(config: TrainConfig, manifest: CacheManifest) -> InitialWeig
     if config.init == RANDOM:
         return InitialWeights(name=RANDOM)
     if config.init == TEACHER_LAYERS:
-        assert config.teacher is not None
-        source = locate_teacher(config.teacher)
+        assert config.init_teacher is not None
+        source = locate_teacher(config.init_teacher)
         found = sha256_files(source.folder.glob("*.safetensors"))
         expected = manifest.identity.teacher.weights_sha256
         if found != expected:
             raise IdentityMismatchError(
-                f"--teacher {config.teacher} (weights {found[:12]}) is not the teacher of this cache "
-                f"({manifest.labels.teacher}, weights {expected[:12]}). Give that one."
+                f"--init-teacher {config.init_teacher} (weights {found[:12]}) is not the teacher of this "
+                f"cache ({manifest.labels.teacher}, weights {expected[:12]}). Give that one."
             )
         return InitialWeights(name=f"{TEACHER_LAYERS}-{found}", folder=source.folder, of_teacher=True)
     folder = Path(config.init)

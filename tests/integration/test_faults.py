@@ -311,7 +311,7 @@ def test_a_copied_cache_is_a_cache(world: World, command: Command) -> None:
 def test_an_error_that_is_kept_keeps_no_lock(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook keeps the last error, and with it the frames that it came through."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **_more: object) -> None:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:

@@ -371,7 +371,9 @@ def test_heads_are_free_where_no_heads_are_compared(words: World) -> None:
 def test_students_begin_with_the_teachers_layers(words: World, command: Command, tmp_path: Path) -> None:
     teacher: Any = AutoModel.from_pretrained(words.teacher)
     cache = open_cache(words.root / "cache")
-    config = settings("distilbert", arch=("2x32:ff64",), init="teacher-layers", teacher=str(words.teacher))
+    config = settings(
+        "distilbert", arch=("2x32:ff64",), init="teacher-layers", init_teacher=str(words.teacher)
+    )
     trainer, batch = trainer_of(config, cache)
     own: Any = trainer.model.model.base_model
     for number, there in ((0, 0), (1, 1)):  # floor(m 3 / 2)
@@ -384,11 +386,11 @@ def test_students_begin_with_the_teachers_layers(words: World, command: Command,
         begun, random = trainer.look(batch).parts, drawn.look(batch).parts
     assert float(begun["cosine"]) < float(random["cosine"])
     say = ("train", words.root / "cache", "--objective", "distilbert", "--steps", 1, "--arch")
-    teacher_of = ("--init", "teacher-layers", "--teacher")
+    teacher_of = ("--init", "teacher-layers", "--init-teacher")
     other = save_teacher(tmp_path / "other", head="tokens", seed=3)
     command.fails(*say, "2x32", *teacher_of, other, code=1, says="is not the teacher of this cache")
     command.fails(*say, "2x32", "--init", "teacher-layers", code=2, says="go together")
-    command.fails(*say, "2x32", "--teacher", words.teacher, code=2, says="go together")
+    command.fails(*say, "2x32", "--init-teacher", words.teacher, code=2, says="go together")
     command.fails(
         *say, "4x32:ff64", *teacher_of, words.teacher, code=2, says="more layers than the teacher's 3"
     )
