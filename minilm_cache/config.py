@@ -198,9 +198,9 @@ class HeadConfig(FrozenSettings):
     """Tokens per sequence, special tokens counted."""
     max_tokens: Annotated[int, Field(ge=4)] | None = None
     """Tokens at most; none: the whole corpus."""
-    epochs: Annotated[int, Field(ge=1)] = 2
+    epochs: Annotated[int, Field(ge=1)] = 3
     """Passes over the text, each masked anew."""
-    batch_size: Annotated[int, Field(ge=1)] = 32
+    batch_size: Annotated[int, Field(ge=1)] = 8
     """Sequences per step."""
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
     """Learning rate of AdamW at the beginning; it falls linearly to 0."""

@@ -175,12 +175,13 @@ def _check_pass(
     except InvalidConfigError as error:
         study.source.fail(("train",), str(error))
     split = split_into(training.objective, training.relation_heads, heads)
-    for at, arch in enumerate(study.arch):
+    for arch in training.arch:
         try:
             shape = parse_arch(arch, heads, split, training.objective)
             shape_config(shape, teacher.to_dict(), teacher.model_type)
         except InvalidConfigError as error:
-            study.source.fail(("arch", at), str(error))
+            location = ("arch", study.arch.index(arch)) if arch in study.arch else ("objective",)
+            study.source.fail(location, str(error))
 
 
 def _dump_caches(

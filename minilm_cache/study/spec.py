@@ -1,7 +1,7 @@
 """STUDY.yaml: what is asked of a study, every mistake told with its line and key."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -40,6 +40,8 @@ class ObjectiveChoice(FrozenSettings):
     query_key_relations: bool = False
     layer_map: LayerMap | None = None
     """None: the objective's own."""
+    arch: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Shapes of its own, for one that asks for them; none: those of the study."""
 
     @property
     def slug(self) -> str:
@@ -55,7 +57,7 @@ class ObjectiveChoice(FrozenSettings):
     @property
     def settings(self) -> dict[str, Any]:
         """What it sets, none of it as it would be anyway."""
-        return self.model_dump(exclude_defaults=True)
+        return self.model_dump(exclude_defaults=True, exclude={"arch"})
 
 
 class StudyDocument(FrozenSettings):
@@ -121,13 +123,7 @@ def read_study(path: Path) -> Study:
     caches = {name: _cache(source, document, name) for name in document.caches}
     _check_labels(source, document, caches)
     choices = document.objective or (ObjectiveChoice(objective=_preset_objective(source, document)),)
-    for at, arch in enumerate(document.arch):
-        if re.search(r":s\d", arch):
-            source.fail(("arch", at), "seeds are given under seed")
-    for key, values in (("arch", document.arch), ("seed", document.seed), ("objective", choices)):
-        for at, value in enumerate(values):
-            if value in values[:at]:
-                source.fail((key, at), f"{value} is given twice")
+    _check_lists(source, document, choices)
     passes = []
     for name, cache in caches.items():
         for at, choice in enumerate(choices):
@@ -147,6 +143,18 @@ def read_study(path: Path) -> Study:
         price_per_hour=document.price_per_hour,
         agreement_steps=document.agreement_steps,
     )
+
+
+def _check_lists(source: Source, document: StudyDocument, choices: Sequence[ObjectiveChoice]) -> None:
+    shapes: list[tuple[Location, str]] = [(("arch", at), arch) for at, arch in enumerate(document.arch)]
+    shapes += [(("objective", at), arch) for at, one in enumerate(choices) for arch in one.arch or ()]
+    for location, arch in shapes:
+        if re.search(r":s\d", arch):
+            source.fail(location, "seeds are given under seed")
+    for key, values in (("arch", document.arch), ("seed", document.seed), ("objective", choices)):
+        for at, value in enumerate(values):
+            if value in values[:at]:
+                source.fail((key, at), f"{value} is given twice")
 
 
 def _check_labels(source: Source, document: StudyDocument, caches: Mapping[str, DumpConfig | str]) -> None:
@@ -201,7 +209,8 @@ def _training(
     if choice.objective not in NEEDS:
         known = ", ".join(NEEDS)
         source.fail(("objective", at), f"there is no objective {choice.objective}; take {known}")
-    return source.check(TrainConfig, {**values, "arch": document.arch, "seed": seed}, locate)
+    arch = choice.arch or document.arch
+    return source.check(TrainConfig, {**values, "arch": arch, "seed": seed}, locate)
 
 
 def _preset(source: Source, name: object) -> str | None:

@@ -327,9 +327,15 @@ def labelled(tmp_path: Path) -> World:
 def test_students_of_all_objectives_are_asked_for_masked_tokens(tmp_path: Path, command: Command) -> None:
     world = labelled(tmp_path)
     changes = {
-        "caches": "\n  all: {for: [minilm, tinybert, mlm-kd, bert-pkd], codec: vectors, max_kl: 0.05}",
+        "caches": "\n  all: {for: [tinybert, mlm-kd, bert-pkd, mobilebert], codec: vectors, max_kl: 0.05}",
         "arch": " [2x32]",
-        "objective": " [minilm, tinybert, {objective: tinybert, layer_map: top}, mlm-kd, bert-pkd]",
+        "objective": """
+  - minilm
+  - tinybert
+  - {objective: tinybert, layer_map: top}
+  - mlm-kd
+  - bert-pkd
+  - {objective: mobilebert, arch: ['3x32:b16']}""",
         "seed": " [0]",
         "agreement_steps": " 4",
     }
@@ -349,7 +355,7 @@ def test_students_of_all_objectives_are_asked_for_masked_tokens(tmp_path: Path, 
         assert row["kl_to"] == "teacher"
         assert row["kl_attention"] > 0
         assert row["kl_value"] > 0
-        folder = Path(found["study"]) / "masked" / row["run"] / "students/2x32"
+        folder = Path(found["study"]) / "masked" / row["run"] / "students" / row["arch"].replace(":", "-")
         assert row["masked_agreement"] == pytest.approx(plain_agreement(folder, cache))
         assert json.loads((folder.parents[1] / "run.json").read_text())["identity"]["steps"] == 4
     page = (Path(found["study"]) / "report.html").read_text()
@@ -384,6 +390,8 @@ def plain_agreement(folder: Path, cache: Cache) -> float:
         ({"objective": " [hidden-mse]"}, "give {for: [hidden-mse]}"),
         ({"objective": " [{objective: mlm-kd, layer_map: all}]"}, "does not go with --objective mlm-kd"),
         ({"caches": "\n  one: {for: [bert]}"}, "there is no objective bert"),
+        ({"objective": " [{objective: minilm, arch: ['1x16:s1']}]"}, "seeds are given under seed"),
+        ({"objective": " [{objective: minilm, arch: ['1x17']}]"}, "does not divide by 4 heads"),
     ],
 )
 def test_states_that_a_study_lacks_are_named(
