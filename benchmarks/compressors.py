@@ -21,8 +21,8 @@ from minilm_cache.dump.manifest import DEFAULT_MAX_KL
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.relations import TeacherSignal
-from minilm_cache.storage_schema.arrays import PCODEC_LEVEL
 from minilm_cache.storage_schema.identity import Packing
+from minilm_cache.storage_schema.metadata import PCODEC_LEVEL
 
 LENGTHS = (128, 256, 512)
 NUM_TOKENS = 16_384

@@ -20,14 +20,14 @@ from minilm_cache.needs import NEEDS, Needs
 MAX_TOKENS = 65_536
 ERRORS = (0.05, 0.1, 0.2)
 ENTRIES = (16, 32, 64)
-EVERYTHING = {"codec": "vectors", "layers": "all", "hidden": "all", "first_hidden": "all"}
 Row = dict[str, Any]
 
 
-def dumped(teacher: Path, folder: Path, **settings: object) -> Cache:
-    """Dump a sample with these settings."""
-    base = {"teacher": str(teacher), "max_tokens": MAX_TOKENS, **EVERYTHING, **settings}
-    return open_cache(dump(DumpConfig.model_validate(base), folder / "cache", folder).path)
+def dumped(teacher: Path, folder: Path, add: Path | None = None, **settings: object) -> Cache:
+    """Dump a sample with these settings, or add to one."""
+    base = {"teacher": str(teacher), "max_tokens": MAX_TOKENS, **settings}
+    path = folder / f"{len(list(folder.iterdir()))}"
+    return open_cache(dump(DumpConfig.model_validate(base), path, folder, add=add).path)
 
 
 def states_of(cache: Cache) -> dict[str, Row]:
@@ -66,24 +66,26 @@ def added_bytes(needs: Needs, states: dict[str, Row], depth: int) -> float:
 def main(teacher: Annotated[Path, typer.Argument(help="Folder with a head for masked tokens")]) -> None:
     """Measure, and write `results/objectives.json`."""
     result: dict[str, Any] = {"max_error": {}, "label_k": {}, "objectives": {}}
-    for error in ERRORS:
-        with TemporaryDirectory() as folder:
-            settings = {"max_error": error, "masked_hidden": "last", "labels": True}
-            cache = dumped(teacher, Path(folder), **settings)
+    with TemporaryDirectory() as folder:
+        home = Path(folder)
+        layers = {"codec": "vectors", "layers": "all"}
+        base = dumped(teacher, home, **layers).reader.root
+        for error in ERRORS:
+            more = {"hidden": "all", "first_hidden": "all", "masked_hidden": "last", "labels": True}
+            cache = dumped(teacher, home, base, **layers, **more, max_error=error)
             states, depth = states_of(cache), cache.manifest.identity.teacher.num_layers
-        result["max_error"][str(error)] = states
-        result["objectives"][str(error)] = {
-            name: round(added_bytes(needs, states, depth), 1)
-            for name, needs in NEEDS.items()
-            if not needs.logits
-        }
-    for entries in ENTRIES:
-        for temperature in (1.0, 2.0):
-            with TemporaryDirectory() as folder:
+            result["max_error"][str(error)] = states
+            result["objectives"][str(error)] = {
+                name: round(added_bytes(needs, states, depth), 1)
+                for name, needs in NEEDS.items()
+                if not needs.logits
+            }
+        plain = dumped(teacher, home).reader.root
+        for entries in ENTRIES:
+            for temperature in (1.0, 2.0):
                 settings = {"labels": True, "label_k": entries, "label_temperature": temperature}
-                plain = {"codec": "topk", "layers": "last", "hidden": None, "first_hidden": None}
-                cache = dumped(teacher, Path(folder), **settings, **plain)
-                result["label_k"][f"{entries}, temperature {temperature:g}"] = states_of(cache)["labels"]
+                found = states_of(dumped(teacher, home, plain, **settings))["labels"]
+                result["label_k"][f"{entries}, temperature {temperature:g}"] = found
     write_result("objectives", result)
 
 

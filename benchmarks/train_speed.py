@@ -237,7 +237,7 @@ def phases(bench: Bench) -> dict[str, object]:
                 mask = torch.arange(batch.ids.shape[1]) < batch.lengths[:, None]
                 reading = trainer.model.train()(batch.ids, mask.long())
                 marks.append(time.perf_counter())
-                loss = own(reading, batch).total
+                loss = own.losses(own(reading, batch)).total
                 marks.append(time.perf_counter())
                 trainer.optimizer.zero_grad(set_to_none=True)
                 loss.backward()

@@ -10,7 +10,7 @@ from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import DeviceOption, ForOption, JsonOption, quiet_libraries
 from minilm_cache.config import DumpConfig, make_config
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.needs import needs_of
+from minilm_cache.needs import needs_of, objective_names
 from minilm_cache.storage_schema.manifest import LayerFidelity
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def plan(  # noqa: PLR0913 - one parameter for each option
     settings: list[dict[str, Any]] = [
         {"codec": "vectors", "max_kl": bound, "layers": asked} for bound in max_kl or DEFAULT_MAX_KLS
     ]
-    if not needs_of([] if objectives is None else objectives.split(",")).vectors:
+    if not needs_of(objective_names(objectives or ())).vectors:
         ks = k or sorted({min(n, max_length) for n in DEFAULT_KS})
         settings = [{"codec": "topk", "k": number, "layers": one} for number in ks] + settings
         settings += [{"codec": "dense", "layers": one}] if dense else []

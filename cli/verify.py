@@ -137,10 +137,21 @@ def _judge(path: Path, again: "Recheck", *, table: bool) -> None:
         ]
         columns = ["shard", "layer", "relation", "KL(stored, teacher)", "noise floor", "as dumped"]
         print_table("The teacher, run again on a sample (nats)", columns, rows)
+        if again.states:
+            print_table(
+                "Beside relations",
+                ["state", "relative error, or bias of labels", "allowed"],
+                [[one.path, f"{one.found:.4f}", f"{one.allowed:.4f}"] for one in again.states],
+            )
     if again.identity:
         raise VerificationError(
             f"{path} was not made with this: {', '.join(again.identity)} differ. Give the teacher and the "
             "corpus that `minilm-cache info` shows, or do not trust this cache."
+        )
+    if again.wrong_states:
+        raise VerificationError(
+            f"{path} holds other states than this teacher says: {', '.join(again.wrong_states)}. Do not "
+            "trust this cache: dump it anew, or fetch it from who made it."
         )
     if again.damaged_shards:
         shards = ", ".join(map(str, again.damaged_shards))

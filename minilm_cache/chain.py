@@ -24,10 +24,10 @@ from minilm_cache.report.page import write_report
 from minilm_cache.results import held_out_of, students_table
 from minilm_cache.runs import TEACHER_CACHE, TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
+from minilm_cache.store.creation import differing_values
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.layout import MANIFEST, commit_path
 from minilm_cache.store.reader import read_manifest
-from minilm_cache.store.writer import differing_values
 from minilm_cache.train.objectives.choose import check_codec
 from minilm_cache.train.objectives.relations import split_into
 from minilm_cache.train.ranks import refuse_ranks

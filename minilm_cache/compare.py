@@ -84,8 +84,7 @@ def _look(student: TappedModel, objective: Objective) -> Callable[[StudentBatch]
     student.tap(own.needs.layers, own.needs.hidden, own.needs.head)
 
     def look(batch: StudentBatch) -> Losses:
-        losses: Losses = own(read(student, own, batch), batch, "dense")
-        return losses
+        return own.losses(own(read(student, own, batch), batch, "dense"))
 
     return look
 

@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.needs import ObjectiveName, needs_of
+from minilm_cache.needs import ObjectiveName, needs_of, objective_names
 from minilm_cache.storage_schema.identity import MAX_LAYERS
 
 LayerMap = Literal["last", "last-two", "first-last", "all", "top", "bottom"]
@@ -117,13 +117,10 @@ class DumpConfig(FrozenSettings):
     def _for_objectives(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Read `for`, objectives that the cache is to serve, as the settings that it asks for."""
         given = {name: value for name, value in values.items() if value is not None}
-        asked = given.pop("for", [])
-        names = asked.split(",") if isinstance(asked, str) else asked
-        settings = needs_of([str(name).strip() for name in names]).settings()
-        if given.get("codec", "vectors") != "vectors" and "codec" in settings:
-            raise ValueError(
-                f"--for {','.join(names)} needs codec vectors; leave out --codec {given['codec']}"
-            )
+        needs = needs_of(objective_names(given.pop("for", ())))
+        if given.get("codec", "vectors") != "vectors" and needs.vectors:
+            raise ValueError(f"--for asks for codec vectors; leave out --codec {given['codec']}")
+        settings = needs.settings()
         return settings | given
 
     @field_validator("layers", mode="before")
@@ -152,6 +149,8 @@ class DumpConfig(FrozenSettings):
                 raise ValueError(f"{name} goes with --labels, and only with it")
         if self.max_error is not None and self.hidden is None and self.masked_hidden is None:
             raise ValueError("--max-error goes with --hidden and --masked-hidden, and only with them")
+        if self.logits and self.packing != "records":
+            raise ValueError("--logits goes with --packing records: an answer is about one document")
         if self.logits and (self.labels or self.masked_hidden is not None):
             raise ValueError(
                 "--logits goes without --labels and --masked-hidden: a teacher that classifies sequences has "

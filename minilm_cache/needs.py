@@ -89,6 +89,17 @@ ObjectiveName = Literal[
 ]
 
 
+def objective_names(asked: object) -> list[str]:
+    """Return the names of `minilm,tinybert`, or of a list.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(asked, str | list | tuple):
+        raise ValueError(f"--for {asked}: give objectives with commas between them, like minilm,tinybert")  # noqa: TRY004 - pydantic wants it
+    return [str(name).strip() for name in (asked.split(",") if isinstance(asked, str) else asked)]
+
+
 def needs_of(objectives: Sequence[str]) -> Needs:
     """Return what serves several objectives.
 

@@ -194,7 +194,7 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
         layers: counted from 0, in the order that they are put in.
 
     Raises:
-        TeacherError: its family keeps no list of layers.
+        TeacherError: its family keeps no list of layers, or they would be no model of it.
     """
     kept = copy.deepcopy(model)
     depth = kept.config.num_hidden_layers
@@ -213,6 +213,13 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     kept.config.num_hidden_layers = len(layers)
     if types:
         kept.config.layer_types = [types[at] for at in layers]
+    with torch.device("meta"):
+        alike = type(kept)(kept.config).state_dict().keys() == kept.state_dict().keys()
+    if not alike:
+        raise TeacherError(
+            f"model family {kept.config.model_type!r} has a first layer unlike the others: layers "
+            f"{', '.join(map(str, layers))} alone are no model of it. Keep layer 0, and keep it first."
+        )
     return kept
 
 

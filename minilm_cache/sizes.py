@@ -53,12 +53,12 @@ def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
         with torch.no_grad(), counter:
             model(input_ids=ids)
     tables = [module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding)]
-    name, layers = _layers(model)
+    name, layers = _layers(model, config.num_hidden_layers)
     counts = counter.get_flop_counts()
     by_layer = [
         sum(counts[f"{type(model).__name__}.{name}.{number}"].values()) for number in range(len(layers))
     ]
-    vectors = 3 * 2 * config.hidden_size**2
+    vectors = 3 * 2 * getattr(config, "true_hidden_size", config.hidden_size) ** 2
     return ModelSize(
         embedding_parameters=sum(tables),
         transformer_parameters=sum(map(_num_weights, layers)),
@@ -68,10 +68,10 @@ def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
     )
 
 
-def _layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the layers of an encoder, its longest list of modules, and their name."""
+def _layers(model: nn.Module, depth: int) -> tuple[str, nn.ModuleList]:
+    """Return the layers of an encoder, the outermost list of so many modules, and their name."""
     lists = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList)]
-    return max(lists, key=lambda pair: len(pair[1]))
+    return next(pair for pair in lists if len(pair[1]) == depth)
 
 
 def _num_weights(module: nn.Module) -> int:

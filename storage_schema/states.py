@@ -5,7 +5,7 @@ the output of the embeddings, n that of the n-th layer.
 """
 
 from enum import StrEnum
-from typing import Annotated, ClassVar, Final, NamedTuple
+from typing import Annotated, ClassVar, Final, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -126,6 +126,11 @@ class StatesIdentity(StoredModel):
         labels = [LABELS_FOLDER] if self.masking is not None else []
         classes = [LOGITS_PATH] if self.num_classes is not None else []
         return (*(name.folder for name in self.coded), *first, *labels, *classes)
+
+    @property
+    def head(self) -> Literal["tokens", "sequences"] | None:
+        """The head that a teacher must have to say all this."""
+        return "tokens" if self.labels is not None else "sequences" if self.num_classes is not None else None
 
     @property
     def in_words(self) -> str:

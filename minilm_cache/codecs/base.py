@@ -18,6 +18,10 @@ from torch import Tensor
 from minilm_cache.relations import RowTargets, TeacherSignal
 from minilm_cache.storage_schema.identity import CodecParameters, RelationKind
 
+NOT_OURS = "It was not written by `minilm-cache dump`: dump the cache again, or fetch it from who made it."
+"""What to do about rows that no codec writes."""
+PART_ENTRIES = 2**21
+"""Probabilities that are drawn from at once, 8 MiB: they stay in a processor's cache."""
 Rows = Mapping[str, npt.NDArray[np.generic]]
 """Stored rows: name of an array to `(batch, length, ...)`."""
 

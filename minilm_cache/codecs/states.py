@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from minilm_cache.codecs.base import Rows
+from minilm_cache.codecs.base import NOT_OURS, PART_ENTRIES, Rows
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
 from minilm_cache.codecs.topk import PPS_RATIO, sample_pps, share_remainder
 from minilm_cache.codecs.transform import TransformCode, refuse_codes
@@ -32,11 +32,8 @@ from minilm_cache.storage_schema.states import (
     StatesIdentity,
 )
 
-_PART_ENTRIES = 2**21
-"""Probabilities that are drawn from at once, 8 MiB."""
 _LABEL_STREAM = 16
 """Of the numbers that labels are drawn with; relations have those below."""
-_REMEDY = "It was not written by `minilm-cache dump`: dump the cache again, or fetch it from who made it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +81,7 @@ class StatesCodec:
         )
 
     def encode(self, states: States, sequences: Sequence[int], lengths: Int[Tensor, " batch"]) -> Rows:
-        """Return the rows of a padded batch.
+        """Return the rows of a padded batch; whole numbers are int64 where their arrays hold less.
 
         Args:
             states: what the teacher says.
@@ -105,15 +102,14 @@ class StatesCodec:
         return found
 
     def _encode_masked(self, masked: MaskedSequences, sequences: Sequence[int]) -> dict[str, np.ndarray]:
-        dtype = np.uint16 if not_chosen(self.vocab_size) < 2**16 else np.uint32
         read = masked.ids.masked_fill(~masked.chosen, not_chosen(self.vocab_size))
-        rows = {READ_PATH: read.cpu().numpy().astype(dtype)}
-        if self.parameters.labels is None:
+        rows = {READ_PATH: read.cpu().numpy()}
+        if self.parameters.labels is None or masked.labels is None:  # nobody asks for labels that are there
             return rows
         assert isinstance(masked.labels, DenseLabels)
         probs, k = masked.labels.probs, self.parameters.labels.k
         draws = self._draws(masked.chosen, sequences).to(probs.device)
-        part = max(1, _PART_ENTRIES // probs.shape[-1])
+        part = max(1, PART_ENTRIES // probs.shape[-1])
         scale = LogScale(ratio=self.parameters.labels.weight_ratio)
         drawn = [
             sample_pps(some, k, own, scale)
@@ -123,9 +119,8 @@ class StatesCodec:
         weight = torch.zeros_like(index)
         index[masked.chosen] = torch.cat([entries.column for entries in drawn]).long()
         weight[masked.chosen] = torch.cat([entries.code for entries in drawn]).long()
-        tokens = np.uint16 if self.vocab_size < 2**16 else np.uint32
-        rows[INDEX_PATH] = index.cpu().numpy().astype(tokens)
-        rows[WEIGHT_PATH] = weight.cpu().numpy().astype(np.uint8)
+        rows[INDEX_PATH] = index.cpu().numpy()
+        rows[WEIGHT_PATH] = weight.cpu().numpy()
         return rows
 
     def _draws(self, chosen: Tensor, sequences: Sequence[int]) -> Tensor:
@@ -150,7 +145,7 @@ class StatesCodec:
         if self.parameters.num_classes is not None:
             numbers.append(rows[LOGITS_PATH])
         if not all(bool(values.isfinite().all()) for values in numbers):
-            raise CacheCorruptError(f"a stored state is no number. {_REMEDY}")
+            raise CacheCorruptError(f"a stored state is no number. {NOT_OURS}")
         if self.parameters.masking is not None:
             chosen = self._chosen(rows[READ_PATH])
             if self.parameters.labels is not None:
@@ -182,7 +177,7 @@ class StatesCodec:
             )
         logits = rows[LOGITS_PATH][:, 0].float() if wanted.logits else None
         if logits is not None and not bool(logits.isfinite().all()):
-            raise CacheCorruptError(f"a stored state is no number. {_REMEDY}")
+            raise CacheCorruptError(f"a stored state is no number. {NOT_OURS}")
         return States(hidden=hidden, masked=masked, logits=logits)
 
     def _hidden(self, rows: Tensor, name: StateName) -> Tensor:
@@ -192,7 +187,7 @@ class StatesCodec:
             return flat.view(*rows.shape[:2], -1)
         first = rows[:, 0].float()
         if not bool(first.isfinite().all()):
-            raise CacheCorruptError(f"a stored state is no number. {_REMEDY}")
+            raise CacheCorruptError(f"a stored state is no number. {NOT_OURS}")
         return first
 
     def _chosen(self, read: Tensor) -> Tensor:
@@ -200,7 +195,7 @@ class StatesCodec:
         read = read.to(torch.int64)
         chosen = read.ne(not_chosen(self.vocab_size))
         if bool((chosen & (read >= self.vocab_size)).any()):
-            raise CacheCorruptError(f"a token was read as what is no token. {_REMEDY}")
+            raise CacheCorruptError(f"a token was read as what is no token. {NOT_OURS}")
         return chosen
 
     def _entries(self, rows: Mapping[str, Tensor], chosen: Tensor) -> SparseLabels:
@@ -208,7 +203,7 @@ class StatesCodec:
         index = rows[INDEX_PATH][chosen].to(torch.int64)
         code = rows[WEIGHT_PATH][chosen].to(torch.int64)
         if index.numel() and (int(index.amax()) >= self.vocab_size or int(code.amax()) > LAST_CODE):
-            raise CacheCorruptError(f"a label names what is no token, or a weight that is none. {_REMEDY}")
+            raise CacheCorruptError(f"a label names what is no token, or a weight that is none. {NOT_OURS}")
         weight = LogScale(ratio=self.parameters.labels.weight_ratio).value(code)
         return SparseLabels(index, share_remainder(code, weight))
 

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from minilm_cache.codecs.base import Rows
+from minilm_cache.codecs.base import NOT_OURS, PART_ENTRIES, Rows
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
 from minilm_cache.codecs.words import byte_sums, has_zero_byte
 from minilm_cache.errors import CacheCorruptError
@@ -42,12 +42,9 @@ LEAST_TAIL = 0.01
 """Least mass of a uniform tail: rounding may carry the sum of the weights above 1."""
 _ROUNDING = 1e-5
 """More than a row's sum differs from 1 by rounding."""
-_PART_ENTRIES = 2**21
-"""Probabilities that are drawn from at once, 8 MiB."""
 _BYTE = 0xFF
 _CHECKED_TOKENS = 2048
 """Tokens checked together: few enough to stay in a processor's cache."""
-_REMEDY = "It was not written by `minilm-cache dump`: dump the cache again, or fetch it from who made it."
 _CODE_RANGE = 256
 """Entries are sorted by column * 256 + code: columns ascend and codes stay with their columns."""
 
@@ -98,7 +95,7 @@ class TopKCodec:
         if self.select == "pps":
             draws = self._draws(kind, sequences, lengths, probs.shape).to(probs.device)
             # A part at a time, that fits into the processor's cache.
-            part = max(1, _PART_ENTRIES // probs[0].numel())
+            part = max(1, PART_ENTRIES // probs[0].numel())
             parts = zip(probs.split(part), draws.split(part), strict=True)
             found = [sample_pps(rows, self.k, drawn, self._scale) for rows, drawn in parts]
             entries = Entries(*(torch.cat(each) for each in zip(*found, strict=True)))
@@ -136,7 +133,7 @@ class TopKCodec:
                 beyond=bool((last >= lengths[part].numpy()[:, None]).any()), highest=int(weight.max())
             )
             if self.select == "pps" and not has_zero_byte(weight).all():
-                raise CacheCorruptError(f"a stored row has no slot. {_REMEDY}")
+                raise CacheCorruptError(f"a stored row has no slot. {NOT_OURS}")
 
     def decode(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> SparseRows:
         """Return entries as `(batch, heads, length, k)`: int64 columns, float32 weights.
@@ -163,7 +160,7 @@ def _refuse_entries(*, beyond: bool, highest: int) -> None:
     """Raise CacheCorruptError for entries that `encode` never writes."""
     if beyond or highest > LAST_CODE:
         raise CacheCorruptError(
-            f"a stored row names a column beyond its sequence or a weight that is none. {_REMEDY}"
+            f"a stored row names a column beyond its sequence or a weight that is none. {NOT_OURS}"
         )
 
 
@@ -258,7 +255,7 @@ def share_remainder(
     slot = code == 0
     num_slots = slot.sum(-1, keepdim=True)
     if not bool(num_slots.all()):
-        raise CacheCorruptError(f"a stored row has no slot. {_REMEDY}")
+        raise CacheCorruptError(f"a stored row has no slot. {NOT_OURS}")
     share = (1 - weight.sum(-1, keepdim=True)).clamp(min=0) / num_slots
     return torch.where(slot, share, weight)
 

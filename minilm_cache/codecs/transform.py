@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Float16, Int16
 from torch import Tensor
 
+from minilm_cache.codecs.base import NOT_OURS
 from minilm_cache.errors import CacheCorruptError
 
 ROUNDING = 0.33
@@ -28,10 +29,7 @@ def quantise(components: Float[Tensor, "*rows components"]) -> Float[Tensor, "*r
 def refuse_codes(codes: Tensor) -> None:
     """Raise CacheCorruptError for codes that no writer writes."""
     if codes.numel() and int(codes.amin()) < -MAX_CODE:
-        raise CacheCorruptError(
-            "a stored token has no codes. It was not written by `minilm-cache dump`: dump the cache "
-            "again, or fetch it from who made it."
-        )
+        raise CacheCorruptError(f"a stored token has no codes. {NOT_OURS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

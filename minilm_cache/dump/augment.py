@@ -24,6 +24,7 @@ from minilm_cache.device import choose_device
 from minilm_cache.dump.audit import pad
 from minilm_cache.dump.corpus import load_corpus
 from minilm_cache.dump.masking import mask_token
+from minilm_cache.dump.teacher import check_length
 from minilm_cache.dump.truncate import refuse_existing
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.pretrained import load_model, load_tokenizer, locate_teacher
@@ -82,7 +83,9 @@ def augment(
     refuse_existing(out)
     source = locate_teacher(config.teacher, config.revision)
     tokenizer = load_tokenizer(source.folder)
-    model = TappedModel(load_model(source.folder, "tokens")).tap((), head="tokens")
+    model = TappedModel(load_model(source.folder, "tokens"))
+    check_length(model, source.name, tokenizer.cls_token_id, config.max_length)
+    model.tap((), head="tokens")
     corpus = load_corpus(config.corpus, config.text_column)
     device = choose_device(config.device)
     proposals = _Proposals(
@@ -146,15 +149,15 @@ class _Proposals:
         starts = {start: at for at, (start, end) in enumerate(encoded["offset_mapping"]) if end > start}
         row = torch.tensor(encoded["input_ids"])
         places = [_place(starts, word) for word in words]
-        variants = []
-        for place in places:
-            if place is not None:
-                variants.append(row.clone())
-                variants[-1][place] = mask
+        masked = [place for place in places if place is not None]
+        variants = [row.clone() for _ in masked]
+        for variant, place in zip(variants, masked, strict=True):
+            variant[place] = mask
         likeliest: list[list[str]] = []
         for first in range(0, len(variants), _BATCH):
             ids, lengths = pad(variants[first : first + _BATCH], self.tokenizer.pad_token_id)
-            chosen = ids == mask
+            chosen = torch.zeros_like(ids, dtype=torch.bool)
+            chosen[torch.arange(len(ids)), torch.tensor(masked[first : first + _BATCH])] = True
             attention = key_mask(lengths, ids.shape[1]).to(torch.int64)
             told = self.model(ids.to(device), attention.to(device), chosen.to(device)).logits
             likeliest += [self._whole_words(one) for one in told]

@@ -18,15 +18,17 @@ from minilm_cache.dump.audit import pad
 from minilm_cache.dump.corpus import load_corpus
 from minilm_cache.dump.masking import SHARE, Masker, mask_token
 from minilm_cache.dump.sequences import SequenceTable
+from minilm_cache.dump.teacher import check_length
 from minilm_cache.dump.truncate import refuse_existing
 from minilm_cache.errors import CorpusError, DivergedError, InterruptedRunError, TeacherError
 from minilm_cache.pretrained import load_tokenizer, load_weights, locate_teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.relations import key_mask
+from minilm_cache.saving import saving
 from minilm_cache.states import MaskedSequences
 from minilm_cache.storage_schema.identity import Packing
 from minilm_cache.storage_schema.states import Masking
-from minilm_cache.store.durable import new_folder, storage_errors
+from minilm_cache.store.durable import new_folder
 from minilm_cache.tap import TappedModel
 
 _MAX_CHECKED = 256
@@ -82,7 +84,9 @@ def fit_head(
     model, lacking = load_weights(source.folder, "tokens")
     if not lacking:
         raise TeacherError(f"{source.folder} has a head for masked tokens already: dump with it as it is.")
-    tapped = TappedModel(model).tap((), head="tokens").to(device)
+    tapped = TappedModel(model).to(device)
+    check_length(tapped, source.name, tokenizer.cls_token_id, config.max_length)
+    tapped.tap((), head="tokens")
     corpus = load_corpus(config.corpus, config.text_column)
     packing = Packing(
         mode="packed", max_length=config.max_length, max_tokens=config.max_tokens, seed=config.seed
@@ -102,7 +106,7 @@ def fit_head(
     _train(tapped, reader.epochs(num_train, config), config.lr, steps, progress, should_stop)
     held_out = range(num_train, min(len(sequences.lengths), num_train + _MAX_CHECKED))
     cross_entropy, accuracy = _measure(tapped, reader, held_out or range(num_train - 1, num_train), config)
-    with storage_errors("write", out), new_folder(out) as folder:
+    with saving("write", out), new_folder(out) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(

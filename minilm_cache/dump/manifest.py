@@ -12,7 +12,6 @@ from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.fingerprint import digest_bytes
-from minilm_cache.storage_schema.arrays import zarr_documents
 from minilm_cache.storage_schema.identity import (
     CacheIdentity,
     CodecParameters,
@@ -23,6 +22,7 @@ from minilm_cache.storage_schema.identity import (
     VectorsParameters,
 )
 from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, Labels
+from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.states import Masking, SoftLabels, StatesIdentity
 from minilm_cache.store.layout import (
     MAX_SHARD_BYTES,
@@ -41,6 +41,7 @@ DEFAULT_MAX_ERROR = 0.1
 """Relative error of hidden states (benchmarks/objectives.py)."""
 STATE_CALIBRATION_TOKENS = 2**13
 DEFAULT_LABEL_K = 32
+_LEAST_CLASSES = 2
 
 
 def identify(config: DumpConfig, teacher: Teacher, corpus: Corpus) -> CacheIdentity:
@@ -71,6 +72,11 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
     first = _numbers("--first-hidden", config.first_hidden, teacher)
     if not (hidden or masked or first or config.labels or config.logits):
         return None
+    if config.logits and (teacher.model.config.num_labels or 0) < _LEAST_CLASSES:
+        raise InvalidConfigError(
+            f"--logits: teacher {teacher.name} gives one number, a regression, and answers are distributions "
+            "over classes. Give a teacher that classifies."
+        )
     is_masked, is_coded = bool(masked) or config.labels, bool(hidden or masked)
     return StatesIdentity(
         hidden=hidden,
@@ -160,7 +166,7 @@ def plan_manifest(
     if shard_bytes(identity, calibration, shard_tokens) > MAX_SHARD_BYTES:
         raise InvalidConfigError(
             f"a shard of {shard_tokens} tokens would decode to more than {MAX_SHARD_BYTES >> 20} MiB. "
-            "Choose smaller --shard-tokens, or a codec that stores less."
+            "Choose smaller --shard-tokens (not with --add: dump anew), or a codec that stores less."
         )
     shards = split_into_shards(sequences.lengths, shard_tokens)
     contents = zarr_documents(identity, calibration, len(shards), shard_tokens) | dict(attachments)

@@ -48,6 +48,22 @@ class SequenceReader:
         """
         plain = [name for name in wanted.hidden if name.family is not StateFamily.MASKED]
         head: Head | None = "sequences" if wanted.logits else None
+        states, signals = States(), list[TeacherSignal]()
+        if layers or plain or head:
+            states, signals = self._read_plain(ids, lengths, layers, plain, head)
+        masked = [name for name in wanted.hidden if name.family is StateFamily.MASKED]
+        if wanted.masked or masked:
+            states = self._read_masked(states, ids, lengths, numbers, masked, labels=wanted.masked)
+        return signals, states
+
+    def _read_plain(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        layers: Sequence[int],
+        plain: Sequence[StateName],
+        head: Head | None,
+    ) -> tuple[States, list[TeacherSignal]]:
         found = self.teacher.read(ids, lengths, hidden=_numbers(plain), head=head, layers=layers)
         hidden = {
             name: found.hidden[name.number][:, 0]
@@ -55,11 +71,7 @@ class SequenceReader:
             else found.hidden[name.number]
             for name in plain
         }
-        states = States(hidden=hidden, logits=found.logits)
-        masked = [name for name in wanted.hidden if name.family is StateFamily.MASKED]
-        if wanted.masked or masked:
-            states = self._read_masked(states, ids, lengths, numbers, masked, labels=wanted.masked)
-        return found.signals, states
+        return States(hidden=hidden, logits=found.logits), found.signals
 
     def _read_masked(
         self,

@@ -15,13 +15,16 @@ import torch
 from minilm_cache.cache import Cache, CachedSequence
 from minilm_cache.device import choose_device
 from minilm_cache.dump.audit import audit, pad
+from minilm_cache.dump.audit_states import audit_states
 from minilm_cache.dump.corpus import Corpus
+from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.pretrained import locate_teacher
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.states import StatesIdentity
 
 MAX_SHARDS = 16
 SEQUENCES = 4
@@ -29,6 +32,12 @@ SEQUENCES = 4
 _FACTOR = 2.0
 _LEAST = 0.01
 """A shard's KL may be so many times the least it should be, plus so many nats: sequences differ."""
+_BATCH_SIZE = 8
+_ERROR_FACTOR = 1.5
+_ROUNDED_AWAY = 0.01
+_LABELS_AWAY = 1.0
+"""Relative error of states: so many times what they were coded to, or so much where they were only rounded;
+bias of a few labels, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +61,21 @@ class ShardDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateDifference:
+    """How far something beside relations is from what the teacher says now."""
+
+    path: str
+    found: float
+    """Relative error; of labels the size of the cross-entropy bias, nats."""
+    allowed: float
+
+    @property
+    def is_too_far(self) -> bool:
+        """More than other sequences could explain."""
+        return not self.found <= self.allowed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recheck:
     """What running the teacher again has shown."""
 
@@ -60,6 +84,12 @@ class Recheck:
     tokens: tuple[int, ...]
     """Shards whose token ids are not those of the corpus."""
     differences: tuple[ShardDifference, ...]
+    states: tuple[StateDifference, ...]
+
+    @property
+    def wrong_states(self) -> list[str]:
+        """What beside relations is not the teacher's."""
+        return [one.path for one in self.states if one.is_too_far]
 
     @property
     def damaged_shards(self) -> list[int]:
@@ -84,7 +114,8 @@ def recheck(
         CacheCorruptError: a file is damaged.
     """
     identity = cache.manifest.identity
-    teacher = Teacher(locate_teacher(teacher_name), choose_device(device))
+    head = None if identity.states is None else identity.states.head
+    teacher = Teacher(locate_teacher(teacher_name), choose_device(device), head=head)
     differing = [
         f"the teacher's {name}"
         for name, value in identity.teacher.model_dump().items()
@@ -101,8 +132,34 @@ def recheck(
             wrong_tokens = tuple(
                 shard for shard, numbers in _sample(cache).items() if not _same(cache, sequences, numbers)
             )
-    differences = _differences(cache, teacher, progress) if _is_alike(cache, teacher) else ()
-    return Recheck(identity=tuple(differing), tokens=wrong_tokens, differences=differences)
+    is_alike = _is_alike(cache, teacher)
+    return Recheck(
+        identity=tuple(differing),
+        tokens=wrong_tokens,
+        differences=_differences(cache, teacher, progress) if is_alike else (),
+        states=_state_differences(cache, teacher) if is_alike else (),
+    )
+
+
+def _state_differences(cache: Cache, teacher: Teacher) -> tuple[StateDifference, ...]:
+    """Return how far states are from the teacher's, on the sample."""
+    states = cache.manifest.identity.states
+    if states is None:
+        return ()
+    numbers = [number for some in _sample(cache).values() for number in some]
+    found = audit_states(cache, SequenceReader.of(teacher, states), numbers, _BATCH_SIZE)
+    coded = {name.folder for name in states.coded}
+    return tuple(
+        StateDifference(path=one.path, found=one.relative_error, allowed=_bound(one.path in coded, states))
+        if one.relative_error is not None
+        else StateDifference(path=one.path, found=abs(one.cross_entropy_bias or 0.0), allowed=_LABELS_AWAY)
+        for one in found
+    )
+
+
+def _bound(is_coded: bool, states: StatesIdentity) -> float:
+    """Return the relative error that a sample may have."""
+    return _ERROR_FACTOR * (states.max_error or 0.0) if is_coded else _ROUNDED_AWAY
 
 
 def _is_alike(cache: Cache, teacher: Teacher) -> bool:

@@ -8,7 +8,13 @@ from pathlib import Path
 from minilm_cache.cache import Cache, row_checker
 from minilm_cache.config import DumpConfig
 from minilm_cache.device import choose_device
-from minilm_cache.dump.add import head_for, layers_to_write, open_donor, states_to_write
+from minilm_cache.dump.add import (
+    head_for,
+    layers_to_write,
+    open_donor,
+    states_to_write,
+    with_shards_of,
+)
 from minilm_cache.dump.audit import audit, audit_sequences
 from minilm_cache.dump.audit_states import audit_states
 from minilm_cache.dump.card import cache_card, preview_table
@@ -25,11 +31,12 @@ from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import CacheManifest, Measured
 from minilm_cache.store.catalogue import find_cache
+from minilm_cache.store.creation import creating
 from minilm_cache.store.layout import MANIFEST, cache_name
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.verify import unsound_shards
-from minilm_cache.store.writer import CacheWriter, creating
+from minilm_cache.store.writer import CacheWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +94,7 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
     path = out or home / "caches" / cache_name(name_labels(config), identity)
     donor = None if add is None else open_donor(add, identity)
     if donor is not None:
-        config = config.model_copy(update={"shard_tokens": donor.manifest.shard_tokens})
+        config = with_shards_of(config, donor)
     if not resume and path.exists():
         raise IdentityMismatchError(
             f"{path} exists. Leave out --no-resume to take it up, or choose another --out."

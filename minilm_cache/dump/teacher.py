@@ -47,7 +47,6 @@ class Teacher:
             TeacherError: no safetensors weights, no tokenizer, no such head, or a family that cannot be
                 tapped.
         """
-        self.head = head
         self.name = source.name
         self.folder = source.folder
         self.tokenizer = load_tokenizer(source.folder)
@@ -133,19 +132,7 @@ class Teacher:
 
     def check_length(self, max_length: int) -> None:
         """Raise InvalidConfigError if the teacher has fewer positions than a sequence."""
-        ids = torch.full((1, max_length), self.tokenizer.cls_token_id, device=self.device)
-        limit = getattr(self.model.config, "max_position_embeddings", max_length)
-        fits = max_length <= limit
-        try:
-            if fits:
-                self._tapped(ids, torch.ones_like(ids))
-        except (IndexError, RuntimeError):  # some positions are taken by the family itself
-            fits = False
-        if not fits:
-            raise InvalidConfigError(
-                f"--max-length {max_length} is more than teacher {self.name} has positions for "
-                f"(its configuration says {limit}, special positions included). Choose a smaller one."
-            )
+        check_length(self._tapped, self.name, self.tokenizer.cls_token_id, max_length)
 
     @torch.no_grad()
     def signals(
@@ -191,3 +178,28 @@ class TeacherReading(NamedTuple):
     """One for each layer."""
     hidden: dict[int, Float[Tensor, "batch length hidden"]]
     logits: Float[Tensor, "rows classes"] | None
+
+
+@torch.no_grad()
+def check_length(model: TappedModel, name: str, token: int, max_length: int) -> None:
+    """Raise InvalidConfigError if a model has fewer positions than a sequence.
+
+    Args:
+        model: that reads.
+        name: of it, for people.
+        token: any of its vocabulary.
+        max_length: of sequences, tokens.
+    """
+    ids = torch.full((1, max_length), token, device=next(model.parameters()).device)
+    limit = getattr(model.model.config, "max_position_embeddings", max_length)
+    fits = max_length <= limit
+    try:
+        if fits:
+            model(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
+    except (IndexError, RuntimeError):  # some positions are taken by the family itself
+        fits = False
+    if not fits:
+        raise InvalidConfigError(
+            f"--max-length {max_length} is more than teacher {name} has positions for "
+            f"(its configuration says {limit}, special positions included). Choose a smaller one."
+        )

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.pretrained import keep_layers, load_model, load_tokenizer, locate_teacher
-from minilm_cache.store.durable import new_folder, storage_errors
+from minilm_cache.saving import saving
+from minilm_cache.store.durable import new_folder
 
 
 def truncate(name: str, revision: str | None, layers: str, out: Path) -> tuple[int, ...]:
@@ -30,7 +31,7 @@ def truncate(name: str, revision: str | None, layers: str, out: Path) -> tuple[i
             f"--layers {layers}: give different numbers from 0 to {depth - 1}, with commas between them."
         )
     refuse_existing(out)
-    with storage_errors("write", out), new_folder(out) as folder:
+    with saving("write", out), new_folder(out) as folder:
         keep_layers(model, chosen).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(

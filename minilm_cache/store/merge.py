@@ -6,8 +6,9 @@ from pathlib import Path
 
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.store.creation import differing_fields
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.writer import CacheWriter, differing_fields
+from minilm_cache.store.writer import CacheWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from minilm_cache.errors import CacheCorruptError, CacheIncompleteError, CacheNotFoundError, first_line
 from minilm_cache.fingerprint import xxh3
-from minilm_cache.storage_schema.arrays import ArraySpec, SmallArray, array_specs, zarr_documents
+from minilm_cache.storage_schema.arrays import ArraySpec, SmallArray, array_specs
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import (
     MAX_MANIFEST_BYTES,
@@ -27,6 +27,7 @@ from minilm_cache.storage_schema.manifest import (
     CommitRecord,
     FileDigest,
 )
+from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import entropy_column, sequence_columns
 from minilm_cache.store.durable import read_bounded, storage_errors

@@ -15,7 +15,8 @@ import pyarrow as pa
 from pcodec import ChunkConfig, standalone
 
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.storage_schema.arrays import PCODEC_LEVEL, ArraySpec
+from minilm_cache.storage_schema.arrays import ArraySpec
+from minilm_cache.storage_schema.metadata import PCODEC_LEVEL
 
 _CRC_BYTES: Final = 4
 _ENTRY_BYTES: Final = 16

@@ -8,7 +8,7 @@ written again, never adopted.
 import io
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,7 @@ from filelock import FileLock, Timeout
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, ShardBusyError, StorageError
 from minilm_cache.fingerprint import digest_bytes, xxh3
-from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.storage_schema.arrays import ArraySpec, array_specs, zarr_documents
+from minilm_cache.storage_schema.arrays import ArraySpec, array_specs
 from minilm_cache.storage_schema.manifest import (
     MAX_MANIFEST_BYTES,
     CacheManifest,
@@ -29,23 +28,22 @@ from minilm_cache.storage_schema.manifest import (
     FileDigest,
     Measured,
 )
+from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import sequence_columns
+from minilm_cache.store.creation import differing_fields, prepare_root
 from minilm_cache.store.durable import (
     PARTIAL,
     create_file,
-    is_vacant,
     link_file,
     read_bounded,
     storage_errors,
     sync_directories,
     sync_file,
-    wait_for,
     write_file,
 )
 from minilm_cache.store.layout import (
     CARD,
-    CREATE_LOCK,
     MANIFEST,
     PREVIEW,
     SEAL_LOCK,
@@ -89,6 +87,8 @@ class CacheWriter:
         self._tokens_of = tokens_of
         self._parts_of = parts_of
         self._known = {spec.path for spec in parts_of.specs} if parts_of is not None else set()
+        if parts_of is not None:
+            _refuse_unlike(parts_of, manifest)
         with storage_errors("create the cache", root):
             self._create_or_adopt()
             metadata = zarr_documents(
@@ -106,7 +106,7 @@ class CacheWriter:
     def _create_or_adopt(self) -> None:
         path = self.root / MANIFEST
         if not path.exists():
-            _prepare(self.root)
+            prepare_root(self.root)
             try:
                 create_file(path, self.manifest.to_json())
             except FileExistsError:  # another rank of this dump was first
@@ -373,65 +373,15 @@ def _alike(one: CacheManifest, other: CacheManifest) -> bool:
     return one.shards == other.shards and one.files.get(metadata) == other.files.get(metadata)
 
 
-def _prepare(root: Path) -> None:
-    """Make the folder of a new cache; what interrupted and waiting processes leave in it is no hindrance."""
-    locks = below(root, CREATE_LOCK).parent
-    occupied = root.is_dir() and not is_vacant(root, beside=locks)
-    # Another rank may have begun meanwhile; the manifest is the first file it writes.
-    if occupied and not (root / MANIFEST).exists():
-        raise IdentityMismatchError(f"{root} is not empty and is no cache. Choose another --out.")
-    root.mkdir(parents=True, exist_ok=True)
-
-
-@contextmanager
-def creating(root: Path, progress: Progress, should_stop: ShouldStop) -> Iterator[None]:
-    """Hold the right to create a cache, so that what one process decides is what the others find.
-
-    Raises:
-        IdentityMismatchError: the folder holds something that is no cache.
-        InterruptedRunError: it was asked to stop while it waited.
-        StorageError: the file system refused.
-    """
-    path = below(root, CREATE_LOCK)
-    lock = FileLock(path)
-    with storage_errors("lock", path):
-        if not (root / MANIFEST).exists():
-            _prepare(root)
-        path.parent.mkdir(exist_ok=True)
-        with suppress(Timeout):
-            lock.acquire(timeout=0)
-        if not lock.is_locked:
-            progress.note(f"waiting for the process that creates {root}")
-        interrupted = (
-            f"interrupted while another process creates {root}: this one wrote nothing. "
-            "Run the same command again."
-        )
-        wait_for(lock, should_stop, interrupted)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def differing_fields(found: CacheManifest, expected: CacheManifest) -> list[str]:
-    """Return, as `name (found instead of expected)`, what keeps two manifests from being one cache's."""
-    pairs = [
-        (found.identity.model_dump(mode="json"), expected.identity.model_dump(mode="json")),
-        ({"shard_tokens": found.shard_tokens}, {"shard_tokens": expected.shard_tokens}),
+def _refuse_unlike(parts: CacheReader, manifest: CacheManifest) -> None:
+    """Raise IdentityMismatchError for parts that mean something else there: other codes, other shards."""
+    theirs, ours = parts.manifest.files, manifest.files
+    differing = [
+        path for path in theirs if path in ours and theirs[path] != ours[path] and path != "zarr.json"
     ]
-    differing = [text for left, right in pairs for text in differing_values(left, right)]
-    if not differing and found.shards != expected.shards:
-        differing.append("the sequences of its shards")
-    return differing
-
-
-def differing_values(
-    found: Mapping[str, object], expected: Mapping[str, object], prefix: str = ""
-) -> Iterator[str]:
-    """Yield, as `name (found there, expected asked)`, what keeps two documents from being the same."""
-    for name in sorted(found.keys() | expected.keys()):
-        left, right = found.get(name), expected.get(name)
-        if isinstance(left, dict) and isinstance(right, dict):
-            yield from differing_values(left, right, f"{prefix}{name}.")
-        elif left != right:
-            yield f"{prefix}{name} ({left!s:.16} there, {right!s:.16} asked)"
+    if parts.manifest.shards != manifest.shards or differing:
+        what = differing[0] if differing else "its shards"
+        raise IdentityMismatchError(
+            f"{parts.root} cannot be added to here: {what} differs, so the two were begun apart. Choose "
+            "another --out, or leave out --add."
+        )

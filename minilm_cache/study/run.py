@@ -13,7 +13,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from transformers import PreTrainedConfig
 
-from minilm_cache.cache import open_cache
+from minilm_cache.cache import Cache, open_cache
 from minilm_cache.compare import is_teacher_of, masked_agreement
 from minilm_cache.config import DumpConfig, TrainConfig
 from minilm_cache.device import choose_device
@@ -28,7 +28,7 @@ from minilm_cache.runs import TrainedRun
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.study.spec import Study
-from minilm_cache.train.objectives.choose import check_codec
+from minilm_cache.train.objectives.choose import check_codec, choose_objective
 from minilm_cache.train.objectives.relations import split_into
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.run import train
@@ -136,8 +136,12 @@ def _agreements(
         changes = {"objective": "mlm-kd", "arch": arch, "init": str(run.path), "steps": study.agreement_steps}
         kept = config.model_dump(exclude=_OF_ITS_OBJECTIVE)
         own = TrainConfig.model_validate({**kept, **changes})
-        path = folder / "masked" / run.path.name
-        result = train(own, run.record.cache, path, home, progress=progress, should_stop=should_stop)
+        path = folder / "masked" / f"{study.agreement_steps}-{run.path.name}"
+        try:
+            result = train(own, run.record.cache, path, home, progress=progress, should_stop=should_stop)
+        except DivergedError as error:
+            progress.note(f"{error} The study goes on without this agreement.")
+            continue
         learned = [one.arch for one in result.record.students if one.diverged_at is None]
         device = choose_device(config.device)
         told = masked_agreement(run.cache, [result.student_path(one) for one in learned], device)
@@ -149,6 +153,7 @@ def _check_shapes(study: Study, home: Path) -> None:
     """Raise for shapes, objectives and devices that do not fit, before hours are spent."""
     refuse_ranks("a study", "it has made, or `minilm-cache dump` makes for `{cache: FOLDER}`")
     for name, cache in study.caches.items():
+        opened: Cache | None = None
         if isinstance(cache, DumpConfig):
             source = locate_teacher(cache.teacher, cache.revision, without_weights=True)
             config, codec = read_config(source), cache.codec
@@ -163,6 +168,8 @@ def _check_shapes(study: Study, home: Path) -> None:
         for one in study.passes:
             if one.cache == name:
                 _check_pass(study, one.config, config, codec, heads)
+                if opened is not None:
+                    choose_objective(one.config, opened)
 
 
 def _check_pass(

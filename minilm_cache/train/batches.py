@@ -4,6 +4,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +27,20 @@ from minilm_cache.relations import (
     to_dense,
 )
 from minilm_cache.states import States, WantedStates
+from minilm_cache.storage_schema.arrays import not_chosen
 from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.states import READ_PATH
 from minilm_cache.store.layout import shard_of
 from minilm_cache.store.reader import Shard
 from minilm_cache.train.sampler import Buffer, StepPlan
 
 _READ_THREADS = 2
+
+
+Unit = Literal["tokens", "chosen", "sequences", "pairs"]
+"""What a loss is a mean over: tokens, those chosen to be masked, sequences, pairs of a sequence's tokens."""
+UNITS: Final[tuple[Unit, ...]] = get_args(Unit)
+Counts = Mapping[Unit, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +51,12 @@ class StudentBatch:
     """Token ids, padded."""
     lengths: Int[Tensor, " batch"]
     """Tokens of each sequence."""
-    num_tokens: int
-    """Tokens of all of them."""
+    counts: Counts
+    """What is in this part of a step."""
     part: int
-    """Number of this part of a step, of all processes."""
-    step_tokens: int
-    """Tokens of all parts that this process takes of the step."""
+    """Its number, of all processes."""
+    step_counts: Counts
+    """What is in all parts that this process takes of the step."""
     ends_step: bool
     """True for the last of them."""
     targets: tuple[Mapping[RelationKind, Targets], ...]
@@ -55,6 +64,11 @@ class StudentBatch:
     vectors: tuple[Vectors, ...] = ()
     """Likewise, where they are wanted."""
     states: States = field(default_factory=States)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return self.counts["tokens"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +91,7 @@ class _Gathered:
     """A batch as it is stored."""
 
     lengths: npt.NDArray[np.int64]
+    counts: Counts
     rows: Mapping[str, npt.NDArray[np.generic]]
     """Array path to `(batch, length, ...)`."""
     entropy: Mapping[RelationKind, npt.NDArray[np.float32]]
@@ -89,6 +104,8 @@ class _Stored:
     paths: tuple[str, ...]
     entropies: tuple[RelationKind, ...]
     """Relations whose rows the teacher's mean row entropy belongs to."""
+    not_chosen: int
+    """What stands for a token that is read as it is."""
 
 
 class BatchReader:
@@ -121,6 +138,7 @@ class BatchReader:
         self._stored = _Stored(
             paths=tuple(paths),
             entropies=tuple(kind for kind in wanted.kinds if kind in estimated),
+            not_chosen=not_chosen(cache.manifest.identity.teacher.vocab_size),
         )
         self._num_heads = wanted.relation_heads or cache.manifest.identity.relation_heads
         self._pad_token = pad_token
@@ -139,10 +157,10 @@ class BatchReader:
             while True:
                 step = pending.result()
                 pending = ahead.submit(_gather_step, streams, plan, self._stored)
-                step_tokens = sum(int(gathered.lengths.sum()) for gathered in step.values())
+                total: Counts = {unit: sum(own.counts[unit] for own in step.values()) for unit in UNITS}
                 for part, gathered in step.items():
                     ends_step = part == plan.own_parts[-1]
-                    yield self._decode(gathered, part=part, step_tokens=step_tokens, ends_step=ends_step)
+                    yield self._decode(gathered, part=part, step_counts=total, ends_step=ends_step)
 
     def held_out_batches(self, batch_size: int, max_sequences: int) -> Iterator[StudentBatch]:
         """Yield the first held-out sequences, in order."""
@@ -154,8 +172,7 @@ class BatchReader:
             wanted = {shard_of(manifest.shards, number) for number in numbers.tolist()}
             shards = {n: shards.get(n) or self._read(n) for n in wanted}
             gathered = _gather([(shards, numbers)], self._stored)
-            num_tokens = int(gathered.lengths.sum())
-            yield self._decode(gathered, part=0, step_tokens=num_tokens, ends_step=True)
+            yield self._decode(gathered, part=0, step_counts=gathered.counts, ends_step=True)
 
     def _loaded(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Shard], Buffer]]:
         """Yield each buffer with its shards; those of the next one are read meanwhile."""
@@ -181,7 +198,9 @@ class BatchReader:
             found = found.pin_memory()  # else the copy would wait for what the GPU is doing
         return found.to(self._device, non_blocking=True)
 
-    def _decode(self, gathered: _Gathered, *, part: int, step_tokens: int, ends_step: bool) -> StudentBatch:
+    def _decode(
+        self, gathered: _Gathered, *, part: int, step_counts: Counts, ends_step: bool
+    ) -> StudentBatch:
         lengths = self._to_device(gathered.lengths)
         ids = torch.from_numpy(gathered.rows["tokens"].astype(np.int64))
         beyond = torch.arange(ids.shape[1]) >= torch.from_numpy(gathered.lengths)[:, None]
@@ -205,9 +224,9 @@ class BatchReader:
         return StudentBatch(
             ids=ids.masked_fill(beyond, self._pad_token).to(self._device),
             lengths=lengths,
-            num_tokens=int(gathered.lengths.sum()),
+            counts=gathered.counts,
             part=part,
-            step_tokens=step_tokens,
+            step_counts=step_counts,
             ends_step=ends_step,
             targets=targets,
             vectors=vectors,
@@ -288,4 +307,17 @@ def _gather(pieces: Sequence[_Piece], wanted: _Stored) -> _Gathered:
         kind: np.asarray([shard.entropy(kind, number) for shard, number in found], dtype=np.float32)
         for kind in wanted.entropies
     }
-    return _Gathered(lengths=lengths, rows=rows, entropy=entropy)
+    counts: Counts = {
+        "tokens": int(lengths.sum()),
+        "chosen": _num_chosen(found, wanted),
+        "sequences": len(found),
+        "pairs": int((lengths**2).sum()),
+    }
+    return _Gathered(lengths=lengths, counts=counts, rows=rows, entropy=entropy)
+
+
+def _num_chosen(found: Sequence[tuple[Shard, int]], wanted: _Stored) -> int:
+    """Return the tokens that were chosen to be masked; 0 where nobody asks."""
+    if READ_PATH not in wanted.paths:
+        return 0
+    return sum(int((shard.rows_of(READ_PATH, number) != wanted.not_chosen).sum()) for shard, number in found)

@@ -1,15 +1,18 @@
 """A trained student as a Hugging Face folder, with a card that says what it is and what it is not."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from huggingface_hub import ModelCardData
+from torch import nn
 
 from minilm_cache.needs import NEEDS
+from minilm_cache.saving import saving
 from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES, CacheManifest
 from minilm_cache.store.durable import new_folder
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.train.checkpoint import saving
+from minilm_cache.tap import Head
 from minilm_cache.train.record import RunIdentity, StudentRecord, measure_in_words
 from minilm_cache.train.trainer import StudentTrainer
 
@@ -29,25 +32,27 @@ def save_student(
             if path in reader.manifest.files:
                 (new / name).write_bytes(reader.attachment(path))
         trainer.model.model.save_pretrained(new)
-        (new / "README.md").write_text(student_card(reader.manifest, identity, record))
+        untrained = untrained_modules(trainer.model.model)
+        head = trainer.learner.objective.needs.head
+        (new / "README.md").write_text(student_card(reader.manifest, identity, record, untrained, head))
 
 
-_PIPELINES: Final = {
-    **dict.fromkeys(NEEDS, "feature-extraction"),
-    **dict.fromkeys(("mlm-kd", "distilbert"), "fill-mask"),
-    "tinybert-prediction": "text-classification",
+_PIPELINES: Final[dict[Head | None, str]] = {
+    None: "feature-extraction",
+    "tokens": "fill-mask",
+    "sequences": "text-classification",
 }
-_UNTRAINED: Final = (
-    "**The last layer's attention output, its feed-forward network and the pooler are untrained**:",
-    "the loss ends at the last layer's queries, keys and values, so what follows keeps its initial",
-    "values. Fine-tune the student before you use its outputs.",
-    "",
-)
 
 
-def ends_at_vectors(objective: str) -> bool:
-    """Return whether an objective trains nothing behind the last layer's queries, keys and values."""
-    return objective in {"minilm", "minilmv2", "value-mse"}
+def untrained_modules(model: nn.Module) -> list[str]:
+    """Return the outermost modules none of whose weights are trained."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        weights = list(module.parameters())
+        is_within = any(name.startswith(f"{outer}.") for outer in found)
+        if weights and not is_within and not any(weight.requires_grad for weight in weights):
+            found.append(name)
+    return found
 
 
 def layers_in_words(identity: RunIdentity) -> str:
@@ -62,11 +67,36 @@ def layers_in_words(identity: RunIdentity) -> str:
     return f"layer {identity.teacher_layer} of a teacher, counted from 0"
 
 
-def student_card(manifest: CacheManifest, identity: RunIdentity, record: StudentRecord) -> str:
-    """Return the model card."""
+def _untrained_note(untrained: Sequence[str]) -> list[str]:
+    if not untrained:
+        return []
+    return [
+        f"**Untrained: {', '.join(f'`{name}`' for name in untrained)}.** The loss does not depend on",
+        "them, so they are what they began with. Fine-tune the student before you use outputs that they",
+        "have part in.",
+        "",
+    ]
+
+
+def student_card(
+    manifest: CacheManifest,
+    identity: RunIdentity,
+    record: StudentRecord,
+    untrained: Sequence[str],
+    head: Head | None,
+) -> str:
+    """Return the model card.
+
+    Args:
+        manifest: of the cache.
+        identity: of the run.
+        record: of the student.
+        untrained: modules that keep what they began with.
+        head: that the student has.
+    """
     data = ModelCardData(
         library_name="transformers",
-        pipeline_tag=_PIPELINES[identity.objective],
+        pipeline_tag=_PIPELINES[head],
         tags=["minilm-cache", "knowledge-distillation"],
     )
     teacher = manifest.identity.teacher
@@ -86,7 +116,7 @@ def student_card(manifest: CacheManifest, identity: RunIdentity, record: Student
         f"- {identity.steps} steps of {identity.batch_size} sequences, peak learning rate {identity.lr:g}, "
         f"seed {identity.seed}",
         "",
-        *(_UNTRAINED if ends_at_vectors(identity.objective) else ()),
+        *_untrained_note(untrained),
     ]
     before, after = record.held_out_before, record.held_out_after
     if before is not None and after is not None:

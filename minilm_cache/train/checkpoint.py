@@ -5,8 +5,7 @@ of seed and step. Files are named by student, so that a run goes on whatever pro
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import safetensors
@@ -16,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minilm_cache.errors import IdentityMismatchError, first_line
-from minilm_cache.store.durable import PARTIAL, storage_errors, sync_directories, sync_file
+from minilm_cache.saving import saving
+from minilm_cache.store.durable import PARTIAL, sync_directories, sync_file
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import arch_slug
 from minilm_cache.train.trainer import StudentTrainer
@@ -121,16 +121,6 @@ def load_students(
 def remove_checkpoints(folder: Path) -> None:
     """Remove every checkpoint."""
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def saving(doing: str, where: Path) -> Iterator[None]:
-    """Turn what the file system and safetensors raise into a StorageError."""
-    with storage_errors(doing, where):
-        try:
-            yield
-        except safetensors.SafetensorError as error:
-            raise OSError(None, first_line(error), str(where)) from error
 
 
 def save_best(folder: Path, trainer: StudentTrainer, step: int) -> None:

@@ -28,10 +28,15 @@ def held_out_losses(
 ) -> list[HeldOutLosses]:
     """Return every student's mean losses over batches, as its look tells; each is decoded once for all."""
     sums: list[HeldOutLosses] = [{} for _ in looks]
-    num_tokens = 0
+    counts: list[dict[str, int]] = [{} for _ in looks]
     for batch in batches:
-        num_tokens += batch.num_tokens
-        for look, total in zip(looks, sums, strict=True):
-            for kind, part in look(batch).parts.items():
-                total[kind] = total.get(kind, 0.0) + float(part) * batch.num_tokens
-    return [{kind: value / num_tokens for kind, value in total.items()} for total in sums]
+        for look, total, count in zip(looks, sums, counts, strict=True):
+            losses = look(batch)
+            for name, part in losses.parts.items():
+                number = batch.counts[losses.units[name]]
+                total[name] = total.get(name, 0.0) + float(part) * number
+                count[name] = count.get(name, 0) + number
+    return [
+        {name: value / max(count[name], 1) for name, value in total.items()}
+        for total, count in zip(sums, counts, strict=True)
+    ]

@@ -55,7 +55,10 @@ class InitialWeights:
         found = source.state_dict()
         problem = next((name for name in own if name not in found), None)
         problem = problem or next((name for name in found if name not in own), None)
-        problem = problem or next((name for name in own if own[name].shape != found[name].shape), None)
+        unlike = (name for name in own if name not in lacking and own[name].shape != found[name].shape)
+        problem = problem or next(unlike, None)
+        if problem is None and source.config.num_attention_heads != model.config.num_attention_heads:
+            problem = "the number of heads"
         if problem is not None:
             raise InvalidConfigError(
                 f"--init {self.folder}: {problem} is not of the same shape there as in student {arch}, or "

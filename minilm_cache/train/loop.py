@@ -13,7 +13,7 @@ from minilm_cache.cache import Cache
 from minilm_cache.config import TrainConfig
 from minilm_cache.errors import DivergedError, InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.train.batches import BatchReader, StudentBatch
+from minilm_cache.train.batches import UNITS, BatchReader, StudentBatch
 from minilm_cache.train.checkpoint import BestStudent, RunState, drop_superseded, save_best, save_checkpoint
 from minilm_cache.train.heldout import HeldOutLosses
 from minilm_cache.train.objectives.base import Losses
@@ -117,17 +117,20 @@ class TrainingLoop:
         hours = sitting.seconds / _SECONDS_PER_HOUR
         is_over = self.config.max_hours is not None and hours >= self.config.max_hours
         batch = next(stream)
-        asked = [float(should_stop()), float(is_over), float(batch.step_tokens)]
-        stop, over, tokens = self.ranks.sum(asked)
+        asked = [float(should_stop()), float(is_over), *(float(batch.step_counts[unit]) for unit in UNITS)]
+        stop, over, *sums = self.ranks.sum(asked)
         if stop or over:
             self._interrupt(journal, sitting, "interrupted" if stop else "the hours of --max-hours are over")
-        num_tokens = round(tokens * self.ranks.num_data / self.ranks.size)
+        once = self.ranks.num_data / self.ranks.size
+        totals = {unit: round(count * once) for unit, count in zip(UNITS, sums, strict=True)}
+        num_tokens = totals["tokens"]
         step = self.state.step
         for trainer in self.trainers:
             trainer.begin(step)
         while True:
+            shares = {unit: batch.counts[unit] / max(totals[unit], 1) for unit in UNITS}
             for trainer in self.trainers:
-                trainer.learn(batch, step, batch.num_tokens / num_tokens)
+                trainer.learn(batch, step, shares)
             if batch.ends_step:
                 break
             batch = next(stream)
@@ -229,8 +232,9 @@ class _Journal:
             arch = trainer.shape.arch
             assert found is not None
             own[arch] = {str(kind): value for kind, value in found.items()}
-            before, total = state.best.get(arch), sum(found.values())
-            if math.isfinite(total) and (before is None or total < sum(before.held_out.values())):
+            objective = trainer.learner.objective
+            before, total = state.best.get(arch), objective.total_of(found)
+            if math.isfinite(total) and (before is None or total < objective.total_of(before.held_out)):
                 best[arch] = BestStudent(step=state.step, held_out=found)
                 if loop.ranks.is_writer:
                     save_best(loop.folder.best, trainer, state.step)

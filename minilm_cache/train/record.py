@@ -35,7 +35,7 @@ class RunIdentity(_Record):
     value_relation: bool
     query_key_relations: bool
     layer_map: LayerMap
-    init: str
+    init: str = "random"
     """What students began with: `random`, or weights, by their hash."""
     teacher_layer: int | None
     """Counted from 0; none: the layers of the map."""

@@ -92,9 +92,7 @@ def parse_arch(
     """
     match = _PATTERN.fullmatch(arch)
     if match is None:
-        raise InvalidConfigError(
-            f"--arch {arch}: write LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sN], as 3x384 or 4x312:ff1200."
-        )
+        raise _no_shape(arch)
     layers, hidden = int(match[1]), int(match[2])
     pairs = _OPTION.findall(match[3])
     options = {name: int(number) for name, number in pairs}
@@ -117,9 +115,21 @@ def parse_arch(
 
 
 def num_layers_of(arch: str) -> int:
-    """Return the layers of a shape, or 0 for what is no shape."""
+    """Return the layers of a shape.
+
+    Raises:
+        InvalidConfigError: it is none.
+    """
     match = _PATTERN.fullmatch(arch)
-    return int(match[1]) if match else 0
+    if match is None:
+        raise _no_shape(arch)
+    return int(match[1])
+
+
+def _no_shape(arch: str) -> InvalidConfigError:
+    return InvalidConfigError(
+        f"--arch {arch}: write LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sN], as 3x384 or 4x312:ff1200."
+    )
 
 
 def _check_shape(shape: StudentShape) -> None:
@@ -155,9 +165,10 @@ def _check_heads(shape: StudentShape, relation_heads: int, split_into: int | Non
             f"objective compares head with head. Leave out :h{heads}, or use --objective minilmv2 with a "
             "cache of codec vectors."
         )
-    if split_into is not None and shape.hidden_size % split_into:
+    width = shape.bottleneck_size or shape.hidden_size
+    if split_into is not None and width % split_into:
         raise InvalidConfigError(
-            f"--arch {arch}: hidden size {shape.hidden_size} does not divide by {split_into} relation heads. "
+            f"--arch {arch}: width {width} does not divide by {split_into} relation heads. "
             "Give other --relation-heads."
         )
 

@@ -1,5 +1,6 @@
 """One student in training: its model, its optimizer, its step."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
@@ -11,7 +12,7 @@ from minilm_cache.dropout import draw_faster
 from minilm_cache.loss import Method
 from minilm_cache.relations import key_mask
 from minilm_cache.tap import Reading, TappedModel
-from minilm_cache.train.batches import StudentBatch
+from minilm_cache.train.batches import UNITS, StudentBatch, Unit
 from minilm_cache.train.objectives.base import Losses, StudentObjective
 from minilm_cache.train.objectives.choose import Objective
 from minilm_cache.train.ranks import Ranks
@@ -45,7 +46,8 @@ class StudentTrainer:
         """
         self.shape = shape
         self.model = model
-        torch.manual_seed(_part_seed(config.seed, 0, _OF_PROJECTIONS))
+        self._seed = config.seed if shape.seed is None else shape.seed
+        torch.manual_seed(_part_seed(self._seed, 0, _OF_PROJECTIONS))
         own = objective.of(model).to(ranks.device)
         self.learner = Learner(model, own)
         model.tap(own.needs.layers, own.needs.hidden, own.needs.head).freeze_unused()
@@ -57,7 +59,6 @@ class StudentTrainer:
             draw_faster(self.model)
         self._parallel = ranks.parallel(self.learner)
         self._ranks = ranks
-        self._seed = config.seed if shape.seed is None else shape.seed
         self._config = config
         self._steps = steps
         self._taken: dict[str, Tensor] = {}
@@ -82,7 +83,7 @@ class StudentTrainer:
     def step(self, batch: StudentBatch, step: int) -> Losses:
         """Take one optimizer step on a batch that is a whole step."""
         self.begin(step)
-        self.learn(batch, step, 1.0)
+        self.learn(batch, step, dict.fromkeys(UNITS, 1.0))
         return self.update()
 
     def begin(self, step: int) -> None:
@@ -93,7 +94,7 @@ class StudentTrainer:
         self.model.train()
         self._taken = {}
 
-    def learn(self, batch: StudentBatch, step: int, share: float) -> None:
+    def learn(self, batch: StudentBatch, step: int, shares: Mapping[Unit, float]) -> None:
         """Add the gradient of a part of a step.
 
         Dropout is drawn from (seed, step, part) alone, so that a run that is resumed, that trains several
@@ -102,22 +103,22 @@ class StudentTrainer:
         Args:
             batch: the part.
             step: its step.
-            share: of the step's tokens, those of all processes, that are in this part.
+            shares: of the step's tokens, sequences, ..., those of all processes, that are in this part.
         """
         torch.manual_seed(_part_seed(self._seed, step, batch.part))
         with self._ranks.without_sync(self._parallel, when=not batch.ends_step):
-            losses = self._losses(self._parallel, batch, None)
+            losses = self._losses(self._parallel, batch, None, shares)
             # Gradients become means over processes, and they should be sums.
-            (losses.total * (share * self._ranks.num_data)).backward()
-        for kind, part in losses.parts.items():
-            self._taken[kind] = self._taken.get(kind, 0.0) + part.detach() * share
+            (losses.total * self._ranks.num_data).backward()
+        for name, part in losses.parts.items():
+            self._taken[name] = self._taken.get(name, 0.0) + part.detach()
 
     def update(self) -> Losses:
         """Take the optimizer's step, and return this process's share of the losses of its parts."""
         if self._config.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.trained, self._config.max_grad_norm)
         self.optimizer.step()
-        return Losses(torch.stack(list(self._taken.values())).sum(), self._taken)
+        return self.learner.objective.losses(self._taken)
 
     def is_finite(self) -> bool:
         """Return whether every trained weight is a number."""
@@ -128,11 +129,17 @@ class StudentTrainer:
         self.model.eval()
         return self._losses(self.learner, batch, "dense")
 
-    def _losses(self, learner: nn.Module, batch: StudentBatch, method: Method | None) -> Losses:
+    def _losses(
+        self,
+        learner: nn.Module,
+        batch: StudentBatch,
+        method: Method | None,
+        shares: Mapping[Unit, float] | None = None,
+    ) -> Losses:
         device = batch.ids.device
         is_rounded = precision_of(self._config, device) == "bfloat16"
         with torch.autocast(device.type, torch.bfloat16, enabled=is_rounded):
-            losses: Losses = learner(batch, method)
+            losses: Losses = learner(batch, method, shares)
             return losses
 
 
@@ -145,9 +152,15 @@ class Learner(nn.Module):
         self.model = model
         self.objective = objective
 
-    def forward(self, batch: StudentBatch, method: Method | None = None) -> Losses:
-        """Return the losses of a batch; relations in a form of `relation_loss`."""
-        return self.objective(read(self.model, self.objective, batch), batch, method)  # type: ignore[no-any-return]
+    def forward(
+        self,
+        batch: StudentBatch,
+        method: Method | None = None,
+        shares: Mapping[Unit, float] | None = None,
+    ) -> Losses:
+        """Return the losses of a batch, relations in a form of `relation_loss`, as shares of a step's."""
+        parts = self.objective(read(self.model, self.objective, batch), batch, method)
+        return self.objective.losses(parts, shares)
 
 
 def read(model: TappedModel, objective: StudentObjective, batch: StudentBatch) -> Reading:

@@ -52,7 +52,7 @@ def augmented(
 ) -> list[dict[str, object]]:
     """Return the lines that the command writes."""
     words = ("augment", "--teacher", model, "--corpus", corpus, "--text-column", "sentence", "--out", out)
-    code, told, err = command(*words, "--json", *more)
+    code, told, err = command(*words, "--max-length", 64, "--json", *more)
     assert code == 0, err
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert json.loads(told) == {"file": str(out), "documents": 4, "lines": len(lines)}
@@ -137,10 +137,11 @@ def test_what_cannot_be_augmented_is_refused(
 ) -> None:
     plain = save_teacher(tmp_path / "plain")
     out = tmp_path / "out.jsonl"
-    base = ("augment", "--corpus", corpus, "--text-column", "sentence")
+    base = ("augment", "--corpus", corpus, "--text-column", "sentence", "--max-length", 64)
     command.fails(*base, "--teacher", plain, "--out", out, code=1, says="no head for masked tokens")
     command.fails(*base, "--teacher", model, "--out", out, "--replace", 0, code=2, says="--replace 0")
-    wrong = ("augment", "--corpus", corpus, "--teacher", model, "--out", out)
+    wrong = ("augment", "--corpus", corpus, "--teacher", model, "--out", out, "--max-length", 64)
+    command.fails(*wrong[:-2], code=2, says="has positions for")
     command.fails(*wrong, code=1, says="no column 'text'")
     out.write_text("")
     command.fails(*base, "--teacher", model, "--out", out, code=2, says="exists")

@@ -10,7 +10,6 @@ from minilm_cache import open_cache
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.relations import Vectors
-from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.tap import Reading
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.objectives.choose import choose_objective
@@ -46,7 +45,7 @@ def test_minilmv2_is_plain_torch_on_heads_split_anew(world: World, relation_head
         log_student = (narrow @ narrow.mT / narrow.shape[-1] ** 0.5).log_softmax(-1)
         expected = torch.nn.functional.kl_div(log_student, target, reduction="sum") / (heads * length)
 
-        torch.testing.assert_close(found.parts[RelationKind(kind)].double(), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found[kind].double(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_minilmv2_trains_students_with_heads_of_their_own(world: World) -> None:

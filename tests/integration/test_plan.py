@@ -85,7 +85,7 @@ def test_what_objectives_need_is_planned(tmp_path: Path, command: Command) -> No
     words = ("--no-dense", "--json", "--for")
     plain = json.loads(command(*plan_arguments(world, *words, "minilm"))[1])["settings"]
     labels = json.loads(command(*plan_arguments(world, *words, "mlm-kd"))[1])["settings"]
-    states = json.loads(command(*plan_arguments(world, *words, "tinybert"))[1])["settings"]
+    states = json.loads(command(*plan_arguments(world, *words, "minilm, tinybert"))[1])["settings"]
 
     assert [one["codec"]["name"] for one in plain] == ["topk", "vectors", "vectors"]
     assert all(

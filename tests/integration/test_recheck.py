@@ -3,13 +3,15 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.storage_schema.identity import CacheIdentity
 from tests.conftest import Command
 from tests.integration.test_hostile import replace_in_shard
-from tests.support import World, save_teacher, tiny_tokenizer, write_document
+from tests.support import World, save_teacher, tiny_tokenizer, write_corpus, write_document
 
 
 @pytest.mark.parametrize("codec", ["topk", "vectors", "dense"])
@@ -166,3 +168,28 @@ def test_a_damaged_cache_names_the_shards_to_redo(world: World, command: Command
     assert "which writes shard 1, 4 again" in err
     assert world.dump().shards_written == 2
     assert command("verify", "--full", path)[0] == 0
+
+
+def test_states_that_are_not_the_teachers_are_named(tmp_path: Path, command: Command) -> None:
+    world = World(
+        tmp_path, save_teacher(tmp_path / "teacher", head="tokens"), write_corpus(tmp_path / "text.txt")
+    )
+    world.dump(hidden=(1, 3), first_hidden="last", masked_hidden="last", labels=True)
+    words = ("verify", tmp_path / "cache", "--teacher", world.teacher)
+    code, out, err = command(*words)
+    assert code == 0, err
+    assert "states/hidden/3" in out
+    encode = StatesCodec.encode
+
+    def hollow(self: StatesCodec, *given: Any) -> dict[str, Any]:
+        found = encode(self, *given)
+        return {path: rows * 0 if path.endswith("codes") else rows for path, rows in found.items()}
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StatesCodec, "encode", hollow)
+        world.dump("hollow", hidden=(1, 3), first_hidden="last", masked_hidden="last", labels=True)
+    command.fails(
+        *("verify", "--full", tmp_path / "hollow", "--teacher", world.teacher),
+        code=3,
+        says="holds other states than this teacher says: states/hidden/1, states/hidden/3, states/masked/3",
+    )

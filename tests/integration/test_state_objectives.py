@@ -4,6 +4,7 @@ One cache of one teacher serves them all; the twin runs the teacher again, on wh
 time.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -21,11 +22,12 @@ from minilm_cache.config import TrainConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.needs import NEEDS
 from minilm_cache.runs import TrainedRun
-from minilm_cache.train.batches import BatchReader, StudentBatch
+from minilm_cache.train.batches import UNITS, BatchReader, StudentBatch
 from minilm_cache.train.objectives.choose import choose_objective
 from minilm_cache.train.objectives.layers import map_layers
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.run import build_trainers
+from minilm_cache.train.run import build_trainers, train
+from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.student import parse_arch
 from minilm_cache.train.trainer import StudentTrainer
 from tests.conftest import Command
@@ -214,6 +216,14 @@ def twin(objective: str, teacher: Whole, trainer: StudentTrainer, batch: Student
     return {name: torch.cat([parts[name].flatten() for parts in found]).mean() for name in found[0]}
 
 
+UNTRAINED = {
+    "value-mse": "**Untrained: `encoder.layer.1.attention.output`, `encoder.layer.1.intermediate`, ",
+    "hidden-mse": "**Untrained: `pooler`.**",
+    "tinybert": "**Untrained: `pooler`.**",
+    "bert-pkd": "**Untrained: `encoder.layer.1`, `pooler`.**",
+    "mobilebert": "**Untrained: `pooler`",
+}
+"""What cards say of students that some weights of are not trained."""
 TOTALS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "distilbert": lambda p: 5 * 4 * p["soft_labels"] + 2 * p["masked_lm"] + p["cosine"],
     "mlm-kd": lambda p: 4 * p["soft_labels"],
@@ -296,13 +306,12 @@ def test_every_objective_trains_from_one_cache(
         saved = AutoModel.from_pretrained(run.folder(student))
     assert saved.config.num_hidden_layers == int(arch[0])
     card = (run.folder(student) / "README.md").read_text()
-    assert ("are untrained" in card) == (objective == "value-mse")
+    assert UNTRAINED.get(objective, "") in card
+    assert ("Untrained" in card) == (objective in UNTRAINED)
     assert f"objective `{objective}`" in card
 
 
 def test_a_run_stopped_and_resumed_learns_the_same_projections(words: World, tmp_path: Path) -> None:
-    from minilm_cache.train.run import train  # noqa: PLC0415 - only here
-
     config = settings("tinybert", steps=8, checkpoint_steps=4, keep_checkpoints=2)
     cache = words.root / "cache"
     whole = train(config, cache, tmp_path / "whole", tmp_path)
@@ -358,6 +367,7 @@ def test_students_that_cannot_learn_something_are_told_why(words: World, command
         *say, "2x32", "--objective", "distilbert", "--teacher-layer", 1, code=2, says="does not go with"
     )
     command.fails(*say, "2x32", "--objective", "nothing", code=2, says="--objective nothing")
+    command.fails(*say, "foo", "--objective", "tinybert", code=2, says="--arch foo: write LAYERSxHIDDEN")
 
 
 def test_heads_are_free_where_no_heads_are_compared(words: World) -> None:
@@ -427,3 +437,99 @@ def test_bottlenecks_are_mobileberts(words: World) -> None:
 )
 def test_layer_maps_of_tinybert(layer_map: str, expected: list[tuple[int, int]]) -> None:
     assert map_layers(layer_map, 3, 12) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("objective", ["mlm-kd", "distilbert", "bert-pkd", "tinybert", "tinybert-prediction"])
+def test_parts_of_a_step_are_the_step(classes: World, records: World, objective: str) -> None:
+    """Each part is weighed by what its mean is over: masked tokens, sequences, pairs of tokens."""
+    world = classes if objective == "tinybert-prediction" else records
+    cache = open_cache(world.root / "cache")
+    gradients = []
+    for accumulate in (1, 4):
+        config = settings(objective, accumulate=accumulate)
+        trainer, _ = trainer_of(config, cache)
+        for module in trainer.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        plan = plan_steps(config, cache.manifest)
+        reader = BatchReader(cache, choose_objective(config, cache).wanted, 0, CPU)
+        trainer.begin(0)
+        trainer.model.eval()
+        for batch in reader.train_batches(plan, 0):
+            shares = {unit: batch.counts[unit] / max(batch.step_counts[unit], 1) for unit in UNITS}
+            trainer.learn(batch, 0, shares)
+            if batch.ends_step:
+                break
+        gradients.append(
+            torch.cat([weight.grad.flatten() for weight in trainer.trained if weight.grad is not None])
+        )
+    difference = (gradients[0] - gradients[1]).norm() / gradients[0].norm()
+
+    assert float(difference) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Return a world whose sequences have many lengths, some of them without a token to mask."""
+    root = tmp_path_factory.mktemp("records")
+    corpus = write_corpus(root / "corpus.txt")
+    corpus.write_text(corpus.read_text() + "\n\n".join(["zz"] * 20) + "\n")
+    world = World(root, save_teacher(root / "teacher", head="tokens"), corpus)
+    world.dump(**{"for": ",".join(OF_WORDS)}, codec="vectors", max_kl=0.05, packing="records")
+    return world
+
+
+def test_sequences_without_a_token_to_mask_do_no_harm(records: World, command: Command) -> None:
+    out = records.root / "run"
+    words = ("train", records.root / "cache", "--arch", "2x16", "--objective", "mlm-kd", "--steps", 30)
+    code, _, err = command(*words, "--batch-size", 4, "--accumulate", 4, "--device", "cpu", "--out", out)
+    assert code == 0, err
+
+
+def test_the_log_has_the_loss_that_is_trained(words: World, tmp_path: Path) -> None:
+    config = settings("distilbert", steps=10, eval_steps=5)
+    result = train(config, words.root / "cache", tmp_path / "run", tmp_path)
+    lines = [json.loads(line) for line in (result.path / "log.jsonl").read_text().splitlines()]
+    told = [line["students"]["2x32"] for line in lines if "students" in line]
+    for one in told:
+        parts = {name: torch.tensor(value) for name, value in one.items() if name != "loss"}
+        assert one["loss"] == pytest.approx(float(TOTALS["distilbert"](parts)), rel=1e-4)
+    looks = {line["step"]: line["held_out"]["2x32"] for line in lines if "held_out" in line}
+    totals = {
+        step: float(TOTALS["distilbert"]({name: torch.tensor(value) for name, value in look.items()}))
+        for step, look in looks.items()
+    }
+    assert result.record.students[0].best_step == min(totals, key=lambda step: totals[step])
+
+
+def test_an_encoder_without_a_head_begins_a_student_with_one(
+    classes: World, words: World, tmp_path: Path
+) -> None:
+    config = settings("tinybert-prediction", arch=("3x32:ff64",), init=str(tmp_path / "encoder"))
+    save_teacher(tmp_path / "encoder", seed=7)
+    trainer, _ = trainer_of(config, open_cache(classes.root / "cache"))
+    there = AutoModel.from_pretrained(tmp_path / "encoder").state_dict()
+    begun = trainer.model.model.base_model.state_dict()
+    assert all(torch.equal(value, there[name]) for name, value in begun.items())
+    assert trainer.model.model.config.num_labels == 3
+    with pytest.raises(InvalidConfigError, match="the number of heads"):
+        trainer_of(
+            settings("mlm-kd", arch=("3x32:ff64:h8",), init=str(tmp_path / "encoder")),
+            open_cache(words.root / "cache"),
+        )
+
+
+def test_seeds_of_students_are_those_of_their_projections_too(words: World) -> None:
+    cache = open_cache(words.root / "cache")
+    drawn = [
+        trainer_of(settings("hidden-mse", arch=(arch,)), cache)[0].learner.objective.state_dict()
+        for arch in ("2x16:s1", "2x16:s2", "2x16:s1")
+    ]
+    (name,) = drawn[0]
+    assert torch.equal(drawn[0][name], drawn[2][name])
+    assert not torch.equal(drawn[0][name], drawn[1][name])
+
+
+def test_bottlenecks_have_vectors_of_their_own_width(words: World, command: Command) -> None:
+    say = ("train", words.root / "cache", "--objective", "minilmv2", "--steps", 1, "--arch", "3x32:b12")
+    command.fails(*say, "--relation-heads", 8, code=2, says="width 12 does not divide by 8 relation heads")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,17 +15,21 @@ from transformers import (
     PreTrainedModel,
 )
 
-from minilm_cache.cache import CachedSequence, open_cache, row_checker
+from minilm_cache.cache import Cache, CachedSequence, open_cache, row_checker
+from minilm_cache.dump.audit import Audit
 from minilm_cache.dump.run import dump
+from minilm_cache.dump.teacher import Teacher, TeacherReading
 from minilm_cache.errors import (
     CacheCorruptError,
     CorpusError,
     IdentityMismatchError,
+    InterruptedRunError,
     InvalidConfigError,
     TeacherError,
 )
 from minilm_cache.progress import Silent
 from minilm_cache.states import SparseLabels
+from minilm_cache.storage_schema.manifest import StateFidelity
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.store.verify import verify
 from tests.conftest import Command
@@ -196,15 +201,56 @@ def test_adding_is_dumping_all_at_once_without_what_is_there(stored: World) -> N
 
 def test_adding_asks_the_teacher_only_for_the_rest(stored: World, monkeypatch: pytest.MonkeyPatch) -> None:
     base = stored.dump("relations")
-    asked: list[tuple[int, ...]] = []
-    encode = "minilm_cache.codecs.chain.StoredRelations.encode"
-    with monkeypatch.context() as patched:
-        patched.setattr(encode, lambda *_: pytest.fail("relations were encoded again"))
-        result = dump(stored.config(hidden="last"), stored.root / "more", stored.home, add=base.path)
-    del asked
-    assert result.manifest.complete
+    asked: list[tuple[tuple[int, ...], tuple[int, ...], str | None]] = []
+    read = Teacher.read
+
+    def told(self: Teacher, *args: Any, **wanted: Any) -> TeacherReading:
+        asked.append((tuple(wanted.get("layers") or ()), tuple(wanted.get("hidden", ())), wanted.get("head")))
+        return read(self, *args, **wanted)
+
+    def dumped(name: str, add: Path, **settings: Any) -> Path:
+        with monkeypatch.context() as patched:
+            patched.setattr(Teacher, "read", told)
+            patched.setattr("minilm_cache.dump.run.audit", lambda *_: measured)
+            patched.setattr("minilm_cache.dump.run.audit_states", lambda cache, *_: states_of(cache))
+            asked.clear()
+            return dump(stored.config(**settings), stored.root / name, stored.home, add=add).path
+
+    fidelity = open_cache(base.path).manifest.measured
+    assert fidelity is not None
+    measured = Audit(num_sequences=fidelity.fidelity_sequences, fidelity=fidelity.fidelity)
+    hidden = dumped("and-hidden", base.path, hidden="last")
+    assert set(asked) == {((), (3,), None)}
+    labels = dumped("and-labels", hidden, hidden="last", labels=True)
+    assert set(asked) == {((), (), "tokens")}
+    dumped("and-masked", labels, hidden="last", labels=True, masked_hidden="last")
+    assert set(asked) == {((), (3,), None)}
     for kind in ("attention", "value"):
-        assert torch.equal(open_cache(base.path)[0].relation(kind), open_cache(result.path)[0].relation(kind))
+        one, other = (open_cache(path)[0].relation(kind) for path in (base.path, labels))
+        assert torch.equal(one, other)
+
+
+def states_of(cache: Cache) -> tuple[StateFidelity, ...]:
+    """Return figures that nobody measured, for a cache whose teacher is not asked."""
+    assert cache.states_codec is not None
+    paths = cache.states_codec.parameters.paths
+    return tuple(StateFidelity(path=path, bytes_per_token=1.0, relative_error=0.0) for path in paths)
+
+
+def test_a_cache_begun_apart_takes_nothing_over(stored: World, tmp_path: Path) -> None:
+    """Codes mean nothing without the basis that they were fitted with."""
+    base = stored.dump("fitted", codec="vectors").path
+    out = tmp_path / "new"
+    asked = stored.config(codec="vectors", hidden="last", batch_size=3)
+    with pytest.raises(InterruptedRunError):
+        dump(asked, out, stored.home, should_stop=(out / "manifest.json").exists)
+    codes = "vectors/2/basis/c/0/0"
+    assert (out / codes).read_bytes() != (base / codes).read_bytes()
+    with pytest.raises(IdentityMismatchError, match="were begun apart"):
+        dump(asked, out, stored.home, add=base)
+    asked = stored.config(codec="vectors", hidden="last", shard_tokens=512)
+    with pytest.raises(InvalidConfigError, match="has shards of 256 tokens"):
+        dump(asked, tmp_path / "other", stored.home, add=base)
 
 
 def test_what_cannot_be_added_to_is_refused(stored: World, tmp_path: Path, command: Command) -> None:
@@ -283,7 +329,11 @@ def test_rows_that_no_writer_writes_are_refused(stored: World, path: str, value:
 def test_what_a_teacher_cannot_say_is_refused(tmp_path: Path, world: World, command: Command) -> None:
     say = [*dump_arguments(world), "--out", tmp_path / "no"]
     command.fails(*say, "--labels", code=1, says=("no head for masked tokens", "minilm-cache head"))
-    command.fails(*say, "--logits", code=1, says=("no head that classifies", "Fine-tune"))
+    records = ("--packing", "records", "--logits")
+    command.fails(*say, *records, code=1, says=("no head that classifies", "Fine-tune"))
+    command.fails(*say, "--logits", code=2, says="--logits goes with --packing records")
+    one = save_teacher(tmp_path / "regression", head="sequences", num_labels=1)
+    command.fails(*say, *records, "--teacher", one, code=2, says="a regression")
     command.fails(*say, "--hidden", "9", code=2, says="hidden states 0 (the output of its embeddings) to 3")
     command.fails(*say, "--hidden", "last,1", code=2, says="give last, all")
     command.fails(*say, "--label-k", 4, code=2, says="--label-k goes with --labels")
@@ -315,7 +365,7 @@ def test_codes_of_states_need_text(tmp_path: Path, world: World) -> None:
     with pytest.raises(CorpusError, match="codes of hidden states are fitted to the corpus"):
         world.dump("few", corpus=str(tmp_path / "few.txt"), hidden="last")
     with pytest.raises(InvalidConfigError, match="--logits goes without --labels"):
-        world.config(logits=True, labels=True)
+        world.config(logits=True, labels=True, packing="records")
 
 
 def test_a_cache_without_states_says_so(shared_world: World) -> None:
@@ -342,6 +392,8 @@ def test_a_head_is_fitted_to_a_teacher_that_has_none(world: World, tmp_path: Pat
     command.fails(*words, "--out", out, code=2, says="exists")
     command.fails("head", "--teacher", out, *words[3:], "--out", tmp_path / "x", code=1, says="already")
     command.fails(*words, "--batch-size", 4000, "--out", tmp_path / "x", code=1, says="fewer than")
+    long = (*words[:-1], 128, "--out", tmp_path / "x")
+    command.fails(*long, code=2, says="--max-length 128 is more than teacher teacher has positions for")
 
 
 def test_a_teacher_is_truncated(world: World, tmp_path: Path, command: Command) -> None:
@@ -355,5 +407,10 @@ def test_a_teacher_is_truncated(world: World, tmp_path: Path, command: Command) 
         assert all(torch.equal(own[name], there[name]) for name in there)
     words = ("truncate", "--teacher", world.teacher)
     command.fails(*words, "--layers", "0,3", "--out", tmp_path / "x", code=2, says="from 0 to 2")
+    modern = save_teacher(tmp_path / "modern", "modernbert")
+    unlike = ("truncate", "--teacher", modern, "--out", tmp_path / "x", "--layers")
+    command.fails(*unlike, "1,2", code=1, says="a first layer unlike the others")
+    command.fails(*unlike, "1,0", code=1, says="Keep layer 0, and keep it first")
+    assert command(*unlike, "0,2")[0] == 0
     command.fails(*words, "--layers", "0,0", "--out", tmp_path / "x", code=2, says="different numbers")
     command.fails(*words, "--layers", "0", "--out", out, code=2, says="exists")

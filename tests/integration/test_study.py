@@ -355,7 +355,9 @@ def test_students_of_all_objectives_are_asked_for_masked_tokens(tmp_path: Path, 
         assert row["kl_to"] == "teacher"
         assert row["kl_attention"] > 0
         assert row["kl_value"] > 0
-        folder = Path(found["study"]) / "masked" / row["run"] / "students" / row["arch"].replace(":", "-")
+        folder = (
+            Path(found["study"]) / "masked" / f"4-{row['run']}" / "students" / row["arch"].replace(":", "-")
+        )
         assert row["masked_agreement"] == pytest.approx(plain_agreement(folder, cache))
         assert json.loads((folder.parents[1] / "run.json").read_text())["identity"]["steps"] == 4
     page = (Path(found["study"]) / "report.html").read_text()
@@ -390,6 +392,7 @@ def plain_agreement(folder: Path, cache: Cache) -> float:
         ({"objective": " [hidden-mse]"}, "give {for: [hidden-mse]}"),
         ({"objective": " [{objective: mlm-kd, layer_map: all}]"}, "does not go with --objective mlm-kd"),
         ({"caches": "\n  one: {for: [bert]}"}, "there is no objective bert"),
+        ({"caches": "\n  one: {for: 3}"}, "--for 3: give objectives"),
         ({"objective": " [{objective: minilm, arch: ['1x16:s1']}]"}, "seeds are given under seed"),
         ({"objective": " [{objective: minilm, arch: ['1x17']}]"}, "does not divide by 4 heads"),
     ],

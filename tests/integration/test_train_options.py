@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from minilm_cache.cache import open_cache
 from minilm_cache.config import TrainConfig, make_config
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
-from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.batches import UNITS, BatchReader
 from minilm_cache.train.objectives.choose import choose_objective
 from minilm_cache.train.presets import PRESETS, with_preset
 from minilm_cache.train.ranks import Ranks
@@ -196,7 +196,7 @@ def test_what_gets_no_gradient_is_frozen_and_nothing_else(tmp_path: Path, family
     world.dump()
     trainer, reader = trainer_of(world)
     trainer.begin(0)
-    trainer.learn(next(reader.held_out_batches(4, 4)), 0, 1.0)
+    trainer.learn(next(reader.held_out_batches(4, 4)), 0, dict.fromkeys(UNITS, 1.0))
     for name, weight in trainer.model.named_parameters():
         assert (weight.grad is not None) == weight.requires_grad, name
     assert not all(weight.requires_grad for weight in trainer.model.parameters())

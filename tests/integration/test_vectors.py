@@ -29,7 +29,7 @@ from minilm_cache.relations import TeacherSignal, Vectors, key_mask, relation_pr
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest, LayerCalibration
-from minilm_cache.store.writer import creating
+from minilm_cache.store.creation import creating
 from minilm_cache.train.run import train
 from tests.conftest import Command
 from tests.integration.test_dump import arrays_of, manifest_of, stop_after

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
-from minilm_cache.storage_schema.arrays import INNER_CHUNK_BYTES, array_specs, zarr_documents
+from minilm_cache.storage_schema.arrays import INNER_CHUNK_BYTES, array_specs
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest, CommitRecord
+from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.problems import find_problems, parse
 from minilm_cache.storage_schema.sequences import sequence_columns
 

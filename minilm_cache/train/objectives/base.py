@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,11 @@ from minilm_cache.loss import Method
 from minilm_cache.relations import key_mask
 from minilm_cache.storage_schema.identity import TeacherIdentity
 from minilm_cache.tap import Head, Reading
-from minilm_cache.train.batches import StudentBatch, WantedTargets
+from minilm_cache.train.batches import StudentBatch, Unit, WantedTargets
+
+Parts = Mapping[str, Float[Tensor, ""]]
+"""What a loss is made of, by name: of a relation KL(teacher || student), nats, mean over relation heads and
+valid rows; of others see the objective."""
 
 
 class Losses(NamedTuple):
@@ -24,9 +29,9 @@ class Losses(NamedTuple):
 
     total: Float[Tensor, ""]
     """What the gradient is taken of."""
-    parts: Mapping[str, Float[Tensor, ""]]
-    """What it is made of, by name: of a relation KL(teacher || student), nats, mean over relation heads and
-    valid rows; of others see the objective."""
+    parts: Parts
+    units: Mapping[str, Unit]
+    """What each part is a mean over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +79,31 @@ class StudentObjective(nn.Module):
     """An objective for students of one shape; its weights, if it has any, are trained with the student."""
 
     needs: StudentNeeds
+    weights: Mapping[str, float] = MappingProxyType({})
+    """Of parts in the loss; 1 where none is given."""
+    units: Mapping[str, Unit] = MappingProxyType({})
+    """What parts are means over; tokens where nothing is given."""
 
-    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Losses:
-        """Return the loss of what a student says of a batch; relations in a form of `relation_loss`."""
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
+        """Return what a student's answer to a batch costs; relations in a form of `relation_loss`."""
         raise NotImplementedError
+
+    def losses(self, parts: Parts, shares: Mapping[Unit, float] | None = None) -> Losses:
+        """Return parts with their weighted sum.
+
+        Args:
+            parts: of a batch.
+            shares: what of a step's tokens, sequences, ... is in the batch; none: all.
+        """
+        units: dict[str, Unit] = {name: self.units.get(name, "tokens") for name in parts}
+        if shares is not None:
+            parts = {name: part * shares[units[name]] for name, part in parts.items()}
+        total = torch.stack([part * self.weights.get(name, 1.0) for name, part in parts.items()]).sum()
+        return Losses(total, parts, units)
+
+    def total_of(self, parts: Mapping[str, float]) -> float:
+        """Return the loss that these parts come to."""
+        return sum(value * self.weights.get(name, 1.0) for name, value in parts.items())
 
 
 class ObjectiveKind:
@@ -119,13 +145,6 @@ def token_mse(
 def valid_tokens(batch: StudentBatch) -> Bool[Tensor, "batch length"]:
     """Return True at tokens that are not padding."""
     return key_mask(batch.lengths, batch.ids.shape[1])
-
-
-def summed(parts: Mapping[str, Tensor], weights: Mapping[str, float] | None = None) -> Losses:
-    """Return parts and their weighted sum; the weight of a part that has none is 1."""
-    weights = weights or {}
-    total = torch.stack([part * weights.get(name, 1.0) for name, part in parts.items()]).sum()
-    return Losses(total, parts)
 
 
 def same_width(what: str, student: StudentFacts, teacher: TeacherIdentity) -> None:

@@ -1,6 +1,7 @@
 """`bert-pkd`: the directions of intermediate hidden states at [CLS]."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -10,16 +11,15 @@ from minilm_cache.loss import Method
 from minilm_cache.states import WantedStates
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.tap import Reading
-from minilm_cache.train.batches import StudentBatch, WantedTargets
+from minilm_cache.train.batches import StudentBatch, Unit, WantedTargets
 from minilm_cache.train.objectives.base import (
     Asked,
-    Losses,
     ObjectiveKind,
+    Parts,
     StudentFacts,
     StudentNeeds,
     StudentObjective,
     same_width,
-    summed,
 )
 from minilm_cache.train.objectives.layers import LayerPair, pairs_of
 from minilm_cache.train.objectives.tinybert import soft_cross_entropy
@@ -39,6 +39,9 @@ class PatientObjective(StudentObjective):
     what fine-tuning does afterwards.
     """
 
+    weights: Mapping[str, float] = MappingProxyType({"patient": PATIENCE})
+    units: Mapping[str, Unit] = MappingProxyType({"patient": "sequences", "prediction": "sequences"})
+
     def __init__(self, pairs: Sequence[LayerPair], *, logits: bool) -> None:
         """Compare these pairs of layers."""
         super().__init__()
@@ -47,7 +50,7 @@ class PatientObjective(StudentObjective):
             hidden=tuple(pair.student + 1 for pair in pairs), head="sequences" if logits else None
         )
 
-    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Losses:
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `patient` and, with logits, `prediction`, nats."""
         del method
         with torch.autocast(batch.ids.device.type, enabled=False):
@@ -66,7 +69,7 @@ class PatientObjective(StudentObjective):
         parts = {"patient": torch.stack(away).mean()}
         if reading.logits is not None and batch.states.logits is not None:
             parts["prediction"] = soft_cross_entropy(reading.logits, batch.states.logits)
-        return summed(parts, {"patient": PATIENCE})
+        return parts
 
 
 class BertPkd(ObjectiveKind):

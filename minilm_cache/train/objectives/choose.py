@@ -113,9 +113,12 @@ def _check_layers(config: TrainConfig, cache: Cache, wanted: WantedTargets) -> N
     missing = [str(layer) for layer in wanted.layers if layer not in cache.layers]
     if not missing:
         return
-    asked = f"--teacher-layer {config.teacher_layer}"
-    if config.layer_map != "last" or config.teacher_layer is None:
-        asked = f"--layer-map {config.layer_map} needs layer {', '.join(missing)} of the teacher"
+    needs = f"needs layer {', '.join(missing)} of the teacher"
+    asked = f"--objective {config.objective} {needs}"
+    if config.teacher_layer is not None:
+        asked = f"--teacher-layer {config.teacher_layer}"
+    elif config.layer_map != "last":
+        asked = f"--layer-map {config.layer_map} {needs}"
     every = ",".join(map(str, sorted({*cache.layers, *wanted.layers})))
     raise InvalidConfigError(
         f"{asked}: the cache holds layer {', '.join(map(str, cache.layers))}. Choose one of them, or "

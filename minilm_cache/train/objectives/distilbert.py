@@ -1,5 +1,8 @@
 """`distilbert`: soft labels, masked tokens and the direction of hidden states."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -9,19 +12,22 @@ from minilm_cache.loss import Method
 from minilm_cache.states import WantedStates
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.tap import Reading
-from minilm_cache.train.batches import StudentBatch, WantedTargets
+from minilm_cache.train.batches import StudentBatch, Unit, WantedTargets
 from minilm_cache.train.objectives.base import (
     Asked,
-    Losses,
     ObjectiveKind,
+    Parts,
     StudentFacts,
     StudentNeeds,
     StudentObjective,
     same_width,
-    summed,
     valid_tokens,
 )
-from minilm_cache.train.objectives.mlm_kd import masked_token_loss, soft_label_loss
+from minilm_cache.train.objectives.mlm_kd import (
+    masked_token_loss,
+    soft_label_loss,
+    temperature_of,
+)
 
 SOFT, MASKED, COSINE = 5.0, 2.0, 1.0
 """Weights of the three losses in the authors' training."""
@@ -36,23 +42,26 @@ class DistilBertObjective(StudentObjective):
     other layer of the teacher: `--init teacher-layers`.
     """
 
-    def __init__(self, student: StudentFacts, name: StateName) -> None:
+    units: Mapping[str, Unit] = MappingProxyType({"soft_labels": "chosen", "masked_lm": "chosen"})
+
+    def __init__(self, student: StudentFacts, name: StateName, temperature: float) -> None:
         """Compare the student's last hidden state with one of the teacher's."""
         super().__init__()
+        self.weights = {"soft_labels": SOFT * temperature**2, "masked_lm": MASKED, "cosine": COSINE}
         self.needs = StudentNeeds(hidden=(student.num_layers,), head="tokens", is_masked=True)
         self._name = name
 
-    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Losses:
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `soft_labels` and `masked_lm`, nats, and `cosine`."""
         del method
-        soft, temperature = soft_label_loss(reading, batch)
         cosine = _cosine(
             reading.hidden[self.needs.hidden[0]], batch.states.hidden[self._name], valid_tokens(batch)
         )
-        return summed(
-            {"soft_labels": soft, "masked_lm": masked_token_loss(reading, batch), "cosine": cosine},
-            {"soft_labels": SOFT * temperature**2, "masked_lm": MASKED, "cosine": COSINE},
-        )
+        return {
+            "soft_labels": soft_label_loss(reading, batch),
+            "masked_lm": masked_token_loss(reading, batch),
+            "cosine": cosine,
+        }
 
 
 class DistilBert(ObjectiveKind):
@@ -66,7 +75,7 @@ class DistilBert(ObjectiveKind):
         """Return the objective of a student as wide as the teacher."""
         del wanted
         same_width("distilbert", student, asked.teacher)
-        return DistilBertObjective(student, _last(asked))
+        return DistilBertObjective(student, _last(asked), temperature_of(asked))
 
 
 def _last(asked: Asked) -> StateName:

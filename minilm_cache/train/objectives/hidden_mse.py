@@ -8,13 +8,12 @@ from minilm_cache.tap import Reading
 from minilm_cache.train.batches import StudentBatch, WantedTargets
 from minilm_cache.train.objectives.base import (
     Asked,
-    Losses,
     ObjectiveKind,
+    Parts,
     StudentFacts,
     StudentNeeds,
     StudentObjective,
     projection,
-    summed,
     token_mse,
     valid_tokens,
 )
@@ -36,13 +35,13 @@ class HiddenObjective(StudentObjective):
         self._name = name
         self.projection = projection(student.hidden_size, teacher_width)
 
-    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Losses:
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `attention`, nats, and `hidden_mse`."""
         attention = batch.targets[0][RelationKind.ATTENTION]
         kl = relation_loss(reading.vectors[0], RelationKind.ATTENTION, attention, batch.lengths, method)
         own = self.projection(reading.hidden[self.needs.hidden[0]])
         error = token_mse(own, batch.states.hidden[self._name], valid_tokens(batch))
-        return summed({"attention": kl, "hidden_mse": error})
+        return {"attention": kl, "hidden_mse": error}
 
 
 class HiddenMse(ObjectiveKind):

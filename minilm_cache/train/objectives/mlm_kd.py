@@ -1,5 +1,8 @@
 """`mlm-kd`: the teacher's distribution over the vocabulary at masked tokens."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -8,15 +11,14 @@ from torch import Tensor
 from minilm_cache.loss import Method
 from minilm_cache.states import WantedStates, expected
 from minilm_cache.tap import Reading
-from minilm_cache.train.batches import StudentBatch, WantedTargets
+from minilm_cache.train.batches import StudentBatch, Unit, WantedTargets
 from minilm_cache.train.objectives.base import (
     Asked,
-    Losses,
     ObjectiveKind,
+    Parts,
     StudentFacts,
     StudentNeeds,
     StudentObjective,
-    summed,
 )
 
 
@@ -29,12 +31,17 @@ class MaskedObjective(StudentObjective):
     """
 
     needs = StudentNeeds(head="tokens", is_masked=True)
+    units: Mapping[str, Unit] = MappingProxyType({"soft_labels": "chosen"})
 
-    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Losses:
+    def __init__(self, temperature: float) -> None:
+        """Weigh the loss as its temperature asks for."""
+        super().__init__()
+        self.weights = {"soft_labels": temperature**2}
+
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; its part is the cross-entropy `soft_labels`, nats."""
         del method
-        soft, temperature = soft_label_loss(reading, batch)
-        return summed({"soft_labels": soft}, {"soft_labels": temperature**2})
+        return {"soft_labels": soft_label_loss(reading, batch)}
 
 
 class MlmKd(ObjectiveKind):
@@ -47,25 +54,34 @@ class MlmKd(ObjectiveKind):
 
     def build(self, asked: Asked, wanted: WantedTargets, student: StudentFacts) -> MaskedObjective:
         """Return the objective, the same for all students."""
-        del asked, wanted, student
-        return MaskedObjective()
+        del wanted, student
+        return MaskedObjective(temperature_of(asked))
 
 
-def soft_label_loss(reading: Reading, batch: StudentBatch) -> tuple[Float[Tensor, ""], float]:
-    """Return the mean cross-entropy under the labels, nats, and the temperature of both sides."""
+def temperature_of(asked: Asked) -> float:
+    """Return the temperature that the labels of a cache were drawn at."""
+    states = asked.cache.manifest.identity.states
+    assert states is not None
+    assert states.labels is not None
+    return states.labels.temperature
+
+
+def soft_label_loss(reading: Reading, batch: StudentBatch) -> Float[Tensor, ""]:
+    """Return the cross-entropy under the labels, nats, mean over chosen tokens; 0 where there are none."""
     masked = batch.states.masked
     assert reading.logits is not None
     assert masked is not None
     assert masked.labels is not None
     with torch.autocast(reading.logits.device.type, enabled=False):
         logs = (reading.logits.float() / masked.temperature).log_softmax(-1)
-        return -expected(masked.labels, logs).mean(), masked.temperature
+        return -expected(masked.labels, logs).sum() / max(len(logs), 1)
 
 
 def masked_token_loss(reading: Reading, batch: StudentBatch) -> Float[Tensor, ""]:
-    """Return the mean cross-entropy of the tokens that were masked, nats."""
+    """Return the cross-entropy of chosen tokens themselves, nats, mean over them; 0 where there are none."""
     masked = batch.states.masked
     assert reading.logits is not None
     assert masked is not None
     with torch.autocast(reading.logits.device.type, enabled=False):
-        return F.cross_entropy(reading.logits.float(), batch.ids[masked.chosen])
+        tokens = batch.ids[masked.chosen]
+        return F.cross_entropy(reading.logits.float(), tokens, reduction="sum") / max(len(tokens), 1)

@@ -11,13 +11,12 @@ from minilm_cache.tap import Reading
 from minilm_cache.train.batches import StudentBatch, WantedTargets
 from minilm_cache.train.objectives.base import (
     Asked,
-    Losses,
     ObjectiveKind,
+    Parts,
     StudentFacts,
     StudentNeeds,
     StudentObjective,
     same_width,
-    summed,
     token_mse,
     valid_tokens,
 )
@@ -38,7 +37,7 @@ class MobileBertObjective(StudentObjective):
         super().__init__()
         self.needs = StudentNeeds(layers=tuple(range(num_layers)), hidden=tuple(range(1, num_layers + 1)))
 
-    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Losses:
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `feature_map_mse` and `attention`, nats, means over layers."""
         valid = valid_tokens(batch)
         maps = [
@@ -49,9 +48,7 @@ class MobileBertObjective(StudentObjective):
             relation_loss(own, RelationKind.ATTENTION, targets[RelationKind.ATTENTION], batch.lengths, method)
             for own, targets in zip(reading.vectors, batch.targets, strict=True)
         ]
-        return summed(
-            {"feature_map_mse": torch.stack(maps).mean(), "attention": torch.stack(attention).mean()}
-        )
+        return {"feature_map_mse": torch.stack(maps).mean(), "attention": torch.stack(attention).mean()}
 
 
 class MobileBert(ObjectiveKind):

@@ -11,12 +11,11 @@ from minilm_cache.tap import Reading
 from minilm_cache.train.batches import StudentBatch, WantedTargets
 from minilm_cache.train.objectives.base import (
     Asked,
-    Losses,
     ObjectiveKind,
+    Parts,
     StudentFacts,
     StudentNeeds,
     StudentObjective,
-    summed,
 )
 from minilm_cache.train.objectives.layers import LayerPair, mapped_layers, pairs_of
 
@@ -40,7 +39,7 @@ class RelationObjective(StudentObjective):
         self._wanted = wanted
         self._targets = tuple(wanted.layers.index(pair.teacher) for pair in pairs)
 
-    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Losses:
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; a part is the KL of a relation."""
         heads = self._wanted.relation_heads
         split = [one if heads is None else split_heads(one, heads) for one in reading.vectors]
@@ -51,7 +50,7 @@ class RelationObjective(StudentObjective):
                 for own, target in zip(split, self._targets, strict=True)
             ]
             parts[str(kind)] = torch.stack(losses).mean()
-        return summed(parts)
+        return parts
 
 
 class Relations(ObjectiveKind):

@@ -5,7 +5,8 @@ pre-trained teacher. The task-specific stage is `tinybert` from a cache of a fin
 text, then `tinybert-prediction` from the same cache, begun from the student of the first (`--init`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Float
@@ -16,16 +17,15 @@ from minilm_cache.relations import Vectors, key_mask, widened
 from minilm_cache.states import WantedStates
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.tap import Reading
-from minilm_cache.train.batches import StudentBatch, WantedTargets
+from minilm_cache.train.batches import StudentBatch, Unit, WantedTargets
 from minilm_cache.train.objectives.base import (
     Asked,
-    Losses,
     ObjectiveKind,
+    Parts,
     StudentFacts,
     StudentNeeds,
     StudentObjective,
     projection,
-    summed,
     token_mse,
     valid_tokens,
 )
@@ -46,6 +46,7 @@ class TinyBertObjective(StudentObjective):
     ) -> None:
         """Compare these pairs of layers, and the outputs of the embeddings."""
         super().__init__()
+        self.units = {"attention_mse": "pairs"}
         self._pairs = tuple(pairs)
         self._places = tuple(wanted.layers.index(pair.teacher) for pair in pairs)
         self.needs = StudentNeeds(
@@ -55,7 +56,7 @@ class TinyBertObjective(StudentObjective):
         self.hidden_projection = projection(student.hidden_size, teacher_width)
         self.embedding_projection = projection(student.hidden_size, teacher_width)
 
-    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Losses:
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `embedding_mse`, `hidden_mse` and `attention_mse`, sums over layers."""
         del method
         valid, told = valid_tokens(batch), batch.states.hidden
@@ -74,13 +75,11 @@ class TinyBertObjective(StudentObjective):
             score_mse(own, batch.vectors[place], batch.lengths)
             for own, place in zip(reading.vectors, self._places, strict=True)
         ]
-        return summed(
-            {
-                "embedding_mse": embedding,
-                "hidden_mse": torch.stack(hidden).sum(),
-                "attention_mse": torch.stack(attention).sum(),
-            }
-        )
+        return {
+            "embedding_mse": embedding,
+            "hidden_mse": torch.stack(hidden).sum(),
+            "attention_mse": torch.stack(attention).sum(),
+        }
 
 
 class TinyBert(ObjectiveKind):
@@ -102,13 +101,14 @@ class PredictionObjective(StudentObjective):
     """L_pred = CE(z^T / t, z^S / t), t = 1 (eq. 10): soft cross-entropy of a classifier's logits, nats."""
 
     needs = StudentNeeds(head="sequences")
+    units: Mapping[str, Unit] = MappingProxyType({"prediction": "sequences"})
 
-    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Losses:
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; its part is `prediction`."""
         del method
         assert reading.logits is not None
         assert batch.states.logits is not None
-        return summed({"prediction": soft_cross_entropy(reading.logits, batch.states.logits)})
+        return {"prediction": soft_cross_entropy(reading.logits, batch.states.logits)}
 
 
 class Prediction(ObjectiveKind):

@@ -10,13 +10,12 @@ from minilm_cache.tap import Reading
 from minilm_cache.train.batches import StudentBatch, WantedTargets
 from minilm_cache.train.objectives.base import (
     Asked,
-    Losses,
     ObjectiveKind,
+    Parts,
     StudentFacts,
     StudentNeeds,
     StudentObjective,
     projection,
-    summed,
     token_mse,
     valid_tokens,
 )
@@ -37,13 +36,13 @@ class ValueObjective(StudentObjective):
         self.needs = StudentNeeds(layers=(student.num_layers - 1,))
         self.projection = projection(student.vector_width, teacher_width)
 
-    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Losses:
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `attention`, nats, and `value_mse`."""
         (own,), (teacher,) = reading.vectors, batch.vectors
         attention = batch.targets[0][RelationKind.ATTENTION]
         error = token_mse(self.projection(side_by_side(own)), side_by_side(teacher), valid_tokens(batch))
         kl = relation_loss(own, RelationKind.ATTENTION, attention, batch.lengths, method)
-        return summed({"attention": kl, "value_mse": error})
+        return {"attention": kl, "value_mse": error}
 
 
 class ValueMse(ObjectiveKind):
