@@ -68,10 +68,15 @@ def main(teacher: Annotated[Path, typer.Argument(help="Folder with a head for ma
     result: dict[str, Any] = {"max_error": {}, "label_k": {}, "objectives": {}}
     with TemporaryDirectory() as folder:
         home = Path(folder)
-        layers = {"codec": "vectors", "layers": "all"}
+        layers: dict[str, Any] = {"codec": "vectors", "layers": "all"}
         base = dumped(teacher, home, **layers).reader.root
         for error in ERRORS:
-            more = {"hidden": "all", "first_hidden": "all", "masked_hidden": "last", "labels": True}
+            more: dict[str, Any] = {
+                "hidden": "all",
+                "first_hidden": "all",
+                "masked_hidden": "last",
+                "labels": True,
+            }
             cache = dumped(teacher, home, base, **layers, **more, max_error=error)
             states, depth = states_of(cache), cache.manifest.identity.teacher.num_layers
             result["max_error"][str(error)] = states
@@ -83,7 +88,11 @@ def main(teacher: Annotated[Path, typer.Argument(help="Folder with a head for ma
         plain = dumped(teacher, home).reader.root
         for entries in ENTRIES:
             for temperature in (1.0, 2.0):
-                settings = {"labels": True, "label_k": entries, "label_temperature": temperature}
+                settings: dict[str, Any] = {
+                    "labels": True,
+                    "label_k": entries,
+                    "label_temperature": temperature,
+                }
                 found = states_of(dumped(teacher, home, plain, **settings))["labels"]
                 result["label_k"][f"{entries}, temperature {temperature:g}"] = found
     write_result("objectives", result)

@@ -17,7 +17,7 @@ from minilm_cache.config import TrainConfig
 from minilm_cache.train.record import arch_slug
 from minilm_cache.train.run import train
 from tests.integration.test_train import settings
-from tests.support import World
+from tests.support import World, save_teacher, write_corpus
 
 ARCHS = ("2x16", "1x32", "3x16")
 STEPS = 12
@@ -75,6 +75,20 @@ def test_processes_that_divide_the_data_train_what_one_does(world: World, packin
     assert [student["arch"] for student in json.loads(out)["students"]] == list(ARCHS)
     assert err.count("objective minilm") == 1
     assert_alike(world.root / "two", alone(world, world.root / "one", accumulate=2, streams=2))
+
+
+@pytest.mark.parametrize("objective", ["tinybert", "mlm-kd"])
+def test_processes_share_what_objectives_learn(tmp_path: Path, objective: str) -> None:
+    """Projections, heads, and means over masked tokens of unlike lengths."""
+    teacher = save_teacher(tmp_path / "teacher", head="tokens")
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+    world.dump(**{"for": objective}, codec="vectors", packing="records")
+    process = start(world, world.root / "two", "--steps", STEPS, "--objective", objective)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+
+    one = alone(world, world.root / "one", accumulate=2, streams=2, objective=objective)
+    assert_alike(world.root / "two", one)
 
 
 def test_processes_that_divide_the_students_train_what_one_does(world: World) -> None:
