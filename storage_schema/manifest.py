@@ -133,7 +133,8 @@ class StateFidelity(StoredModel):
     bytes_per_token: float = Field(ge=0)
     """Bytes of its shard files per token of the cache."""
     relative_error: Finite | None = None
-    """Root of squared error over the variance of what the teacher says; none: of labels."""
+    """Root of squared error over the variance of what the teacher says, or, of first tokens and logits, which
+    hardly differ from sequence to sequence, over its squares; none: of labels."""
     cross_entropy_bias: Finite | None = None
     """Of labels, nats: mean of sum_j (stored_j - teacher_j) log teacher_j, 0 in expectation."""
 

@@ -19,6 +19,8 @@ from minilm_cache.storage_schema.states import LABELS_FOLDER, LOGITS_PATH, State
 class _Rows:
     """Sums over rows, for a relative error."""
 
+    is_centred: bool
+    """True: over variance; else over squares, for rows that hardly differ from sequence to sequence."""
     num_rows: int = 0
     total: Tensor | float = 0.0
     squares: float = 0.0
@@ -34,12 +36,10 @@ class _Rows:
 
     @property
     def relative_error(self) -> float:
-        """Root of squared error over variance; of rows that are all the same, over their squares."""
+        """Root of squared error over variance, or over squares."""
         assert isinstance(self.total, Tensor)
-        variance = self.squares - float(self.total.square().sum()) / self.num_rows
-        if variance <= 1e-9 * self.squares:
-            variance = self.squares
-        return math.sqrt(self.errors / max(variance, 1e-30))
+        mean = float(self.total.square().sum()) / self.num_rows if self.is_centred else 0.0
+        return math.sqrt(self.errors / max(self.squares - mean, 1e-30))
 
 
 def audit_states(
@@ -90,9 +90,9 @@ def _compare(said: States, stored: States, at: int, length: int, errors: dict[st
         is_first = name.family is StateFamily.FIRST
         own = values[at][None] if is_first else values[at, :length]
         found = stored.hidden[name] if is_first else stored.hidden[name][0]
-        errors.setdefault(name.folder, _Rows()).add(own, found)
+        errors.setdefault(name.folder, _Rows(is_centred=not is_first)).add(own, found)
     if said.logits is not None and stored.logits is not None:
-        errors.setdefault(LOGITS_PATH, _Rows()).add(said.logits[at][None], stored.logits)
+        errors.setdefault(LOGITS_PATH, _Rows(is_centred=False)).add(said.logits[at][None], stored.logits)
 
 
 def _bias(said: MaskedSequences, stored: Sequence[MaskedSequences]) -> Tensor:

@@ -86,6 +86,7 @@ def test_hidden_states_are_transformers_within_the_error_that_the_manifest_says(
         assert errors[name.folder] == pytest.approx(error, rel=0.02)
         assert 0 < error < 0.07
         first = StateName(StateFamily.FIRST, number)
+        assert (errors[first.folder] or 0) < 2**-10
         for one, own in zip(said, found, strict=True):
             torch.testing.assert_close(own[first][0], one[number, 0], rtol=2**-10, atol=1e-4)
 
