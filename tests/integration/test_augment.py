@@ -7,7 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from tests.conftest import Command
 from tests.support import SPECIAL, WORDS, save_teacher
@@ -146,3 +150,38 @@ def test_what_cannot_be_augmented_is_refused(
     out.write_text("")
     command.fails(*base, "--teacher", model, "--out", out, code=2, says="exists")
     assert out.read_text() == ""
+
+
+def test_the_task_specific_stage_goes_the_whole_way(
+    command: Command, model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """Augmented text, a fine-tuned teacher's cache, intermediate layers, then its answers."""
+    augmented(command, model, corpus, tmp_path / "more.jsonl", "--copies", 40, "--replace", 0.5)
+    teacher = save_teacher(tmp_path / "teacher", head="sequences", vocab_size=len(SPECIAL) + len(WORDS) + 6)
+    for file in model.glob("tokenizer*"):
+        (teacher / file.name).write_bytes(file.read_bytes())
+    cache, first, second = tmp_path / "cache", tmp_path / "intermediate", tmp_path / "prediction"
+    served = ("--for", "tinybert,tinybert-prediction", "--max-kl", 0.05, "--packing", "records")
+    student = ("train", cache, "--arch", "2x16", "--objective")
+    stages: list[tuple[object, ...]] = [
+        (
+            "dump",
+            "--teacher",
+            teacher,
+            "--corpus",
+            tmp_path / "more.jsonl",
+            "--max-length",
+            32,
+            *served,
+            "--out",
+            cache,
+        ),
+        (*student, "tinybert", "--steps", 10, "--out", first),
+        (*student, "tinybert-prediction", "--init", first, "--steps", 40, "--lr", 5e-3, "--out", second),
+    ]
+    for words in stages:
+        code, _, err = command(*words, "--device", "cpu")
+        assert code == 0, err
+    record = json.loads((second / "run.json").read_text())["students"][0]
+    assert record["held_out_after"]["prediction"] < record["held_out_before"]["prediction"]
+    assert AutoModelForSequenceClassification.from_pretrained(second / "students/2x16").config.num_labels == 2
