@@ -156,7 +156,8 @@ def test_the_task_specific_stage_goes_the_whole_way(
     command: Command, model: Path, corpus: Path, tmp_path: Path
 ) -> None:
     """Augmented text, a fine-tuned teacher's cache, intermediate layers, then its answers."""
-    augmented(command, model, corpus, tmp_path / "more.jsonl", "--copies", 40, "--replace", 0.5)
+    text = tmp_path / "more.jsonl"
+    augmented(command, model, corpus, text, "--copies", 40, "--replace", 0.5)
     teacher = save_teacher(tmp_path / "teacher", head="sequences", vocab_size=len(SPECIAL) + len(WORDS) + 6)
     for file in model.glob("tokenizer*"):
         (teacher / file.name).write_bytes(file.read_bytes())

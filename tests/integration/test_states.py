@@ -27,10 +27,12 @@ from minilm_cache.errors import (
     InvalidConfigError,
     TeacherError,
 )
-from minilm_cache.progress import Silent
+from minilm_cache.progress import Silent, never_stop
 from minilm_cache.states import SparseLabels
 from minilm_cache.storage_schema.manifest import StateFidelity
 from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.store.pull import pull
+from minilm_cache.store.push import push
 from minilm_cache.store.verify import verify
 from tests.conftest import Command
 from tests.support import VOCABULARY, World, dump_arguments, save_teacher, write_corpus
@@ -415,3 +417,25 @@ def test_a_teacher_is_truncated(world: World, tmp_path: Path, command: Command) 
     assert command(*unlike, "0,2")[0] == 0
     command.fails(*words, "--layers", "0,0", "--out", tmp_path / "x", code=2, says="different numbers")
     command.fails(*words, "--layers", "0", "--out", out, code=2, says="exists")
+
+
+def test_states_travel_with_their_cache(stored: World, tmp_path: Path) -> None:
+    place = push(stored.root / "cache", str(tmp_path / "store"), Silent(), never_stop).place
+    pulled = tmp_path / "pulled"
+    pull(place, pulled, Silent(), never_stop)
+    there = World(tmp_path, stored.teacher, stored.corpus)
+    for sequence, other in zip(held_out(stored), held_out(there, "pulled"), strict=True):
+        for name, values in sequence.states().hidden.items():
+            assert torch.equal(values, other.states().hidden[name])
+    assert not verify(pulled, full=True, num_threads=2, progress=Silent(), check_rows=row_checker).damage
+
+
+def test_ranks_write_what_one_process_does(stored: World, tmp_path: Path) -> None:
+    asked = {"for": EVERYTHING, "codec": "vectors", "max_error": 0.05, "label_k": 12, "world_size": 2}
+    for rank in range(2):
+        dump(stored.config(**asked, rank=rank), tmp_path / "cache", stored.home)
+    whole = stored.root / "cache"
+    for file in whole.rglob("*"):
+        own = tmp_path / "cache" / file.relative_to(whole)
+        if file.is_file() and file.parent.name not in ("commits", "locks"):
+            assert own.read_bytes() == file.read_bytes(), own
