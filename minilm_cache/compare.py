@@ -15,7 +15,7 @@ from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.live import with_live_targets
 from minilm_cache.pretrained import load_model
 from minilm_cache.relations import key_mask
-from minilm_cache.states import WantedStates, likeliest
+from minilm_cache.states import WantedStates
 from minilm_cache.tap import TappedModel
 from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
@@ -90,33 +90,35 @@ def _look(student: TappedModel, objective: Objective) -> Callable[[StudentBatch]
 
 
 @torch.no_grad()
-def masked_agreement(cache: Cache, students: Sequence[Path], device: torch.device) -> list[float]:
+def masked_agreement(cache: Cache, teacher: Teacher, students: Sequence[Path]) -> list[float]:
     """Return how often students tell masked tokens as the teacher does, on held-out sequences.
 
-    The share of chosen tokens where a student's likeliest token is the teacher's, by the labels of the cache.
+    The share of chosen tokens where a student's likeliest token is that of the teacher, run anew: labels are
+    a sample, whose likeliest token is another.
 
     Args:
-        cache: with labels; at most 256 of its held-out sequences are read.
-        students: folders of models with a head for masked tokens.
-        device: where they run.
+        cache: with masked readings; at most 256 of its held-out sequences are read.
+        teacher: that the cache was dumped from, loaded with its head for masked tokens.
+        students: folders of models with such a head.
 
     Raises:
+        IdentityMismatchError: it is another teacher.
         TeacherError: a folder holds no such model.
     """
-    states = cache.manifest.identity.states
-    assert states is not None
-    assert states.labels is not None
+    check_is_teacher_of(teacher, cache)
     models = [
-        TappedModel(load_model(folder, "tokens")).eval().to(device).tap((), head="tokens")
+        TappedModel(load_model(folder, "tokens")).eval().to(teacher.device).tap((), head="tokens")
         for folder in students
     ]
     wanted = WantedTargets(kinds=(), states=WantedStates(masked=True))
+    reader = BatchReader(cache, wanted, teacher.tokenizer.pad_token_id, teacher.device)
     same, count = [0] * len(models), 0
-    for batch in BatchReader(cache, wanted, 0, device).held_out_batches(_BATCH_SIZE, MAX_SEQUENCES):
+    for batch in reader.held_out_batches(_BATCH_SIZE, MAX_SEQUENCES):
         masked = batch.states.masked
         assert masked is not None
-        assert masked.labels is not None
-        told = likeliest(masked.labels)
+        found = teacher.read(masked.ids, batch.lengths, head="tokens", chosen=masked.chosen, layers=())
+        assert found.logits is not None
+        told = found.logits.argmax(-1)
         count += len(told)
         mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
         for at, model in enumerate(models):

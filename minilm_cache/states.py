@@ -34,15 +34,6 @@ def expected(labels: SoftLabels, values: Float[Tensor, "chosen vocabulary"]) -> 
     return (labels.weight * values.gather(-1, labels.token)).sum(-1)
 
 
-def likeliest(labels: SoftLabels) -> Int[Tensor, " chosen"]:
-    """Return the token that each distribution gives most; of entries, those of one token together."""
-    if isinstance(labels, DenseLabels):
-        return labels.probs.argmax(-1)
-    same = labels.token[:, :, None] == labels.token[:, None, :]
-    best = (labels.weight[:, None, :] * same).sum(-1).argmax(-1, keepdim=True)
-    return labels.token.gather(-1, best).squeeze(-1)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedSequences:
     """Sequences as they are read with some of their tokens masked."""

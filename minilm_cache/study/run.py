@@ -28,6 +28,7 @@ from minilm_cache.runs import TrainedRun
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.study.spec import Study
+from minilm_cache.tap import Head
 from minilm_cache.train.objectives.choose import check_codec, choose_objective
 from minilm_cache.train.objectives.relations import split_into
 from minilm_cache.train.ranks import refuse_ranks
@@ -97,14 +98,15 @@ def run_study(
         runs.append(TrainedRun.open(path, places[one.cache], home, name=one.cache))
     if not runs:
         raise DivergedError(f"every student of {study.source.path} diverged. Lower lr under train.")
-    progress.note("measuring sizes, speed and closeness to the teacher")
     teacher = _teacher(study)
+    agreements = _agreements(study, runs, teacher, folder, home, progress, should_stop)
+    progress.note("measuring sizes, speed and closeness to the teacher")
     students = students_table(
         runs,
         teacher,
         device=study.passes[0].config.device,
         price_per_hour=study.price_per_hour,
-        agreements=_agreements(study, runs, folder, home, progress, should_stop),
+        agreements=agreements,
     )
     summary = summary_table(students)
     with storage_errors("write results in", folder):
@@ -116,16 +118,17 @@ def run_study(
     return StudyResult(path=folder, students=students, summary=summary)
 
 
-def _agreements(
+def _agreements(  # noqa: PLR0913 - what is trained, where, and who is told
     study: Study,
     runs: Sequence[TrainedRun],
+    teacher: Teacher | None,
     folder: Path,
     home: Path,
     progress: Progress,
     should_stop: ShouldStop,
 ) -> dict[tuple[str, str], float]:
     """Let the students of every run take the same steps of `mlm-kd`, and ask them for masked tokens."""
-    if study.agreement_steps is None:
+    if study.agreement_steps is None or teacher is None:
         return {}
     configs = {one.name: one.config for one in study.passes}
     found: dict[tuple[str, str], float] = {}
@@ -143,8 +146,7 @@ def _agreements(
             progress.note(f"{error} The study goes on without this agreement.")
             continue
         learned = [one.arch for one in result.record.students if one.diverged_at is None]
-        device = choose_device(config.device)
-        told = masked_agreement(run.cache, [result.student_path(one) for one in learned], device)
+        told = masked_agreement(run.cache, teacher, [result.student_path(one) for one in learned])
         found |= {(run.path.name, one): share for one, share in zip(learned, told, strict=True)}
     return found
 
@@ -214,4 +216,5 @@ def _teacher(study: Study) -> Teacher | None:
     if study.teacher is None:
         return None
     name, revision = study.teacher
-    return Teacher(locate_teacher(name, revision), choose_device(study.passes[0].config.device))
+    head: Head | None = None if study.agreement_steps is None else "tokens"
+    return Teacher(locate_teacher(name, revision), choose_device(study.passes[0].config.device), head=head)

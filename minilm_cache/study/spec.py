@@ -158,6 +158,8 @@ def _check_lists(source: Source, document: StudyDocument, choices: Sequence[Obje
 
 
 def _check_labels(source: Source, document: StudyDocument, caches: Mapping[str, DumpConfig | str]) -> None:
+    if document.agreement_steps is not None and not isinstance(document.dump.get("teacher"), str):
+        source.fail(("agreement_steps",), "students are compared with a teacher; give it under dump")
     unlabelled = [name for name, one in caches.items() if isinstance(one, DumpConfig) and not one.labels]
     if document.agreement_steps is not None and unlabelled:
         source.fail(("agreement_steps",), f"cache {unlabelled[0]} will hold no labels; give {{labels: true}}")
