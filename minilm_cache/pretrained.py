@@ -192,7 +192,7 @@ def load_weights(
     )
     encoder, _ = load_weights(folder, None, attention)
     whole.base_model.load_state_dict(encoder.state_dict(), strict=False)
-    return whole, lacking
+    return whole.eval(), lacking
 
 
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:

@@ -174,7 +174,8 @@ def _loss(model: TappedModel, batch: _Batch) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy of chosen tokens, and the logits."""
     mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
     logits = model(batch.masked.ids, mask, batch.masked.chosen).logits
-    return F.cross_entropy(logits, batch.ids[batch.masked.chosen]), logits
+    told = batch.ids[batch.masked.chosen]
+    return F.cross_entropy(logits, told, reduction="sum") / max(len(told), 1), logits
 
 
 @torch.no_grad()

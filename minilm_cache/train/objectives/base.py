@@ -1,5 +1,6 @@
 """What every objective is: what it needs of a cache and of a student's forward pass, and a loss."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -75,7 +76,7 @@ class StudentNeeds:
     """True: it reads sequences as they are masked."""
 
 
-class StudentObjective(nn.Module):
+class StudentObjective(nn.Module, ABC):
     """An objective for students of one shape; its weights, if it has any, are trained with the student."""
 
     needs: StudentNeeds
@@ -84,9 +85,9 @@ class StudentObjective(nn.Module):
     units: Mapping[str, Unit] = MappingProxyType({})
     """What parts are means over; tokens where nothing is given."""
 
+    @abstractmethod
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return what a student's answer to a batch costs; relations in a form of `relation_loss`."""
-        raise NotImplementedError
 
     def losses(self, parts: Parts, shares: Mapping[Unit, float] | None = None) -> Losses:
         """Return parts with their weighted sum.
@@ -106,24 +107,24 @@ class StudentObjective(nn.Module):
         return sum(value * self.weights.get(name, 1.0) for name, value in parts.items())
 
 
-class ObjectiveKind:
+class ObjectiveKind(ABC):
     """One objective: what it needs, and how it is made for a student."""
 
+    @abstractmethod
     def wanted(self, asked: Asked) -> WantedTargets:
         """Return what a cache must serve.
 
         Raises:
             InvalidConfigError: it cannot.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def build(self, asked: Asked, wanted: WantedTargets, student: StudentFacts) -> StudentObjective:
         """Return the objective of a student.
 
         Raises:
             InvalidConfigError: the student is not of a shape that can learn it.
         """
-        raise NotImplementedError
 
 
 def projection(width: int, teacher_width: int) -> nn.Linear:
