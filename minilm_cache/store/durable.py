@@ -151,9 +151,11 @@ def new_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for file in temporary.iterdir():
-            sync_file(file)
-        sync_directories([temporary])
+        written = [temporary, *temporary.rglob("*")]
+        for file in written:
+            if file.is_file():
+                sync_file(file)
+        sync_directories(folder for folder in written if folder.is_dir())
         if path.exists():
             shutil.rmtree(path)
         temporary.rename(path)

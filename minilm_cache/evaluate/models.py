@@ -1,0 +1,103 @@
+"""The models that are evaluated: teachers, assistants and students alike, whole or by their shape alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, set_seed
+
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.evaluate.tasks import SpanTask, Task
+from minilm_cache.fingerprint import sha256_file, sha256_files, sha256_texts
+from minilm_cache.pretrained import (
+    HEADS,
+    TaskHead,
+    check_positions,
+    load_for_task,
+    load_model,
+    locate_teacher,
+)
+from minilm_cache.train.record import RUN_FILE, load_record
+from minilm_cache.train.run import student_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """A model by the name that tables have for it."""
+
+    name: str
+    folder: Path
+    untrained: bool = False
+    """Of its shape alone: weights are drawn by each trial's seed."""
+
+    @property
+    def title(self) -> str:
+        """Its name in tables."""
+        return f"{self.name} (untrained)" if self.untrained else self.name
+
+    def sha256(self) -> str:
+        """Return the SHA-256 (hex) of its weights and configuration."""
+        weights = sha256_files(self.folder.glob("*.safetensors"))
+        return sha256_texts([sha256_file(self.folder / "config.json"), weights])
+
+    def check_length(self, token: int, max_length: int) -> None:
+        """Raise InvalidConfigError if it has fewer positions than a sequence may have."""
+        model = load_model(self.folder, attention="sdpa")
+        with torch.no_grad():
+            check_positions(model, model.config, self.name, torch.full((1, max_length), token))
+
+    def load(self, task: Task, seed: int) -> PreTrainedModel:
+        """Return it with a head for a task; what it lacks is drawn by the seed.
+
+        Raises:
+            TeacherError: the folder holds no model that it can be loaded from.
+        """
+        set_seed(seed)
+        head: TaskHead = "spans" if isinstance(task, SpanTask) else "sequences"
+        labels = None if isinstance(task, SpanTask) else task.labels
+        model = load_for_task(self.folder, head, labels)
+        if not self.untrained:
+            return model
+        set_seed(seed)
+        drawn: PreTrainedModel = HEADS[head].from_config(
+            model.config, attn_implementation="sdpa", dtype=torch.float32
+        )
+        drawn.eval()
+        return drawn
+
+
+def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) -> list[Evaluated]:
+    """Return the models that names stand for: of a run, all students that did not diverge.
+
+    Args:
+        names: `mini`, aliases, hub ids, folders of models or of runs.
+        revision: of models from the hub.
+        untrained: each model's shape, too.
+
+    Raises:
+        TeacherError: there is no such model.
+        InvalidConfigError: two have one name.
+    """
+    found: list[Evaluated] = []
+    for name in names:
+        folder = Path(name)
+        if (folder / RUN_FILE).is_file():
+            students = [one for one in load_record(folder).students if one.diverged_at is None]
+            run = folder.resolve().name
+            found += [
+                Evaluated(name=f"{run}/{one.arch}", folder=student_folder(folder, one.arch))
+                for one in students
+            ]
+        else:
+            source = locate_teacher(name, revision)
+            found.append(Evaluated(name=source.name, folder=source.folder))
+    doubled = next((one.name for one in found if [other.name for other in found].count(one.name) > 1), None)
+    if doubled is not None:
+        raise InvalidConfigError(
+            f"two models are called {doubled}. Rename a folder, so that tables can tell."
+        )
+    shapes = (
+        [Evaluated(name=one.name, folder=one.folder, untrained=True) for one in found] if untrained else []
+    )
+    return found + shapes
