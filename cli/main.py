@@ -15,12 +15,14 @@ from minilm_cache.cli.chain import chain
 from minilm_cache.cli.console import print_error, print_json
 from minilm_cache.cli.demo import demo
 from minilm_cache.cli.dump import dump
+from minilm_cache.cli.embeddings import embeddings
 from minilm_cache.cli.evaluate import evaluate
 from minilm_cache.cli.info import info
 from minilm_cache.cli.models import augment, head, truncate
 from minilm_cache.cli.plan import plan
 from minilm_cache.cli.report import report, study
 from minilm_cache.cli.share import ls, merge, pull, push
+from minilm_cache.cli.speed import speed
 from minilm_cache.cli.train import train
 from minilm_cache.cli.verify import verify
 from minilm_cache.errors import ErrorKind, InterruptedRunError, MiniLMCacheError
@@ -30,7 +32,7 @@ app = typer.Typer(
 )
 _COMMANDS = (
     *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, merge),
-    *(evaluate, head, truncate, augment, demo),
+    *(evaluate, speed, embeddings, head, truncate, augment, demo),
 )
 for command in _COMMANDS:
     app.command()(command)

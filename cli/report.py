@@ -1,5 +1,6 @@
 """`minilm-cache report` and `minilm-cache study`: tables for terminals, a page for people."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,6 +108,7 @@ def report(  # noqa: PLR0913 - one parameter for each option
                 "num_bytes": made.num_bytes,
                 "students": students.to_pylist(),
                 "similarity": [_as_json(one) for one in made.similarity],
+                "agreement": [asdict(one) for one in made.agreement],
             }
         )
         return

@@ -1,8 +1,9 @@
 """What a student costs in use: weights, floating point operations, tokens per second beside its teacher."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Final
 
@@ -87,7 +88,6 @@ class Timed:
     """Tokens of each sequence."""
 
 
-@torch.no_grad()
 def inference_rates(models: Mapping[str, Timed], device: torch.device) -> dict[str, float]:
     """Return the tokens per second of encoders' forward passes, medians over turns taken one after the other.
 
@@ -101,16 +101,35 @@ def inference_rates(models: Mapping[str, Timed], device: torch.device) -> dict[s
         CacheCorruptError: a configuration describes no model, or one of more than 4 G weights.
     """
     built = {name: _random_model(timed, device) for name, timed in models.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in built}
-    for _ in range(_TURNS + 1):
-        for name, model in built.items():
-            ids = torch.zeros((_BATCH_SIZE, models[name].length), dtype=torch.int64, device=device)
+    ids = {
+        name: torch.zeros((_BATCH_SIZE, timed.length), dtype=torch.int64, device=device)
+        for name, timed in models.items()
+    }
+    passes = {name: partial(model, input_ids=ids[name]) for name, model in built.items()}
+    seconds = seconds_in_turns(passes, device, _TURNS)
+    return {name: _BATCH_SIZE * models[name].length / taken for name, taken in seconds.items()}
+
+
+@torch.no_grad()
+def seconds_in_turns(
+    passes: Mapping[str, Callable[[], object]], device: torch.device, turns: int
+) -> dict[str, float]:
+    """Return the seconds that each pass takes, medians over turns taken one after the other, but the first.
+
+    Args:
+        passes: by name.
+        device: where they compute.
+        turns: that are measured.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    for _ in range(turns + 1):
+        for name, run in passes.items():
             started = time.perf_counter()
-            model(input_ids=ids)
+            run()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds[name].append(time.perf_counter() - started)
-    return {name: _BATCH_SIZE * models[name].length / median(taken[1:]) for name, taken in seconds.items()}
+    return {name: median(taken[1:]) for name, taken in seconds.items()}
 
 
 def _random_model(timed: Timed, device: torch.device) -> nn.Module:

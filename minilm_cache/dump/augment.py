@@ -25,12 +25,11 @@ from minilm_cache.dump.audit import pad
 from minilm_cache.dump.corpus import load_corpus
 from minilm_cache.dump.masking import mask_token
 from minilm_cache.dump.teacher import check_length
-from minilm_cache.dump.truncate import refuse_existing
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.pretrained import load_model, load_tokenizer, locate_teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.relations import key_mask
-from minilm_cache.store.durable import new_file, storage_errors
+from minilm_cache.store.durable import new_file, refuse_existing, storage_errors
 from minilm_cache.tap import TappedModel
 
 _MAX_WORDS = 2**14

@@ -19,7 +19,6 @@ from minilm_cache.dump.corpus import load_corpus
 from minilm_cache.dump.masking import SHARE, Masker, mask_token
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import check_length
-from minilm_cache.dump.truncate import refuse_existing
 from minilm_cache.errors import CorpusError, DivergedError, InterruptedRunError, TeacherError
 from minilm_cache.pretrained import load_tokenizer, load_weights, locate_teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
@@ -28,7 +27,7 @@ from minilm_cache.saving import saving
 from minilm_cache.states import MaskedSequences
 from minilm_cache.storage_schema.identity import Packing
 from minilm_cache.storage_schema.states import Masking
-from minilm_cache.store.durable import new_folder
+from minilm_cache.store.durable import new_folder, refuse_existing
 from minilm_cache.tap import TappedModel
 
 _MAX_CHECKED = 256

@@ -194,5 +194,5 @@ def check_length(model: TappedModel, name: str, token: int, max_length: int) -> 
     def read(ids: Tensor) -> None:
         model(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
 
-    device = next(model.parameters()).device
-    check_positions(read, model.model.config, f"teacher {name}", torch.full((1, max_length), token, device=device))
+    longest = torch.full((1, max_length), token, device=next(model.parameters()).device)
+    check_positions(read, model.model.config, f"teacher {name}", longest)

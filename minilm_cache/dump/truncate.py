@@ -5,7 +5,7 @@ from pathlib import Path
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.pretrained import keep_layers, load_model, load_tokenizer, locate_teacher
 from minilm_cache.saving import saving
-from minilm_cache.store.durable import new_folder
+from minilm_cache.store.durable import new_folder, refuse_existing
 
 
 def truncate(name: str, revision: str | None, layers: str, out: Path) -> tuple[int, ...]:
@@ -39,9 +39,3 @@ def truncate(name: str, revision: str | None, layers: str, out: Path) -> tuple[i
             "from 0, these are kept, unchanged and untrained.\n"
         )
     return chosen
-
-
-def refuse_existing(out: Path) -> None:
-    """Raise InvalidConfigError for a folder that exists."""
-    if out.exists():
-        raise InvalidConfigError(f"{out} exists. Choose another --out.")

@@ -22,6 +22,7 @@ from minilm_cache.evaluate.predictions import write_predictions
 from minilm_cache.evaluate.settings import TRIAL_FILE, EvaluateConfig, TrialIdentity, TrialRecord
 from minilm_cache.evaluate.spans import read_span_task
 from minilm_cache.evaluate.summary import Summary, summarise
+from minilm_cache.evaluate.tables import data_source
 from minilm_cache.evaluate.tasks import TASKS, SpanTask, Task
 from minilm_cache.evaluate.texts import read_text_task
 from minilm_cache.pretrained import load_tokenizer
@@ -30,7 +31,6 @@ from minilm_cache.saving import saving
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import new_folder
 
-HUB: Final = "hf"
 _LIBRARIES: Final = ("minilm-cache", "torch", "transformers", "scikit-learn", "scipy", "torchmetrics")
 
 
@@ -112,11 +112,9 @@ def _card(model: Evaluated, summaries: Sequence[Summary]) -> Path:
 def _read(config: EvaluateConfig, task: Task, progress: Progress) -> tuple[Task, list[Track[Any]]]:
     """Return a task as it is asked for, and its tracks."""
     task = task if config.max_length is None else task.cut(config.max_length)
-    is_hub = config.data == HUB or config.data.startswith(f"{HUB}:")
-    folder = None if is_hub else Path(config.data)
-    hub = config.data.partition(":")[2] if is_hub else None
+    folder, hub = data_source(config.data)
     reader = read_span_task if isinstance(task, SpanTask) else read_text_task
-    tracks = [track.subset(config.max_train, config.max_dev) for track in reader(task, folder, hub or None)]  # type: ignore[arg-type]
+    tracks = [track.subset(config.max_train, config.max_dev) for track in reader(task, folder, hub)]  # type: ignore[arg-type]
     for track in tracks:
         sizes = ", ".join(f"{name} {len(examples):,}" for name, examples in track.sets().items())
         language = f" ({track.name})" if track.name else ""

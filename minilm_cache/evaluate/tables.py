@@ -10,12 +10,20 @@ from datasets.exceptions import DatasetsError
 
 from minilm_cache.errors import CorpusError, first_line
 
+HUB: Final = "hf"
 Columns = Mapping[str, Sequence[object]]
 """Values by the name of their column."""
 
 _ENDINGS: Final = (".tsv", ".jsonl")
 _MAX_BROKEN: Final = 1e-3
 """Share of rows that may lack columns and are left out: QQP's training set is known for a few."""
+
+
+def data_source(data: str) -> tuple[Path | None, str | None]:
+    """Return the folder that `--data` names, or none and the repository on the hub: none, the usual one."""
+    if data == HUB or data.startswith(f"{HUB}:"):
+        return None, data.partition(":")[2] or None
+    return Path(data), None
 
 
 def find_file(folder: Path, stem: str) -> Path | None:

@@ -21,9 +21,11 @@ from matplotlib.figure import Figure
 from minilm_cache import __version__
 from minilm_cache.compare import check_is_teacher_of
 from minilm_cache.dump.teacher import Teacher
+from minilm_cache.report.agreement import Probed, RelationAgreement, relation_agreement
 from minilm_cache.report.maps import Wanted, examples, packed
 from minilm_cache.report.plots import (
     INK,
+    agreement_figure,
     curves_figure,
     similarity_figure,
     storage_figure,
@@ -49,6 +51,8 @@ class Report:
     num_bytes: int
     similarity: list[LayerSimilarity]
     """Of layers, where a teacher was at hand."""
+    agreement: list[RelationAgreement]
+    """Of relations, likewise."""
 
 
 def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of its own
@@ -85,6 +89,9 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
     shown = _shown_students(runs)
     found = examples(first, shown, teacher, wanted) if shown else []
     similarity = layer_similarity(first, teacher, shown) if teacher is not None and shown else []
+    probed = _probed(runs, shown)
+    agreement = [] if teacher is None else relation_agreement(first, teacher, runs[0].layer, probed)
+    by_student = {one.student: [two for two in agreement if two.student == one.student] for one in agreement}
     heads, length = first.manifest.identity.relation_heads, first.manifest.identity.packing.max_length
     dense = heads * length * _FLOAT16_BYTES * 2
     summary = summary_table(students)
@@ -112,12 +119,16 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
         storage=svg(storage_figure(students, dense), "storage"),
         maps=packed(found) if found else None,
         similarity=[(one, svg(similarity_figure(one), one.student)) for one in similarity],
+        agreement=[
+            (name, some, svg(agreement_figure(some), f"agreement {name}"))
+            for name, some in by_student.items()
+        ],
         provenance=[(run.path.name, provenance(run)) for run in runs],
     )
     content = page.encode()
     with storage_errors("write", path):
         write_file(path, content)
-    return Report(path=path, num_bytes=len(content), similarity=similarity)
+    return Report(path=path, num_bytes=len(content), similarity=similarity, agreement=agreement)
 
 
 def _shown_students(runs: Sequence[TrainedRun]) -> list[tuple[str, Path]]:
@@ -131,6 +142,12 @@ def _shown_students(runs: Sequence[TrainedRun]) -> list[tuple[str, Path]]:
             suffix = "" if len(runs) == 1 else f", {run.path.name}"
             found += [(f"{one.arch}{suffix}", run.folder(one)) for one in run.students]
     return found[:MAX_STUDENTS]
+
+
+def _probed(runs: Sequence[TrainedRun], shown: Sequence[tuple[str, Path]]) -> list[Probed]:
+    """Return the students that are shown, with the heads that their relations were split into."""
+    split = {run.folder(one): run.objective.wanted.relation_heads for run in runs for one in run.students}
+    return [Probed(name=name, folder=folder, relation_heads=split[folder]) for name, folder in shown]
 
 
 def svg(figure: Figure, name: str) -> Markup:

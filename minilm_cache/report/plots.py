@@ -12,7 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from minilm_cache.report.agreement import RelationAgreement
 from minilm_cache.report.similarity import LayerSimilarity
 from minilm_cache.results import curves_table
 from minilm_cache.runs import TrainedRun
@@ -34,13 +36,17 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     figure.patch.set_alpha(0)
+    _plain_axes(axes)
+    return figure, axes
+
+
+def _plain_axes(axes: Axes) -> None:
     axes.patch.set_alpha(0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(INK)
     axes.tick_params(which="both", colors=INK)
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set_color(INK)
-    return figure, axes
 
 
 def _legend(axes: Axes, title: str) -> None:
@@ -159,6 +165,40 @@ def similarity_figure(found: LayerSimilarity) -> Figure:
         if at == 0:
             axes.set_ylabel("teacher, layer", color=INK)
         _write_values(axes, values)
+    return figure
+
+
+def agreement_figure(relations: Sequence[RelationAgreement]) -> Figure:
+    """Draw KL and the share of rows with the same likeliest column, by head, position and length."""
+    figure = Figure(figsize=(9.5, 4.6), layout="constrained")
+    figure.patch.set_alpha(0)
+    grid = figure.subplots(2, 3, sharex="col", sharey="row")
+    for number, one in enumerate(relations):
+        series = (
+            (range(len(one.heads)), one.heads),
+            (range(1, len(one.positions) + 1), one.positions),
+            (list(one.lengths), list(one.lengths.values())),
+        )
+        for column, (places, probes) in enumerate(series):
+            style = "" if column == 0 else STYLES[number % len(STYLES)]  # heads have no order
+            look = {"marker": MARKERS[number], "linestyle": style or "none", "color": COLOURS[number]}
+            for axes, values in zip(
+                grid[:, column], ([p.kl for p in probes], [p.same for p in probes]), strict=True
+            ):
+                axes.plot(places, values, markersize=4, label=str(one.kind), **look)
+    for axes in grid.flat:
+        _plain_axes(axes)
+    grid[0, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    grid[0, 2].set_xscale("log", base=2)
+    lengths = sorted({length for one in relations for length in one.lengths})
+    grid[0, 2].set_xticks(lengths, map(str, lengths))
+    for axes, words in zip(
+        grid[1], ("head", "eighth of the sequence", "tokens of the sequence"), strict=True
+    ):
+        axes.set_xlabel(words, color=INK)
+    for axes, words in zip(grid[:, 0], ("KL (nats)", "same likeliest column"), strict=True):
+        axes.set_ylabel(words, color=INK)
+    _legend(grid[0, 2], "relation")
     return figure
 
 

@@ -83,7 +83,7 @@ def layer_similarity(
     Raises:
         TeacherError: a folder holds no student.
     """
-    ids = _held_out(cache)
+    ids = held_out_ids(cache)
     if not ids:
         return []
     expected = _states(teacher.model, ids, teacher.device)
@@ -102,7 +102,8 @@ def layer_similarity(
     return found
 
 
-def _held_out(cache: Cache) -> list[torch.Tensor]:
+def held_out_ids(cache: Cache) -> list[torch.Tensor]:
+    """Return token ids of held-out sequences, up to 4,096 tokens, or a sequence more."""
     found: list[torch.Tensor] = []
     for number in range(cache.manifest.num_train, cache.manifest.num_sequences):
         if sum(map(len, found)) >= MAX_TOKENS:

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-from minilm_cache.errors import CacheCorruptError, InterruptedRunError, StorageError
+from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError, StorageError
 from minilm_cache.progress import ShouldStop
 
 PARTIAL = ".partial"
@@ -141,6 +141,12 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         sync_directories([path.parent])
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def refuse_existing(out: Path, option: str = "--out") -> None:
+    """Raise InvalidConfigError for a file or folder that exists."""
+    if out.exists():
+        raise InvalidConfigError(f"{out} exists. Choose another {option}.")
 
 
 @contextmanager

@@ -123,7 +123,7 @@ def test_the_page_opens_without_complaint_and_loads_nothing(
     assert "http" not in file.read_text().replace("http://www.w3.org/", "").replace("http-equiv", "")
     for section in ("students", "curves", "tradeoff", "storage", "maps", "layers", "provenance"):
         assert browser.find_element(By.ID, section).text or section == "curves"
-    assert len(browser.find_elements(By.CSS_SELECTOR, "svg")) == 3 + 2
+    assert len(browser.find_elements(By.CSS_SELECTOR, "svg")) == 3 + 2 + 2
     assert len(browser.find_elements(By.TAG_NAME, "canvas")) == 3
 
 

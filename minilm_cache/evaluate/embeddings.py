@@ -1,0 +1,239 @@
+"""Students of sentence encoders without fine-tuning: pooled means of last states, beside the teacher's."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from minilm_cache.config import FrozenSettings
+from minilm_cache.device import choose_device
+from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError, first_line
+from minilm_cache.evaluate.examples import TextExample
+from minilm_cache.evaluate.metrics import text_scores
+from minilm_cache.evaluate.models import Evaluated, find_models
+from minilm_cache.evaluate.tables import data_source
+from minilm_cache.evaluate.tasks import TASKS, TextTask
+from minilm_cache.evaluate.texts import read_text_task
+from minilm_cache.pretrained import load_tokenizer
+from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.saving import saving
+from minilm_cache.store.durable import new_folder, refuse_existing
+
+try:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+except ModuleNotFoundError as error:
+    raise InvalidConfigError(
+        "embeddings needs sentence-transformers, which is not installed: "
+        "pip install 'minilm-cache[sentence-transformers,eval]'."
+    ) from error
+
+if TYPE_CHECKING:
+    from mteb import AbsTask
+
+Vectors = npt.NDArray[np.float64]
+"""Unit vectors, `(texts, width)`."""
+
+
+class EmbeddingsConfig(FrozenSettings):
+    """Everything that a comparison of embeddings is told."""
+
+    data: str
+    """Folder of STS-B in GLUE's layout, or of such folders; `hf` or `hf:ID` for the hub."""
+    max_pairs: Annotated[int, Field(ge=2)] | None = None
+    """Pairs of the dev set at most; none: all."""
+    max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
+    """Tokens of a text."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Texts of a forward pass."""
+    save: Path | None = None
+    """Folder for the models as sentence-transformers."""
+    mteb: tuple[str, ...] = ()
+    """Names of tasks of the Massive Text Embedding Benchmark."""
+    revision: str | None = None
+    """Revision of a model from the hub."""
+    device: str | None = None
+    """torch device; none: a GPU where there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingScores:
+    """What a model's embeddings are worth, without fine-tuning."""
+
+    model: str
+    width: int
+    """Of an embedding."""
+    spearman: float
+    """Of pairs' cosines with people's scores, times 100 (Reimers and Gurevych 2019, arXiv 1908.10084)."""
+    pearson: float
+    teacher_spearman: float
+    """Of pairs' cosines with the teacher's, times 100."""
+    teacher_pearson: float
+    cosine_error: float
+    """Mean absolute difference of pairs' cosines from the teacher's."""
+    teacher_cosine: float | None
+    """Mean cosine of texts' embeddings with the teacher's; none: they are of another width."""
+    mteb: dict[str, float]
+    """Main scores by task, between 0 and 1."""
+    path: Path | None
+    """Where it was saved."""
+
+
+def compare_embeddings(
+    config: EmbeddingsConfig,
+    names: Sequence[str],
+    *,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = never_stop,
+) -> list[EmbeddingScores]:
+    """Compare models' embeddings with the first one's, which is the teacher, and with people's judgement.
+
+    Embeddings are means of last states over tokens, of unit length. Pairs are those of STS-B's dev set,
+    which no training of a cache has seen.
+
+    Args:
+        config: pairs, lengths, what else to do.
+        names: of models, as of an evaluation.
+        progress: told of texts.
+        should_stop: asked between models.
+
+    Raises:
+        CorpusError: the pairs are not there, or damaged.
+        TeacherError: a model is not there.
+        InvalidConfigError: a model has fewer positions than a text's tokens, or an extra is not installed.
+        StorageError: a folder exists, or cannot be written.
+    """
+    progress = progress or Silent()
+    device = choose_device(config.device)
+    models = find_models(names, config.revision, untrained=False)
+    paths = {model.name: _path(config, model) for model in models}
+    pairs = _pairs(config)
+    texts = [text for pair in pairs for text in pair.texts]
+    people = np.asarray([pair.label for pair in pairs], np.float64)
+    progress.start("embed", len(texts) * len(models), "texts")
+    found: list[EmbeddingScores] = []
+    first: Vectors | None = None
+    for model in models:
+        if should_stop():
+            raise InterruptedRunError("interrupted: models that were saved are kept. Run it again.")
+        encoder: Any = sentence_encoder(model, config.max_length, str(device))
+        vectors = np.asarray(
+            encoder.encode(texts, batch_size=config.batch_size, show_progress_bar=False), np.float64
+        )
+        progress.advance(len(texts))
+        first = vectors if first is None else first
+        path = paths[model.name]
+        if path is not None:
+            _save(encoder, path)
+        found.append(_scores(model.name, vectors, first, people, _mteb(encoder, config.mteb), path))
+    return found
+
+
+def sentence_encoder(model: Evaluated, max_length: int, device: str) -> SentenceTransformer:
+    """Return a model as a sentence-transformer: means over tokens, of unit length.
+
+    Raises:
+        InvalidConfigError: it has fewer positions than a text may have tokens.
+        TeacherError: its folder holds no model that is safe to load.
+    """
+    model.check_length(load_tokenizer(model.folder).cls_token_id, max_length)
+    safely = {"trust_remote_code": False, "local_files_only": True}
+    transformer = Transformer(
+        str(model.folder),
+        max_seq_length=max_length,
+        model_kwargs={**safely, "use_safetensors": True},
+        processor_kwargs=safely,
+        config_kwargs=safely,
+    )
+    pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode="mean")
+    return SentenceTransformer(modules=[transformer, pooling, Normalize()], device=device)
+
+
+def _pairs(config: EmbeddingsConfig) -> Sequence[TextExample]:
+    task = TASKS["stsb"]
+    assert isinstance(task, TextTask)
+    folder, hub = data_source(config.data)
+    (track,) = read_text_task(task, folder, hub)
+    return track.subset(None, config.max_pairs).dev["dev"]
+
+
+def _path(config: EmbeddingsConfig, model: Evaluated) -> Path | None:
+    if config.save is None:
+        return None
+    path = config.save / model.name.replace("/", "-").replace(":", "-")
+    refuse_existing(path, "--save")
+    return path
+
+
+def _save(encoder: SentenceTransformer, path: Path) -> None:
+    with saving("write model", path), new_folder(path) as folder:
+        encoder.save_pretrained(str(folder), create_model_card=False, safe_serialization=True)
+
+
+def _scores(
+    name: str,
+    vectors: Vectors,
+    teacher: Vectors,
+    people: Vectors,
+    mteb: dict[str, float],
+    path: Path | None,
+) -> EmbeddingScores:
+    own, others = _cosines(vectors), _cosines(teacher)
+    to_people = text_scores(("spearman", "pearson"), own, people)
+    to_teacher = text_scores(("spearman", "pearson"), own, others)
+    alike = vectors.shape[1] == teacher.shape[1]
+    return EmbeddingScores(
+        model=name,
+        width=vectors.shape[1],
+        spearman=to_people["spearman"],
+        pearson=to_people["pearson"],
+        teacher_spearman=to_teacher["spearman"],
+        teacher_pearson=to_teacher["pearson"],
+        cosine_error=float(np.abs(own - others).mean()),
+        teacher_cosine=float((vectors * teacher).sum(1).mean()) if alike else None,
+        mteb=mteb,
+        path=path,
+    )
+
+
+def _cosines(vectors: Vectors) -> Vectors:
+    """Return the cosine of each pair; texts of a pair follow each other."""
+    cosines: Vectors = (vectors[0::2] * vectors[1::2]).sum(1)
+    return cosines
+
+
+def _mteb(encoder: SentenceTransformer, tasks: Sequence[str]) -> dict[str, float]:
+    if not tasks:
+        return {}
+    try:
+        import mteb  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise InvalidConfigError("--mteb needs mteb: pip install 'minilm-cache[mteb]'.") from error
+    try:
+        return mteb_scores(encoder, mteb.get_tasks(tasks=list(tasks)))
+    except KeyError as error:
+        raise InvalidConfigError(f"--mteb: {first_line(error)}.") from error
+
+
+def mteb_scores(encoder: SentenceTransformer, tasks: "Iterable[AbsTask]") -> dict[str, float]:
+    """Return the main score of each task of the Massive Text Embedding Benchmark (arXiv 2210.07316).
+
+    Args:
+        encoder: a sentence-transformer.
+        tasks: of `mteb.get_tasks`.
+
+    Raises:
+        CorpusError: a task's data cannot be had.
+    """
+    import mteb  # noqa: PLC0415 - an extra
+
+    try:
+        results = mteb.evaluate(encoder, tasks, cache=None, show_progress_bar=False)
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"mteb cannot evaluate: {first_line(error)}.") from error
+    return {one.task_name: float(one.get_score()) for one in results.task_results}

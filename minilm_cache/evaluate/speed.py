@@ -1,0 +1,187 @@
+"""What models cost in use: weights, operations, latency and throughput beside a teacher's, in one run."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from minilm_cache.config import FrozenSettings
+from minilm_cache.device import choose_device
+from minilm_cache.errors import InterruptedRunError
+from minilm_cache.evaluate.models import Evaluated, find_models
+from minilm_cache.pretrained import load_model, load_tokenizer
+from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.sizes import ModelSize, model_size, seconds_in_turns
+from minilm_cache.store.durable import storage_errors
+
+TORCH: Final = "torch"
+ONNX: Final = "onnx"
+_MILLISECONDS: Final = 1e3
+
+
+class SpeedConfig(FrozenSettings):
+    """Everything that a comparison of speeds is told."""
+
+    batch_size: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1, 32)
+    """Sequences of a forward pass."""
+    length: Annotated[tuple[Annotated[int, Field(ge=4, le=2**16)], ...], Field(min_length=1)] = (32, 128)
+    """Tokens of each sequence."""
+    turns: Annotated[int, Field(ge=1)] = 10
+    """Passes of each model that are measured, taken in turns."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    onnx: Path | None = None
+    """Folder for models as ONNX files, which are measured, too."""
+    revision: str | None = None
+    """Revision of a model from the hub."""
+    device: str | None = None
+    """torch device; none: a GPU where there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A forward pass of a model, medians over turns."""
+
+    runtime: str
+    """torch or onnx."""
+    batch_size: int
+    length: int
+    latency_ms: float
+    tokens_per_s: float
+    speedup: float
+    """Of the first model's time in torch over this one's, same batch and length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpeed:
+    """A model and its passes."""
+
+    model: str
+    size: ModelSize
+    """Operations over sequences of the greatest length."""
+    flops_share: float
+    """Operations of this model over the first one's."""
+    passes: list[Pass]
+    onnx_difference: float | None
+    """Greatest difference of its last states in ONNX; none: it was not exported."""
+
+
+def compare_speed(
+    config: SpeedConfig,
+    names: Sequence[str],
+    *,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = never_stop,
+) -> list[ModelSpeed]:
+    """Measure models beside the first one, which is the teacher.
+
+    Args:
+        config: batches, lengths, device.
+        names: of models, as of an evaluation.
+        progress: told of passes.
+        should_stop: asked between batches.
+
+    Raises:
+        TeacherError: a model is not there.
+        InvalidConfigError: a model has fewer positions than a length, or ONNX is not installed.
+        DeviceError: a model cannot be exported, or the device lacks memory.
+    """
+    progress = progress or Silent()
+    device = choose_device(config.device)
+    models = find_models(names, config.revision, untrained=False)
+    longest = max(config.length)
+    tokens = [_token(model, longest) for model in models]
+    loaded = [load_model(model.folder, attention="sdpa").eval() for model in models]
+    runs: dict[str, Callable[[Tensor, Tensor], object]] = {}
+    differences: dict[str, float] = {}
+    if config.onnx is not None:
+        for model, weights in zip(models, loaded, strict=True):
+            progress.note(f"exporting {model.name}")
+            run, differences[model.name] = _export(model, weights, config.onnx, device)
+            runs[f"{ONNX} {model.name}"] = run
+    dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
+    torch_runs = {
+        f"{TORCH} {model.name}": _forward(weights.to(device, dtype))
+        for model, weights in zip(models, loaded, strict=True)
+    }
+    passes = list(_passes({**torch_runs, **runs}, config, min(tokens), device, progress, should_stop))
+    sizes = {
+        model.name: model_size(weights.config, longest) for model, weights in zip(models, loaded, strict=True)
+    }
+    first = sizes[models[0].name].flops_per_token
+    return [
+        ModelSpeed(
+            model=model.name,
+            size=sizes[model.name],
+            flops_share=sizes[model.name].flops_per_token / first,
+            passes=[one for name, one in passes if name == model.name],
+            onnx_difference=differences.get(model.name),
+        )
+        for model in models
+    ]
+
+
+def _token(model: Evaluated, longest: int) -> int:
+    tokenizer = load_tokenizer(model.folder)
+    model.check_length(tokenizer.cls_token_id, longest)
+    return int(tokenizer.cls_token_id)
+
+
+def _export(
+    model: Evaluated, weights: PreTrainedModel, folder: Path, device: torch.device
+) -> tuple[Callable[[Tensor, Tensor], object], float]:
+    from minilm_cache.evaluate.onnx import check_alike, export, session  # noqa: PLC0415 - an extra
+
+    with storage_errors("make folder", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{model.name.replace('/', '-').replace(':', '-')}.onnx"
+    export(weights, file)
+    run = session(file, device)
+    return run, check_alike(weights, run, model.name)
+
+
+def _forward(model: PreTrainedModel) -> Callable[[Tensor, Tensor], object]:
+    def run(ids: Tensor, mask: Tensor) -> object:
+        return model(input_ids=ids, attention_mask=mask)
+
+    return run
+
+
+def _passes(
+    runs: Mapping[str, Callable[[Tensor, Tensor], object]],
+    config: SpeedConfig,
+    token: int,
+    device: torch.device,
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> Iterator[tuple[str, Pass]]:
+    sweep = [(batch_size, length) for batch_size in config.batch_size for length in config.length]
+    progress.start("speed", len(sweep) * len(runs) * (config.turns + 1), "passes")
+    for batch_size, length in sweep:
+        if should_stop():
+            raise InterruptedRunError("interrupted: nothing is kept of a comparison of speeds. Run it again.")
+        ids = torch.full((batch_size, length), token, device=device)
+        mask = torch.ones_like(ids)
+        seconds = seconds_in_turns(
+            {name: partial(run, ids, mask) for name, run in runs.items()}, device, config.turns
+        )
+        progress.advance(len(runs) * (config.turns + 1))
+        first = next(iter(seconds.values()))
+        for name, taken in seconds.items():
+            runtime, _, model = name.partition(" ")
+            yield (
+                model,
+                Pass(
+                    runtime=runtime,
+                    batch_size=batch_size,
+                    length=length,
+                    latency_ms=taken * _MILLISECONDS,
+                    tokens_per_s=batch_size * length / taken,
+                    speedup=first / taken,
+                ),
+            )
