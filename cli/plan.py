@@ -1,6 +1,7 @@
 """`minilm-cache plan`: what a dump would cost and be worth, before it is made."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from minilm_cache.needs import needs_of, objective_names
 from minilm_cache.storage_schema.manifest import LayerFidelity
 
 if TYPE_CHECKING:
+    from minilm_cache.costs import Costs
     from minilm_cache.dump.plan import Plan, PlannedSetting
 
 
@@ -45,6 +47,18 @@ def plan(  # noqa: PLR0913 - one parameter for each option
         int | None, typer.Option(help="Tokens of the dump, at most [default: the whole corpus]")
     ] = None,
     sample_tokens: Annotated[int, typer.Option(min=512, help="Tokens that are really dumped")] = 65_536,
+    arch: Annotated[
+        list[str] | None, typer.Option(help="Student to estimate the training of; repeat [default: none]")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Recipe of --arch, as for train")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Of --arch, in place of a recipe's steps")] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-6,
+            help="Operations per second for hours of --arch, in 10^12 [default: the teacher's rate here]",
+        ),
+    ] = None,
     max_bytes: Annotated[int | None, typer.Option(min=1, help="Choose the best setting of this size")] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per forward pass")] = 32,
     revision: Annotated[str | None, typer.Option(help="Of a teacher from the hub")] = None,
@@ -56,7 +70,8 @@ def plan(  # noqa: PLR0913 - one parameter for each option
 
     Example: minilm-cache plan --teacher mini --max-bytes 50000000
     """
-    from minilm_cache.dump.plan import plan as run_plan  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.costs import CostConfig, estimate, operations  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.dump.plan import plan as run_plan  # noqa: PLC0415 - likewise
 
     served = {"for": objectives}
     wanted = make_config(DumpConfig, teacher=teacher, codec="vectors", layers=layers, **served)
@@ -88,16 +103,21 @@ def plan(  # noqa: PLR0913 - one parameter for each option
         )
         for setting in settings
     ]
+    asked_costs = make_config(CostConfig, arch=tuple(arch or ()), preset=preset, epochs=epochs, tflops=tflops)
+    work = operations(asked_costs, teacher, revision, max_length)
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         if corpus is None:
             progress.note(f"no --corpus given: taking {configs[0].corpus}")
         found = run_plan(configs, sample_tokens, progress, should_stop)
+        costs = estimate(asked_costs, work, found.num_tokens, max_length, found.teacher_tokens_per_s)
     best = None if max_bytes is None else found.best_within(max_bytes)
     if json and not (max_bytes is not None and best is None):
-        print_json(_document(found, best))
+        print_json(_document(found, best) | {"costs": asdict(costs) if arch else None})
     elif not json:
         _print_plan(found)
+        if arch:
+            _print_costs(costs)
         if best is not None:
             print_pairs({"best within --max-bytes": best.words})
     if max_bytes is not None and best is None:
@@ -153,6 +173,16 @@ def _print_plan(found: "Plan") -> None:
             "pays": "after so many student-epochs the cache is cheaper than the teacher running along; "
             "one epoch of one student never is",
         }
+    )
+
+
+def _print_costs(costs: "Costs") -> None:
+    source = "as the teacher's forward pass goes here" if costs.is_measured else "as given"
+    print_table(
+        f"Operations, and hours at {costs.flops_per_s / 1e12:,.4g} TFLOP/s ({source}); "
+        f"a training is {costs.train_tokens:,} tokens; the loss and reading are not counted",
+        ["work", "TFLOP", "hours"],
+        [[one.what, f"{one.flops / 1e12:,.0f}", f"{one.hours:,.2f}"] for one in costs.parts],
     )
 
 

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, BertConfig
 
 from minilm_cache.dump.plan import plan
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import Silent
+from minilm_cache.sizes import model_size
 from tests.conftest import Command
-from tests.support import World, save_teacher, write_corpus
+from tests.support import TINY, VOCABULARY, World, save_teacher, write_corpus
 
 
 def plan_arguments(world: World, *more: object) -> list[object]:
@@ -93,3 +95,46 @@ def test_what_objectives_need_is_planned(tmp_path: Path, command: Command) -> No
     )
     assert [one["codec"]["name"] for one in states] == ["vectors", "vectors"]
     assert [len(one["fidelity"]) for one in states] == [3, 3]
+
+
+def test_hours_of_trainings_are_operations_over_a_rate(world: World, command: Command) -> None:
+    """A teacher's pass once per token of the corpus, a student's three times per token of its training."""
+    asked = ("plan", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32, "--k", 4)
+    short = ("--sample-tokens", 1024, "--max-kl", 0.1, "--no-dense", "--device", "cpu")
+    students = ("--arch", "1x16", "--arch", "2x32", "--epochs", 5)
+    code, out, err = command(*asked, *short, *students, "--tflops", 0.001, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    costs = found["costs"]
+    teacher = model_size(AutoConfig.from_pretrained(world.teacher), 32).stopped_flops_per_token
+    assert costs["train_tokens"] == 5 * found["num_tokens"]
+    by_name = {one["what"]: one for one in costs["parts"]}
+    assert by_name["dump"]["flops"] == pytest.approx(teacher * found["num_tokens"])
+    student = BertConfig(
+        **{**TINY["bert"], "hidden_size": 16, "num_hidden_layers": 1},
+        vocab_size=len(VOCABULARY),
+        max_position_embeddings=66,
+    )
+    step = 3 * model_size(student, 32).stopped_flops_per_token
+    assert by_name["train 1x16"]["flops"] == pytest.approx(step * costs["train_tokens"])
+    along = by_name["train 1x16 with the teacher along"]
+    assert along["flops"] == pytest.approx((step + teacher) * costs["train_tokens"])
+    assert along["hours"] == pytest.approx(along["flops"] / 1e9 / 3600)
+
+    code, out, err = command(*asked, *short, "--arch", "1x16", "--preset", "minilm")
+    assert code == 0, err
+    assert f"a training is {400_000 * 256 * 32:,} tokens" in out
+    assert "as the teacher's forward pass goes here" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--arch", "1x16"), "--arch goes with --preset or --epochs"),
+        (("--epochs", 3), "go with --arch"),
+        (("--arch", "1x16", "--preset", "nosuch"), "--preset nosuch"),
+        (("--arch", "1x17", "--epochs", 1), "1x17"),
+    ],
+)
+def test_misuse_of_costs(world: World, command: Command, options: tuple[object, ...], says: str) -> None:
+    command.fails("plan", "--teacher", world.teacher, "--corpus", world.corpus, *options, code=2, says=says)
