@@ -4,12 +4,23 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from tests.conftest import Command
 from tests.support import WORDS
 
 LEARNABLE = WORDS[:2]
 """A text of class 1 is made of the one, of class 0 of the other."""
 LANGUAGES = ("en", "de")
+SHORT = ("--max-length", 32)
+
+
+def evaluated(command: Command, *arguments: object) -> dict[str, Any]:
+    """Run an evaluation of short texts, and return the JSON that it printed."""
+    code, out, err = command("evaluate", *arguments, "--device", "cpu", "--json", *SHORT)
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
 
 
 def _text(generator: random.Random, label: int) -> str:

@@ -7,20 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
 from huggingface_hub import ModelCard
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.evaluate.run import evaluate
 from minilm_cache.evaluate.settings import EvaluateConfig
-from minilm_cache.evaluate.tasks import TASKS, TextTask
-from minilm_cache.evaluate.texts import read_text_task
+from minilm_cache.evaluate.tasks import TASKS
 from tests.conftest import Command
 from tests.support import World, dump_arguments, save_teacher
-from tests.tasks import write_glue, write_mlqa, write_squad, write_sst2, write_xnli
+from tests.tasks import SHORT, evaluated, write_glue, write_mlqa, write_squad, write_sst2, write_xnli
 
-SST2 = next(task for task in TASKS.values() if isinstance(task, TextTask) and task.name == "sst2")
 GLUE = ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")
 
 
@@ -29,23 +26,13 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_teacher(tmp_path_factory.mktemp("models") / "teacher")
 
 
-_SHORT = ("--max-length", 32)
-
-
-def _evaluate(command: Command, *arguments: object) -> dict[str, Any]:
-    code, out, err = command("evaluate", *arguments, "--device", "cpu", "--json", *_SHORT)
-    assert code == 0, err
-    found: dict[str, Any] = json.loads(out)
-    return found
-
-
 def test_a_model_learns_and_its_score_is_that_of_plain_transformers(
     teacher: Path, tmp_path: Path, command: Command
 ) -> None:
     """The kept model, asked by transformers alone, gives the accuracy that was recorded."""
     data = write_sst2(tmp_path / "SST-2")
     asked = (teacher, "--task", "sst2", "--data", data, "--lr", "1e-3", "--epochs", "4", "--keep-models")
-    (trial,) = _evaluate(command, *asked, "--batch-size", "8", "--out", tmp_path / "out")["trials"]
+    (trial,) = evaluated(command, *asked, "--batch-size", "8", "--out", tmp_path / "out")["trials"]
     accuracy = trial["scores"]["dev"]["accuracy"]
     assert accuracy > 90
 
@@ -66,7 +53,7 @@ def test_spans_are_those_of_plain_transformers(teacher: Path, tmp_path: Path, co
     """Short contexts: one window, whose best span transformers' own model names."""
     data = write_squad(tmp_path / "squad", "2.0")
     asked = (teacher, "--task", "squad2", "--data", data, "--lr", "1e-3", "--epochs", "6", "--keep-models")
-    (trial,) = _evaluate(command, *asked, "--batch-size", "4", "--out", tmp_path / "out")["trials"]
+    (trial,) = evaluated(command, *asked, "--batch-size", "4", "--out", tmp_path / "out")["trials"]
     folder = next((tmp_path / "out" / "squad2").iterdir())
     told = json.loads((folder / "predictions" / "dev.json").read_text())
     model = AutoModelForQuestionAnswering.from_pretrained(folder / "model").eval()
@@ -91,7 +78,7 @@ def test_every_task_of_glue_with_submissions(teacher: Path, tmp_path: Path, comm
     tasks = [word for name in GLUE for word in ("--task", name)]
     data = write_glue(tmp_path / "glue")
     short = ("--epochs", 1, "--max-train", 8, "--predict", "--out", tmp_path / "out")
-    found = _evaluate(command, teacher, *tasks, "--data", data, *short)
+    found = evaluated(command, teacher, *tasks, "--data", data, *short)
     metrics = {
         one["task"]: {name: set(scores) for name, scores in one["scores"].items()}
         for one in found["summaries"]
@@ -129,9 +116,9 @@ def test_trials_are_kept_and_settings_chosen_on_dev(teacher: Path, tmp_path: Pat
         "--out",
         tmp_path / "out",
     ]
-    first = _evaluate(command, *asked, "--lr", "1e-3")
+    first = evaluated(command, *asked, "--lr", "1e-3")
     records = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("trial.json")}
-    second = _evaluate(command, *asked, "--lr", "1e-3", "--lr", "1e-6")
+    second = evaluated(command, *asked, "--lr", "1e-3", "--lr", "1e-6")
     assert second["trials"][:2] == first["trials"]
     assert all(file.stat().st_mtime_ns == at for file, at in records.items())
     means = {
@@ -146,7 +133,7 @@ def test_trials_are_kept_and_settings_chosen_on_dev(teacher: Path, tmp_path: Pat
     ]
     score = summary["scores"]["dev"]["accuracy"]
     assert (score["mean"], score["stddev"]) == pytest.approx((np.mean(values), np.std(values, ddof=1)))
-    code, out, _ = command("evaluate", *asked, *_SHORT, "--lr", "1e-3", "--lr", "1e-6")
+    code, out, _ = command("evaluate", *asked, *SHORT, "--lr", "1e-3", "--lr", "1e-6")
     assert code == 0
     assert "of 2 settings the best on dev, so that dev figures are optimistic" in out
 
@@ -156,7 +143,7 @@ def test_a_trial_again_is_the_same(teacher: Path, tmp_path: Path, command: Comma
     asked = (teacher, "--task", "sst2", "--data", data, "--epochs", 1, "--lr", "1e-3", "--keep-models")
     weights = []
     for out in (tmp_path / "one", tmp_path / "two"):
-        _evaluate(command, *asked, "--out", out)
+        evaluated(command, *asked, "--out", out)
         weights.append(next(out.rglob("model.safetensors")).read_bytes())
     assert weights[0] == weights[1]
 
@@ -169,7 +156,7 @@ def test_students_of_a_run_and_untrained_shapes(world: World, command: Command) 
     )
     assert code == 0, err
     data = write_sst2(world.root / "SST-2")
-    found = _evaluate(
+    found = evaluated(
         command,
         world.teacher,
         run,
@@ -222,7 +209,7 @@ def test_interrupted_trials_are_redone_and_ended_ones_kept(teacher: Path, tmp_pa
 def test_xnli_across_languages(teacher: Path, tmp_path: Path, command: Command) -> None:
     data = write_xnli(tmp_path / "xnli")
     short = ("--epochs", 1, "--out", tmp_path / "out")
-    found = _evaluate(command, teacher, "--task", "xnli", "--data", data, "--predict", *short)
+    found = evaluated(command, teacher, "--task", "xnli", "--data", data, "--predict", *short)
     (summary,) = found["summaries"]
     assert set(summary["scores"]) == {"dev-en", "dev-de"}
     lines = next((tmp_path / "out").rglob("test-de.tsv")).read_text().splitlines()
@@ -234,13 +221,13 @@ def test_xnli_as_published_with_test_labels(teacher: Path, tmp_path: Path, comma
     """Settings are chosen on dev; labelled test sets are scored, too."""
     data = write_xnli(tmp_path / "xnli", official=True)
     short = ("--epochs", 1, "--out", tmp_path / "out")
-    found = _evaluate(command, teacher, "--task", "xnli", "--data", data, *short)
+    found = evaluated(command, teacher, "--task", "xnli", "--data", data, *short)
     (trial,) = found["trials"]
     assert set(trial["scores"]) == {"dev-en", "dev-de", "test-en", "test-de"}
     assert trial["headline"] == pytest.approx(
         np.mean([trial["scores"][name]["accuracy"] for name in ("dev-en", "dev-de")])
     )
-    found = _evaluate(command, teacher, "--task", "xnli-translate-train", "--data", data, *short)
+    found = evaluated(command, teacher, "--task", "xnli-translate-train", "--data", data, *short)
     assert {one["track"]: set(one["scores"]) for one in found["summaries"]} == {
         "de": {"dev-de", "test-de"},
         "en": {"dev-en", "test-en"},
@@ -249,7 +236,7 @@ def test_xnli_as_published_with_test_labels(teacher: Path, tmp_path: Path, comma
 
 def test_mlqa(teacher: Path, tmp_path: Path, command: Command) -> None:
     data = write_mlqa(tmp_path / "MLQA_V1")
-    found = _evaluate(
+    found = evaluated(
         command,
         teacher,
         "--task",
@@ -268,49 +255,13 @@ def test_mlqa(teacher: Path, tmp_path: Path, command: Command) -> None:
     assert data.is_dir()
 
 
-def test_hub_layout(teacher: Path, tmp_path: Path, command: Command) -> None:
-    """The hub's own columns, from a folder laid out as a repository is."""
-    rows = {"sentence": ["ba ba", "be be"] * 6, "label": [1, 0] * 6, "idx": list(range(12))}
-    hidden = {**rows, "label": [-1] * 12}
-    splits = DatasetDict(
-        {
-            "train": Dataset.from_dict(rows),
-            "validation": Dataset.from_dict(rows),
-            "test": Dataset.from_dict(hidden),
-        }
-    )
-    repository = tmp_path / "repository"
-    files = []
-    for split, one in splits.items():
-        (repository / "sst2").mkdir(parents=True, exist_ok=True)
-        one.to_parquet(repository / "sst2" / f"{split}.parquet")
-        files.append(f"  - split: {split}\n    path: sst2/{split}.parquet")
-    card = "---\nconfigs:\n- config_name: sst2\n  data_files:\n" + "\n".join(files) + "\n---\n"
-    (repository / "README.md").write_text(card)
-    found = _evaluate(
-        command,
-        teacher,
-        "--task",
-        "sst2",
-        "--data",
-        f"hf:{repository}",
-        "--epochs",
-        1,
-        "--out",
-        tmp_path / "out",
-    )
-    assert found["trials"][0]["num_train"] == 12
-    (track,) = read_text_task(SST2, None, str(repository))
-    assert [one.label for one in track.dev["dev"]] == [1, 0] * 6
-
-
 def test_card_gets_rows_that_are_replaced(teacher: Path, tmp_path: Path, command: Command) -> None:
     own = save_teacher(tmp_path / "own")
     (own / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n\nWords.\n")
     data = write_glue(tmp_path / "glue")
     for tasks in (("sst2",), ("sst2", "stsb")):
         words = [word for name in tasks for word in ("--task", name)]
-        _evaluate(command, own, *words, "--data", data, "--epochs", 1, "--card", "--out", tmp_path / "out")
+        evaluated(command, own, *words, "--data", data, "--epochs", 1, "--card", "--out", tmp_path / "out")
     card = ModelCard.load(own / "README.md")
     assert (card.data.license, "Words." in card.text) == ("mit", True)
     results = {(one.dataset_name, one.metric_type): one.metric_value for one in card.data.eval_results}
@@ -322,94 +273,6 @@ def test_card_gets_rows_that_are_replaced(teacher: Path, tmp_path: Path, command
         code=2,
         says="--card writes into folders",
     )
-
-
-def _squad_file(context: str, answer: str | None) -> str:
-    answers = [] if answer is None else [{"text": answer, "answer_start": 0}]
-    question = {"id": "q", "question": "?", "answers": answers}
-    return json.dumps({"data": [{"paragraphs": [{"context": context, "qas": [question]}]}]})
-
-
-@pytest.mark.parametrize(
-    ("task", "file", "content", "says"),
-    [
-        ("sst2", "SST-2/train.tsv", None, "has no training set of SST-2"),
-        ("rte", "RTE/dev.tsv", None, "has no dev set of RTE"),
-        ("sst2", "SST-2/dev.tsv", "", "dev.tsv is empty"),
-        ("sst2", "SST-2/dev.tsv", "sentence\tlabel\n", "dev.tsv holds no example"),
-        ("sst2", "SST-2/train.tsv", "text\tlabel\nba\t1\n", "has no column 'sentence'; it has text, label"),
-        (
-            "sst2",
-            "SST-2/train.tsv",
-            "sentence\tlabel\nba\t1\nbe\t7\n",
-            "train.tsv, example 2: label '7' is none",
-        ),
-        (
-            "sst2",
-            "SST-2/train.tsv",
-            "sentence\tlabel\nba\t1\t2\n",
-            "1 of 1 rows have not 2 columns, the first has 3",
-        ),
-        ("sst2", "SST-2/train.tsv", "sentence\tlabel\nb\xff", "cannot read"),
-        ("stsb", "STS-B/dev.tsv", "sentence1\tsentence2\tscore\nba\tbe\tmuch\n", "score 'much' is no number"),
-        ("stsb", "STS-B/dev.tsv", "sentence1\tsentence2\tscore\nba\tbe\tnan\n", "score 'nan' is no number"),
-        ("squad", "SQuAD/dev-v1.1.json", None, "has no dev-v1.1.json"),
-        ("squad", "SQuAD/dev-v1.1.json", "{", "as SQuAD's JSON"),
-        ("squad", "SQuAD/dev-v1.1.json", "[]", "as SQuAD's JSON"),
-        ("squad", "SQuAD/dev-v1.1.json", '{"version": 1}', "no 'data'"),
-        ("squad", "SQuAD/dev-v1.1.json", '{"data": []}', "holds no question"),
-        (
-            "squad",
-            "SQuAD/dev-v1.1.json",
-            _squad_file("ba be", "be"),
-            "question q: answer 'be' is not at character 0",
-        ),
-        (
-            "squad",
-            "SQuAD/dev-v1.1.json",
-            _squad_file("ba be", None),
-            "no answer. SQuAD has one for each question",
-        ),
-        ("mlqa", "MLQA_V1/dev/x.json", "", "has no train-v1.1.json"),
-        (
-            "xnli",
-            "XNLI/dev-en.tsv",
-            "ba\tbe\tneutral\n",
-            "train-LANGUAGE.tsv or multinli.train.*.tsv is not there",
-        ),
-        ("xnli", "XNLI/train-en.tsv", "ba\tbe\tneutral\n", "dev-LANGUAGE.tsv or xnli.dev.tsv is not there"),
-    ],
-)
-def test_bad_data_ends_in_one_line(  # noqa: PLR0913 - a table of cases
-    task: str, file: str, content: str | None, says: str, teacher: Path, tmp_path: Path, command: Command
-) -> None:
-    write_glue(tmp_path)
-    write_squad(tmp_path / "SQuAD", "1.1")
-    bad = tmp_path / file
-    bad.unlink() if content is None else bad.parent.mkdir(parents=True, exist_ok=True)
-    if content is not None:
-        bad.write_text(content, encoding="latin-1")
-    command.fails("evaluate", teacher, "--task", task, "--data", tmp_path, code=1, says=says)
-
-
-def test_rows_that_lack_columns_are_few(tmp_path: Path) -> None:
-    """QQP's training set is known for a few, which the benchmark's own code leaves out."""
-    data = write_sst2(tmp_path / "SST-2", num_train=2000)
-    with (data / "train.tsv").open("a") as file:
-        file.write("ba ba\n")
-    (track,) = read_text_task(SST2, data, None)
-    assert len(track.train) == 2000
-
-
-def test_jsonl_has_the_same_columns(tmp_path: Path) -> None:
-    data = write_sst2(tmp_path / "SST-2")
-    rows = [line.split("\t") for line in (data / "dev.tsv").read_text().splitlines()[1:]]
-    (expected,) = read_text_task(SST2, data, None)
-    (data / "dev.tsv").unlink()
-    lines = [json.dumps({"sentence": text, "label": label}) for text, label in rows]
-    (data / "dev.jsonl").write_text("\n".join(lines))
-    (found,) = read_text_task(SST2, data, None)
-    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -458,7 +321,7 @@ def test_a_damaged_trial_is_told(teacher: Path, tmp_path: Path, command: Command
         1,
         "--out",
         tmp_path / "out",
-        *_SHORT,
+        *SHORT,
     )
     assert command(*asked)[0] == 0
     next((tmp_path / "out").rglob("trial.json")).write_text("{}")
@@ -475,7 +338,7 @@ def test_divergence_is_told_and_does_not_end_a_grid(teacher: Path, tmp_path: Pat
     model.save_pretrained(broken)
     AutoTokenizer.from_pretrained(teacher).save_pretrained(broken)
     command.fails(
-        *("evaluate", broken, *asked[2:], *_SHORT),
+        *("evaluate", broken, *asked[2:], *SHORT),
         code=1,
         says=("broken on sst2: the loss was no number", "Lower --lr"),
     )

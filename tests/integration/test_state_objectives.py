@@ -5,17 +5,13 @@ time.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import TrainConfig
@@ -32,14 +28,13 @@ from minilm_cache.train.student import parse_arch
 from minilm_cache.train.trainer import StudentTrainer
 from tests.conftest import Command
 from tests.support import World, save_teacher, write_corpus
+from tests.twins import SUMMED, TOTALS, Whole, plain_sum, twin
 
 CPU = torch.device("cpu")
 OF_WORDS = ("value-mse", "hidden-mse", "tinybert", "distilbert", "mlm-kd", "bert-pkd", "mobilebert")
 OF_CLASSES = ("tinybert-prediction", "bert-pkd", "tinybert")
 ARCH = {"distilbert": "2x32", "bert-pkd": "2x32", "mobilebert": "3x32:b16"}
 """Shapes that an objective asks for; others learn at any width."""
-MAPPED = {"tinybert": [(1, 0), (2, 1)], "bert-pkd": [(1, 0)], "mobilebert": [(0, 0), (1, 1), (2, 2)]}
-"""Teacher's and student's layers, written out for a teacher of three and these students."""
 
 
 @pytest.fixture(scope="module")
@@ -83,139 +78,6 @@ def trainer_of(config: TrainConfig, cache: Cache) -> tuple[StudentTrainer, Stude
     return trainer, batch
 
 
-class Whole:
-    """A whole model, its outputs taken plainly."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model.eval()
-        self.size = model.config.hidden_size // 4
-
-    def __call__(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return hidden states, queries, keys and values of all layers, and logits where there are some."""
-        found: dict[str, list[Tensor]] = {"query": [], "key": [], "value": []}
-        hooks = [
-            module.register_forward_hook(lambda _m, _i, output, name=name: found[name].append(output[0]))
-            for path, module in self.model.named_modules()
-            for name in found
-            if path.endswith(f"attention.self.{name}")
-        ]
-        output = self.model(input_ids=ids[None], output_hidden_states=True)
-        for hook in hooks:
-            hook.remove()
-        told = {name: torch.stack(layers) for name, layers in found.items()}
-        told["hidden"] = torch.stack([state[0] for state in output.hidden_states])
-        if "logits" in output:
-            told["logits"] = output.logits[0]
-        return told
-
-    def attention(self, told: dict[str, Tensor], layer: int) -> Tensor:
-        """Return attention scores of a layer, `(heads, length, length)`."""
-        query, key = (told[name][layer].unflatten(-1, (4, -1)).transpose(0, 1) for name in ("query", "key"))
-        scores: Tensor = query @ key.mT / query.shape[-1] ** 0.5
-        return scores
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """What teacher and student say of one sequence, and what it is."""
-
-    teacher: Whole
-    student: Whole
-    t: dict[str, Tensor]
-    s: dict[str, Tensor]
-    weights: Mapping[str, Tensor]
-    """Of the objective."""
-    ids: Tensor
-    chosen: Tensor | None
-
-    def kl(self, t_layer: int, s_layer: int) -> Tensor:
-        """Return KL(teacher || student) of attention rows, `(heads, length)`."""
-        told = self.teacher.attention(self.t, t_layer).log_softmax(-1)
-        own = self.student.attention(self.s, s_layer).log_softmax(-1)
-        return (told.exp() * (told - own)).sum(-1)
-
-    def prediction(self) -> Tensor:
-        """Return the cross-entropy under the teacher's answer."""
-        soft = self.t["logits"].softmax(-1)[None]
-        return F.cross_entropy(self.s["logits"][None], soft, reduction="none")
-
-
-def of_values(one: Sequence) -> dict[str, Tensor]:
-    own = one.s["value"][-1] @ one.weights["projection.weight"].T
-    return {"attention": one.kl(2, 1), "value_mse": (own - one.t["value"][-1]) ** 2}
-
-
-def of_hidden(one: Sequence) -> dict[str, Tensor]:
-    own = one.s["hidden"][-1] @ one.weights["projection.weight"].T
-    return {"attention": one.kl(2, 1), "hidden_mse": (own - one.t["hidden"][-1]) ** 2}
-
-
-def of_tinybert(one: Sequence) -> dict[str, Tensor]:
-    embedding = one.s["hidden"][0] @ one.weights["embedding_projection.weight"].T
-    wide = one.s["hidden"] @ one.weights["hidden_projection.weight"].T
-    pairs = MAPPED["tinybert"]
-    scores = [one.student.attention(one.s, s) - one.teacher.attention(one.t, t) for t, s in pairs]
-    return {
-        "embedding_mse": (embedding - one.t["hidden"][0]) ** 2,
-        "hidden_mse": torch.stack([(wide[s + 1] - one.t["hidden"][t + 1]) ** 2 for t, s in pairs]),
-        "attention_mse": torch.stack(scores) ** 2,
-    }
-
-
-def of_labels(one: Sequence) -> dict[str, Tensor]:
-    soft = (one.t["logits"][one.chosen] / 2).softmax(-1)
-    return {"soft_labels": F.cross_entropy(one.s["logits"][one.chosen] / 2, soft, reduction="none")}
-
-
-def of_distilbert(one: Sequence) -> dict[str, Tensor]:
-    own = one.s["logits"][one.chosen]
-    return {
-        **of_labels(one),
-        "masked_lm": F.cross_entropy(own, one.ids[one.chosen], reduction="none"),
-        "cosine": 1 - F.cosine_similarity(one.s["hidden"][-1], one.t["hidden"][-1], dim=-1),
-    }
-
-
-def of_patience(one: Sequence) -> dict[str, Tensor]:
-    pairs = [(one.s["hidden"][s + 1][0], one.t["hidden"][t + 1][0]) for t, s in MAPPED["bert-pkd"]]
-    parts = {"patient": torch.stack([((a / a.norm() - b / b.norm()) ** 2).sum() for a, b in pairs])}
-    is_classifier = one.t.get("logits", torch.zeros(1, 1)).ndim == 1
-    return {**parts, "prediction": one.prediction()} if is_classifier else parts
-
-
-def of_mobilebert(one: Sequence) -> dict[str, Tensor]:
-    return {
-        "feature_map_mse": (one.s["hidden"][1:] - one.t["hidden"][1:]) ** 2,
-        "attention": torch.stack([one.kl(layer, layer) for layer in range(3)]),
-    }
-
-
-TWINS: dict[str, Callable[[Sequence], dict[str, Tensor]]] = {
-    "value-mse": of_values,
-    "hidden-mse": of_hidden,
-    "tinybert": of_tinybert,
-    "tinybert-prediction": lambda one: {"prediction": one.prediction()},
-    "mlm-kd": of_labels,
-    "distilbert": of_distilbert,
-    "bert-pkd": of_patience,
-    "mobilebert": of_mobilebert,
-}
-
-
-def twin(objective: str, teacher: Whole, trainer: StudentTrainer, batch: StudentBatch) -> dict[str, Tensor]:
-    """Return the parts of an objective on a batch, means over all that they are of, from whole models."""
-    student = Whole(trainer.model.model)
-    weights = dict(trainer.learner.objective.named_parameters())
-    found: list[dict[str, Tensor]] = []
-    for at, length in enumerate(batch.lengths.tolist()):
-        ids, masked = batch.ids[at, :length], batch.states.masked
-        read = ids if masked is None else masked.ids[at, :length]
-        chosen = None if masked is None else masked.chosen[at, :length]
-        one = Sequence(teacher, student, teacher(read), student(read), weights, ids, chosen)
-        found.append(TWINS[objective](one))
-    return {name: torch.cat([parts[name].flatten() for parts in found]).mean() for name in found[0]}
-
-
 UNTRAINED = {
     "value-mse": "**Untrained: `encoder.layer.1.attention.output`, `encoder.layer.1.intermediate`, ",
     "hidden-mse": "**Untrained: `pooler`.**",
@@ -224,21 +86,6 @@ UNTRAINED = {
     "mobilebert": "**Untrained: `pooler`",
 }
 """What cards say of students that some weights of are not trained."""
-TOTALS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
-    "distilbert": lambda p: 5 * 4 * p["soft_labels"] + 2 * p["masked_lm"] + p["cosine"],
-    "mlm-kd": lambda p: 4 * p["soft_labels"],
-    "bert-pkd": lambda p: 100 * p["patient"] + p.get("prediction", torch.tensor(0.0)),
-}
-"""Where the loss is not the plain sum of its parts."""
-
-
-def plain_sum(parts: dict[str, Tensor]) -> Tensor:
-    """Return the sum of parts: the usual loss."""
-    return torch.stack(list(parts.values())).sum()
-
-
-SUMMED = {"hidden_mse": 2, "attention_mse": 2}
-"""Parts of TinyBERT that are sums over pairs of layers, not means."""
 
 
 @pytest.mark.parametrize("objective", [*OF_WORDS, "tinybert-prediction"])

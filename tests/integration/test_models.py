@@ -1,0 +1,53 @@
+"""Models made of a teacher: a head for masked tokens, and some of its layers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModel, AutoModelForMaskedLM
+
+from tests.conftest import Command
+from tests.support import VOCABULARY, World, save_teacher
+
+
+def test_a_head_is_fitted_to_a_teacher_that_has_none(world: World, tmp_path: Path, command: Command) -> None:
+    words = ("head", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32)
+    out = tmp_path / "with-head"
+    code, told, err = command(*words, "--batch-size", 8, "--epochs", 4, "--out", out, "--json")
+    assert code == 0, err
+    found = json.loads(told)
+    model, encoder = AutoModelForMaskedLM.from_pretrained(out), AutoModel.from_pretrained(world.teacher)
+    for name, weight in model.base_model.state_dict().items():
+        assert torch.equal(weight, encoder.state_dict()[name]), "the encoder was changed"
+
+    assert 0 <= found["accuracy"] <= 1
+    assert found["cross_entropy"] < np.log(len(VOCABULARY)) + 3
+    again = command(*words, "--batch-size", 8, "--epochs", 4, "--out", tmp_path / "again", "--json")[1]
+    assert json.loads(again)["cross_entropy"] == found["cross_entropy"]
+    assert World(tmp_path, out, world.corpus).dump(labels=True, label_k=4).manifest.complete
+    command.fails(*words, "--out", out, code=2, says="exists")
+    command.fails("head", "--teacher", out, *words[3:], "--out", tmp_path / "x", code=1, says="already")
+    command.fails(*words, "--batch-size", 4000, "--out", tmp_path / "x", code=1, says="fewer than")
+    long = (*words[:-1], 128, "--out", tmp_path / "x")
+    command.fails(*long, code=2, says="--max-length 128 is more than teacher teacher has positions for")
+
+
+def test_a_teacher_is_truncated(world: World, tmp_path: Path, command: Command) -> None:
+    out = tmp_path / "cut"
+    assert command("truncate", "--teacher", world.teacher, "--layers", "0,2", "--out", out)[0] == 0
+    cut, whole = AutoModel.from_pretrained(out), AutoModel.from_pretrained(world.teacher)
+    assert cut.config.num_hidden_layers == 2
+    kept = [layer.state_dict() for layer in cut.encoder.layer]
+    for own, number in zip(kept, (0, 2), strict=True):
+        there = whole.encoder.layer[number].state_dict()
+        assert all(torch.equal(own[name], there[name]) for name in there)
+    words = ("truncate", "--teacher", world.teacher)
+    command.fails(*words, "--layers", "0,3", "--out", tmp_path / "x", code=2, says="from 0 to 2")
+    modern = save_teacher(tmp_path / "modern", "modernbert")
+    unlike = ("truncate", "--teacher", modern, "--out", tmp_path / "x", "--layers")
+    command.fails(*unlike, "1,2", code=1, says="a first layer unlike the others")
+    command.fails(*unlike, "1,0", code=1, says="Keep layer 0, and keep it first")
+    assert command(*unlike, "0,2")[0] == 0
+    command.fails(*words, "--layers", "0,0", "--out", tmp_path / "x", code=2, says="different numbers")
+    command.fails(*words, "--layers", "0", "--out", out, code=2, says="exists")
