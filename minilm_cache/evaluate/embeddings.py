@@ -29,7 +29,7 @@ try:
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 except ModuleNotFoundError as error:
     raise InvalidConfigError(
-        "embeddings needs sentence-transformers, which is not installed: "
+        f"embeddings needs {error.name}, which is not installed: "
         "pip install 'minilm-cache[sentence-transformers,eval]'."
     ) from error
 

@@ -1,6 +1,8 @@
 """Data of downstream tasks: what is read, and how bad data end."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,3 +144,30 @@ def test_jsonl_has_the_same_columns(tmp_path: Path) -> None:
     (data / "dev.jsonl").write_text("\n".join(lines))
     (found,) = read_text_task(SST2, data, None)
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("lacking", "command_line", "says"),
+    [
+        ("sklearn.metrics", ("evaluate", "mini", "--task", "sst2", "--data", "x"), "'minilm-cache[eval]'"),
+        ("onnxscript", ("speed", "TEACHER", "--length", "8", "--onnx", "OUT"), "'minilm-cache[onnx]'"),
+        (
+            "sentence_transformers",
+            ("embeddings", "mini", "--data", "x"),
+            "'minilm-cache[sentence-transformers,eval]'",
+        ),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_named(
+    lacking: str, command_line: tuple[str, ...], says: str, teacher: Path, tmp_path: Path
+) -> None:
+    words = {"TEACHER": str(teacher), "OUT": str(tmp_path / "onnx")}
+    arguments = [words.get(word, word) for word in command_line]
+    program = (
+        f"import sys; sys.modules[{lacking!r}] = None; from minilm_cache.cli.main import run; "
+        f"sys.exit(run({arguments!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"{lacking}, which is not installed: pip install {says}" in done.stderr
+    assert "Traceback" not in done.stderr
