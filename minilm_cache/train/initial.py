@@ -44,7 +44,6 @@ class InitialWeights:
         if self.folder is None:
             return
         source, lacking = load_weights(_student_folder(self.folder, arch), head)
-        own = model.state_dict()
         if self.of_teacher:
             there, wanted = source.config.num_hidden_layers, model.config.num_hidden_layers
             if wanted > there:
@@ -52,20 +51,27 @@ class InitialWeights:
                     f"--init {TEACHER_LAYERS}: student {arch} has more layers than the teacher's {there}."
                 )
             source = keep_layers(source, [number * there // wanted for number in range(wanted)])
-        found = source.state_dict()
-        problem = next((name for name in own if name not in found), None)
-        problem = problem or next((name for name in found if name not in own), None)
-        unlike = (name for name in own if name not in lacking and own[name].shape != found[name].shape)
-        problem = problem or next(unlike, None)
-        if problem is None and source.config.num_attention_heads != model.config.num_attention_heads:
-            problem = "the number of heads"
+        problem = _first_difference(model, source, lacking)
         if problem is not None:
             raise InvalidConfigError(
                 f"--init {self.folder}: {problem} is not of the same shape there as in student {arch}, or "
                 "not in both. Take a model of the student's family and shape."
             )
-        kept = {name: value for name, value in found.items() if name not in lacking}
+        kept = {name: value for name, value in source.state_dict().items() if name not in lacking}
         model.load_state_dict(kept, strict=False)
+
+
+def _first_difference(model: PreTrainedModel, source: PreTrainedModel, lacking: frozenset[str]) -> str | None:
+    """Return a weight that is not in both models, or of another shape; none: one can begin as the other."""
+    own, found = model.state_dict(), source.state_dict()
+    for name in [*own, *found]:
+        if name not in own or name not in found:
+            return name
+        if name not in lacking and own[name].shape != found[name].shape:
+            return name
+    if source.config.num_attention_heads != model.config.num_attention_heads:
+        return "the number of heads"
+    return None
 
 
 def initial_weights(config: TrainConfig, manifest: CacheManifest) -> InitialWeights:
