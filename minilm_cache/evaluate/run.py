@@ -153,8 +153,13 @@ def _trials(
                     track=track,
                     tokenizer=tokenizer,
                     identity=identity,
-                    folder=out / task.name / identity.name(model.name),
+                    folder=_folder(out / task.name, identity, model.name),
                 )
+
+
+def _folder(beside: Path, identity: TrialIdentity, model: str) -> Path:
+    """Return a trial's folder: one that is there, though the model had another name then, or a new one."""
+    return next(beside.glob(f"*-{identity.digest()}"), beside / identity.name(model))
 
 
 def _kept(trial: _Trial, config: EvaluateConfig) -> TrialRecord | None:

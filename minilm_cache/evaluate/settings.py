@@ -90,13 +90,16 @@ class TrialIdentity(FrozenSettings):
     max_length: int
     precision: Literal["float32", "bfloat16"]
 
+    def digest(self) -> str:
+        """Return what the name of its folder ends with, whatever its model is called."""
+        return canonical_sha256(self.model_dump(mode="json"))[:12]
+
     def name(self, model: str) -> str:
         """Return the name of its folder."""
         begin = "".join(char if char.isalnum() or char in "-." else "-" for char in model).strip("-.")
         what = f"{begin}-untrained" if self.untrained else begin
-        digest = canonical_sha256(self.model_dump(mode="json"))[:12]
         track = f"-{self.track}" if self.track else ""
-        return f"{what}{track}-lr{self.lr:g}-e{self.epochs}-s{self.seed}-{digest}"
+        return f"{what}{track}-lr{self.lr:g}-e{self.epochs}-s{self.seed}-{self.digest()}"
 
 
 class TrialRecord(FrozenSettings):

@@ -128,6 +128,12 @@ def test_trials_are_kept_and_settings_chosen_on_dev(teacher: Path, tmp_path: Pat
     (summary,) = second["summaries"]
     assert (summary["settings"], summary["seeds"]) == (2, 2)
     assert summary["lr"] == max(means, key=means.__getitem__)
+    renamed = teacher.rename(teacher.with_name("renamed"))
+    third = evaluated(command, renamed, *asked[1:], "--lr", "1e-3")
+    renamed.rename(teacher)
+    assert [one["scores"] for one in third["trials"]] == [one["scores"] for one in first["trials"]]
+    assert {one["model"] for one in third["trials"]} == {"renamed"}
+    assert len(list((tmp_path / "out").rglob("trial.json"))) == 4
     values = [
         one["scores"]["dev"]["accuracy"] for one in second["trials"] if one["identity"]["lr"] == summary["lr"]
     ]
