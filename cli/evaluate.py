@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
+from minilm_cache.cli.console import TerminalProgress, print_error, print_json, print_pairs, print_table
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import DeviceOption, JsonOption, RevisionOption, home, quiet_libraries
 from minilm_cache.config import make_config
 
 if TYPE_CHECKING:
+    from minilm_cache.evaluate.run import Evaluation
     from minilm_cache.evaluate.summary import Score, Summary
 
 
@@ -41,7 +42,7 @@ def evaluate(  # noqa: PLR0913 - one parameter for each option
         list[int] | None,
         typer.Option(help="Passes over the training set; may be repeated [default: 3; mlqa 2]"),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Examples per step")] = 32,
+    batch_size: Annotated[int | None, typer.Option(help="Examples per step [default: 32]")] = None,
     seeds: Annotated[int, typer.Option(help="Trials of each setting, with seeds 0, 1, ...")] = 1,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens at most [default: 128; of questions with contexts 384]")
@@ -107,12 +108,24 @@ def evaluate(  # noqa: PLR0913 - one parameter for each option
         print_json(
             {
                 "evaluations": str(found.path),
-                "trials": [trial.model_dump(mode="json") for trial in found.trials],
+                "trials": [
+                    {**trial.model_dump(mode="json"), "folder": str(folder)}
+                    for trial, folder in zip(found.trials, found.folders, strict=True)
+                ],
                 "summaries": [asdict(one) for one in found.summaries],
                 "cards": [str(file) for file in found.cards],
             }
         )
-        return
+    else:
+        _print_evaluation(found)
+    lost = [f"{one.model} on {one.task}" for one in found.summaries if not one.scores]
+    if lost:
+        print_error(f"{', '.join(lost)}: the loss was no number in the end, with every setting. Lower --lr.")
+        raise typer.Exit(1)
+
+
+def _print_evaluation(found: "Evaluation") -> None:
+    """Print scores, and where predictions are."""
     print_pairs(
         {"evaluations": found.path, "trials": len(found.trials)} | {str(file): "card" for file in found.cards}
     )
@@ -125,10 +138,27 @@ def evaluate(  # noqa: PLR0913 - one parameter for each option
         ["model", "task", "set", "score", "seeds", "lr", "epochs", "diverged"],
         [row for one in found.summaries for row in _rows(one)],
     )
+    print_pairs(
+        {"predictions": "in the folders of trials; of what was chosen, seed by seed:"} | _folders(found)
+    )
+
+
+def _folders(found: "Evaluation") -> dict[str, object]:
+    """Return the folders of the trials that were chosen, by what they are of."""
+    chosen = {(one.model, one.task, one.track, one.lr, one.epochs) for one in found.summaries}
+    named: dict[str, object] = {}
+    for trial, folder in zip(found.trials, found.folders, strict=True):
+        identity = trial.identity
+        if (trial.model, identity.task, identity.track, identity.lr, identity.epochs) in chosen:
+            words = f"{trial.model} {identity.task} {identity.track}".strip()
+            named[f"{words}, seed {identity.seed}"] = folder.relative_to(found.path)
+    return named
 
 
 def _rows(summary: "Summary") -> list[list[str]]:
     task = f"{summary.task} {summary.track}".strip()
+    if not summary.scores:
+        return [[summary.model, task, "-", "diverged", *("-",) * 3, str(summary.diverged)]]
     return [
         [
             *(summary.model, task, name),

@@ -1,8 +1,11 @@
 """Which device to compute on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
-from minilm_cache.errors import InvalidConfigError, first_line
+from minilm_cache.errors import DeviceError, InvalidConfigError, first_line
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -21,3 +24,19 @@ def choose_device(name: str | None) -> torch.device:
             f"--device {name}: {first_line(error)}. Use cpu, or leave it out."
         ) from error
     return device
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether an error of torch says that memory is lacking."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+@contextmanager
+def enough_memory(device: torch.device, remedy: str) -> Iterator[None]:
+    """Turn a lack of memory into a DeviceError that names a remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise DeviceError(f"{device} has too little memory. {remedy}.") from error
+        raise

@@ -198,7 +198,7 @@ def load_weights(
             "then give NEW."
         )
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **_of_labels(labels))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **_of_head(head, labels))
         model, loaded = HEADS[head].from_pretrained(
             folder,
             output_loading_info=True,
@@ -208,7 +208,7 @@ def load_weights(
             trust_remote_code=False,
             local_files_only=True,
             dtype=torch.float32,
-            ignore_mismatched_sizes=labels is not None,
+            ignore_mismatched_sizes=labels is not None or head == "spans",
         )
     except _LOADING_ERRORS as error:
         raise TeacherError(f"cannot load a model from {folder}: {first_line(error)}.") from error
@@ -225,7 +225,10 @@ def load_weights(
     return whole.eval(), lacking
 
 
-def _of_labels(labels: Sequence[str] | None) -> dict[str, object]:
+def _of_head(head: TaskHead | None, labels: Sequence[str] | None) -> dict[str, object]:
+    """Return the configuration of a task's head, whatever task the model had before."""
+    if head == "spans":
+        return {"num_labels": 2}
     if labels is None:
         return {}
     if not labels:
@@ -239,7 +242,11 @@ def _of_labels(labels: Sequence[str] | None) -> dict[str, object]:
 
 
 def check_positions(
-    read: Callable[[Tensor], object], config: PreTrainedConfig, name: str, ids: Tensor
+    read: Callable[[Tensor], object],
+    config: PreTrainedConfig,
+    name: str,
+    ids: Tensor,
+    option: str = "--max-length",
 ) -> None:
     """Raise InvalidConfigError if a model has fewer positions than a sequence.
 
@@ -248,6 +255,7 @@ def check_positions(
         config: of it.
         name: of it, for people.
         ids: a sequence of the greatest length, `(1, length)`.
+        option: that the length was given by.
     """
     max_length = ids.shape[1]
     limit = getattr(config, "max_position_embeddings", max_length)
@@ -259,7 +267,7 @@ def check_positions(
         fits = False
     if not fits:
         raise InvalidConfigError(
-            f"--max-length {max_length} is more than {name} has positions for "
+            f"{option} {max_length} is more than {name} has positions for "
             f"(its configuration says {limit}, special positions included). Choose a smaller one."
         )
 

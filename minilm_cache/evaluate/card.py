@@ -1,8 +1,8 @@
 """Scores in a model's card: rows that people read, and the `model-index` that the hub reads."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -12,9 +12,6 @@ from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.evaluate.summary import Summary
 from minilm_cache.evaluate.tasks import TASKS, SpanTask
 from minilm_cache.store.durable import write_file
-
-_BEGIN: Final = "<!-- minilm-cache scores -->"
-_END: Final = "<!-- end of minilm-cache scores -->"
 
 
 def check_cards(models: Sequence[Evaluated], names: Sequence[str]) -> None:
@@ -30,7 +27,7 @@ def check_cards(models: Sequence[Evaluated], names: Sequence[str]) -> None:
 
 
 def write_card(model: Evaluated, summaries: Sequence[Summary]) -> Path:
-    """Write a model's scores into its README.md; those of the same tasks are replaced.
+    """Write a model's scores into its README.md, a section for each task; that of the same task is replaced.
 
     Returns:
         The file.
@@ -41,19 +38,15 @@ def write_card(model: Evaluated, summaries: Sequence[Summary]) -> Path:
     """
     card = _load(model)
     assert isinstance(card.data, ModelCardData)
-    names = {_dataset(one) for one in summaries}
-    kept = [one for one in card.data.eval_results or [] if one.dataset_name not in names]
+    found = [result for one in summaries for result in _results(one)]
+    replaced = {_place(result) for result in found}
+    kept = [one for one in card.data.eval_results or [] if _place(one) not in replaced]
     card.data.model_name = card.data.model_name or model.name
-    card.data.eval_results = [*kept, *(result for one in summaries for result in _results(one))]
-    text = card.text
-    if _BEGIN in text and _END in text:
-        text = text[: text.index(_BEGIN)].rstrip() + "\n" + text[text.index(_END) + len(_END) :].lstrip()
-    rows = [
-        f"| {one.dataset_name} | {one.dataset_split} | {one.metric_name} | {one.metric_value:.1f} |"
-        for one in card.data.eval_results
-    ]
-    table = ["## Scores", "", "| task | set | metric | score |", "|---|---|---|---|", *rows]
-    card.text = "\n".join([text.rstrip(), "", _BEGIN, *table, "", *_how(summaries), _END, ""])
+    card.data.eval_results = [*kept, *found]
+    for one in summaries:
+        name = re.escape(_dataset(one))
+        section = rf"\n*<!-- scores of {name} -->.*?<!-- end of scores of {name} -->\n*"
+        card.text = re.sub(section, "\n\n", card.text, flags=re.DOTALL).rstrip() + "\n\n" + _section(one)
     file = model.folder / "README.md"
     write_file(file, str(card).encode())
     return file
@@ -61,11 +54,11 @@ def write_card(model: Evaluated, summaries: Sequence[Summary]) -> Path:
 
 def _load(model: Evaluated) -> ModelCard:
     file = model.folder / "README.md"
-    if not file.is_file():
+    if not file.exists():
         return ModelCard(f"---\nlibrary_name: transformers\n---\n\n# {model.name}\n")
     try:
         return ModelCard(file.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise InvalidConfigError(
             f"{file} is no model card that scores can be written into: {first_line(error)}. Mend it, or "
             "leave --card out."
@@ -76,16 +69,20 @@ def _dataset(summary: Summary) -> str:
     return f"{TASKS[summary.task].title} {summary.track}".strip()
 
 
+def _place(result: EvalResult) -> tuple[object, ...]:
+    return result.dataset_type, result.dataset_config, result.dataset_split, result.dataset_name
+
+
 def _results(summary: Summary) -> list[EvalResult]:
     task = TASKS[summary.task]
-    is_span = isinstance(task, SpanTask)
+    places = {name: task.place(name) for name in summary.scores}
     return [
         EvalResult(
-            task_type="question-answering" if is_span else "text-classification",
+            task_type="question-answering" if isinstance(task, SpanTask) else "text-classification",
             dataset_type=task.hub,
             dataset_name=_dataset(summary),
-            dataset_config=f"{summary.task} {summary.track}".strip(),
-            dataset_split=name,
+            dataset_config=places[name][0],
+            dataset_split=places[name][1],
             metric_type=metric.replace(" ", "_"),
             metric_name=metric,
             metric_value=round(score.mean, 2),
@@ -95,10 +92,30 @@ def _results(summary: Summary) -> list[EvalResult]:
     ]
 
 
-def _how(summaries: Sequence[Summary]) -> list[str]:
-    """Return how figures came about, a line for each task."""
-    return [
-        f"{_dataset(one)}: fine-tuned with learning rate {one.lr:g}, {one.epochs} epochs; mean over "
-        f"{one.seeds} seeds" + (f"; the best on dev of {one.settings} settings." if one.settings > 1 else ".")
-        for one in summaries
+def _section(summary: Summary) -> str:
+    """Return a table of scores and how they came about."""
+    name = _dataset(summary)
+    rows = [
+        f"| {set_name} ({summary.num_scored[set_name]:,} examples) | {metric} | {score.mean:.1f}"
+        + (" |" if score.stddev is None else f" ± {score.stddev:.1f} |")
+        for set_name, scores in summary.scores.items()
+        for metric, score in scores.items()
     ]
+    chosen = (
+        f" The best on dev of {summary.settings} settings, so that dev figures are optimistic."
+        if summary.settings > 1
+        else ""
+    )
+    lines = [
+        f"<!-- scores of {name} -->",
+        f"## Scores: {name}",
+        "",
+        "| set | metric | score |",
+        "|---|---|---|",
+        *rows,
+        "",
+        f"Fine-tuned on {summary.num_train:,} examples with learning rate {summary.lr:g} for "
+        f"{summary.epochs} epochs; mean over {summary.seeds} seeds.{chosen}",
+        f"<!-- end of scores of {name} -->",
+    ]
+    return "\n".join(lines) + "\n"

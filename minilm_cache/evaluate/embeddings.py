@@ -1,6 +1,6 @@
 """Students of sentence encoders without fine-tuning: pooled means of last states, beside the teacher's."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,15 +10,14 @@ import numpy.typing as npt
 from pydantic import Field
 
 from minilm_cache.config import FrozenSettings
-from minilm_cache.device import choose_device
+from minilm_cache.device import choose_device, enough_memory
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError, first_line
-from minilm_cache.evaluate.examples import TextExample
+from minilm_cache.evaluate.examples import TextExample, some
 from minilm_cache.evaluate.metrics import text_scores
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.tables import data_source
 from minilm_cache.evaluate.tasks import TASKS, TextTask
-from minilm_cache.evaluate.texts import read_text_task
-from minilm_cache.pretrained import load_tokenizer
+from minilm_cache.evaluate.texts import Source, read_dev
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.saving import saving
 from minilm_cache.store.durable import new_folder, refuse_existing
@@ -112,7 +111,8 @@ def compare_embeddings(
     device = choose_device(config.device)
     models = find_models(names, config.revision, untrained=False)
     paths = {model.name: _path(config, model) for model in models}
-    pairs = _pairs(config)
+    tasks = _mteb_tasks(config.mteb)
+    pairs = _pairs(config, progress.note)
     texts = [text for pair in pairs for text in pair.texts]
     people = np.asarray([pair.label for pair in pairs], np.float64)
     progress.start("embed", len(texts) * len(models), "texts")
@@ -120,17 +120,19 @@ def compare_embeddings(
     first: Vectors | None = None
     for model in models:
         if should_stop():
-            raise InterruptedRunError("interrupted: models that were saved are kept. Run it again.")
+            raise InterruptedRunError(
+                "interrupted: what was saved is kept. Run it again, with another --save."
+            )
         encoder: Any = sentence_encoder(model, config.max_length, str(device))
-        vectors = np.asarray(
-            encoder.encode(texts, batch_size=config.batch_size, show_progress_bar=False), np.float64
-        )
+        with enough_memory(device, "Take a lower --batch-size or --max-length"):
+            encoded = encoder.encode(texts, batch_size=config.batch_size, show_progress_bar=False)
+        vectors = np.asarray(encoded, np.float64)
         progress.advance(len(texts))
         first = vectors if first is None else first
         path = paths[model.name]
         if path is not None:
             _save(encoder, path)
-        found.append(_scores(model.name, vectors, first, people, _mteb(encoder, config.mteb), path))
+        found.append(_scores(model.name, vectors, first, people, mteb_scores(encoder, tasks), path))
     return found
 
 
@@ -141,7 +143,7 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         InvalidConfigError: it has fewer positions than a text may have tokens.
         TeacherError: its folder holds no model that is safe to load.
     """
-    model.check_length(load_tokenizer(model.folder).cls_token_id, max_length)
+    model.tokenizer(max_length)
     safely = {"trust_remote_code": False, "local_files_only": True}
     transformer = Transformer(
         str(model.folder),
@@ -154,18 +156,18 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
     return SentenceTransformer(modules=[transformer, pooling, Normalize()], device=device)
 
 
-def _pairs(config: EmbeddingsConfig) -> Sequence[TextExample]:
+def _pairs(config: EmbeddingsConfig, note: Callable[[str], None]) -> Sequence[TextExample]:
     task = TASKS["stsb"]
     assert isinstance(task, TextTask)
     folder, hub = data_source(config.data)
-    (track,) = read_text_task(task, folder, hub)
-    return track.subset(None, config.max_pairs).dev["dev"]
+    source = Source(folder=folder, hub=hub, unlabelled=False, note=note)
+    return some(read_dev(task, source), config.max_pairs)
 
 
 def _path(config: EmbeddingsConfig, model: Evaluated) -> Path | None:
     if config.save is None:
         return None
-    path = config.save / model.name.replace("/", "-").replace(":", "-")
+    path = config.save / model.slug
     refuse_existing(path, "--save")
     return path
 
@@ -207,20 +209,21 @@ def _cosines(vectors: Vectors) -> Vectors:
     return cosines
 
 
-def _mteb(encoder: SentenceTransformer, tasks: Sequence[str]) -> dict[str, float]:
-    if not tasks:
-        return {}
+def _mteb_tasks(names: Sequence[str]) -> "list[AbsTask]":
+    """Return tasks of the benchmark by their names."""
+    if not names:
+        return []
     try:
         import mteb  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise InvalidConfigError("--mteb needs mteb: pip install 'minilm-cache[mteb]'.") from error
     try:
-        return mteb_scores(encoder, mteb.get_tasks(tasks=list(tasks)))
+        return list(mteb.get_tasks(tasks=list(names)))
     except KeyError as error:
         raise InvalidConfigError(f"--mteb: {first_line(error)}.") from error
 
 
-def mteb_scores(encoder: SentenceTransformer, tasks: "Iterable[AbsTask]") -> dict[str, float]:
+def mteb_scores(encoder: SentenceTransformer, tasks: "Sequence[AbsTask]") -> dict[str, float]:
     """Return the main score of each task of the Massive Text Embedding Benchmark (arXiv 2210.07316).
 
     Args:
@@ -230,6 +233,8 @@ def mteb_scores(encoder: SentenceTransformer, tasks: "Iterable[AbsTask]") -> dic
     Raises:
         CorpusError: a task's data cannot be had.
     """
+    if not tasks:
+        return {}
     import mteb  # noqa: PLC0415 - an extra
 
     try:

@@ -18,6 +18,8 @@ class TextExample:
     texts: tuple[str, ...]
     label: float | None
     """The number of a class, or a number on a scale; none: not published."""
+    index: str
+    """That predictions are told by: the file's own, or its number from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,26 +49,42 @@ class Track(Generic[E]):
     test: Mapping[str, Sequence[E]]
     """Scored where labels are published."""
 
+    def __post_init__(self) -> None:
+        """Sets have examples: readers leave out those that have none."""
+        assert all(self.sets().values())
+
+    def unlabelled(self) -> list[str]:
+        """Return the names of sets whose labels are not published."""
+        return [name for name, examples in self.sets().items() if not is_labelled(examples)]
+
     def sets(self) -> dict[str, Sequence[E]]:
         """Return all sets but the training set."""
         return {**self.dev, **self.test}
 
     def subset(self, max_train: int | None, max_scored: int | None) -> "Track[E]":
         """Return a track of at most so many examples, always the same ones; test sets stay whole."""
-        dev = {name: _some(examples, max_scored) for name, examples in self.dev.items()}
-        return Track(name=self.name, train=_some(self.train, max_train), dev=dev, test=self.test)
+        dev = {name: some(examples, max_scored) for name, examples in self.dev.items()}
+        return Track(name=self.name, train=some(self.train, max_train), dev=dev, test=self.test)
 
     def sha256(self) -> str:
-        """Return the SHA-256 (hex) of every example."""
+        """Return the SHA-256 (hex) of every example that scores depend on."""
         return sha256_texts(self._words())
 
     def _words(self) -> Iterator[str]:
         for name, examples in {"train": self.train, **self.sets()}.items():
-            yield name
-            yield from map(repr, examples)
+            if is_labelled(examples):
+                yield name
+                yield from map(repr, examples)
 
 
-def _some(examples: Sequence[Chosen], most: int | None) -> Sequence[Chosen]:
+def is_labelled(examples: Sequence[Example]) -> bool:
+    """Return whether the labels of a set are published; SQuAD's and MLQA's sets all are."""
+    first = examples[0]
+    return isinstance(first, SpanExample) or first.label is not None
+
+
+def some(examples: Sequence[Chosen], most: int | None) -> Sequence[Chosen]:
+    """Return so many examples, always the same ones, in their order; none: all."""
     if most is None or most >= len(examples):
         return examples
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))

@@ -74,20 +74,25 @@ class Watcher:
 class _Callback(TrainerCallback):
     """Hands the Trainer's steps to our progress."""
 
-    def __init__(self, watcher: Watcher, batch_size: int) -> None:
+    def __init__(self, watcher: Watcher, batch_size: int, total: int) -> None:
         self._watcher = watcher
         self._batch_size = batch_size
+        self._left = total
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self._watcher.progress.advance(self._batch_size)
-        self._watcher.stop_if_asked()
+        self._advance(self._batch_size)
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self._watcher.progress.advance(_SCORING_BATCH)
+        self._advance(_SCORING_BATCH)
+
+    def _advance(self, amount: int) -> None:
+        """Tell of a batch; the last one of a set may be smaller."""
+        self._watcher.progress.advance(min(amount, self._left))
+        self._left -= min(amount, self._left)
         self._watcher.stop_if_asked()
 
 
@@ -98,6 +103,8 @@ def check_device(name: str | None) -> torch.device:
         InvalidConfigError: it would take another one, or several.
     """
     device = choose_device(name)
+    if device.type not in {"cpu", "cuda"}:
+        raise InvalidConfigError(f"--device {name}: trials run on cpu or cuda. Give one of them.")
     if device.type == "cuda" and (device.index or torch.cuda.device_count() > 1):
         raise InvalidConfigError(
             f"--device {name or 'cuda'}: a trial takes one GPU, the first that it sees. Show it one: "
@@ -139,7 +146,7 @@ def fine_tune(  # noqa: PLR0913 - what is tuned, on what, how, and who looks on
             args=_arguments(identity, scratch, device),
             train_dataset=features,
             data_collator=DataCollatorWithPadding(tokenizer),
-            callbacks=[_Callback(watcher, identity.batch_size)],
+            callbacks=[_Callback(watcher, identity.batch_size, total)],
         )
         trainer.remove_callback(PrinterCallback)
         began = time.perf_counter()

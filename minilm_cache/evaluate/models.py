@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, set_seed
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.evaluate.tasks import SpanTask, Task
 from minilm_cache.fingerprint import sha256_file, sha256_files, sha256_texts
 from minilm_cache.pretrained import (
@@ -16,6 +17,7 @@ from minilm_cache.pretrained import (
     check_positions,
     load_for_task,
     load_model,
+    load_tokenizer,
     locate_teacher,
 )
 from minilm_cache.train.record import RUN_FILE, load_record
@@ -41,11 +43,36 @@ class Evaluated:
         weights = sha256_files(self.folder.glob("*.safetensors"))
         return sha256_texts([sha256_file(self.folder / "config.json"), weights])
 
-    def check_length(self, token: int, max_length: int) -> None:
-        """Raise InvalidConfigError if it has fewer positions than a sequence may have."""
+    @property
+    def slug(self) -> str:
+        """Its name as that of a file."""
+        return "".join(char if char.isalnum() or char in "-." else "-" for char in self.name).strip("-.")
+
+    def tokenizer(self, max_length: int, option: str = "--max-length") -> PreTrainedTokenizerFast:
+        """Return its tokenizer, which pads and cuts at the end, as windows and heads have it.
+
+        Args:
+            max_length: tokens that a sequence may have.
+            option: that they were given by.
+
+        Raises:
+            TeacherError: there is none, or it knows more words than the model.
+            InvalidConfigError: the model has fewer positions.
+        """
+        tokenizer = load_tokenizer(self.folder)
+        tokenizer.padding_side = tokenizer.truncation_side = "right"
         model = load_model(self.folder, attention="sdpa")
+        table = model.get_input_embeddings()
+        rows = table.num_embeddings if isinstance(table, nn.Embedding) else len(tokenizer)
+        if len(tokenizer) > rows:
+            raise TeacherError(
+                f"the tokenizer in {self.folder} has {len(tokenizer)} words, and the model {rows} "
+                "embeddings. Save the tokenizer that it was trained with there."
+            )
+        ids = torch.full((1, max_length), tokenizer.cls_token_id)
         with torch.no_grad():
-            check_positions(model, model.config, self.name, torch.full((1, max_length), token))
+            check_positions(model, model.config, self.name, ids, option)
+        return tokenizer
 
     def load(self, task: Task, seed: int) -> PreTrainedModel:
         """Return it with a head for a task; what it lacks is drawn by the seed.
@@ -83,6 +110,10 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
     for name in names:
         folder = Path(name)
         if (folder / RUN_FILE).is_file():
+            if revision is not None:
+                raise InvalidConfigError(
+                    f"--revision {revision} goes with a model from the hub; {name} is a run."
+                )
             students = [one for one in load_record(folder).students if one.diverged_at is None]
             run = folder.resolve().name
             found += [
@@ -92,7 +123,8 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
         else:
             source = locate_teacher(name, revision)
             found.append(Evaluated(name=source.name, folder=source.folder))
-    doubled = next((one.name for one in found if [other.name for other in found].count(one.name) > 1), None)
+    slugs = [one.slug for one in found]
+    doubled = next((one.name for one in found if slugs.count(one.slug) > 1), None)
     if doubled is not None:
         raise InvalidConfigError(
             f"two models are called {doubled}. Rename a folder, so that tables can tell."

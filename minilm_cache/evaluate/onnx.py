@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import DeviceError, InvalidConfigError, first_line
-from minilm_cache.saving import saving
 
 try:
     import onnx  # noqa: F401 - torch writes by it
@@ -52,7 +51,7 @@ def export(model: PreTrainedModel, file: Path) -> None:
 
     Raises:
         DeviceError: torch cannot export it.
-        StorageError: the file system refused.
+        OSError: the file system refused.
     """
     whole = _LastState(model).eval()
     ids = torch.ones((2, 16), dtype=torch.int64)
@@ -60,7 +59,7 @@ def export(model: PreTrainedModel, file: Path) -> None:
     num_bytes = 4 * sum(weight.numel() for weight in model.parameters())
     logger = logging.getLogger("torch.onnx")
     level = logger.level
-    with saving("write", file), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of parts of torch that the export passes through
         logger.setLevel(logging.ERROR)
         try:

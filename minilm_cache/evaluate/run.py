@@ -1,6 +1,7 @@
 """Evaluation: trials of models, tasks, settings and seeds; what is done already is not done again."""
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -12,25 +13,27 @@ import torch
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from minilm_cache.errors import IdentityMismatchError
+from minilm_cache.device import enough_memory
+from minilm_cache.errors import CorpusError, IdentityMismatchError
 from minilm_cache.evaluate.card import check_cards, write_card
-from minilm_cache.evaluate.examples import Track
+from minilm_cache.evaluate.examples import Track, is_labelled
 from minilm_cache.evaluate.finetune import Told, Tuned, Watcher, check_device, fine_tune
 from minilm_cache.evaluate.metrics import Scores, headline, span_scores, text_scores
 from minilm_cache.evaluate.models import Evaluated, find_models
-from minilm_cache.evaluate.predictions import write_predictions
+from minilm_cache.evaluate.predictions import predictions_file, write_predictions
 from minilm_cache.evaluate.settings import TRIAL_FILE, EvaluateConfig, TrialIdentity, TrialRecord
 from minilm_cache.evaluate.spans import read_span_task
 from minilm_cache.evaluate.summary import Summary, summarise
 from minilm_cache.evaluate.tables import data_source
 from minilm_cache.evaluate.tasks import TASKS, SpanTask, Task
-from minilm_cache.evaluate.texts import read_text_task
-from minilm_cache.pretrained import load_tokenizer
+from minilm_cache.evaluate.texts import Source, read_text_task
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.saving import saving
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import new_folder
 
+MODEL: Final = "model"
+PREDICTIONS: Final = "predictions"
 _LIBRARIES: Final = ("minilm-cache", "torch", "transformers", "scikit-learn", "scipy", "torchmetrics")
 
 
@@ -40,6 +43,8 @@ class Evaluation:
 
     path: Path
     trials: list[TrialRecord]
+    folders: list[Path]
+    """Of the trials, in their order."""
     summaries: list[Summary]
     cards: list[Path]
     """That scores were written into."""
@@ -55,6 +60,10 @@ class _Trial:
     tokenizer: PreTrainedTokenizerFast
     identity: TrialIdentity
     folder: Path
+
+    def predictions(self, sets: Iterable[str]) -> list[Path]:
+        """Return the files of predictions of sets."""
+        return [self.folder / PREDICTIONS / predictions_file(self.task, name) for name in sets]
 
 
 def evaluate(
@@ -78,7 +87,6 @@ def evaluate(
         CorpusError: the data of a task are not there, or damaged.
         TeacherError: a model is not there.
         InvalidConfigError: a setting that cannot be meant.
-        DivergedError: no setting of a model has trials whose loss stays a number.
         StorageError: the file system refused.
         InterruptedRunError: it was asked to stop.
     """
@@ -102,19 +110,29 @@ def evaluate(
         records.append(record or _do(trial, config, device, watcher, f"{number} of {len(trials)}"))
     summaries = summarise(records)
     cards = [_card(model, summaries) for model in own] if config.card else []
-    return Evaluation(path=out, trials=records, summaries=summaries, cards=cards)
+    others = sum(record.versions != _versions() for record in records)
+    if others:
+        watcher.progress.note(
+            f"{others} of {len(records)} trials were done with other versions of libraries: trial.json says "
+            "which. Another --out does them again."
+        )
+    folders = [trial.folder for trial in trials]
+    return Evaluation(path=out, trials=records, folders=folders, summaries=summaries, cards=cards)
 
 
 def _card(model: Evaluated, summaries: Sequence[Summary]) -> Path:
-    return write_card(model, [one for one in summaries if one.model == model.title])
+    return write_card(model, [one for one in summaries if one.model == model.title and one.scores])
 
 
 def _read(config: EvaluateConfig, task: Task, progress: Progress) -> tuple[Task, list[Track[Any]]]:
     """Return a task as it is asked for, and its tracks."""
     task = task if config.max_length is None else task.cut(config.max_length)
     folder, hub = data_source(config.data)
+    source = Source(folder=folder, hub=hub, unlabelled=config.predict, note=progress.note)
     reader = read_span_task if isinstance(task, SpanTask) else read_text_task
-    tracks = [track.subset(config.max_train, config.max_dev) for track in reader(task, folder, hub)]  # type: ignore[arg-type]
+    tracks = [track.subset(config.max_train, config.max_dev) for track in reader(task, source)]  # type: ignore[arg-type]
+    if config.predict and not any(track.unlabelled() for track in tracks):
+        raise CorpusError(f"--predict: there is no test set of {task.title} without labels. Leave it out.")
     for track in tracks:
         sizes = ", ".join(f"{name} {len(examples):,}" for name, examples in track.sets().items())
         language = f" ({track.name})" if track.name else ""
@@ -125,9 +143,11 @@ def _read(config: EvaluateConfig, task: Task, progress: Progress) -> tuple[Task,
 def _trials(
     config: EvaluateConfig, model: Evaluated, task: Task, tracks: Sequence[Track[Any]], out: Path
 ) -> Iterator[_Trial]:
-    tokenizer = load_tokenizer(model.folder)
-    model.check_length(tokenizer.cls_token_id, task.max_length)
-    tokenizer_sha256 = canonical_sha256(tokenizer.backend_tokenizer.to_str())
+    tokenizer = model.tokenizer(task.max_length)
+    special = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id]
+    tokenizer_sha256 = canonical_sha256(
+        [tokenizer.backend_tokenizer.to_str(), tokenizer.model_input_names, special]
+    )
     model_sha256 = model.sha256()
     for track in tracks:
         data_sha256 = track.sha256()
@@ -142,7 +162,7 @@ def _trials(
                     untrained=model.untrained,
                     lr=lr,
                     epochs=epochs,
-                    batch_size=config.batch_size,
+                    batch_size=config.batch_size or task.recipe.batch_size,
                     seed=seed,
                     max_length=task.max_length,
                     precision=config.precision,
@@ -153,13 +173,13 @@ def _trials(
                     track=track,
                     tokenizer=tokenizer,
                     identity=identity,
-                    folder=_folder(out / task.name, identity, model.name),
+                    folder=_folder(out / task.name, identity, model.slug),
                 )
 
 
-def _folder(beside: Path, identity: TrialIdentity, model: str) -> Path:
+def _folder(beside: Path, identity: TrialIdentity, slug: str) -> Path:
     """Return a trial's folder: one that is there, though the model had another name then, or a new one."""
-    return next(beside.glob(f"*-{identity.digest()}"), beside / identity.name(model))
+    return next(beside.glob(f"*-{identity.digest()}"), beside / identity.name(slug))
 
 
 def _kept(trial: _Trial, config: EvaluateConfig) -> TrialRecord | None:
@@ -176,37 +196,30 @@ def _kept(trial: _Trial, config: EvaluateConfig) -> TrialRecord | None:
         ) from error
     if record.identity != trial.identity:
         raise IdentityMismatchError(f"{file} is of another trial. Choose another --out.")
-    unlabelled = [name for name, examples in trial.track.test.items() if not is_labelled(examples)]
-    files = [trial.folder / "predictions" / _file(trial.task, name) for name in unlabelled]
-    lacks_tests = config.predict and record.scores and not all(one.is_file() for one in files)
-    lacks_model = config.keep_models and record.scores and not (trial.folder / "model").is_dir()
-    return None if lacks_tests or lacks_model else record.model_copy(update={"model": trial.model.title})
-
-
-def _file(task: Task, name: str) -> str:
-    return f"{name}.json" if isinstance(task, SpanTask) else task.submission(name)
-
-
-def is_labelled(examples: Sequence[Any]) -> bool:
-    """Return whether the answers of a set are published."""
-    return getattr(examples[0], "label", 0) is not None
+    if record.scores:
+        lacks_tests = not all(file.is_file() for file in trial.predictions(trial.track.unlabelled()))
+        lacks_model = config.keep_models and not (trial.folder / MODEL).is_dir()
+        if lacks_tests or lacks_model:
+            return None
+    return record.model_copy(update={"model": trial.model.title})
 
 
 def _do(
     trial: _Trial, config: EvaluateConfig, device: torch.device, watcher: Watcher, which: str
 ) -> TrialRecord:
     identity = trial.identity
-    wanted = {name: some for name, some in trial.track.test.items() if config.predict or is_labelled(some)}
-    track = replace(trial.track, test=wanted)
     what = f"{trial.task.title}, {trial.model.title}, lr {identity.lr:g}, seed {identity.seed}"
     watcher = replace(watcher, doing=f"{what} ({which})")
     model = trial.model.load(trial.task, identity.seed)
-    tuned = fine_tune(model, trial.tokenizer, trial.task, track, identity, device, watcher)
+    with enough_memory(device, "Take a lower --batch-size or --max-length"):
+        tuned = fine_tune(model, trial.tokenizer, trial.task, trial.track, identity, device, watcher)
+    track = trial.track
     scores = _scores(trial.task, track, tuned)
     record = TrialRecord(
         identity=identity,
         model=trial.model.title,
         num_train=len(track.train),
+        num_scored={name: len(track.sets()[name]) for name in scores},
         train_s=tuned.train_s,
         scores=scores,
         headline=headline({name: scores[name] for name in track.dev}) if scores else None,
@@ -235,13 +248,17 @@ def _score(task: Task, name: str, examples: Sequence[Any], told: Told) -> Scores
 
 def _write(trial: _Trial, config: EvaluateConfig, tuned: Tuned, record: TrialRecord) -> None:
     """Write a trial as one folder, whole or not at all."""
+    keeps_model = config.keep_models or (trial.folder / MODEL).is_dir()
+    before = trial.folder / PREDICTIONS
     with saving("write trial", trial.folder), new_folder(trial.folder) as folder:
-        (folder / TRIAL_FILE).write_text(record.model_dump_json(indent=1))
-        (folder / "predictions").mkdir()
-        write_predictions(folder / "predictions", trial.task, tuned.told or {})
-        if config.keep_models and tuned.told is not None:
-            tuned.model.save_pretrained(folder / "model")
-            trial.tokenizer.save_pretrained(folder / "model")
+        (folder / TRIAL_FILE).write_text(record.model_dump_json(indent=1), encoding="utf-8")
+        if before.is_dir():  # of test sets that were asked for then, by the same trial
+            shutil.copytree(before, folder / PREDICTIONS)
+        (folder / PREDICTIONS).mkdir(exist_ok=True)
+        write_predictions(folder / PREDICTIONS, trial.task, trial.track, tuned.told or {})
+        if keeps_model and tuned.told is not None:
+            tuned.model.save_pretrained(folder / MODEL)
+            trial.tokenizer.save_pretrained(folder / MODEL)
 
 
 @cache

@@ -25,8 +25,8 @@ class EvaluateConfig(FrozenSettings):
     """Peak learning rates; none: 3e-5, of SQuAD 6e-5, or the paper's grid."""
     epochs: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Passes over the training set; none: 3, or the paper's grid."""
-    batch_size: Annotated[int, Field(ge=1)] = 32
-    """Examples per step."""
+    batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Examples per step; none: 32, as the papers have it."""
     seeds: Annotated[int, Field(ge=1, le=1000)] = 1
     """Trials of each setting, with seeds 0, 1, ..."""
     max_length: Annotated[int, Field(ge=16, le=2**16)] | None = None
@@ -81,6 +81,7 @@ class TrialIdentity(FrozenSettings):
     model_sha256: str
     """Of its weights and configuration."""
     tokenizer_sha256: str
+    """Of its words and rules, and of what it hands to a model."""
     untrained: bool
     """Weights are drawn by the seed, and only the shape is the model's."""
     lr: float
@@ -94,10 +95,9 @@ class TrialIdentity(FrozenSettings):
         """Return what the name of its folder ends with, whatever its model is called."""
         return canonical_sha256(self.model_dump(mode="json"))[:12]
 
-    def name(self, model: str) -> str:
-        """Return the name of its folder."""
-        begin = "".join(char if char.isalnum() or char in "-." else "-" for char in model).strip("-.")
-        what = f"{begin}-untrained" if self.untrained else begin
+    def name(self, slug: str) -> str:
+        """Return the name of its folder, that of its model given."""
+        what = f"{slug}-untrained" if self.untrained else slug
         track = f"-{self.track}" if self.track else ""
         return f"{what}{track}-lr{self.lr:g}-e{self.epochs}-s{self.seed}-{self.digest()}"
 
@@ -108,6 +108,8 @@ class TrialRecord(FrozenSettings):
     identity: TrialIdentity
     model: str
     num_train: int
+    num_scored: dict[str, int]
+    """Examples of each set that has scores."""
     train_s: float
     scores: dict[str, dict[str, float]]
     """By set and metric; empty where the loss was no number in the end."""

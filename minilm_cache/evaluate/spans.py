@@ -1,35 +1,32 @@
 """Examples of SQuAD and MLQA, in SQuAD's JSON or from the hub, and predictions in SQuAD's format."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from minilm_cache.errors import CorpusError, first_line
 from minilm_cache.evaluate.examples import SpanExample, Track
-from minilm_cache.evaluate.tables import load_hub
+from minilm_cache.evaluate.tables import load_hub, read_json, read_lines
 from minilm_cache.evaluate.tasks import SpanTask
-from minilm_cache.evaluate.texts import task_folder
+from minilm_cache.evaluate.texts import Source, read_text, task_folder
 
 LANGUAGES: Final = ("ar", "de", "en", "es", "hi", "vi", "zh")
 """Of MLQA (Lewis et al. 2020, arXiv 1910.07475)."""
-_TRAIN_CONFIGURATION: Final = {"rajpurkar/squad": "plain_text", "rajpurkar/squad_v2": "squad_v2"}
 
 
-def read_span_task(task: SpanTask, data: Path | None, hub: str | None) -> list[Track[SpanExample]]:
+def read_span_task(task: SpanTask, source: Source) -> list[Track[SpanExample]]:
     """Return the one track of a task.
 
     Args:
         task: which.
-        data: folder with SQuAD's files, or one that holds it under the task's name; none: the hub.
-        hub: repository on the hub, of the usual one's columns; none: the usual one.
+        source: of its data.
 
     Raises:
         CorpusError: a file is not there or empty, or an answer is not where the file says.
     """
-    if data is None:
-        return [_from_hub(task, hub)]
-    folder = task_folder(data, task.title)
+    if source.folder is None:
+        return [_from_hub(task, source.hub)]
+    folder = task_folder(source.folder, task.title)
     train = _read_file(task, folder, task.train)
     if not any(example.answers for example in train):
         raise CorpusError(f"{folder / task.train} has no question with an answer: nothing can be learned.")
@@ -55,16 +52,26 @@ def _read_file(task: SpanTask, folder: Path, name: str) -> list[SpanExample]:
             f"{folder} has no {name}. Give the folder in the official layout, or one that holds it as "
             f"{task.title}."
         )
-    if file.stat().st_size == 0:
-        raise CorpusError(f"{file} is empty. Fetch it again.")
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        found = [_example(row, task, str(file)) for row in _rows(document)]
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
-        raise CorpusError(f"cannot read {file} as SQuAD's JSON: {reason}. Fetch it again.") from error
+    document = read_json("\n".join(read_lines(file)), str(file))
+    found = _examples(_rows(document), task, str(file))
     if not found:
         raise CorpusError(f"{file} holds no question. Fetch it again.")
+    return found
+
+
+def _examples(rows: Iterable[dict[str, Any]], task: SpanTask, where: str) -> list[SpanExample]:
+    try:
+        found = [_example(row, task, where) for row in rows]
+    except CorpusError:
+        raise
+    except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
+        raise CorpusError(f"cannot read {where} as SQuAD's JSON: {reason}. Fetch it again.") from error
+    known: set[str] = set()
+    for one in found:
+        if one.identifier in known:
+            raise CorpusError(f"{where}: two questions have the id {one.identifier!r}. Fetch it again.")
+        known.add(one.identifier)
     return found
 
 
@@ -76,9 +83,9 @@ def _rows(document: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - whatever
 
 
 def _example(row: dict[str, Any], task: SpanTask, where: str) -> SpanExample:
-    identifier, context, question = (_text(row[name]) for name in ("id", "context", "question"))
+    identifier, context, question = (read_text(row[name], where) for name in ("id", "context", "question"))
     answers = () if row.get("is_impossible") else row["answers"]
-    found = tuple((int(answer["answer_start"]), _text(answer["text"])) for answer in answers)
+    found = tuple((int(answer["answer_start"]), read_text(answer["text"], where)) for answer in answers)
     for start, text in found:
         if context[start : start + len(text)] != text:
             raise CorpusError(
@@ -92,30 +99,23 @@ def _example(row: dict[str, Any], task: SpanTask, where: str) -> SpanExample:
     return SpanExample(identifier=identifier, question=question, context=context, answers=found)
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
-
-
 def _from_hub(task: SpanTask, hub: str | None) -> Track[SpanExample]:
     def read(repository: str, configuration: str, split: str) -> list[SpanExample]:
         found = load_hub(repository, configuration, split)
         where = f"{repository} ({configuration}, {split})"
         if found is None:
             raise CorpusError(f"{where} is not on the hub. Give a folder: --data DIR.")
-        try:
-            rows = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
-            return [_example({**row, "answers": _hub_answers(row)}, task, where) for row in rows]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorpusError(f"cannot read {where} as SQuAD's: {first_line(error)}.") from error
+        columns = [name for name in ("id", "context", "question", "answers") if name in found]
+        rows = zip(*(found[name] for name in columns), strict=True)
+        named = (dict(zip(columns, values, strict=True)) for values in rows)
+        return _examples(({**row, "answers": _hub_answers(row)} for row in named), task, where)
 
     usual = hub or task.hub
     source = task.hub_train if task.by_language or hub is None else hub
-    train = read(source, _TRAIN_CONFIGURATION.get(source, "default"), "train")
+    train = read(source, task.hub_configuration, "train")
     if not task.by_language:
-        configuration = _TRAIN_CONFIGURATION.get(usual, "default")
-        return Track(name="", train=train, dev={"dev": read(usual, configuration, "validation")}, test={})
+        dev = read(usual, task.hub_configuration, "validation")
+        return Track(name="", train=train, dev={"dev": dev}, test={})
     sets = {
         f"{name}-{language}": read(usual, f"mlqa.{language}.{language}", split)
         for language in LANGUAGES

@@ -12,16 +12,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from minilm_cache.config import FrozenSettings
-from minilm_cache.device import choose_device
+from minilm_cache.device import choose_device, enough_memory
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.evaluate.models import Evaluated, find_models
-from minilm_cache.pretrained import load_model, load_tokenizer
+from minilm_cache.pretrained import load_model
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.saving import saving
 from minilm_cache.sizes import ModelSize, model_size, seconds_in_turns
-from minilm_cache.store.durable import storage_errors
+from minilm_cache.store.durable import new_folder, refuse_existing
 
 TORCH: Final = "torch"
 ONNX: Final = "onnx"
+ONNX_FILE: Final = "model.onnx"
 _MILLISECONDS: Final = 1e3
 
 
@@ -36,7 +38,7 @@ class SpeedConfig(FrozenSettings):
     """Passes of each model that are measured, taken in turns."""
     precision: Literal["float32", "bfloat16"] = "float32"
     onnx: Path | None = None
-    """Folder for models as ONNX files, which are measured, too."""
+    """Folder for models as ONNX, a folder for each, which are measured, too."""
     revision: str | None = None
     """Revision of a model from the hub."""
     device: str | None = None
@@ -100,6 +102,8 @@ def compare_speed(
     runs: dict[str, Callable[[Tensor, Tensor], object]] = {}
     differences: dict[str, float] = {}
     if config.onnx is not None:
+        for model in models:
+            refuse_existing(config.onnx / model.slug, "--onnx")
         for model, weights in zip(models, loaded, strict=True):
             progress.note(f"exporting {model.name}")
             run, differences[model.name] = _export(model, weights, config.onnx, device)
@@ -127,9 +131,7 @@ def compare_speed(
 
 
 def _token(model: Evaluated, longest: int) -> int:
-    tokenizer = load_tokenizer(model.folder)
-    model.check_length(tokenizer.cls_token_id, longest)
-    return int(tokenizer.cls_token_id)
+    return int(model.tokenizer(longest, "--length").cls_token_id)
 
 
 def _export(
@@ -137,12 +139,11 @@ def _export(
 ) -> tuple[Callable[[Tensor, Tensor], object], float]:
     from minilm_cache.evaluate.onnx import check_alike, export, session  # noqa: PLC0415 - an extra
 
-    with storage_errors("make folder", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{model.name.replace('/', '-').replace(':', '-')}.onnx"
-    export(weights, file)
-    run = session(file, device)
-    return run, check_alike(weights, run, model.name)
+    path = folder / model.slug
+    with saving("write model", path), new_folder(path) as new:
+        export(weights, new / ONNX_FILE)
+        difference = check_alike(weights, session(new / ONNX_FILE, torch.device("cpu")), model.name)
+    return session(path / ONNX_FILE, device), difference
 
 
 def _forward(model: PreTrainedModel) -> Callable[[Tensor, Tensor], object]:
@@ -165,11 +166,12 @@ def _passes(
     for batch_size, length in sweep:
         if should_stop():
             raise InterruptedRunError("interrupted: nothing is kept of a comparison of speeds. Run it again.")
-        ids = torch.full((batch_size, length), token, device=device)
-        mask = torch.ones_like(ids)
-        seconds = seconds_in_turns(
-            {name: partial(run, ids, mask) for name, run in runs.items()}, device, config.turns
-        )
+        with enough_memory(device, "Take a lower --batch-size or --length"):
+            ids = torch.full((batch_size, length), token, device=device)
+            mask = torch.ones_like(ids)
+        passes = {name: partial(run, ids, mask) for name, run in runs.items()}
+        with enough_memory(device, "Take a lower --batch-size or --length"):
+            seconds = seconds_in_turns(passes, device, config.turns)
         progress.advance(len(runs) * (config.turns + 1))
         first = next(iter(seconds.values()))
         for name, taken in seconds.items():

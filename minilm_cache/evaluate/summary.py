@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from minilm_cache.errors import DivergedError
 from minilm_cache.evaluate.settings import TrialRecord
 
 
@@ -31,16 +30,15 @@ class Summary:
     """That were tried; of more than one, that with the best mean over seeds on dev was chosen."""
     diverged: int
     """Trials of all settings whose loss was no number in the end."""
+    num_train: int
+    num_scored: Mapping[str, int]
+    """Examples by set."""
     scores: Mapping[str, Mapping[str, Score]]
-    """By set and metric."""
+    """By set and metric; empty where every setting has trials that diverged."""
 
 
 def summarise(trials: Sequence[TrialRecord]) -> list[Summary]:
-    """Return a summary for each model and task, in the order of the trials.
-
-    Raises:
-        DivergedError: a model has no setting all of whose trials have ended with numbers.
-    """
+    """Return a summary for each model and task, in the order of the trials."""
     groups: dict[tuple[str, str, str], dict[tuple[float, int], list[TrialRecord]]] = {}
     for trial in trials:
         identity = trial.identity
@@ -58,11 +56,8 @@ def _summary(
         for setting, some in settings.items()
         if len(found := [one.headline for one in some if one.headline is not None]) == len(some)
     }
-    if not means:
-        raise DivergedError(
-            f"{model} on {task}: the loss was no number in the end, with every setting. Lower --lr."
-        )
-    chosen = max(means, key=means.__getitem__)
+    chosen = max(means, key=means.__getitem__) if means else next(iter(settings))
+    first = settings[chosen][0]
     return Summary(
         model=model,
         task=task,
@@ -72,7 +67,9 @@ def _summary(
         seeds=len(settings[chosen]),
         settings=len(settings),
         diverged=sum(one.headline is None for some in settings.values() for one in some),
-        scores=_over_seeds(settings[chosen]),
+        num_train=first.num_train,
+        num_scored=first.num_scored,
+        scores=_over_seeds(settings[chosen]) if means else {},
     )
 
 

@@ -1,9 +1,9 @@
 """Tables of examples: .tsv as benchmarks publish it (no quoting), .jsonl, and data sets of the hub."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import datasets
 from datasets.exceptions import DatasetsError
@@ -16,7 +16,8 @@ Columns = Mapping[str, Sequence[object]]
 
 _ENDINGS: Final = (".tsv", ".jsonl")
 _MAX_BROKEN: Final = 1e-3
-"""Share of rows that may lack columns and are left out: QQP's training set is known for a few."""
+"""Share of a training set's rows that may lack columns and are left out: QQP's is known for a few."""
+_LOADING_ERRORS: Final = (DatasetsError, OSError, ValueError, RuntimeError)
 
 
 def data_source(data: str) -> tuple[Path | None, str | None]:
@@ -31,67 +32,109 @@ def find_file(folder: Path, stem: str) -> Path | None:
     return next((file for ending in _ENDINGS if (file := folder / f"{stem}{ending}").is_file()), None)
 
 
-def read_table(file: Path, columns: Sequence[str] = ()) -> Columns:
+def read_lines(file: Path) -> list[str]:
+    """Return the lines of a text file, empty ones at its end left out.
+
+    Raises:
+        CorpusError: it is empty, or no text.
+    """
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorpusError(f"cannot read {file}: {first_line(error)}. Fetch it again.") from error
+    if not text.strip():
+        raise CorpusError(f"{file} is empty. Fetch it again.")
+    return [line.removesuffix("\r") for line in text.rstrip("\r\n").split("\n")]
+
+
+def read_json(text: str, where: str) -> Any:  # noqa: ANN401 - whatever it holds
+    """Return a JSON document.
+
+    Raises:
+        CorpusError: it is none.
+    """
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CorpusError(
+            f"cannot read {where} as JSON: {first_line(error)}. Fetch the file again."
+        ) from error
+
+
+def read_table(
+    file: Path, columns: Sequence[str] = (), *, note: Callable[[str], None] | None = None
+) -> Columns:
     """Return the columns of a file.
 
     Args:
         file: .tsv or .jsonl.
         columns: names, of a .tsv whose first line is no header.
+        note: told of rows of another width that are left out, at most one in a thousand; none: none are.
 
     Raises:
         CorpusError: it is empty, or no such file.
     """
-    if file.stat().st_size == 0:
-        raise CorpusError(f"{file} is empty. Fetch it again.")
-    found = _read_jsonl(file) if file.suffix == ".jsonl" else _read_tsv(file, columns)
-    if not any(map(len, found.values())):
-        raise CorpusError(f"{file} holds no example. Fetch it again.")
-    return found
-
-
-def _read_tsv(file: Path, columns: Sequence[str]) -> Columns:
-    try:
-        with file.open(encoding="utf-8-sig", newline="\n") as lines:
-            rows = [line.rstrip("\r\n").split("\t") for line in lines]
-    except UnicodeDecodeError as error:
-        raise CorpusError(f"cannot read {file}: {first_line(error)}. Fetch it again.") from error
+    lines = read_lines(file)
+    if file.suffix == ".jsonl":
+        return _read_jsonl(file, lines)
+    rows = [line.split("\t") for line in lines]
     names = list(columns) or rows.pop(0)
-    broken = [row for row in rows if len(row) != len(names)]
-    if len(broken) > _MAX_BROKEN * len(rows):
-        raise CorpusError(
-            f"{file}: {len(broken)} of {len(rows)} rows have not {len(names)} columns, the first has "
-            f"{len(broken[0])}. Is it the file of another task, or no .tsv?"
-        )
+    if not rows:
+        raise CorpusError(f"{file} holds no example. Fetch it again.")
     whole = [row for row in rows if len(row) == len(names)]
+    num_broken = len(rows) - len(whole)
+    if num_broken > (0 if note is None else _MAX_BROKEN * len(rows)):
+        at, first = next((at, row) for at, row in enumerate(rows, 1) if len(row) != len(names))
+        raise CorpusError(
+            f"{file}: {num_broken} of {len(rows)} rows have not {len(names)} columns; the first, row {at}, "
+            f"has {len(first)}. Is it the file of another task, or no .tsv?"
+        )
+    if note is not None and num_broken:
+        note(f"{file}: {num_broken} of {len(rows)} rows have not {len(names)} columns and are left out")
     return {name: [row[at] for row in whole] for at, name in enumerate(names)}
 
 
-def _read_jsonl(file: Path) -> Columns:
+def _read_jsonl(file: Path, lines: Sequence[str]) -> Columns:
     rows = []
-    try:
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise CorpusError(f"{file}, line {number}: not a JSON object. Fetch it again.")
-            rows.append(row)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CorpusError(f"cannot read {file}: {first_line(error)}. Fetch it again.") from error
+    for number, line in enumerate(lines, 1):
+        row = read_json(line, f"{file}, line {number},")
+        if not isinstance(row, dict):
+            raise CorpusError(f"{file}, line {number}: not a JSON object. Fetch it again.")
+        rows.append(row)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
 def load_hub(identifier: str, configuration: str, split: str) -> Columns | None:
-    """Return a split of a data set of the hub; none: it has no such split.
+    """Return a split of a data set of the hub, classes by their names; none: it has no such split.
+
+    Args:
+        identifier: of the repository.
+        configuration: of the data set; one that has but one has that.
+        split: its name.
 
     Raises:
         CorpusError: the hub does not give it.
     """
     datasets.disable_progress_bars()
     try:
-        found = datasets.load_dataset(identifier, configuration)
-    except (DatasetsError, OSError, ValueError) as error:
+        names = datasets.get_dataset_config_names(identifier)
+        chosen = names[0] if len(names) == 1 else configuration
+        found = datasets.load_dataset(identifier, chosen)
+    except _LOADING_ERRORS as error:
         raise CorpusError(
             f"cannot load {identifier} ({configuration}) from the hub: {first_line(error)}. "
             "Give a folder in the official layout: --data DIR."
         ) from error
-    return found[split].to_dict() if split in found else None
+    if split not in found:
+        return None
+    return {
+        name: _words(found[split].features[name], values) for name, values in found[split].to_dict().items()
+    }
+
+
+def _words(feature: object, values: Sequence[object]) -> Sequence[object]:
+    """Return classes by their names; one that is not published has none."""
+    if not isinstance(feature, datasets.ClassLabel):
+        return values
+    return [None if value in (None, -1) else feature.names[value] for value in values]

@@ -59,6 +59,8 @@ class TextTask:
     """Repository of the data on the hub; the configuration is the task's name, or a language."""
     hub_texts: tuple[str, ...] = ()
     """Columns of the texts on the hub, where they are others; that of the label is `label`."""
+    hub_labels: tuple[str, ...] = ()
+    """Names of the labels there, where they are others, in the same order."""
     recipe: Recipe = Recipe(lrs=(2e-5, 3e-5, 4e-5, 5e-5), epochs=(3, 4, 5))
     """The grid of MiniLM (Wang et al. 2020, arXiv 2002.10957, section 4.1)."""
     max_length: int = 128
@@ -71,6 +73,14 @@ class TextTask:
     def is_regression(self) -> bool:
         """Whether the label is a number on a scale."""
         return not self.labels
+
+    def place(self, set_name: str) -> tuple[str, str]:
+        """Return the configuration and the split that a set is on the hub."""
+        if self.languages != "one":
+            kind, _, language = set_name.partition("-")
+            return language, {"dev": "validation"}.get(kind, kind)
+        (found,) = (one for one in (*self.dev, *self.test) if one.name == set_name)
+        return self.name, found.split
 
     def submission(self, set_name: str) -> str:
         """Return the name of the file of predictions of a set."""
@@ -94,6 +104,8 @@ class SpanTask:
     hub: str = "rajpurkar/squad"
     """Repository of the scored sets on the hub."""
     hub_train: str = "rajpurkar/squad"
+    hub_configuration: str = "plain_text"
+    """Of the training set there."""
     recipe: Recipe = Recipe(lrs=(6e-5,), epochs=(3,))
     """Of MiniLM on SQuAD 2.0 (Wang et al. 2020, arXiv 2002.10957, section 4.1)."""
     max_length: int = 384
@@ -103,6 +115,12 @@ class SpanTask:
     def cut(self, max_length: int) -> "SpanTask":
         """Return the task with windows of so many tokens, that share a third of them."""
         return replace(self, max_length=max_length, stride=max_length // 3)
+
+    def place(self, set_name: str) -> tuple[str, str]:
+        """Return the configuration and the split that a set is on the hub."""
+        kind, _, language = set_name.partition("-")
+        split = {"dev": "validation"}.get(kind, kind)
+        return (f"mlqa.{language}.{language}" if self.by_language else self.hub_configuration), split
 
     @property
     def by_language(self) -> bool:
@@ -133,17 +151,25 @@ _ALL: Final[tuple[Task, ...]] = (
         title="CoLA",
         texts=("sentence",),
         labels=_BINARY,
+        hub_labels=("unacceptable", "acceptable"),
         metrics=("matthews",),
         train=SetFile(name="train", stem="train", split="train", columns=_COLA),
         dev=(SetFile(name="dev", stem="dev", split="validation", columns=_COLA),),
     ),
-    TextTask(name="sst2", title="SST-2", texts=("sentence",), labels=_BINARY),
+    TextTask(
+        name="sst2",
+        title="SST-2",
+        texts=("sentence",),
+        labels=_BINARY,
+        hub_labels=("negative", "positive"),
+    ),
     TextTask(
         name="mrpc",
         title="MRPC",
         texts=("#1 String", "#2 String"),
         label="Quality",
         labels=_BINARY,
+        hub_labels=("not_equivalent", "equivalent"),
         metrics=("accuracy", "f1"),
         hub_texts=_PAIR,
     ),
@@ -153,6 +179,7 @@ _ALL: Final[tuple[Task, ...]] = (
         texts=("question1", "question2"),
         label="is_duplicate",
         labels=_BINARY,
+        hub_labels=("not_duplicate", "duplicate"),
         metrics=("accuracy", "f1"),
     ),
     TextTask(name="stsb", title="STS-B", texts=_PAIR, label="score", metrics=("pearson", "spearman")),
@@ -177,7 +204,13 @@ _ALL: Final[tuple[Task, ...]] = (
     ),
     TextTask(name="qnli", title="QNLI", texts=("question", "sentence"), labels=_TWO_WAY),
     TextTask(name="rte", title="RTE", texts=_PAIR, labels=_TWO_WAY),
-    TextTask(name="wnli", title="WNLI", texts=_PAIR, labels=_BINARY),
+    TextTask(
+        name="wnli",
+        title="WNLI",
+        texts=_PAIR,
+        labels=_BINARY,
+        hub_labels=("not_entailment", "entailment"),
+    ),
     _XNLI,
     replace(_XNLI, name="xnli-translate-train", languages="translate-train"),
     SpanTask(name="squad", title="SQuAD", train="train-v1.1.json", dev="dev-v1.1.json"),
@@ -189,6 +222,7 @@ _ALL: Final[tuple[Task, ...]] = (
         has_unanswerable=True,
         hub="rajpurkar/squad_v2",
         hub_train="rajpurkar/squad_v2",
+        hub_configuration="squad_v2",
     ),
     SpanTask(
         name="mlqa",

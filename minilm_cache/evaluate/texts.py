@@ -1,13 +1,14 @@
 """Examples of GLUE and XNLI: from a folder in the official layout, or from the hub."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from minilm_cache.errors import CorpusError
-from minilm_cache.evaluate.examples import TextExample, Track
-from minilm_cache.evaluate.tables import Columns, find_file, load_hub, read_table
+from minilm_cache.evaluate.examples import TextExample, Track, is_labelled
+from minilm_cache.evaluate.tables import Columns, find_file, load_hub, read_lines, read_table
 from minilm_cache.evaluate.tasks import SetFile, TextTask
 
 _ENGLISH: Final = "en"
@@ -22,25 +23,61 @@ _XNLI_SPLITS: Final = {"dev": "validation", "test": "test"}
 Sets = dict[str, list[TextExample]]
 
 
-def read_text_task(task: TextTask, data: Path | None, hub: str | None) -> list[Track[TextExample]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where data are, and what is wanted of them."""
+
+    folder: Path | None
+    """In the official layout, or one that holds it under the task's name; none: the hub."""
+    hub: str | None
+    """Repository on the hub, of the usual one's columns; none: the usual one."""
+    unlabelled: bool
+    """Read test sets whose labels are not published, too."""
+    note: Callable[[str], None]
+    """Told what the user should know."""
+
+
+def read_text_task(task: TextTask, source: Source) -> list[Track[TextExample]]:
     """Return the tracks of a task: one, or one for each language that it is trained on.
 
     Args:
         task: which.
-        data: folder in the official layout, or one that holds it under the task's name; none: the hub.
-        hub: repository on the hub, of the usual one's columns; none: the usual one.
+        source: of its data.
 
     Raises:
         CorpusError: a file is not there, is empty, lacks a column, or holds a label that the task has not.
     """
     if task.languages != "one":
-        trains, scored = _xnli_hub(task, hub or task.hub) if data is None else _xnli_folder(task, data)
+        trains, scored = _xnli_hub(task, source) if source.folder is None else _xnli_folder(task, source)
         return _tracks_by_language(task, trains, scored)
-    if data is None:
-        train, dev, test = _from_hub(task, hub or task.hub)
-    else:
-        train, dev, test = _from_folder(task, task_folder(data, task.title))
-    return [Track(name="", train=train, dev=dev, test=test)]
+
+    def read(kind: str, one: SetFile) -> list[TextExample]:
+        return (
+            _from_hub(task, source, one) if source.folder is None else _from_folder(task, source, kind, one)
+        )
+
+    tests = task.test if source.unlabelled else ()
+    return [
+        Track(
+            name="",
+            train=read("training", task.train),
+            dev={one.name: read("dev", one) for one in task.dev},
+            test={one.name: found for one in tests if (found := read("test", one))},
+        )
+    ]
+
+
+def read_dev(task: TextTask, source: Source) -> list[TextExample]:
+    """Return the examples of a task's dev sets, for those who train on none.
+
+    Raises:
+        CorpusError: as `read_text_task`.
+    """
+    return [example for one in task.dev for example in _read(task, source, "dev", one)]
+
+
+def _read(task: TextTask, source: Source, kind: str, one: SetFile) -> list[TextExample]:
+    return _from_hub(task, source, one) if source.folder is None else _from_folder(task, source, kind, one)
 
 
 def task_folder(data: Path, title: str) -> Path:
@@ -51,49 +88,43 @@ def task_folder(data: Path, title: str) -> Path:
     return within if within.is_dir() else data
 
 
-def _from_folder(task: TextTask, folder: Path) -> tuple[list[TextExample], Sets, Sets]:
-    def read(kind: str, one: SetFile, *, optional: bool = False, labelled: bool = True) -> list[TextExample]:
-        file = find_file(folder, one.stem)
-        if file is not None:
-            return _examples(task, read_table(file, one.columns), str(file), task.texts, labelled=labelled)
-        if optional:
-            return []
-        raise CorpusError(
-            f"{folder} has no {kind} set of {task.title}: neither {one.stem}.tsv nor {one.stem}.jsonl is "
-            f"there. Give the folder in the official layout, or one that holds it as {task.title}."
-        )
-
-    dev = {one.name: read("dev", one) for one in task.dev}
-    test = {one.name: read("test", one, optional=True, labelled=False) for one in task.test}
-    return read("training", task.train), dev, _there(test)
-
-
-def _from_hub(task: TextTask, hub: str) -> tuple[list[TextExample], Sets, Sets]:
-    def read(one: SetFile, *, labelled: bool = True) -> list[TextExample]:
-        configuration = "ax" if one.split == "ax" else task.name
-        found = load_hub(hub, configuration, "test" if one.split == "ax" else one.split)
-        if found is None:
-            if not labelled:
-                return []
-            raise CorpusError(
-                f"{hub} ({configuration}) has no split {one.split}. Name another: --data hf:ID."
-            )
-        where = f"{hub} ({configuration}, {one.split})"
-        return _hub_examples(task, found, where, labelled=labelled)
-
-    dev = {one.name: read(one) for one in task.dev}
-    return read(task.train), dev, _there({one.name: read(one, labelled=False) for one in task.test})
+def _from_folder(task: TextTask, source: Source, kind: str, one: SetFile) -> list[TextExample]:
+    """Read a set; a test set may be missing, which is no example."""
+    assert source.folder is not None
+    folder = task_folder(source.folder, task.title)
+    file = find_file(folder, one.stem)
+    if file is not None:
+        table = read_table(file, one.columns, note=source.note if kind == "training" else None)
+        return _examples(task, table, str(file), task.texts, labelled=kind != "test")
+    if kind == "test":
+        return []
+    raise CorpusError(
+        f"{folder} has no {kind} set of {task.title}: neither {one.stem}.tsv nor {one.stem}.jsonl is "
+        f"there. Give the folder in the official layout, or one that holds it as {task.title}."
+    )
 
 
-def _there(sets: Sets) -> Sets:
-    return {name: examples for name, examples in sets.items() if examples}
+def _from_hub(task: TextTask, source: Source, one: SetFile) -> list[TextExample]:
+    hub = source.hub or task.hub
+    configuration, split = ("ax", "test") if one.split == "ax" else (task.name, one.split)
+    found = load_hub(hub, configuration, split)
+    if found is not None:
+        labelled = one not in task.test
+        return _hub_examples(task, found, f"{hub} ({configuration}, {split})", labelled=labelled)
+    if one in task.test:
+        return []
+    raise CorpusError(f"{hub} ({configuration}) has no split {split}. Name another: --data hf:ID.")
 
 
 def _hub_examples(task: TextTask, found: Columns, where: str, *, labelled: bool) -> list[TextExample]:
-    """Read labels that are numbers already: the same as ours, or -1."""
+    """Read labels that are named there, or numbered as usual."""
     named = {**found, task.label: found.get("label", ())}
+    named.pop("index", None)
     if labelled and not task.is_regression:
-        words: dict[object, str] = dict(enumerate(task.labels))
+        words: dict[object, str] = {
+            **dict(zip(task.hub_labels or task.labels, task.labels, strict=True)),
+            **dict(enumerate(task.labels)),
+        }
         named[task.label] = [words.get(one, one) for one in named[task.label]]
     return _examples(task, named, where, task.hub_texts or task.texts, labelled=labelled)
 
@@ -108,20 +139,31 @@ def _examples(
             f"{where} has no column {missing!r}; it has {', '.join(found)}. Is it the file of another task "
             f"than {task.title}?"
         )
-    labels = found[task.label] if labelled else [None] * len(found[texts[0]])
-    rows = zip(*(found[name] for name in texts), strict=True)
-    return [
-        _example(task, row, label, f"{where}, example {number}")
-        for number, (row, label) in enumerate(zip(rows, labels, strict=True), 1)
-    ]
+    size = len(found[texts[0]])
+    labels = found[task.label] if labelled else [None] * size
+    indices = found.get("index", range(size))
+    rows = zip(zip(*(found[name] for name in texts), strict=True), labels, indices, strict=True)
+    examples = []
+    for number, (words, label, index) in enumerate(rows, 1):
+        at = f"{where}, example {number}"
+        read = tuple(read_text(word, at) for word in words)
+        examples.append(TextExample(read, _label(task, label, at) if labelled else None, str(index)))
+    return examples
 
 
-def _example(task: TextTask, texts: Sequence[object], label: object, where: str) -> TextExample:
-    for text in texts:
-        if not isinstance(text, str):
-            raise CorpusError(f"{where}: {text!r} is no text. Fetch the file again.")
-    words = tuple(str(text) for text in texts)
-    return TextExample(words, None if label is None else _label(task, label, where))
+def read_text(value: object, where: str) -> str:
+    """Return a value that is a text which can be written as UTF-8.
+
+    Raises:
+        CorpusError: it is none.
+    """
+    try:
+        if isinstance(value, str):
+            value.encode()
+            return value
+    except UnicodeEncodeError:
+        pass
+    raise CorpusError(f"{where}: {str(value)[:40]!a} is no text. Fetch the file again.")
 
 
 def _label(task: TextTask, label: object, where: str) -> float:
@@ -139,9 +181,10 @@ def _label(task: TextTask, label: object, where: str) -> float:
     return value
 
 
-def _xnli_folder(task: TextTask, data: Path) -> tuple[Sets, Sets]:
+def _xnli_folder(task: TextTask, source: Source) -> tuple[Sets, Sets]:
     """Read XTREME's files, one for each set and language, or those of XNLI-1.0 and XNLI-MT-1.0."""
-    folder = task_folder(data, task.title)
+    assert source.folder is not None
+    folder = task_folder(source.folder, task.title)
     trains = _by_language(task, folder, "train")
     scored = {
         f"{name}-{language}": examples
@@ -149,6 +192,7 @@ def _xnli_folder(task: TextTask, data: Path) -> tuple[Sets, Sets]:
         for language, examples in (
             _by_language(task, folder, name) or _from_column(task, folder, name)
         ).items()
+        if source.unlabelled or is_labelled(examples)
     }
     for file in sorted(
         [*folder.glob("multinli.train.*.tsv"), *folder.glob("*/multinli/multinli.train.*.tsv")]
@@ -173,9 +217,7 @@ def _by_language(task: TextTask, folder: Path, name: str) -> Sets:
     """Read XTREME's files of a set; those of a test set may have no labels."""
     found: Sets = {}
     for file in sorted(folder.glob(f"{name}-*.tsv")):
-        with file.open(encoding="utf-8-sig") as lines:
-            width = lines.readline().count("\t") + 1
-        labelled = name != "test" or width == len(_XTREME)
+        labelled = name != "test" or read_lines(file)[0].count("\t") + 1 == len(_XTREME)
         table = read_table(file, _XTREME if labelled else _XTREME_UNLABELLED)
         language = file.stem.removeprefix(f"{name}-")
         found[language] = _examples(task, table, str(file), task.texts, labelled=labelled)
@@ -198,7 +240,8 @@ def _from_column(task: TextTask, folder: Path, name: str) -> Sets:
     return found
 
 
-def _xnli_hub(task: TextTask, hub: str) -> tuple[Sets, Sets]:
+def _xnli_hub(task: TextTask, source: Source) -> tuple[Sets, Sets]:
+    hub = source.hub or task.hub
     trains: Sets = {}
     scored: Sets = {}
     for language in (

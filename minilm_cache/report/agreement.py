@@ -56,6 +56,8 @@ class Probed:
     folder: Path
     relation_heads: int | None
     """That both sides' vectors are split into anew (MiniLMv2, arXiv 2012.15828); none: their own heads."""
+    layer: int | None
+    """Of the teacher that it is compared with, counted from 0; none: the last that the cache has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,7 @@ class _Rows:
         return Probe(float(self.kl[chosen].mean()), float(self.same[chosen].mean()))
 
 
-def relation_agreement(
-    cache: Cache, teacher: Teacher, layer: int | None, students: Sequence[Probed]
-) -> list[RelationAgreement]:
+def relation_agreement(cache: Cache, teacher: Teacher, students: Sequence[Probed]) -> list[RelationAgreement]:
     """Compare attention distributions and value relations of students with a teacher's, on held-out text.
 
     Students with other heads than the teacher, whose relations are not split anew, are left out.
@@ -81,7 +81,6 @@ def relation_agreement(
     Args:
         cache: whose held-out sequences are read, up to 4,096 tokens.
         teacher: of that cache.
-        layer: of the teacher, counted from 0; none: its last that the cache has.
         students: their last layers are looked at.
 
     Raises:
@@ -90,12 +89,12 @@ def relation_agreement(
     ids = held_out_ids(cache)
     if not ids:
         return []
-    teacher.tap((cache.manifest.identity.layers[-1] if layer is None else layer,))
     found: list[RelationAgreement] = []
     for one in students:
         student = load_student(one.folder, teacher.device)
         if one.relation_heads is None and _num_heads(student) != cache.manifest.identity.relation_heads:
             continue
+        teacher.tap((cache.manifest.identity.layers[-1] if one.layer is None else one.layer,))
         found += _agreement(one, student, teacher, ids)
     return found
 

@@ -90,7 +90,7 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
     found = examples(first, shown, teacher, wanted) if shown else []
     similarity = layer_similarity(first, teacher, shown) if teacher is not None and shown else []
     probed = _probed(runs, shown)
-    agreement = [] if teacher is None else relation_agreement(first, teacher, runs[0].layer, probed)
+    agreement = [] if teacher is None else relation_agreement(first, teacher, probed)
     by_student = {one.student: [two for two in agreement if two.student == one.student] for one in agreement}
     heads, length = first.manifest.identity.relation_heads, first.manifest.identity.packing.max_length
     dense = heads * length * _FLOAT16_BYTES * 2
@@ -145,9 +145,17 @@ def _shown_students(runs: Sequence[TrainedRun]) -> list[tuple[str, Path]]:
 
 
 def _probed(runs: Sequence[TrainedRun], shown: Sequence[tuple[str, Path]]) -> list[Probed]:
-    """Return the students that are shown, with the heads that their relations were split into."""
-    split = {run.folder(one): run.objective.wanted.relation_heads for run in runs for one in run.students}
-    return [Probed(name=name, folder=folder, relation_heads=split[folder]) for name, folder in shown]
+    """Return the students that are shown, with the heads and the layer that they are compared by."""
+    found = {run.folder(one): run for run in runs for one in run.students}
+    return [
+        Probed(
+            name=name,
+            folder=folder,
+            relation_heads=found[folder].objective.wanted.relation_heads,
+            layer=found[folder].layer,
+        )
+        for name, folder in shown
+    ]
 
 
 def svg(figure: Figure, name: str) -> Markup:

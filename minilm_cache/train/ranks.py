@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.nn.parallel import DistributedDataParallel
 
-from minilm_cache.device import choose_device
+from minilm_cache.device import choose_device, is_out_of_memory
 from minilm_cache.errors import DeviceError, InvalidConfigError, MiniLMCacheError, RankLostError, first_line
 
 Value = TypeVar("Value")
@@ -150,7 +150,7 @@ class Ranks:
     def explain(self, error: RuntimeError) -> MiniLMCacheError | None:
         """Return what an error of torch means for who trains; none: it is an error of ours."""
         text = str(error)
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        if is_out_of_memory(error):
             return DeviceError(
                 f"{self.device} has too little memory for a step. Take a higher --accumulate, a lower "
                 "--batch-size, or --gradient-checkpointing."

@@ -48,8 +48,8 @@ def test_attention_agrees_as_transformers_weights_do(trained: World) -> None:
     """KL and the likeliest column of each head, position and length, from `output_attentions`."""
     cache = open_cache(trained.root / "cache")
     student = trained.root / "run" / "students" / "1x16"
-    probed = [Probed(name="s", folder=student, relation_heads=None)]
-    attention, value = relation_agreement(cache, _teacher(trained), None, probed)
+    probed = [Probed(name="s", folder=student, relation_heads=None, layer=None)]
+    attention, value = relation_agreement(cache, _teacher(trained), probed)
     assert (attention.kind, value.kind) == (RelationKind.ATTENTION, RelationKind.VALUE)
     held_out = range(cache.manifest.num_train, cache.manifest.num_sequences)
     ids = [cache[number].input_ids for number in held_out]
@@ -80,8 +80,8 @@ def test_attention_agrees_as_transformers_weights_do(trained: World) -> None:
 
 def test_a_teacher_agrees_with_itself(trained: World) -> None:
     cache = open_cache(trained.root / "cache")
-    itself = Probed(name="itself", folder=trained.teacher, relation_heads=None)
-    for one in relation_agreement(cache, _teacher(trained), None, [itself]):
+    itself = Probed(name="itself", folder=trained.teacher, relation_heads=None, layer=None)
+    for one in relation_agreement(cache, _teacher(trained), [itself]):
         assert all(probe.same == 1 and abs(probe.kl) < 1e-6 for probe in one.heads)
         assert len(one.heads) == 4
 
@@ -101,9 +101,11 @@ def test_the_report_shows_students_with_comparable_heads(trained: World, command
     assert "Agreement of relations" in text
     assert f"<td>{found[0]['heads'][0]['kl']:.3f}</td>" in text
     cache = open_cache(trained.root / "cache")
-    other = Probed(name="x", folder=trained.root / "split" / "students" / "2x16-h2", relation_heads=None)
+    other = Probed(
+        name="x", folder=trained.root / "split" / "students" / "2x16-h2", relation_heads=None, layer=None
+    )
     assert other.folder.is_dir()
-    assert relation_agreement(cache, _teacher(trained), None, [other]) == []
+    assert relation_agreement(cache, _teacher(trained), [other]) == []
 
 
 def test_without_a_teacher_the_page_says_what_it_lacks(trained: World, command: Command) -> None:
@@ -111,3 +113,21 @@ def test_without_a_teacher_the_page_says_what_it_lacks(trained: World, command: 
     code, out, _ = command("report", trained.root / "run", "--out", page, "--device", "cpu", "--json")
     assert (code, json.loads(out)["agreement"]) == (0, [])
     assert "position and length needs the teacher" in page.read_text()
+
+
+def test_students_of_several_runs_are_compared_each_with_its_layer(tmp_path: Path, command: Command) -> None:
+    world = World(tmp_path, save_teacher(tmp_path / "teacher"), write_corpus(tmp_path / "corpus.txt", 600))
+    world.dump(codec="vectors", layers="all")
+    for layer in (2, 0):
+        config = TrainConfig(arch=("1x16",), steps=2, batch_size=4, device="cpu", teacher_layer=layer)
+        train(config, tmp_path / "cache", tmp_path / f"run{layer}", world.home)
+    found = {}
+    for name, runs in {"alone": ["run0"], "both": ["run2", "run0"]}.items():
+        page = ("--teacher", world.teacher, "--device", "cpu", "--out", tmp_path / "page.html", "--json")
+        code, out, err = command("report", *(tmp_path / run for run in runs), *page)
+        assert code == 0, err
+        found[name] = [one for one in json.loads(out)["agreement"] if one["student"].startswith("1x16")]
+    alone, both = found["alone"], [one for one in found["both"] if "run0" in one["student"]]
+    assert [one["heads"] for one in alone] == [one["heads"] for one in both]
+    other = [one["heads"] for one in found["both"] if "run2" in one["student"]]
+    assert other != [one["heads"] for one in both]

@@ -72,7 +72,7 @@ def test_onnx_files_answer_as_transformers_does(
     assert [[run["runtime"] for run in model["passes"]] for model in found] == [["torch", "onnx"]] * 2
     assert all(model["onnx_difference"] < 1e-4 for model in found)
     session = onnxruntime.InferenceSession(
-        tmp_path / "onnx" / "small.onnx", providers=["CPUExecutionProvider"]
+        tmp_path / "onnx" / "small" / "model.onnx", providers=["CPUExecutionProvider"]
     )
     ids = torch.randint(5, 100, (3, 11))
     mask = torch.ones_like(ids)
@@ -84,7 +84,9 @@ def test_onnx_files_answer_as_transformers_does(
 
 
 def test_misuse_of_speed(models: tuple[Path, Path], command: Command) -> None:
-    command.fails("speed", *models, "--length", 128, code=2, says="teacher has positions for")
+    command.fails(
+        "speed", *models, "--length", 128, code=2, says="--length 128 is more than teacher has positions for"
+    )
     command.fails("speed", *models, "--batch-size", 0, code=2, says="--batch-size")
     command.fails("speed", models[0], models[0], code=2, says="two models are called teacher")
 
