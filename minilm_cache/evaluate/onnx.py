@@ -91,6 +91,7 @@ def session(file: Path, device: torch.device) -> Callable[[Tensor, Tensor], Any]
         raise DeviceError(f"onnxruntime has no {provider}. Install onnxruntime-gpu, or give --device cpu.")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other models take turns
     try:
         opened = onnxruntime.InferenceSession(file, options, providers=[provider])
     except Exception as error:
