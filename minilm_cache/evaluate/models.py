@@ -56,7 +56,7 @@ class Evaluated:
             option: that they were given by.
 
         Raises:
-            TeacherError: there is none, or it knows more words than the model.
+            TeacherError: there is none, it knows more words than the model, or the model knows no padding.
             InvalidConfigError: the model has fewer positions.
         """
         tokenizer = load_tokenizer(self.folder)
@@ -68,6 +68,11 @@ class Evaluated:
             raise TeacherError(
                 f"the tokenizer in {self.folder} has {len(tokenizer)} words, and the model {rows} "
                 "embeddings. Save the tokenizer that it was trained with there."
+            )
+        if getattr(model.config, "pad_token_id", None) is None:
+            raise TeacherError(
+                f"{self.folder}/config.json names no pad_token_id, without which texts of several lengths "
+                "cannot be read together. Set it there, or give an encoder."
             )
         ids = torch.full((1, max_length), tokenizer.cls_token_id)
         with torch.no_grad():

@@ -51,18 +51,13 @@ def read_text_task(task: TextTask, source: Source) -> list[Track[TextExample]]:
         trains, scored = _xnli_hub(task, source) if source.folder is None else _xnli_folder(task, source)
         return _tracks_by_language(task, trains, scored)
 
-    def read(kind: str, one: SetFile) -> list[TextExample]:
-        return (
-            _from_hub(task, source, one) if source.folder is None else _from_folder(task, source, kind, one)
-        )
-
     tests = task.test if source.unlabelled else ()
     return [
         Track(
             name="",
-            train=read("training", task.train),
-            dev={one.name: read("dev", one) for one in task.dev},
-            test={one.name: found for one in tests if (found := read("test", one))},
+            train=_read(task, source, "training", task.train),
+            dev={one.name: _read(task, source, "dev", one) for one in task.dev},
+            test={one.name: found for one in tests if (found := _read(task, source, "test", one))},
         )
     ]
 

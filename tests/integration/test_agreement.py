@@ -12,6 +12,8 @@ from minilm_cache.config import TrainConfig
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.pretrained import TeacherSource
 from minilm_cache.report.agreement import Probed, relation_agreement
+from minilm_cache.report.page import _probed
+from minilm_cache.runs import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.run import train
 from tests.conftest import Command
@@ -121,13 +123,9 @@ def test_students_of_several_runs_are_compared_each_with_its_layer(tmp_path: Pat
     for layer in (2, 0):
         config = TrainConfig(arch=("1x16",), steps=2, batch_size=4, device="cpu", teacher_layer=layer)
         train(config, tmp_path / "cache", tmp_path / f"run{layer}", world.home)
-    found = {}
-    for name, runs in {"alone": ["run0"], "both": ["run2", "run0"]}.items():
-        page = ("--teacher", world.teacher, "--device", "cpu", "--out", tmp_path / "page.html", "--json")
-        code, out, err = command("report", *(tmp_path / run for run in runs), *page)
-        assert code == 0, err
-        found[name] = [one for one in json.loads(out)["agreement"] if one["student"].startswith("1x16")]
-    alone, both = found["alone"], [one for one in found["both"] if "run0" in one["student"]]
-    assert [one["heads"] for one in alone] == [one["heads"] for one in both]
-    other = [one["heads"] for one in found["both"] if "run2" in one["student"]]
-    assert other != [one["heads"] for one in both]
+    runs = [TrainedRun.open(tmp_path / f"run{layer}") for layer in (2, 0)]
+    shown = [(run.path.name, run.folder(run.students[0])) for run in runs]
+    both = relation_agreement(runs[0].reference, _teacher(world), _probed(runs, shown))
+    alone = relation_agreement(runs[1].reference, _teacher(world), _probed(runs[1:], shown[1:]))
+    assert [one.heads for one in both if one.student == "run0"] == [one.heads for one in alone]
+    assert [one.heads for one in both if one.student == "run2"] != [one.heads for one in alone]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, BertConfig
 
+from minilm_cache.costs import CostConfig, estimate, operations
 from minilm_cache.dump.plan import plan
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import Silent
@@ -99,32 +100,35 @@ def test_what_objectives_need_is_planned(tmp_path: Path, command: Command) -> No
 
 def test_hours_of_trainings_are_operations_over_a_rate(world: World, command: Command) -> None:
     """A teacher's pass once per token of the corpus, a student's three times per token of its training."""
-    asked = ("plan", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32, "--k", 4)
-    short = ("--sample-tokens", 1024, "--max-kl", 0.1, "--no-dense", "--device", "cpu")
-    students = ("--arch", "1x16", "--arch", "2x32", "--epochs", 5)
-    code, out, err = command(*asked, *short, *students, "--tflops", 0.001, "--json")
-    assert code == 0, err
-    found = json.loads(out)
-    costs = found["costs"]
-    teacher = model_size(AutoConfig.from_pretrained(world.teacher), 32).stopped_flops_per_token
-    assert costs["train_tokens"] == 5 * found["num_tokens"]
-    by_name = {one["what"]: one for one in costs["parts"]}
-    assert by_name["dump"]["flops"] == pytest.approx(teacher * found["num_tokens"])
+    length = 32
+    config = CostConfig(arch=("1x16", "2x32"), epochs=5, tflops=0.001)
+    work = operations(config, str(world.teacher), None, length)
+    costs = estimate(config, work, 1000, length, 7.0)
+    teacher = model_size(AutoConfig.from_pretrained(world.teacher), length).stopped_flops_per_token
+    by_name = {one.what: one for one in costs.parts}
+    assert by_name["dump"].flops == pytest.approx(teacher * 1000)
     student = BertConfig(
         **{**TINY["bert"], "hidden_size": 16, "num_hidden_layers": 1},
         vocab_size=len(VOCABULARY),
         max_position_embeddings=66,
     )
-    step = 3 * model_size(student, 32).stopped_flops_per_token
-    assert by_name["train 1x16"]["flops"] == pytest.approx(step * costs["train_tokens"])
+    step = 3 * model_size(student, length).stopped_flops_per_token
+    assert by_name["train 1x16"].flops == pytest.approx(step * 5000)
     along = by_name["train 1x16 with the teacher along"]
-    assert along["flops"] == pytest.approx((step + teacher) * costs["train_tokens"])
-    assert along["hours"] == pytest.approx(along["flops"] / 1e9 / 3600)
+    assert along.flops == pytest.approx((step + teacher) * 5000)
+    assert along.hours == pytest.approx(along.flops / 1e9 / 3600)
+    measured = estimate(config.model_copy(update={"tflops": None}), work, 1000, length, 7.0)
+    assert measured.flops_per_s == pytest.approx(7 * teacher)
 
+
+def test_the_plan_tells_costs(world: World, command: Command) -> None:
+    asked = ("plan", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32, "--k", 4)
+    short = ("--sample-tokens", 1024, "--max-kl", 0.1, "--no-dense", "--device", "cpu")
     code, out, err = command(*asked, *short, "--arch", "1x16", "--preset", "minilm")
     assert code == 0, err
     assert f"a training is {400_000 * 256 * 32:,} tokens" in out
     assert "as the teacher's forward pass goes here" in out
+    assert "train 1x16 with the teacher along" in out
 
 
 @pytest.mark.parametrize(

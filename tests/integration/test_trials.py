@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from minilm_cache.evaluate.examples import SpanExample
 from minilm_cache.evaluate.features import SpanAnswer
@@ -205,6 +205,11 @@ def test_misuse_of_models_and_options(world: World, command: Command) -> None:
     command.fails(
         "evaluate", run, *asked, "--revision", "main", code=2, says="goes with a model from the hub"
     )
+    decoder = world.root / "decoder"
+    config = AutoConfig.for_model("gpt2", n_embd=16, n_layer=1, n_head=2, vocab_size=200, n_positions=64)
+    AutoModel.from_config(config).save_pretrained(decoder)
+    tiny_tokenizer().save_pretrained(decoder)
+    command.fails("evaluate", decoder, *asked, code=1, says="names no pad_token_id")
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["more", "words"])
     tokenizer.save_pretrained(world.teacher)
