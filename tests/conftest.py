@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["OMP_NUM_THREADS"] = "1"  # tiny models wait longer for a second thread than they compute
 
 from minilm_cache.cli.main import run
 from tests.s3 import BUCKET, CREDENTIALS, s3_server
