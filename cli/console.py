@@ -4,8 +4,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
@@ -14,6 +15,8 @@ from rich.text import Text
 
 _STDERR = 2
 _PIPE_WIDTH = 240
+_AS_WRITTEN: Final[Mapping[str, Any]] = {"markup": False, "emoji": False, "highlight": False}
+"""Names of files, columns and repositories hold brackets and colons: `hf:ID:CONFIG` is no picture."""
 _PLAIN_PERIOD_S = 30.0
 """Seconds between lines of progress where stderr is not a terminal."""
 
@@ -23,9 +26,9 @@ class TerminalProgress:
 
     def __init__(self) -> None:
         """Show nothing yet."""
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, **_AS_WRITTEN)
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}%"),
             _RateColumn(),
@@ -55,7 +58,7 @@ class TerminalProgress:
 
     def note(self, message: str) -> None:
         """Tell one line."""
-        self._console.print(_printable(message), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(_printable(message), soft_wrap=True)
 
     def _finish_task(self) -> None:
         if self._task is not None and self._bar.disable:
@@ -119,7 +122,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_row(*map(_printable, row))
     # Nothing is ever cut off: in a pipe there is room, and a narrow terminal gets more lines.
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    Console(file=sys.stdout, width=width).print(table, markup=False, highlight=False)
+    Console(file=sys.stdout, width=width, **_AS_WRITTEN).print(table)
 
 
 def print_from_signal(message: str) -> None:
@@ -130,4 +133,4 @@ def print_from_signal(message: str) -> None:
 def print_error(message: str) -> None:
     """Print one line about what went wrong."""
     line = _printable(" ".join(message.split()))
-    Console(stderr=True).print(f"error: {line}", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True, **_AS_WRITTEN).print(f"error: {line}", soft_wrap=True)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from minilm_cache import __version__
+from minilm_cache.cli.console import TerminalProgress, print_error, print_table
 from minilm_cache.cli.dump import dump
 from minilm_cache.cli.embeddings import embeddings
 from minilm_cache.cli.evaluate import evaluate
@@ -217,6 +218,16 @@ def test_corpus_that_does_not_exist(world: World, command: Command) -> None:
     command.fails(
         *dump_arguments(world, "--corpus", "nowhere.txt"), code=1, says="corpus nowhere.txt does not exist"
     )
+
+
+def test_messages_and_tables_show_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "hf:ID:CONFIG [bold]a[/bold] :smile:"
+    print_error(name)
+    TerminalProgress().note(name)
+    print_table("of names", ["name"], [[name]])
+    shown = capsys.readouterr()
+    assert shown.err.splitlines() == [f"error: {name}", name]
+    assert name in shown.out
 
 
 def test_corpus_folder_without_text(world: World, command: Command) -> None:
