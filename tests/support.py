@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoConfig,
@@ -179,3 +180,17 @@ def dump_arguments(world: World, *more: object, k: int | None = 6) -> list[objec
 def pushed(world: World, store: str) -> str:
     """Push the world's cache, and return its URL."""
     return push(world.root / "cache", store, Silent(), never_stop).place
+
+
+def write_hub(root: Path, configurations: dict[str, dict[str, Dataset]]) -> Path:
+    """Write a folder that `datasets` reads as it does a repository of the hub."""
+    described = []
+    for name, splits in configurations.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        files = []
+        for split, rows in splits.items():
+            rows.to_parquet(root / name / f"{split}.parquet")
+            files.append(f"  - split: {split}\n    path: {name}/{split}.parquet")
+        described.append(f"- config_name: {name}\n  data_files:\n" + "\n".join(files))
+    (root / "README.md").write_text("---\nconfigs:\n" + "\n".join(described) + "\n---\n")
+    return root

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets.exceptions import DatasetsError
 
+from minilm_cache.arrow_cache import arrow_cache
 from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.fingerprint import sha256_texts
 from minilm_cache.storage_schema.identity import CorpusIdentity
@@ -114,7 +115,11 @@ def _load_file(file: Path) -> datasets.Dataset:
     pattern = re.sub(r"([*?\[\]])", r"[\1]", str(file.resolve()))
     try:
         loaded = datasets.load_dataset(
-            _BUILDERS[file.suffix], data_files={"train": pattern}, split="train", **options
+            _BUILDERS[file.suffix],
+            data_files={"train": pattern},
+            split="train",
+            cache_dir=arrow_cache(file),
+            **options,
         )
     except (DatasetsError, OSError, ValueError, pa.ArrowException) as error:
         raise CorpusError(f"cannot read corpus {file}: {_reason(error)}") from error
@@ -131,9 +136,15 @@ def _load_hub(name: str) -> datasets.Dataset:
     config = rest[0] if rest and rest[0] else None
     split = rest[1] if len(rest) > 1 else "train"
     try:
-        loaded = datasets.load_dataset(identifier, config, split=split)
+        loaded = datasets.load_dataset(
+            identifier, config, split=split, cache_dir=arrow_cache(Path(identifier))
+        )
     except (DatasetsError, OSError, ValueError) as error:
-        raise CorpusError(f"cannot load corpus {name} from the hub: {_reason(error)}") from error
+        said = " ".join(str(error).splitlines()[:2]).rstrip(".")
+        raise CorpusError(
+            f"cannot load corpus {name} from the hub: {said}. Write {HUB_PREFIX}ID:CONFIG:SPLIT, of which "
+            "CONFIG and SPLIT (train) may be left out, or name a file."
+        ) from error
     assert isinstance(loaded, datasets.Dataset)
     return loaded
 

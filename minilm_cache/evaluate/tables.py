@@ -8,6 +8,7 @@ from typing import Any, Final
 import datasets
 from datasets.exceptions import DatasetsError
 
+from minilm_cache.arrow_cache import arrow_cache
 from minilm_cache.errors import CorpusError, first_line
 
 HUB: Final = "hf"
@@ -120,7 +121,7 @@ def load_hub(identifier: str, configuration: str, split: str) -> Columns | None:
     try:
         names = datasets.get_dataset_config_names(identifier)
         chosen = names[0] if len(names) == 1 else configuration
-        found = datasets.load_dataset(identifier, chosen)
+        found = datasets.load_dataset(identifier, chosen, cache_dir=arrow_cache(Path(identifier)))
     except _LOADING_ERRORS as error:
         raise CorpusError(
             f"cannot load {identifier} ({configuration}) from the hub: {first_line(error)}. "

@@ -14,7 +14,7 @@ from minilm_cache.evaluate.tasks import TASKS, SpanTask, TextTask
 from minilm_cache.evaluate.texts import Source, read_text_task
 from minilm_cache.progress import Silent
 from tests.conftest import Command
-from tests.support import save_teacher
+from tests.support import save_teacher, write_hub
 from tests.tasks import evaluated, write_glue, write_squad, write_sst2
 
 SST2 = next(task for task in TASKS.values() if isinstance(task, TextTask) and task.name == "sst2")
@@ -27,20 +27,6 @@ def source(folder: Path | None, hub: str | None = None, *, unlabelled: bool = Fa
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_teacher(tmp_path_factory.mktemp("models") / "teacher")
-
-
-def write_hub(root: Path, configurations: dict[str, dict[str, Dataset]]) -> Path:
-    """Write a folder that `datasets` reads as it does a repository of the hub."""
-    described = []
-    for name, splits in configurations.items():
-        (root / name).mkdir(parents=True)
-        files = []
-        for split, rows in splits.items():
-            rows.to_parquet(root / name / f"{split}.parquet")
-            files.append(f"  - split: {split}\n    path: {name}/{split}.parquet")
-        described.append(f"- config_name: {name}\n  data_files:\n" + "\n".join(files))
-    (root / "README.md").write_text("---\nconfigs:\n" + "\n".join(described) + "\n---\n")
-    return root
 
 
 def rows_of(labels: list[int], names: list[str] | None, *columns: str) -> Dataset:
@@ -75,7 +61,7 @@ def test_labels_of_the_hub_go_by_their_names(
     rows = rows_of(labels, names, *columns)
     hidden = rows_of([-1, -1], names, *columns)
     splits = {"train": rows, "validation": rows, "test": hidden}
-    hub = write_hub(tmp_path / tmp_path.name, {name: splits, "other": splits})  # `datasets` caches by name
+    hub = write_hub(tmp_path / "hub", {name: splits, "other": splits})
     task = TASKS[name]
     assert isinstance(task, TextTask)
     (track,) = read_text_task(task, source(None, str(hub), unlabelled=True))
@@ -88,7 +74,7 @@ def test_labels_of_the_hub_go_by_their_names(
 
 def test_labels_of_the_hub_that_are_others_are_refused(tmp_path: Path) -> None:
     rows = rows_of([1, 0], ["bad", "good"], "sentence")
-    hub = write_hub(tmp_path / tmp_path.name, {"sst2": {"train": rows, "validation": rows}})
+    hub = write_hub(tmp_path / "hub", {"sst2": {"train": rows, "validation": rows}})
     with pytest.raises(CorpusError, match="label 'good' is none of 0, 1"):
         read_text_task(SST2, source(None, str(hub)))
 

@@ -1,0 +1,85 @@
+"""Every form of corpus gives the texts that were written, as they are now."""
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+
+from minilm_cache.dump.corpus import load_corpus
+from minilm_cache.errors import CorpusError
+from tests.support import write_hub
+
+TEXTS = ["ba be", 'bi "bo", bu', " \t", "ban\nben", "é — 北"]
+WITH_TEXT = [text for text in TEXTS if text.strip()]
+
+
+def write(path: Path, texts: list[str]) -> None:
+    """Write texts as records in the format that the file's ending names."""
+    table = pa.table({"number": list(range(len(texts))), "text": texts, "body": [text * 2 for text in texts]})
+    if path.suffix == ".txt":
+        path.write_text("\n\n".join(texts))
+    elif path.suffix == ".jsonl":
+        Dataset(table).to_json(path)
+    elif path.suffix == ".csv":
+        pyarrow.csv.write_csv(table, path)
+    else:
+        pyarrow.parquet.write_table(table, path)
+
+
+def read(name: str | Path, column: str | None = None) -> list[str]:
+    return list(load_corpus(str(name), column).texts())
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".csv", ".parquet"])
+def test_every_format_gives_what_was_written(tmp_path: Path, ending: str) -> None:
+    file = tmp_path / f"c{ending}"
+    write(file, TEXTS)
+    assert read(file) == WITH_TEXT
+    if ending != ".txt":
+        assert read(file, "body") == [text * 2 for text in WITH_TEXT]
+
+
+def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
+    for name, text in (("b.[x]/*.txt", "third"), ("a.csv", "first"), ("b/one.jsonl", "second")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, [text])
+    (tmp_path / "README.md").write_text("not a corpus")
+    assert read(tmp_path) == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".csv", ".parquet"])
+def test_a_file_written_anew_at_the_same_time_is_read_anew(tmp_path: Path, ending: str) -> None:
+    file = tmp_path / f"c{ending}"
+    for text in ("one", "two"):
+        write(file, [text])
+        os.utime(file, (1e9, 1e9))  # as an archive does that is made to be reproducible
+        assert read(file) == [text]
+
+
+def test_a_data_set_of_the_hub_by_configuration_and_split(tmp_path: Path) -> None:
+    def rows(text: str) -> Dataset:
+        return Dataset.from_dict({"text": [text, "", "ba"]})
+
+    hub = write_hub(
+        tmp_path / "hub",
+        {"first": {"train": rows("a")}, "second": {"train": rows("b"), "test": rows("c")}},
+    )
+    assert read(f"hf:{hub}:first") == ["a", "ba"]
+    assert read(f"hf:{hub}:second:test") == ["c", "ba"]
+    for name, says in (
+        (f"hf:{hub}:third", "third"),
+        (f"hf:{hub}:first:test", "test"),
+        (f"hf:{hub}", "first"),
+    ):
+        with pytest.raises(CorpusError, match=says):
+            load_corpus(name)
+
+
+def test_a_folder_like_the_hub_that_has_the_name_of_another(tmp_path: Path) -> None:
+    for place, text in (("a", "one"), ("b", "two"), ("b", "three")):
+        rows = Dataset.from_dict({"text": [text]})
+        assert read(f"hf:{write_hub(tmp_path / place / 'hub', {'of': {'train': rows}})}") == [text]
