@@ -24,10 +24,10 @@ class SparseLabels(NamedTuple):
     weight: Float[Tensor, "chosen entries"]
 
 
-SoftLabels = DenseLabels | SparseLabels
+Labels = DenseLabels | SparseLabels
 
 
-def expected(labels: SoftLabels, values: Float[Tensor, "chosen vocabulary"]) -> Float[Tensor, " chosen"]:
+def expected(labels: Labels, values: Float[Tensor, "chosen vocabulary"]) -> Float[Tensor, " chosen"]:
     """Return the mean of values under each distribution."""
     if isinstance(labels, DenseLabels):
         return (labels.probs * values).sum(-1)
@@ -42,7 +42,7 @@ class MaskedSequences:
     """Token ids as read, padded."""
     chosen: Bool[Tensor, "batch length"]
     """True at tokens that are to be told, whatever is read in their place."""
-    labels: SoftLabels | None = None
+    labels: Labels | None = None
     """At chosen tokens, row by row of the batch."""
     temperature: float = 1.0
     """What the teacher's logits were divided by before the softmax of the labels."""
