@@ -18,7 +18,7 @@ from minilm_cache.dump.add import (
 from minilm_cache.dump.audit import audit, audit_sequences
 from minilm_cache.dump.audit_states import audit_states
 from minilm_cache.dump.card import cache_card, preview_table
-from minilm_cache.dump.corpus import load_corpus
+from minilm_cache.dump.corpus import Corpus, load_corpus
 from minilm_cache.dump.fit import CodecFitter
 from minilm_cache.dump.manifest import identify, name_labels, plan_manifest
 from minilm_cache.dump.reading import SequenceReader
@@ -81,29 +81,16 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
         MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
     """
     progress = progress or Silent()
-    source = locate_teacher(config.teacher, config.revision)
-    teacher = Teacher(source, choose_device(config.device), config.layers, head_for(config))
-    teacher.check_length(config.max_length)
-    corpus = load_corpus(config.corpus, config.text_column)
-    progress.note(
-        f"teacher {config.teacher} ({teacher.identity.model_type}, {teacher.identity.num_layers} layers, "
-        f"hidden {teacher.identity.hidden_size}), corpus {config.corpus} "
-        f"({corpus.identity.num_documents} documents)"
-    )
+    teacher, corpus = _load(config, progress)
     identity = identify(config, teacher, corpus)
     path = out or home / "caches" / cache_name(name_labels(config), identity)
     donor = None if add is None else open_donor(add, identity)
-    if donor is not None:
-        config = with_shards_of(config, donor)
     if not resume and path.exists():
         raise IdentityMismatchError(
             f"{path} exists. Leave out --no-resume to take it up, or choose another --out."
         )
-    if (path / MANIFEST).exists():
-        there = read_manifest(path)
-        if there.complete and config.shard_tokens is None:  # it may have been pulled
-            config = config.model_copy(update={"shard_tokens": there.shard_tokens})
-    elif cache_store is not None:
+    config = _as_begun(config, path, donor)
+    if cache_store is not None and not (path / MANIFEST).exists():
         pulled = _pull_if_there(cache_store, identity, path, progress, should_stop)
         if pulled is not None:
             return pulled
@@ -147,6 +134,30 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
         shards_written=len(todo),
         shards_kept=len(manifest.shards) - len(todo) - len(writer.missing_shards()),
     )
+
+
+def _load(config: DumpConfig, progress: Progress) -> tuple[Teacher, Corpus]:
+    source = locate_teacher(config.teacher, config.revision)
+    teacher = Teacher(source, choose_device(config.device), config.layers, head_for(config))
+    teacher.check_length(config.max_length)
+    corpus = load_corpus(config.corpus, config.text_column)
+    progress.note(
+        f"teacher {config.teacher} ({teacher.identity.model_type}, {teacher.identity.num_layers} layers, "
+        f"hidden {teacher.identity.hidden_size}), corpus {config.corpus} "
+        f"({corpus.identity.num_documents} documents)"
+    )
+    return teacher, corpus
+
+
+def _as_begun(config: DumpConfig, path: Path, donor: CacheReader | None) -> DumpConfig:
+    """Return settings with the shards of a donor, or of a complete cache, which may have been pulled."""
+    if donor is not None:
+        config = with_shards_of(config, donor)
+    if (path / MANIFEST).exists():
+        there = read_manifest(path)
+        if there.complete and config.shard_tokens is None:
+            return config.model_copy(update={"shard_tokens": there.shard_tokens})
+    return config
 
 
 def _pull_if_there(
