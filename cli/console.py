@@ -57,11 +57,16 @@ class TerminalProgress:
             self._print_line()
 
     def note(self, message: str) -> None:
-        """Tell one line."""
+        """Tell one line, after that of a task that is over."""
+        if self._task is not None and self._bar.tasks[-1].finished:
+            self._finish_task()
+        self._say(message)
+
+    def _say(self, message: str) -> None:
         self._console.print(_printable(message), soft_wrap=True)
 
     def _finish_task(self) -> None:
-        if self._task is not None and self._bar.disable:
+        if self._task is not None and self._bar.disable and self._bar.tasks[-1].total:
             self._print_line()
         self._task = None
 
@@ -69,7 +74,7 @@ class TerminalProgress:
         task = self._bar.tasks[-1]
         left = task.time_remaining
         ending = "" if left is None else f", {int(left // 60)}:{int(left % 60):02d} left"
-        self.note(f"{task.description}: {task.percentage:.0f}% ({_rate(task)}{ending})")
+        self._say(f"{task.description}: {task.percentage:.0f}% ({_rate(task)}{ending})")
 
     @contextmanager
     def shown(self) -> Iterator["TerminalProgress"]:

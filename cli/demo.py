@@ -41,7 +41,7 @@ def demo(json: JsonOption = False) -> None:
         }
     )
     if manifest.measured is not None:
-        fidelity_table(manifest.measured)
+        fidelity_table(manifest)
     students_table(record.students, record.identity)
     print_table(
         "Training one student, tokens per second, measured in turns in this run",

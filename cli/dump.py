@@ -196,7 +196,7 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         }
     )
     if manifest.measured is not None:
-        fidelity_table(manifest.measured)
+        fidelity_table(manifest)
 
 
 def _ranks_of_engine(engine: str, rank: int | None, world_size: int | None) -> int:

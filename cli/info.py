@@ -2,7 +2,7 @@
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
 from minilm_cache.cli.options import CacheArgument, JsonOption, chosen_cache
-from minilm_cache.storage_schema.manifest import CacheManifest, Measured
+from minilm_cache.storage_schema.manifest import CacheManifest
 
 
 def info(cache: CacheArgument = None, json: JsonOption = False) -> None:
@@ -26,7 +26,7 @@ def info(cache: CacheArgument = None, json: JsonOption = False) -> None:
         return
     print_pairs({"cache": path, **_pairs(manifest, len(reader.records))})
     if manifest.measured is not None:
-        fidelity_table(manifest.measured)
+        fidelity_table(manifest)
 
 
 def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
@@ -70,8 +70,10 @@ def _relations(manifest: CacheManifest) -> str:
     return f"all, from queries, keys and values in {layers}"
 
 
-def fidelity_table(measured: Measured) -> None:
-    """Print how faithful a cache is."""
+def fidelity_table(manifest: CacheManifest) -> None:
+    """Print how faithful a complete cache is."""
+    measured = manifest.measured
+    assert measured is not None
     rows = []
     for one in measured.fidelity:
         for kind, found in one.relations.items():
@@ -86,7 +88,7 @@ def fidelity_table(measured: Measured) -> None:
                 ]
             )
     print_table(
-        f"Fidelity on {measured.fidelity_sequences} held-out sequences (nats); "
+        f"Fidelity on {measured.fidelity_sequences} {manifest.measured_on} (nats); "
         f"{measured.bytes_per_token:.1f} bytes per token",
         ["relation", "KL(teacher, stored)", "KL(stored, teacher)", "mass kept", "CE bias"],
         rows,

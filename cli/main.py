@@ -6,6 +6,7 @@ Commands import the library in their bodies, so that `--help` answers at once.
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -78,7 +79,8 @@ def run(arguments: Sequence[str]) -> int:
 def _fail(arguments: Sequence[str], kind: ErrorKind, message: str, exit_code: int) -> int:
     print_error(message)
     if "--json" in arguments and kind is not ErrorKind.VERIFICATION_FAILED:
-        print_json({"error": {"kind": kind, "message": message}})
+        with suppress(OSError):  # stdout itself may be what failed
+            print_json({"error": {"kind": kind, "message": message}})
     return exit_code
 
 

@@ -182,8 +182,13 @@ def _print_costs(costs: "Costs") -> None:
         f"Operations, and hours at {costs.flops_per_s / 1e12:,.4g} TFLOP/s ({source}); "
         f"a training is {costs.train_tokens:,} tokens; the loss and reading are not counted",
         ["work", "TFLOP", "hours"],
-        [[one.what, f"{one.flops / 1e12:,.0f}", f"{one.hours:,.2f}"] for one in costs.parts],
+        [[one.what, _digits(one.flops / 1e12), _digits(one.hours)] for one in costs.parts],
     )
+
+
+def _digits(value: float) -> str:
+    """Return a figure to three digits, or all of a whole number that has more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004 - three digits
 
 
 def _kls(layers: Sequence[LayerFidelity]) -> str:

@@ -87,19 +87,20 @@ def report(  # noqa: PLR0913 - one parameter for each option
     from minilm_cache.dump.teacher import Teacher  # noqa: PLC0415 - likewise
     from minilm_cache.pretrained import locate_teacher  # noqa: PLC0415 - likewise
     from minilm_cache.report.maps import Wanted  # noqa: PLC0415 - likewise
-    from minilm_cache.report.page import write_report  # noqa: PLC0415 - likewise
+    from minilm_cache.report.page import check_page, write_report  # noqa: PLC0415 - likewise
     from minilm_cache.results import students_table, summary_table  # noqa: PLC0415 - likewise
     from minilm_cache.runs import open_runs  # noqa: PLC0415 - likewise
 
     quiet_libraries()
+    chosen = Wanted(sequences=tuple(sequence or ()), texts=tuple(text or ()))
+    wanted = chosen if sequence or text else None
+    check_page(out, wanted, has_teacher=teacher is not None)
     with TerminalProgress().shown() as progress:
         paths = dict.fromkeys(path.resolve() for path in runs)
         opened = [one for path in paths for one in open_runs(path, cache, home())]
         live = None if teacher is None else Teacher(locate_teacher(teacher), choose_device(device))
         progress.note(f"measuring {sum(len(one.students) for one in opened)} students")
         students = students_table(opened, live, device=device)
-        chosen = Wanted(sequences=tuple(sequence or ()), texts=tuple(text or ()))
-        wanted = chosen if sequence or text else None
         made = write_report(out, opened, students, teacher=live, wanted=wanted, title=title)
     if json:
         print_json(

@@ -243,7 +243,7 @@ def newest_cache(home: Path) -> Path:
             continue
     if not found:
         raise CacheIncompleteError(
-            f"no complete cache in {home / 'caches'}. Make one with `minilm-cache dump`, or name one: "
-            "`minilm-cache train CACHE`."
+            f"no complete cache in {home / 'caches'}. Make one with `minilm-cache dump`, or name one by "
+            "its folder or URL."
         )
     return max(found)[1]

@@ -365,7 +365,9 @@ def make_config(model: type[Settings], **values: Any) -> Settings:  # noqa: ANN4
         option = "--" + str(problem["loc"][0]).replace("_", "-")
         message = problem["msg"].removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
-        raise InvalidConfigError(f"{option} {problem['input']}: {message}.") from error
+        given = problem["input"]
+        value = ", ".join(map(str, given)) if isinstance(given, tuple | list) else given
+        raise InvalidConfigError(f"{option} {value}: {message}.") from error
 
 
 def cache_home(override: str | None) -> Path:

@@ -47,7 +47,7 @@ class CostConfig(FrozenSettings):
     preset: str | None = None
     """Recipe that says how many steps of how many sequences a training takes."""
     epochs: Annotated[int, Field(ge=1)] | None = None
-    """Passes over the corpus, in place of a recipe's steps."""
+    """Passes over the corpus that a training takes, if no recipe says so."""
     tflops: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Operations per second of the machine that is meant, in 10^12; none: what the teacher reaches here."""
 
@@ -55,6 +55,8 @@ class CostConfig(FrozenSettings):
     def _of_students(self) -> "CostConfig":
         if not self.arch and (self.preset, self.epochs, self.tflops) != (None, None, None):
             raise ValueError("--preset, --epochs and --tflops go with --arch: give a shape, or none of them")
+        if self.preset is not None and self.epochs is not None:
+            raise ValueError("--preset and --epochs both say how long training is: give one of them")
         if self.arch and self.preset is None and self.epochs is None:
             raise ValueError("--arch goes with --preset or --epochs, which say how long training is")
         return self

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig
 
 from minilm_cache.errors import CacheCorruptError
+from minilm_cache.pretrained import check_positions
 from minilm_cache.train.student import build_model
 
 _TURNS: Final = 5
@@ -46,13 +47,16 @@ def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
 
     Raises:
         CacheCorruptError: the configuration describes no model.
+        InvalidConfigError: the model has fewer positions.
     """
     with torch.device("meta"):
         model = build_model(config, "eager").eval()
         ids = torch.zeros((1, length), dtype=torch.int64)
         counter = FlopCounterMode(display=False)
         with torch.no_grad(), counter:
-            model(input_ids=ids)
+            check_positions(
+                lambda ids: model(input_ids=ids), config, f"a model of the family {config.model_type}", ids
+            )
     tables = [module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding)]
     name, layers = _layers(model, config.num_hidden_layers)
     counts = counter.get_flop_counts()

@@ -330,6 +330,11 @@ class CacheManifest(StoredDocument):
         """Sequences that may be trained on: numbers 0 to num_train - 1."""
         return self.num_sequences - self.num_held_out
 
+    @property
+    def measured_on(self) -> str:
+        """What fidelity was measured on, in words."""
+        return "held-out sequences" if self.num_held_out else "training sequences (none is held out)"
+
 
 class CommitRecord(StoredDocument):
     """The only thing that makes a shard exist."""

@@ -97,7 +97,7 @@ def cache_card(manifest: CacheManifest, measured: Measured) -> str:
             *([f"- beside relations: {identity.states.in_words}"] if identity.states is not None else []),
             f"- fingerprint: `{manifest.fingerprint}`",
             "",
-            f"Measured on {measured.fidelity_sequences} held-out sequences, from the bytes on disk:",
+            f"Measured on {measured.fidelity_sequences} {manifest.measured_on}, from the bytes on disk:",
             "",
             "| layer | relation | KL(stored, teacher), nats | mass kept | cross-entropy bias, nats |",
             "|---|---|---|---|---|",

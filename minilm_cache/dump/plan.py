@@ -18,11 +18,12 @@ from minilm_cache.config import DumpConfig
 from minilm_cache.device import choose_device
 from minilm_cache.dump.audit import MAX_SEQUENCES, pad
 from minilm_cache.dump.corpus import load_corpus
+from minilm_cache.dump.fit import MIN_SEQUENCES
 from minilm_cache.dump.manifest import CALIBRATION_TOKENS, STATE_CALIBRATION_TOKENS, codec_parameters
 from minilm_cache.dump.run import dump
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher
-from minilm_cache.errors import InterruptedRunError
+from minilm_cache.errors import CorpusError, InterruptedRunError
 from minilm_cache.pretrained import locate_teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent
 from minilm_cache.storage_schema.identity import CodecParameters, Packing, codec_words
@@ -103,6 +104,7 @@ def plan(
     first = configs[0]
     layers = next((config.layers for config in configs if config.layers != "last"), "last")
     teacher = Teacher(locate_teacher(first.teacher, first.revision), choose_device(first.device), layers)
+    teacher.check_length(first.max_length)
     corpus = load_corpus(first.corpus, first.text_column)
     packing = Packing(
         mode=first.packing, max_length=first.max_length, max_tokens=first.max_tokens, seed=first.seed
@@ -113,9 +115,21 @@ def plan(
     sample = min(max(sample_tokens, LEAST_SEQUENCES * first.max_length), num_tokens)
     sample = max(sample, first.max_length)
     settings = []
+    num_train = len(sequences.lengths) - sequences.num_held_out
     for config in configs:
+        if config.codec == "vectors" and num_train < MIN_SEQUENCES:
+            progress.note(
+                f"left out: {codec_words(codec_parameters(config))} is fitted to {MIN_SEQUENCES} training "
+                f"sequences at least, and there are {num_train}"
+            )
+            continue
         progress.note(f"sampling {codec_words(codec_parameters(config))}")
         settings.append(_measure(config, sample, sequences, rate, progress, should_stop))
+    if not settings:
+        raise CorpusError(
+            f"corpus {first.corpus} has {num_train} training sequences, too few for codec vectors, which is "
+            f"fitted to {MIN_SEQUENCES} at least. Give more text."
+        )
     return Plan(
         num_tokens=num_tokens, sample_tokens=sample, teacher_tokens_per_s=rate, settings=tuple(settings)
     )

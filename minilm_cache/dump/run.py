@@ -32,6 +32,7 @@ from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import CacheManifest, Measured
 from minilm_cache.store.catalogue import find_cache
 from minilm_cache.store.creation import creating
+from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.layout import MANIFEST, cache_name
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader, read_manifest
@@ -84,6 +85,7 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
     teacher, corpus = _load(config, progress)
     identity = identify(config, teacher, corpus)
     path = out or home / "caches" / cache_name(name_labels(config), identity)
+    refuse_file(path)
     donor = None if add is None else open_donor(add, identity)
     if not resume and path.exists():
         raise IdentityMismatchError(

@@ -20,7 +20,7 @@ from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.evaluate.texts import Source, read_dev
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.saving import saving
-from minilm_cache.store.durable import new_folder, refuse_existing
+from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
 
 try:
     from sentence_transformers import SentenceTransformer
@@ -167,6 +167,7 @@ def _pairs(config: EmbeddingsConfig, note: Callable[[str], None]) -> Sequence[Te
 def _path(config: EmbeddingsConfig, model: Evaluated) -> Path | None:
     if config.save is None:
         return None
+    refuse_file(config.save, "--save")
     path = config.save / model.slug
     refuse_existing(path, "--save")
     return path
@@ -220,7 +221,8 @@ def _mteb_tasks(names: Sequence[str]) -> "list[AbsTask]":
     try:
         return list(mteb.get_tasks(tasks=list(names)))
     except KeyError as error:
-        raise InvalidConfigError(f"--mteb: {first_line(error)}.") from error
+        told = str(error.args[0]).rstrip(".")
+        raise InvalidConfigError(f"--mteb: {told}. Names are those of mteb.get_tasks().") from error
 
 
 def mteb_scores(encoder: SentenceTransformer, tasks: "Sequence[AbsTask]") -> dict[str, float]:

@@ -112,7 +112,7 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
         InvalidConfigError: two have one name.
     """
     found: list[Evaluated] = []
-    for name in names:
+    for name in dict.fromkeys(names):
         folder = Path(name)
         if (folder / RUN_FILE).is_file():
             if revision is not None:
@@ -125,6 +125,11 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
                 Evaluated(name=f"{run}/{one.arch}", folder=student_folder(folder, one.arch))
                 for one in students
             ]
+        elif folder.is_dir() and not (folder / "config.json").is_file():
+            raise TeacherError(
+                f"{folder} is no model, for it holds no config.json, and no run, for it holds no {RUN_FILE}. "
+                "Name a folder that does."
+            )
         else:
             source = locate_teacher(name, revision)
             found.append(Evaluated(name=source.name, folder=source.folder))

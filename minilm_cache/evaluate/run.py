@@ -30,7 +30,7 @@ from minilm_cache.evaluate.texts import Source, read_text_task
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.saving import saving
 from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.store.durable import new_folder
+from minilm_cache.store.durable import new_folder, refuse_file
 
 MODEL: Final = "model"
 PREDICTIONS: Final = "predictions"
@@ -92,6 +92,7 @@ def evaluate(
     """
     watcher = Watcher(progress or Silent(), should_stop)
     device = check_device(config.device)
+    refuse_file(out)
     models = find_models(names, config.revision, untrained=config.untrained)
     own = [model for model in models if not model.untrained]
     if config.card:

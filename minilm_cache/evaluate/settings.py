@@ -54,7 +54,7 @@ class EvaluateConfig(FrozenSettings):
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         unknown = next((name for name in value if name not in TASKS), None)
         if unknown is not None:
-            raise ValueError(f"no such task; there are {', '.join(TASKS)}")
+            raise ValueError(f"there is no task {unknown}; there are {', '.join(TASKS)}")
         return tuple(dict.fromkeys(value))
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -19,7 +20,7 @@ from minilm_cache.pretrained import load_model
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.saving import saving
 from minilm_cache.sizes import ModelSize, model_size, seconds_in_turns
-from minilm_cache.store.durable import new_folder, refuse_existing
+from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
 
 TORCH: Final = "torch"
 ONNX: Final = "onnx"
@@ -102,6 +103,7 @@ def compare_speed(
     runs: dict[str, Callable[[Tensor, Tensor], object]] = {}
     differences: dict[str, float] = {}
     if config.onnx is not None:
+        refuse_file(config.onnx, "--onnx")
         for model in models:
             refuse_existing(config.onnx / model.slug, "--onnx")
         for model, weights in zip(models, loaded, strict=True):
@@ -161,7 +163,7 @@ def _passes(
     progress: Progress,
     should_stop: ShouldStop,
 ) -> Iterator[tuple[str, Pass]]:
-    sweep = [(batch_size, length) for batch_size in config.batch_size for length in config.length]
+    sweep = list(dict.fromkeys(product(config.batch_size, config.length)))
     progress.start("speed", len(sweep) * len(runs) * (config.turns + 1), "passes")
     for batch_size, length in sweep:
         if should_stop():

@@ -93,8 +93,6 @@ def examples(
                 f"--sequence {number}: the cache has {held_out} held-out sequences, counted from 0. "
                 "Give one of them, or --text and --teacher."
             )
-    if wanted.texts and teacher is None:
-        raise InvalidConfigError("--text goes with --teacher, which must read it. Give both.")
     tokenizer = load_tokenizer(students[0][1]) if teacher is None else teacher.tokenizer
     texts: list[tuple[str, int | None, Tensor]] = [
         (f"held-out sequence {number}", number, cache[cache.manifest.num_train + number].input_ids)

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from minilm_cache import __version__
 from minilm_cache.compare import check_is_teacher_of
 from minilm_cache.dump.teacher import Teacher
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.report.agreement import Probed, RelationAgreement, relation_agreement
 from minilm_cache.report.maps import Wanted, examples, packed
 from minilm_cache.report.plots import (
@@ -35,7 +36,7 @@ from minilm_cache.report.provenance import provenance
 from minilm_cache.report.similarity import LayerSimilarity, layer_similarity
 from minilm_cache.results import KL_COLUMNS, summary_table
 from minilm_cache.runs import TrainedRun
-from minilm_cache.store.durable import storage_errors, write_file
+from minilm_cache.store.durable import refuse_file, storage_errors, write_file
 from minilm_cache.wording import number_text
 
 MAX_STUDENTS: Final = 8
@@ -81,6 +82,7 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
         IdentityMismatchError: the teacher is another one.
         StorageError: the file system refused.
     """
+    check_page(path, wanted, has_teacher=teacher is not None)
     first = runs[0].reference
     if teacher is not None:
         check_is_teacher_of(teacher, first)
@@ -129,6 +131,15 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
     with storage_errors("write", path):
         write_file(path, content)
     return Report(path=path, num_bytes=len(content), similarity=similarity, agreement=agreement)
+
+
+def check_page(path: Path, wanted: Wanted | None, *, has_teacher: bool) -> None:
+    """Raise InvalidConfigError for a page that cannot be, before anything is measured."""
+    refuse_file(path.parent)
+    if path.is_dir():
+        raise InvalidConfigError(f"--out {path} is a folder. Name a file.")
+    if wanted is not None and wanted.texts and not has_teacher:
+        raise InvalidConfigError("--text goes with --teacher, which must read it. Give both.")
 
 
 def _shown_students(runs: Sequence[TrainedRun]) -> list[tuple[str, Path]]:

@@ -21,6 +21,9 @@ _REMEDIES = {
     errno.ENOSPC: "Free some space and run the same command again: what is committed is kept",
     errno.EDQUOT: "Free some quota and run the same command again: what is committed is kept",
     errno.EROFS: "Choose a folder on a writable file system",
+    errno.ENOTDIR: "A file stands where a folder is needed: choose another place",
+    errno.EEXIST: "Something of that name is there: choose another place",
+    errno.EISDIR: "A folder stands where a file is needed: choose another place",
     errno.EACCES: "Choose a folder you may write to, or change its permissions",
     errno.EPERM: "Choose a folder you may write to, or change its permissions",
 }
@@ -147,6 +150,13 @@ def refuse_existing(out: Path, option: str = "--out") -> None:
     """Raise InvalidConfigError for a file or folder that exists."""
     if out.exists():
         raise InvalidConfigError(f"{out} exists. Choose another {option}.")
+
+
+def refuse_file(folder: Path, option: str = "--out") -> None:
+    """Raise InvalidConfigError for a folder where a file is, or above it."""
+    file = next((one for one in (folder, *folder.parents) if one.exists() and not one.is_dir()), None)
+    if file is not None:
+        raise InvalidConfigError(f"{option} {folder}: {file} is a file. Choose another folder.")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from minilm_cache.config import TrainConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, StorageError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
-from minilm_cache.store.durable import storage_errors
+from minilm_cache.store.durable import refuse_file, storage_errors
 from minilm_cache.store.remote import is_url
 from minilm_cache.tap import TappedModel
 from minilm_cache.train.batches import BatchReader
@@ -129,6 +129,7 @@ def _train(  # noqa: PLR0913 - as `train`
     begun = initial_weights(config, manifest).name
     identity = RunIdentity.of(config, manifest, layer, steps, plan, precision_of(config, ranks.device), begun)
     path = out or home / "runs" / identity.name()
+    refuse_file(path)
     if not resume and path.exists():
         raise IdentityMismatchError(
             f"{path} exists. Leave out --no-resume to take it up, or choose another --out."

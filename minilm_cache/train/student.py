@@ -10,6 +10,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from minilm_cache.device import enough_memory
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.needs import NEEDS
 from minilm_cache.pretrained import HEADS
@@ -347,12 +348,14 @@ def build_model(config: PreTrainedConfig, attention: str, head: Head | None = No
     """Return a model of random weights with an implementation of attention, and perhaps a head.
 
     Raises:
+        DeviceError: it is too large for memory.
         CacheCorruptError: the configuration describes no model.
     """
     try:
-        model = HEADS[head].from_config(
-            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
-        )
+        with enough_memory(torch.device("cpu"), "Take a smaller --arch"):
+            model = HEADS[head].from_config(
+                config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+            )
     except _BAD_CONFIG as error:
         raise _unusable(error) from error
     assert isinstance(model, PreTrainedModel)

@@ -1,7 +1,10 @@
 """The command line as a user meets it: what it prints, and how bad input ends."""
 
+import errno
+import io
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -16,6 +19,7 @@ from minilm_cache.cli.console import TerminalProgress, print_error, print_table
 from minilm_cache.cli.dump import dump
 from minilm_cache.cli.embeddings import embeddings
 from minilm_cache.cli.evaluate import evaluate
+from minilm_cache.cli.main import run
 from minilm_cache.cli.speed import speed
 from minilm_cache.cli.train import train
 from minilm_cache.config import DumpConfig, FrozenSettings, TrainConfig
@@ -198,7 +202,14 @@ def test_teacher_that_is_an_empty_folder(world: World, command: Command) -> None
         ("no.jsonl", b'{"body": "ba"}\n', "has no column 'text'; it has body"),
         ("null.jsonl", b'{"text": "ba"}\n{"text": null}\n', "record 1 (counted from 0) has no text"),
         ("number.jsonl", b'{"text": 3}\n', "column 'text' holds int64, not text"),
-        ("broken.jsonl", b'{"text": "ba"}\n{nonsense\n', "cannot read corpus"),
+        ("broken.jsonl", b'{"text": "ba"}\n{nonsense\n', "line 2 is no JSON"),
+        ("half.jsonl", b'{"text": "ba"}\n\n{"text": "\\ud800"}\n', "line 3 is no JSON"),
+        ("list.jsonl", b'{"text": ["ba"]}\n', "column 'text' holds lists or objects, not text"),
+        ("comma.csv", b"text\nba\nHello, ba\n", "line 3: 2 fields, where the header has 1"),
+        ("after.csv", b"text,label\nba,1,\n", "line 2: 3 fields, where the header has 2"),
+        ("short.csv", b'number,text\n1,"ba\nbe"\n2\n', "line 4: 1 fields, where the header has 2"),
+        ("twice.csv", b"text,text\nba,be\n", "two columns of one name"),
+        ("latin.csv", b"text\nba \xff\n", "cannot read corpus"),
         ("broken.parquet", b"nonsense", "cannot read corpus"),
         ("latin.txt", b"ba \xff\xfe be\n", "cannot read corpus"),
         ("a.pdf", b"x", "has the ending '.pdf'"),
@@ -228,6 +239,47 @@ def test_messages_and_tables_show_names_as_they_are(capsys: pytest.CaptureFixtur
     shown = capsys.readouterr()
     assert shown.err.splitlines() == [f"error: {name}", name]
     assert name in shown.out
+
+
+def test_lines_of_progress_stand_where_their_task_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    with TerminalProgress().shown() as progress:
+        progress.start("first", 2, "tokens")
+        progress.advance(1)
+        progress.note("in between")
+        progress.advance(1)
+        progress.note("next")
+        progress.start("second", 0, "tokens")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["in between", "first", "next"]
+
+
+def test_a_full_stdout_is_one_line(
+    shared_world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert run(["info", str(shared_world.root / "cache"), "--json"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "No space left on device" in line
+
+
+def test_a_shape_larger_than_memory(shared_world: World, command: Command, tmp_path: Path) -> None:
+    cache = shared_world.root / "cache"
+    command.fails(
+        *("train", cache, "--arch", "1x999996", "--steps", 1, "--out", tmp_path / "run"),
+        code=1,
+        says=("too little memory", "smaller --arch"),
+    )
+
+
+def test_fidelity_is_told_of_what_it_was_measured_on(world: World, command: Command) -> None:
+    world.corpus.write_text("ba be bi")
+    code, out, err = command(*dump_arguments(world))
+    assert code == 0, err
+    assert "Fidelity on 1 training sequences (none is held out)" in out
 
 
 def test_corpus_folder_without_text(world: World, command: Command) -> None:
@@ -347,15 +399,16 @@ def test_a_newer_format_is_told_apart_from_damage(world: World, command: Command
     command.fails("info", cache, code=1, says=("format version 2", "Install a newer minilm-cache"))
 
 
-def test_output_folder_without_permission(world: World, command: Command) -> None:
+def test_output_folder_below_a_file(world: World, command: Command) -> None:
     blocked = world.root / "file"
     blocked.write_text("not a folder")
-    command.fails(*dump_arguments(world, "--out", blocked / "cache"), code=1, says=("cannot", str(blocked)))
+    says = f"{blocked} is a file. Choose another folder"
+    command.fails(*dump_arguments(world, "--out", blocked / "cache"), code=2, says=says)
     world.dump()
     command.fails(
         *("train", world.root / "cache", "--arch", "1x32", "--steps", 1, "--out", blocked / "run"),
-        code=1,
-        says=("cannot", str(blocked)),
+        code=2,
+        says=says,
     )
 
 

@@ -121,6 +121,21 @@ def test_hours_of_trainings_are_operations_over_a_rate(world: World, command: Co
     assert measured.flops_per_s == pytest.approx(7 * teacher)
 
 
+def test_codecs_that_a_short_corpus_does_not_serve_are_left_out(world: World, command: Command) -> None:
+    world.corpus.write_text("ba be bi")
+    asked = ("plan", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32)
+    code, out, err = command(*asked, "--k", 4, "--no-dense", "--json")
+    assert code == 0, err
+    assert [setting["codec"]["name"] for setting in json.loads(out)["settings"]] == ["topk"]
+    assert "left out: vectors" in err
+    command.fails(
+        *asked,
+        *("--for", "minilmv2"),
+        code=1,
+        says="1 training sequences, too few for codec vectors",
+    )
+
+
 def test_the_plan_tells_costs(world: World, command: Command) -> None:
     asked = ("plan", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32, "--k", 4)
     short = ("--sample-tokens", 1024, "--max-kl", 0.1, "--no-dense", "--device", "cpu")
@@ -129,6 +144,10 @@ def test_the_plan_tells_costs(world: World, command: Command) -> None:
     assert f"a training is {400_000 * 256 * 32:,} tokens" in out
     assert "as the teacher's forward pass goes here" in out
     assert "train 1x16 with the teacher along" in out
+    code, out, err = command(*asked, *short, "--arch", "1x16", "--epochs", 1)
+    assert code == 0, err
+    (cells,) = [line.split() for line in out.splitlines() if "train 1x16 " in line and "along" not in line]
+    assert all(float(cell) > 0 for cell in cells if cell[0].isdigit() and "x" not in cell)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +156,10 @@ def test_the_plan_tells_costs(world: World, command: Command) -> None:
         (("--arch", "1x16"), "--arch goes with --preset or --epochs"),
         (("--epochs", 3), "go with --arch"),
         (("--arch", "1x16", "--preset", "nosuch"), "--preset nosuch"),
+        (("--arch", "1x16", "--preset", "minilm", "--epochs", 1), "--preset and --epochs both say"),
         (("--arch", "1x17", "--epochs", 1), "1x17"),
+        (("--max-length", 600), "--max-length 600 is more than"),
+        (("--max-length", 600, "--arch", "1x16", "--epochs", 1), "--max-length 600 is more than"),
     ],
 )
 def test_misuse_of_costs(world: World, command: Command, options: tuple[object, ...], says: str) -> None:

@@ -379,6 +379,9 @@ def test_other_teachers_and_folders_are_refused(trained: World, command: Command
     other = save_teacher(tmp_path / "other", seed=3)
     command.fails("report", run, "--teacher", other, code=1, says=("is not the one of", "Give the teacher"))
     command.fails("report", tmp_path, code=2, says="is no run: run.json is not there")
+    command.fails("report", run, "--out", tmp_path, code=2, says=f"--out {tmp_path} is a folder")
+    in_file = run / "run.json" / "page.html"
+    command.fails("report", run, "--out", in_file, code=2, says="run.json is a file")
     record = json.loads((run / "run.json").read_text())
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run/run.json").write_text(json.dumps({**record, "complete": False}))

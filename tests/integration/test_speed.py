@@ -1,6 +1,7 @@
 """Speeds, embeddings and ONNX files, beside what the libraries themselves say."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,17 @@ def test_onnx_files_answer_as_transformers_does(
     assert np.abs(states - expected.last_hidden_state.numpy())[mask.bool().numpy()].max() < 1e-4
 
 
-def test_misuse_of_speed(models: tuple[Path, Path], command: Command) -> None:
+def test_misuse_of_speed(models: tuple[Path, Path], tmp_path: Path, command: Command) -> None:
     command.fails(
         "speed", *models, "--length", 128, code=2, says="--length 128 is more than teacher has positions for"
     )
     command.fails("speed", *models, "--batch-size", 0, code=2, says="--batch-size")
-    command.fails("speed", models[0], models[0], code=2, says="two models are called teacher")
+    other = shutil.copytree(models[0], tmp_path / "teacher")
+    command.fails("speed", models[0], other, code=2, says="two models are called teacher")
+    (tmp_path / "file").touch()
+    command.fails(
+        "speed", *models, "--onnx", tmp_path / "file" / "in", "--length", 8, code=2, says="file is a file"
+    )
 
 
 def _by_hand(folder: Path, texts: list[str]) -> np.ndarray:
@@ -134,8 +140,18 @@ def test_embeddings_are_means_of_transformers_states(
     )
 
 
+def test_what_is_given_twice_is_measured_once(models: tuple[Path, Path], command: Command) -> None:
+    twice = ("--batch-size", 1, "--batch-size", 1, "--length", 8, "--turns", 1, "--device", "cpu")
+    (only,) = _json(command, "speed", models[0], models[0], *twice)
+    assert len(only["passes"]) == 1
+
+
 def test_embeddings_of_bad_data(models: tuple[Path, Path], tmp_path: Path, command: Command) -> None:
     data = write_glue(tmp_path / "glue")
+    readme = data / "STS-B" / "dev.tsv"
+    command.fails(
+        *("embeddings", *models, "--data", data, "--save", readme, *SHORT), code=2, says="dev.tsv is a file"
+    )
     write_lines(data / "STS-B" / "dev.tsv", [("sentence1", "score"), ("ba", 1)])
     command.fails("embeddings", *models, "--data", data, *SHORT, code=1, says="has no column 'sentence2'")
     command.fails(

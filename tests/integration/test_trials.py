@@ -193,6 +193,11 @@ def test_cards_keep_what_is_not_replaced(tmp_path: Path, command: Command) -> No
 def test_misuse_of_models_and_options(world: World, command: Command) -> None:
     data = write_sst2(world.root / "SST-2")
     asked = ("--task", "sst2", "--data", data, *SHORT)
+    command.fails(
+        "evaluate", world.teacher, *asked, "--task", "ssst", code=2, says="sst2, ssst: there is no task ssst"
+    )
+    command.fails("evaluate", world.teacher, *asked, "--out", world.corpus, code=2, says="is a file")
+    command.fails("evaluate", data, *asked, code=1, says=("is no model", "no config.json", "no run.json"))
     command.fails("evaluate", world.teacher, *asked, "--device", "meta", code=2, says="cpu or cuda")
     squad = write_squad(world.root / "squad", "1.1")
     says = "there is no test set of SQuAD without labels"
