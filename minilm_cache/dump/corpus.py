@@ -2,17 +2,22 @@
 
 `datasets` reads every format and keeps the text in Arrow files on disk, so a corpus may be larger than
 memory. Documents: a record of .jsonl, .csv, .parquet or a hub data set; in .txt a paragraph block, that
-is, what stands between blank lines; in `python-docs` a docstring or a topic of `pydoc`.
+is, what stands between empty lines (one with a space is not); in `python-docs` a docstring or a topic of
+`pydoc`.
 """
 
 import ast
+import csv
+import json
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from logging import CRITICAL
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Final
+from typing import Any, Final
 
 import datasets
 import pyarrow as pa
@@ -89,6 +94,7 @@ def _load(name: str, text_column: str | None) -> datasets.Dataset:
             f"corpus {name} does not exist. Give a file, a folder, {HUB_PREFIX}ID, or {PYTHON_DOCS}."
         )
     files = _files(path)
+    datasets.logging.set_verbosity(CRITICAL)  # what it would say of a broken file, the error says
     parts = [_only_text(_load_file(file), str(file), text_column or "text") for file in files]
     return datasets.concatenate_datasets(parts)
 
@@ -101,16 +107,23 @@ def _files(path: Path) -> list[Path]:
                 "Convert it to one of them."
             )
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.suffix in _BUILDERS and file.is_file())
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.suffix in _BUILDERS and file.is_file() and not _is_hidden(file.relative_to(path))
+    )
     if not files:
         raise CorpusError(f"corpus {path} is empty: no {', '.join(_BUILDERS)} file in this folder.")
     return files
 
 
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
 def _load_file(file: Path) -> datasets.Dataset:
     if file.stat().st_size == 0:
         raise CorpusError(f"corpus {file} is empty: the file has no bytes.")
-    options: dict[str, object] = {"sample_by": "paragraph"} if file.suffix == ".txt" else {}
     # An absolute pattern is taken literally once its own special characters are escaped.
     pattern = re.sub(r"([*?\[\]])", r"[\1]", str(file.resolve()))
     try:
@@ -119,12 +132,55 @@ def _load_file(file: Path) -> datasets.Dataset:
             data_files={"train": pattern},
             split="train",
             cache_dir=arrow_cache(file),
-            **options,
+            **_reading(file),
         )
-    except (DatasetsError, OSError, ValueError, pa.ArrowException) as error:
-        raise CorpusError(f"cannot read corpus {file}: {_reason(error)}") from error
+    except (DatasetsError, OSError, ValueError, csv.Error, pa.ArrowException) as error:
+        reason = _broken_line(file) or _reason(error)
+        raise CorpusError(f"cannot read corpus {file}: {reason}") from error
     assert isinstance(loaded, datasets.Dataset)
     return loaded
+
+
+def _reading(file: Path) -> Mapping[str, Any]:
+    """Return what `datasets` is told of a file's format."""
+    if file.suffix == ".txt":
+        return {"sample_by": "paragraph"}
+    if file.suffix != ".csv":
+        return {}
+    # Left to itself, pandas takes what is too much in a row for names of rows, and reads texts like "None"
+    # and "007" as nothing and as a number.
+    header = _csv_header(file)
+    features = datasets.Features({name: datasets.Value("string") for name in header})
+    return {"index_col": False, "keep_default_na": False, "features": features}
+
+
+def _csv_header(file: Path) -> list[str]:
+    """Return the names of columns; every row has as many fields."""
+    csv.field_size_limit(sys.maxsize)
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        rows = csv.reader(lines)
+        header = next(rows, [])
+        if len(set(header)) < len(header):
+            raise CorpusError(f"corpus {file} has two columns of one name: {', '.join(header)}. Rename one.")
+        for row in rows:
+            if row and len(row) != len(header):
+                raise CorpusError(
+                    f"corpus {file}, line {rows.line_num}: {len(row)} fields, where the header has "
+                    f"{len(header)}. Put text with commas in quotes, or use .jsonl or .parquet."
+                )
+    return header
+
+
+def _broken_line(file: Path) -> str | None:
+    """Return which line of a .jsonl file is no JSON; none: another format, or another reason."""
+    if file.suffix != ".jsonl":
+        return None
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            _ = line.strip() and json.dumps(json.loads(line), ensure_ascii=False).encode()
+        except ValueError as error:
+            return f"line {number} is no JSON: {error}. Mend it or leave it out."
+    return None
 
 
 def _load_hub(name: str) -> datasets.Dataset:
@@ -163,8 +219,8 @@ def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Da
         _refuse_missing_texts(only, where)
     if kind not in {"string", "large_string", "string_view"}:
         raise CorpusError(
-            f"corpus {where}: column {column!r} holds {kind or 'no text'}, not text. "
-            "Name another: --text-column."
+            f"corpus {where}: column {column!r} holds {kind or 'lists or objects'}, not text. "
+            "Name another with --text-column, or store it as text."
         )
     return only.cast_column("text", datasets.Value("string"))
 

@@ -13,7 +13,7 @@ from minilm_cache.dump.corpus import load_corpus
 from minilm_cache.errors import CorpusError
 from tests.support import write_hub
 
-TEXTS = ["ba be", 'bi "bo", bu', " \t", "ban\nben", "é — 北"]
+TEXTS = ["ba be", 'bi "bo", bu', " \t", "ban\nben", "é — 北", "None", "NA"]
 WITH_TEXT = [text for text in TEXTS if text.strip()]
 
 
@@ -48,7 +48,15 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, [text])
     (tmp_path / "README.md").write_text("not a corpus")
+    (tmp_path / ".hidden.txt").write_text("neither")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/c.txt").write_text("nor this")
     assert read(tmp_path) == ["first", "second", "third"]
+
+
+def test_texts_of_csv_are_read_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "c.csv").write_bytes('\ufefftext\r\n007\r\n\r\n1.50\r\nnull\r\n""\r\n'.encode())
+    assert read(tmp_path / "c.csv") == ["007", "1.50", "null"]
 
 
 @pytest.mark.parametrize("ending", [".txt", ".jsonl", ".csv", ".parquet"])
