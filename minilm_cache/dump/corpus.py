@@ -158,14 +158,15 @@ def _csv_header(file: Path) -> list[str]:
     """Return the names of columns; every row has as many fields."""
     csv.field_size_limit(sys.maxsize)
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        rows = csv.reader(lines)
+        reader = csv.reader(lines)
+        rows = (row for row in reader if len(row) > 1 or "".join(row).strip())
         header = next(rows, [])
         if len(set(header)) < len(header):
             raise CorpusError(f"corpus {file} has two columns of one name: {', '.join(header)}. Rename one.")
         for row in rows:
-            if row and len(row) != len(header):
+            if len(row) != len(header):
                 raise CorpusError(
-                    f"corpus {file}, line {rows.line_num}: {len(row)} fields, where the header has "
+                    f"corpus {file}, line {reader.line_num}: {len(row)} fields, where the header has "
                     f"{len(header)}. Put text with commas in quotes, or use .jsonl or .parquet."
                 )
     return header

@@ -57,6 +57,8 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
 def test_texts_of_csv_are_read_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "c.csv").write_bytes('\ufefftext\r\n007\r\n\r\n1.50\r\nnull\r\n""\r\n'.encode())
     assert read(tmp_path / "c.csv") == ["007", "1.50", "null"]
+    (tmp_path / "c.csv").write_text("\ntext,label\nba,1\n  \n\nbe,2\n")
+    assert read(tmp_path / "c.csv") == ["ba", "be"]
 
 
 @pytest.mark.parametrize("ending", [".txt", ".jsonl", ".csv", ".parquet"])
