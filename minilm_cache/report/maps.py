@@ -80,10 +80,10 @@ def examples(
         cache: whose teacher and held-out sequences these are.
         students: names and folders; they share the teacher's tokenizer.
         teacher: of that cache; none: what the cache holds of held-out sequences.
-        wanted: which texts.
+        wanted: which texts; texts of one's own only with a teacher (`page.check_page`).
 
     Raises:
-        InvalidConfigError: there is no such sequence, or a text without a teacher to read it.
+        InvalidConfigError: there is no such sequence.
         TeacherError: a folder holds no student.
     """
     held_out = cache.manifest.num_held_out
