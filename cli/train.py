@@ -83,7 +83,7 @@ def train(  # noqa: PLR0913 - one parameter for each option
     place: Annotated[str, typer.Option(help="What processes of torchrun divide: data or students")] = "data",
     streams: Annotated[
         int | None,
-        typer.Option(help="Streams of shards of a step [default: as processes, or 1]"),
+        typer.Option(help="Streams that an epoch is dealt to [default: one for each process]"),
     ] = None,
     init: Annotated[
         str,

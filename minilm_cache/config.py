@@ -261,8 +261,7 @@ class TrainConfig(FrozenSettings):
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Parts that each process cuts its sequences of a step into; their gradients are added."""
     streams: Annotated[int, Field(ge=1)] | None = None
-    """Streams of shards that a step's sequences come from; none: one for each process, or one where the
-    cache has fewer shards to train on."""
+    """Streams that an epoch's sequences are dealt to; None means one for each process."""
     place: Literal["data", "students"] = "data"
     """What processes divide among themselves."""
     precision: Literal["float32", "bfloat16"] | None = None

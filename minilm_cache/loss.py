@@ -119,9 +119,7 @@ def _expected(
         return rows.probs.to(right.dtype) @ right
     if isinstance(rows, VectorRows):
         left, teachers, scaling = sides(rows.vectors, rows.kind)
-        # A row of padding that sees no column would be no number; it weighs nothing.
-        mask = row_mask(rows.vectors, rows.kind, lengths) | ~valid[:, None, :, None]
-        return _attend(left, teachers, right, mask, scaling)
+        return _attend(left, teachers, right, row_mask(rows.vectors, rows.kind, lengths), scaling)
     batch, heads, length, size = right.shape
     first = torch.arange(batch * heads, device=right.device).view(batch, heads, 1, 1) * length
     table = right.reshape(-1, size)

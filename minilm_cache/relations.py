@@ -141,12 +141,17 @@ def row_mask(
 ) -> Bool[Tensor, "batch _ _ length"]:
     """Return True at columns that a teacher's rows see.
 
-    The attention distribution is the model's own, so its own mask (sliding windows, too) applies beside
-    padding; the other relations see every column that is not padding.
+    The attention distribution is the model's own, so its own mask applies in addition to padding, sliding
+    windows included; the other relations see every column that is not padding.
     """
-    mask = key_mask(lengths, vectors.key.shape[-2])[:, None, None, :]
+    valid = key_mask(lengths, vectors.key.shape[-2])
+    mask = valid[:, None, None, :]
     if kind is RelationKind.ATTENTION and vectors.mask is not None:
         mask = mask & vectors.mask
+        if mask.shape[-2] > 1:
+            # A padding row beyond every window would see no column: its scores would all be the least
+            # number of their dtype, and sums of them overflow. Padding rows weigh nothing, so they see all.
+            mask = mask | ~valid[:, None, :, None]
     return mask
 
 

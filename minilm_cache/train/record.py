@@ -3,13 +3,14 @@
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from minilm_cache.config import LayerMap, TrainConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.needs import ObjectiveName
+from minilm_cache.storage_schema.base import StoredModel
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import is_vacant, storage_errors, write_file
@@ -24,7 +25,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class RunIdentity(_Record):
+class RunIdentity(StoredModel):
     """What determines the students of a run."""
 
     fingerprint: str
@@ -49,6 +50,9 @@ class RunIdentity(_Record):
     shard_tokens: int
     """Of the cache: the order of sequences depends on it."""
     num_streams: int
+    dealing: Literal["sequences"] | None = None
+    """What an epoch deals to several streams; None for a single stream, and for runs of the first releases,
+    which dealt whole shards and so gave streams unlike numbers of epochs."""
     num_parts: int
     """Parts of a step; dropout is drawn for each of them."""
     precision: Literal["float32", "bfloat16"]
@@ -56,7 +60,9 @@ class RunIdentity(_Record):
     compiled: bool
     """Compiled layers draw other dropout."""
     eval_steps: int | None
-    """Given: students are those of the best of these steps."""
+    """Steps between looks at held-out text, whose best weights become the student; None means no looks."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"dealing"})
 
     @classmethod
     def of(  # noqa: PLR0913 - what settings alone do not tell
@@ -79,6 +85,7 @@ class RunIdentity(_Record):
             "teacher_layer": layer,
             "steps": steps,
             "num_streams": len(plan.streams),
+            "dealing": "sequences" if len(plan.streams) > 1 else None,
             "num_parts": plan.num_parts,
             "precision": precision,
             "init": init,
@@ -182,11 +189,11 @@ def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
             raise IdentityMismatchError(f"{folder} is not empty and holds no run. Choose another --out.")
         return None
     found = load_record(folder)
-    expected = identity.model_dump(mode="json")
+    there, asked = found.identity.model_dump(mode="json"), identity.model_dump(mode="json")
     differing = [
-        f"{name} ({value} there, {expected[name]} asked)"
-        for name, value in found.identity.model_dump(mode="json").items()
-        if value != expected[name]
+        f"{name} ({there.get(name)} there, {asked.get(name)} asked)"
+        for name in {**there, **asked}
+        if there.get(name) != asked.get(name)
     ]
     if differing:
         raise IdentityMismatchError(

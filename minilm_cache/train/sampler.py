@@ -1,11 +1,13 @@
 """Which sequences, in which order: a pure function of seed and epoch.
 
-Shards are shuffled and taken a buffer at a time; within a buffer, sequences are shuffled across its
-shards. A run is one endless stream of sequences, epoch after epoch, so its position is its step; or several
-streams, each of shards of its own, which processes divide among themselves.
+Shards are shuffled and taken a buffer at a time; within a buffer, sequences are shuffled across its shards. A
+run is one endless stream of sequences, epoch after epoch, so its position is its step; or several streams,
+which processes divide among themselves. Each epoch's shards are shuffled once for all streams, and their
+sequences are dealt to the streams in equal runs, so every stream is in the same epoch, and no training
+sequence is seen more than once more often than another.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,43 +39,64 @@ class SequenceOrder:
     """Shards whose sequences are shuffled together."""
     stream_number: int = 0
     num_streams: int = 1
-    """This stream takes each `num_streams`-th shard."""
+    """Streams that an epoch's sequences are dealt to, at most as many as training sequences."""
 
-    @property
-    def own_shards(self) -> list[int]:
-        """Shards of this stream that have training sequences."""
-        mine = range(self.stream_number, len(self.shards), self.num_streams)
-        return [number for number in mine if self.shards[number].first_sequence < self.num_train]
+    def num_sequences(self, num_epochs: int) -> int:
+        """Return how many sequences this stream takes in its first epochs.
 
-    @property
-    def num_sequences(self) -> int:
-        """Training sequences of this stream."""
-        ranges = [self.shards[number] for number in self.own_shards]
-        return sum(
-            min(one.first_sequence + one.num_sequences, self.num_train) - one.first_sequence for one in ranges
-        )
+        Where sequences do not divide evenly, the streams take turns at the longer runs, so all have taken
+        the same number, to one, after each epoch.
+        """
+        first, last = self.stream_number, self.stream_number + num_epochs
+        return last * self.num_train // self.num_streams - first * self.num_train // self.num_streams
 
     def epoch(self, epoch: int) -> list[Buffer]:
-        """Return an epoch's buffers: together, every training sequence of this stream once."""
-        generator = np.random.default_rng([self.seed, epoch, self.stream_number])
-        ranges = self.shards
-        order = generator.permutation(self.own_shards).tolist()
+        """Return this stream's buffers of an epoch; all streams' hold every training sequence once."""
+        generator = np.random.default_rng([self.seed, epoch, 0])
+        order = generator.permutation(self._trainable).tolist()
+        if self.stream_number:  # the order of shards is that of all streams, what follows is this one's own
+            generator = np.random.default_rng([self.seed, epoch, self.stream_number])
+        runs = list(self._own_runs(order, (self.stream_number + epoch) % self.num_streams))
         buffers = []
-        for at in range(0, len(order), self.buffer_shards):
-            shards = tuple(order[at : at + self.buffer_shards])
-            sequences = np.concatenate(
-                [
-                    np.arange(first, min(first + ranges[n].num_sequences, self.num_train))
-                    for n in shards
-                    for first in [ranges[n].first_sequence]
-                ]
-            )
+        for at in range(0, len(runs), self.buffer_shards):
+            some = runs[at : at + self.buffer_shards]
+            sequences = np.concatenate([np.arange(first, last) for _, first, last in some])
+            shards = tuple(shard for shard, _, _ in some)
             buffers.append(Buffer(shards=shards, sequences=generator.permutation(sequences)))
         return buffers
 
+    @property
+    def _trainable(self) -> list[int]:
+        """Shards that have training sequences."""
+        return [number for number, one in enumerate(self.shards) if one.first_sequence < self.num_train]
+
+    def _own_runs(self, order: Sequence[int], place: int) -> Iterator[tuple[int, int, int]]:
+        """Yield shards, in order, with the first and the last sequence (exclusive) of each to take.
+
+        Args:
+            order: all shards with training sequences, as this epoch takes them.
+            place: which of the equal runs of the epoch's sequences is this stream's.
+        """
+        begin = place * self.num_train // self.num_streams
+        end = (place + 1) * self.num_train // self.num_streams
+        before = 0
+        for number in order:
+            first = self.shards[number].first_sequence
+            last = min(first + self.shards[number].num_sequences, self.num_train)
+            own = (max(first, first + begin - before), min(last, first + end - before))
+            if own[0] < own[1]:
+                yield number, *own
+            before += last - first
+
     def stream(self, position: int) -> Iterator[Buffer]:
         """Yield buffers for ever, from the `position`-th sequence of this stream on."""
-        epoch, skipped = divmod(position, self.num_sequences)
+        epoch = position * self.num_streams // self.num_train
+        # The guess is one off at most: runs differ from their mean by less than one sequence.
+        while self.num_sequences(epoch) > position:
+            epoch -= 1
+        while self.num_sequences(epoch + 1) <= position:
+            epoch += 1
+        skipped = position - self.num_sequences(epoch)
         while True:
             for buffer in self.epoch(epoch):
                 rest = buffer.sequences[skipped:]
@@ -118,15 +141,14 @@ def plan_steps(config: TrainConfig, manifest: CacheManifest, num_ranks: int = 1,
     """Return what one of `num_ranks` processes takes at each step.
 
     Raises:
-        InvalidConfigError: parts, streams and batch size do not divide, or there are too few shards.
+        InvalidConfigError: parts, streams and batch size do not divide, or there are too few sequences.
     """
     num_parts = config.accumulate * num_ranks
-    trainable = sum(one.first_sequence < manifest.num_train for one in manifest.shards)
-    num_streams = num_ranks if config.streams is None and num_ranks <= trainable else config.streams or 1
-    if num_streams > trainable:
+    num_streams = num_ranks if config.streams is None else config.streams
+    if num_streams > manifest.num_train:
         raise InvalidConfigError(
-            f"--streams {num_streams}: the cache has {trainable} shards to train on. Take at most as many, "
-            "or dump with smaller --shard-tokens."
+            f"--streams {num_streams} (default: the number of processes): the cache has {manifest.num_train} "
+            "sequences to train on. Take at most as many."
         )
     if num_parts % num_streams:
         raise InvalidConfigError(

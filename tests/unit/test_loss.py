@@ -15,6 +15,7 @@ from minilm_cache.relations import (
     Targets,
     VectorRows,
     Vectors,
+    densify,
     mean_row_entropy,
     split_heads,
     to_dense,
@@ -192,3 +193,62 @@ def test_nothing_of_length_by_length_is_made_where_it_would_be_large() -> None:
     assert 4 * batch * heads * length**2 > MAX_SCORES_BYTES > 5 * sum(kept)
     assert parts[2].grad is not None
     assert bool(parts[2].grad.isfinite().all())
+
+
+WINDOW = 4
+
+
+def windowed(length: int, seed: int) -> tuple[Vectors, Tensor]:
+    """Return vectors of two sequences, the second a third as long, whose attention has a window, float32."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = 1.5 * torch.randn(3, 2, 2, length, 8, generator=generator)
+    lengths = torch.tensor([length, max(1, length // 3)])
+    position = torch.arange(length)
+    near = (position[:, None] - position).abs() <= WINDOW
+    mask = near & (position < lengths[:, None, None, None])
+    return Vectors(parts[0], parts[1], parts[2], mask, 8**-0.5), lengths
+
+
+def windowed_kl(student: Vectors, teacher: Vectors, lengths: Tensor, shown: Tensor) -> Tensor:
+    """Mean over heads and shown valid rows of F.kl_div in float64, sequence by sequence, without padding."""
+    total, rows = torch.zeros((), dtype=torch.float64), 0
+    for at, length in enumerate(lengths.tolist()):
+        own, told = (
+            (one.query[at, :, :length].double() @ one.key[at, :, :length].double().mT) * one.scaling
+            for one in (student, teacher)
+        )
+        position = torch.arange(length)
+        told = told.masked_fill((position[:, None] - position).abs() > WINDOW, -torch.inf)
+        taken = shown[shown < length]
+        kl = functional.kl_div(
+            own.log_softmax(-1)[:, taken], told.softmax(-1)[:, taken], reduction="none"
+        ).sum()
+        total, rows = total + kl, rows + len(taken)
+    return total / (rows * student.query.shape[1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("first", range(4, 513, 64))
+def test_a_teacher_with_a_window_has_a_finite_loss_at_every_length(method: Method, first: int) -> None:
+    """A padding row beyond every window sees no column; its scores once made the entropy infinite."""
+    for length in range(first, min(first + 64, 513)):
+        teacher, lengths = windowed(length, 0)
+        plain, _ = windowed(length, 1)
+        student = plain._replace(
+            query=plain.query.clone().requires_grad_(), key=plain.key.clone().requires_grad_(), mask=None
+        )
+        rows: Targets = Targets(VectorRows(teacher, RelationKind.ATTENTION), None)
+        if method == "dense":
+            rows = Targets(*densify(VectorRows(teacher, RelationKind.ATTENTION), lengths))
+        found = relation_loss(student, RelationKind.ATTENTION, rows, lengths, method)
+        gradients = torch.autograd.grad(found, [student.query, student.key])
+        every = torch.arange(length)
+        shown = every if method == "dense" else every[:: -(-length // 32)]
+        expected = windowed_kl(student, teacher, lengths, shown)
+        whole = windowed_kl(student, teacher, lengths, every)
+        expected_gradients = torch.autograd.grad(whole, [student.query, student.key])
+
+        assert bool(found.isfinite()), length
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+        for own, other in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5)

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minilm_cache.storage_schema.manifest import ShardRange
 from minilm_cache.train.sampler import SequenceOrder
@@ -74,14 +76,70 @@ def test_golden_order() -> None:
     ]
 
 
-@pytest.mark.parametrize("num_streams", [1, 2, 3])
-def test_streams_divide_shards_among_themselves(num_streams: int) -> None:
-    whole = order_of(5, 3, 7, 4, 6, held_out=8)
-    streams = [replace(whole, stream_number=number, num_streams=num_streams) for number in range(num_streams)]
-    found = [sequences(stream, 3) for stream in streams]
+def taken_by_all(order: SequenceOrder, num_streams: int, count: int) -> list[list[int]]:
+    """Return the first sequences of every stream."""
+    found = []
+    for number in range(num_streams):
+        stream = replace(order, stream_number=number, num_streams=num_streams).stream(0)
+        taken: list[int] = []
+        while len(taken) < count:
+            taken += next(stream).sequences.tolist()
+        found.append(taken[:count])
+    return found
 
-    assert sorted(number for one in found for number in one) == list(range(17))
-    assert [len(one) for one in found] == [stream.num_sequences for stream in streams]
-    for number, stream in enumerate(streams):
-        taken = [shard for buffer in stream.epoch(3) for shard in buffer.shards]
-        assert all(shard % num_streams == number for shard in taken)
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    held_out=st.integers(0, 5),
+    num_streams=st.integers(1, 9),
+    buffer_shards=st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_streams_see_every_training_sequence_equally_often(
+    sizes: list[int], held_out: int, num_streams: int, buffer_shards: int
+) -> None:
+    """Whatever the shards and streams, after every step, to one: an epoch means the same for all."""
+    num_train = max(1, sum(sizes) - held_out)
+    num_streams = min(num_streams, num_train)
+    order = order_of(*sizes, held_out=sum(sizes) - num_train, buffer_shards=buffer_shards)
+    streams = taken_by_all(order, num_streams, 3 * num_train)
+    counts = np.zeros(num_train, dtype=int)
+    for step in range(3 * num_train):
+        for stream in streams:
+            counts[stream[step]] += 1
+        assert counts.max() - counts.min() <= 1
+
+
+def test_ranks_of_unlike_shards_take_the_same_epochs() -> None:
+    """Six shards on four processes, five epochs: they were 3.5, 4.4, 7.0 and 7.0."""
+    order = order_of(90, 80, 70, 60, 50, 12, held_out=7)
+    steps = 5 * order.num_train // 4
+    counts = [
+        np.bincount(stream, minlength=order.num_train) for stream in taken_by_all(order, 4, steps)
+    ]
+
+    assert set(np.sum(counts, axis=0).tolist()) <= {4, 5}
+    assert {int(count.sum()) for count in counts} == {steps}
+
+
+@pytest.mark.parametrize("num_streams", [2, 3, 5])
+@pytest.mark.parametrize("position", [0, 1, 3, 4, 5, 6, 17, 40])
+def test_one_of_several_streams_resumes_at_any_position(num_streams: int, position: int) -> None:
+    order = replace(order_of(5, 3, 7, 4, seed=1), stream_number=1, num_streams=num_streams)
+
+    def take(start: int, count: int) -> list[int]:
+        stream, taken = order.stream(start), list[int]()
+        while len(taken) < count:
+            taken += next(stream).sequences.tolist()
+        return taken[:count]
+
+    assert take(position, 30) == take(0, position + 30)[position:]
+
+
+def test_a_stream_reads_its_own_shards_and_at_most_two_of_others() -> None:
+    order = order_of(*[10] * 12)
+    for number in range(3):
+        stream = replace(order, stream_number=number, num_streams=3)
+        shards = {shard for buffer in stream.epoch(0) for shard in buffer.shards}
+
+        assert len(shards) == 4
