@@ -70,6 +70,13 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         float | None, typer.Option(help="Relative error of hidden states [default: 0.1]")
     ] = None,
     labels: Annotated[bool, typer.Option("--labels", help="Store soft labels of masked tokens")] = False,
+    label_tokens: Annotated[
+        str | None,
+        typer.Option(help="Tokens with labels: masked or all [default: masked; with --for distilbert all]"),
+    ] = None,
+    maskings: Annotated[
+        int | None, typer.Option(help="Masked readings of each sequence; epochs take turns [default: 1]")
+    ] = None,
     label_k: Annotated[int | None, typer.Option(help="Entries of each label [default: 32]")] = None,
     label_temperature: Annotated[
         float | None, typer.Option(help="Of the labels [default: 1; with --for distilbert 2]")
@@ -139,6 +146,8 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         first_hidden=first_hidden,
         max_error=max_error,
         labels=labels or None,
+        label_tokens=label_tokens,
+        maskings=maskings,
         label_k=label_k,
         label_temperature=label_temperature,
         logits=logits or None,

@@ -44,7 +44,7 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
         "corpus": f"{manifest.labels.corpus} ({identity.corpus.num_documents:,} documents), "
         f"sha256 {identity.corpus.sha256[:12]}...",
         "sequences": f"{manifest.num_sequences:,} of at most {identity.packing.max_length} tokens "
-        f"({identity.packing.mode}), {manifest.num_held_out:,} held out",
+        f"({identity.packing.mode}), {manifest.held_out_in_words}",
         "tokens": f"{manifest.num_tokens:,}",
         "relations": f"{_relations(manifest)}, {identity.relation_heads} heads",
         "codec": " ".join(

@@ -57,6 +57,26 @@ def train(  # noqa: PLR0913 - one parameter for each option
     query_key_relations: Annotated[
         bool, typer.Option("--query-key-relations", help="Of minilm: learn query and key relations, too")
     ] = False,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose loss, where they differ: the authors' published code (authors) or their equations "
+            "(paper); of tinybert, tinybert-prediction, distilbert, bert-pkd, mobilebert [default: authors]"
+        ),
+    ] = None,
+    patience: Annotated[
+        float | None, typer.Option(help="Weight of the patient loss of bert-pkd [default: 500; paper: 100]")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="What logits are divided by, for bert-pkd [default: 10; paper: 1] and tinybert-prediction "
+            "[default: 1]"
+        ),
+    ] = None,
+    ground_truth: Annotated[
+        float | None, typer.Option(help="Share of the tokens themselves in targets of mlm-kd [default: 0]")
+    ] = None,
     layer_map: Annotated[
         str | None,
         typer.Option(
@@ -135,6 +155,10 @@ def train(  # noqa: PLR0913 - one parameter for each option
         arch=tuple(arch),
         value_relation=value_relation,
         query_key_relations=query_key_relations,
+        form=form,
+        patience=patience,
+        temperature=temperature,
+        ground_truth=ground_truth,
         layer_map=layer_map,
         init=init,
         init_teacher=init_teacher,

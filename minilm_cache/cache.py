@@ -130,17 +130,22 @@ class CachedSequence:
         rows = {path: torch.from_numpy(self._rows[path][None]) for path in codec.paths([chosen])}
         return codec.decode(rows, [chosen], lengths)[chosen]
 
-    def states(self) -> States:
-        """Return what is stored beside relations, a batch of one: hidden states, labels, logits.
+    def states(self, reading: int = 0) -> States:
+        """Return what is stored in addition to relations, a batch of one: hidden states, labels, logits.
+
+        Args:
+            reading: which of the masked readings that the cache holds, counted from 0.
 
         Raises:
-            ValueError: nothing is.
+            ValueError: nothing is stored in addition to relations, or there is no such reading.
         """
         codec = self._cache.states_codec
         if codec is None:
             raise ValueError("this cache holds nothing beside relations")
+        if not 0 <= reading < codec.parameters.num_readings:
+            raise ValueError(f"no reading {reading}: this cache holds {codec.parameters.num_readings}")
         paths = ("tokens", *codec.paths(codec.everything))
-        rows = {path: torch.from_numpy(self._rows[path][None]) for path in paths}
+        rows = {path: torch.from_numpy(self._rows[codec.stored_path(path, reading)][None]) for path in paths}
         return codec.decode(rows, codec.everything, torch.tensor([len(self._rows["tokens"])]))
 
 
@@ -161,7 +166,10 @@ def _check_rows(cache: Cache, shard: Shard) -> None:
     states = cache.states_codec
     if states is not None:
         paths = states.paths(states.everything)
-        states.check({path: torch.from_numpy(shard.rows[path]) for path in paths})
+        for reading in range(states.parameters.num_readings):
+            states.check(
+                {path: torch.from_numpy(shard.rows[states.stored_path(path, reading)]) for path in paths}
+            )
 
 
 def layer_codec(

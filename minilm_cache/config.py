@@ -14,8 +14,9 @@ from pydantic import (
 )
 
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.needs import ObjectiveName, needs_of, objective_names
+from minilm_cache.needs import FORMS, Form, ObjectiveName, needs_of, objective_names
 from minilm_cache.storage_schema.identity import MAX_LAYERS
+from minilm_cache.storage_schema.states import MAX_READINGS
 
 LayerMap = Literal["last", "last-two", "first-last", "all", "top", "bottom"]
 """Which layers of a student learn from which of the teacher."""
@@ -30,6 +31,12 @@ _MAPS: Final[dict[str, tuple[LayerMap, ...]]] = {
 """Layer maps that an objective can have, its own first; others have the last."""
 _ONE_LAYER: Final = ("minilm", "minilmv2", "value-mse", "hidden-mse")
 """Objectives that learn from one layer of the teacher, unless a map says otherwise."""
+_OF_OBJECTIVES: Final = {
+    "patience": ("bert-pkd",),
+    "temperature": ("bert-pkd", "tinybert-prediction"),
+    "ground_truth": ("mlm-kd",),
+}
+"""Settings of a training that only some objectives have."""
 Settings = TypeVar("Settings", bound="FrozenSettings")
 
 MIN_SHARD_TOKENS = 64
@@ -92,6 +99,10 @@ class DumpConfig(FrozenSettings):
     """Relative error that hidden states of every token may have; none: 0.1."""
     labels: bool = False
     """Soft labels of masked tokens."""
+    label_tokens: Literal["masked", "all"] | None = None
+    """Tokens that have soft labels: those that are masked, or all; None means masked."""
+    maskings: Annotated[int, Field(ge=1, le=MAX_READINGS)] | None = None
+    """Masked readings of each sequence, which the epochs of a training take in turn; None means 1."""
     label_k: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Entries of each label; none: 32."""
     label_temperature: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -144,9 +155,11 @@ class DumpConfig(FrozenSettings):
 
     @model_validator(mode="after")
     def _states_fit_together(self) -> "DumpConfig":
-        for option, name in ((self.label_k, "--label-k"), (self.label_temperature, "--label-temperature")):
-            if option is not None and not self.labels:
-                raise ValueError(f"{name} goes with --labels, and only with it")
+        for name in ("label_k", "label_temperature", "label_tokens"):
+            if getattr(self, name) is not None and not self.labels:
+                raise ValueError(f"--{name.replace('_', '-')} goes with --labels, and only with it")
+        if self.maskings is not None and not (self.labels or self.masked_hidden is not None):
+            raise ValueError("--maskings goes with --labels and --masked-hidden, and only with them")
         if self.max_error is not None and self.hidden is None and self.masked_hidden is None:
             raise ValueError("--max-error goes with --hidden and --masked-hidden, and only with them")
         if self.logits and self.packing != "records":
@@ -248,6 +261,16 @@ class TrainConfig(FrozenSettings):
     """Of objective `minilm`; false: attention distributions alone."""
     query_key_relations: bool = False
     """Of objective `minilm`: query and key relations beside the others."""
+    form: Form | None = None
+    """Whose loss it is where a paper's authors published code that differs from its equations: `authors` (the
+    code) or `paper`; None means `authors`, or nothing for objectives without such a difference."""
+    patience: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Weight beta of the patient loss of `bert-pkd`; None means 500, or 100 with `--form paper`."""
+    temperature: Annotated[float, Field(gt=0, le=100)] | None = None
+    """What logits are divided by before they are compared, for `bert-pkd` (None means 10, or 1 with `--form
+    paper`) and `tinybert-prediction` (None means 1)."""
+    ground_truth: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Share of the tokens themselves in the targets of `mlm-kd`, the rest is the teacher's; None means 0."""
     layer_map: LayerMap = "last"
     """Which layers of a student learn from which of the teacher."""
     teacher_layer: Annotated[int, Field(ge=0, lt=1024)] | None = None
@@ -311,6 +334,27 @@ class TrainConfig(FrozenSettings):
         if given not in maps and given in get_args(LayerMap):
             raise ValueError(f"--layer-map {given} does not go with --objective {objective}")
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _form_of_the_objective(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Fill in the form that an objective has where none is given."""
+        objective = values.get("objective") or "minilm"
+        if values.get("form") is None:
+            return {**values, "form": "authors" if objective in FORMS else None}
+        if objective not in FORMS:
+            raise ValueError(
+                f"--form does not go with --objective {objective}; it goes with {', '.join(sorted(FORMS))}"
+            )
+        return values
+
+    @model_validator(mode="after")
+    def _settings_are_the_objectives(self) -> "TrainConfig":
+        for name, objectives in _OF_OBJECTIVES.items():
+            if getattr(self, name) is not None and self.objective not in objectives:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} goes with --objective {' and '.join(objectives)}")
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainConfig":

@@ -23,6 +23,8 @@ class Needs:
     """Hidden states of each sequence's first token, [CLS]."""
     labels: bool = False
     """Soft labels of masked tokens."""
+    all_labels: bool = False
+    """Soft labels of all tokens of the masked reading, not of masked ones alone."""
     temperature: float = 1.0
     """Of the labels, where nothing else is asked for."""
     logits: bool = False
@@ -39,6 +41,7 @@ class Needs:
             masked_hidden=_both(self.masked_hidden, other.masked_hidden),
             first=_both(self.first, other.first),
             labels=self.labels or other.labels,
+            all_labels=self.all_labels or other.all_labels,
             temperature=max(self.temperature, other.temperature),
             logits=self.logits or other.logits,
         )
@@ -52,6 +55,7 @@ class Needs:
             "masked_hidden": self.masked_hidden,
             "first_hidden": self.first,
             "labels": self.labels or None,
+            "label_tokens": "all" if self.all_labels else None,
             "label_temperature": self.temperature if self.labels else None,
             "logits": self.logits or None,
         }
@@ -69,12 +73,15 @@ NEEDS: Final = {
     "hidden-mse": Needs(hidden="last"),
     "tinybert": Needs(vectors=True, layers="all", hidden="all"),
     "tinybert-prediction": Needs(logits=True, heads=False),
-    "distilbert": Needs(masked_hidden="last", labels=True, temperature=2.0, heads=False),
+    "distilbert": Needs(masked_hidden="last", labels=True, all_labels=True, temperature=2.0, heads=False),
     "mlm-kd": Needs(labels=True, heads=False),
     "bert-pkd": Needs(first="all", heads=False),
     "mobilebert": Needs(vectors=True, layers="all", hidden="all"),
 }
 """By the name of an objective."""
+Form = Literal["authors", "paper"]
+FORMS: Final = frozenset({"tinybert", "tinybert-prediction", "distilbert", "bert-pkd", "mobilebert"})
+"""Objectives whose authors published code that differs from the equations of their paper."""
 ObjectiveName = Literal[
     "minilm",
     "minilmv2",

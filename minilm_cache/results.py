@@ -19,6 +19,7 @@ from minilm_cache.compare import is_teacher_of, live_held_out_kl
 from minilm_cache.device import choose_device
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import IdentityMismatchError, first_line
+from minilm_cache.needs import FORMS
 from minilm_cache.runs import TrainedRun
 from minilm_cache.sizes import ModelSize, Timed, inference_rates, model_size
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
@@ -153,6 +154,10 @@ def _objective_words(identity: RunIdentity) -> str:
         "no value relation": not identity.value_relation,
         "query and key relations": identity.query_key_relations,
         f"layers: {identity.layer_map}": identity.layer_map != "last",
+        "the paper's equations": identity.form is None and identity.objective in FORMS,
+        f"patience {identity.patience}": identity.patience is not None,
+        f"temperature {identity.temperature}": identity.temperature is not None,
+        f"ground truth {identity.ground_truth}": identity.ground_truth is not None,
     }
     found = [words for words, is_asked in parts.items() if is_asked]
     return identity.objective + (f" ({', '.join(found)})" if found else "")

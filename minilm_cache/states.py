@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from minilm_cache.storage_schema.states import StateName
+from minilm_cache.storage_schema.states import StateFamily, StateName
 
 
 class DenseLabels(NamedTuple):
@@ -41,11 +41,25 @@ class MaskedSequences:
     ids: Int[Tensor, "batch length"]
     """Token ids as read, padded."""
     chosen: Bool[Tensor, "batch length"]
-    """True at tokens that are to be told, whatever is read in their place."""
+    """True at tokens that are to be predicted, whatever is read in their place."""
+    labelled: Bool[Tensor, "batch length"] | None = None
+    """True at tokens that have labels; None means the chosen ones."""
     labels: Labels | None = None
-    """At chosen tokens, row by row of the batch."""
+    """At tokens that have labels, row by row of the batch."""
     temperature: float = 1.0
     """What the teacher's logits were divided by before the softmax of the labels."""
+
+    @property
+    def with_labels(self) -> Bool[Tensor, "batch length"]:
+        """True at tokens that have labels."""
+        return self.chosen if self.labelled is None else self.labelled
+
+    def labels_at_chosen(self) -> Labels | None:
+        """Return the labels of the chosen tokens alone."""
+        if self.labels is None or self.labelled is None:
+            return self.labels
+        kept = self.chosen[self.labelled]
+        return type(self.labels)(*(part[kept] for part in self.labels))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +85,11 @@ class WantedStates:
     def __bool__(self) -> bool:
         """Return whether anything is."""
         return bool(self.hidden or self.masked or self.logits)
+
+    def of_masked_reading(self) -> "WantedStates":
+        """Return what of it depends on which tokens are masked."""
+        hidden = tuple(name for name in self.hidden if name.family is StateFamily.MASKED)
+        return WantedStates(hidden=hidden, masked=self.masked)
 
 
 def soft_labels(logits: Float[Tensor, "chosen vocabulary"], temperature: float) -> DenseLabels:

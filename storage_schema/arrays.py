@@ -1,7 +1,7 @@
 """The arrays of a cache, as pure functions of what it holds; `metadata.py` describes them to zarr."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from minilm_cache.storage_schema.identity import (
@@ -25,6 +25,7 @@ from minilm_cache.storage_schema.states import (
     StateFamily,
     StateName,
     StatesIdentity,
+    reading_path,
 )
 
 DType = Literal["uint8", "uint16", "uint32", "int16", "float16", "float32"]
@@ -163,8 +164,9 @@ def _state_specs(
         specs.append(_label_array(READ_PATH, read, None, said))
     if states.labels is not None:
         tokens, k = token_dtype(vocab_size), states.labels.k
-        specs.append(_label_array(INDEX_PATH, tokens, k, "token id of the entry; 0 where not chosen"))
-        specs.append(_label_array(WEIGHT_PATH, "uint8", k, "code of the entry's weight; 0 where not chosen"))
+        none = "" if states.labels.tokens == "all" else "; 0 where not chosen"
+        specs.append(_label_array(INDEX_PATH, tokens, k, f"token id of the entry{none}"))
+        specs.append(_label_array(WEIGHT_PATH, "uint8", k, f"code of the entry's weight{none}"))
     if states.num_classes is not None:
         specs.append(
             ArraySpec(
@@ -176,7 +178,20 @@ def _state_specs(
                 meaning=f"logits of the sequence, at the row {of_first}",
             )
         )
-    return specs
+    masked = [spec for spec in specs if spec.path in masked_paths(states)]
+    return specs + [
+        replace(spec, path=reading_path(spec.path, reading))
+        for reading in range(1, states.num_readings)
+        for spec in masked
+    ]
+
+
+def masked_paths(states: StatesIdentity) -> frozenset[str]:
+    """Return the arrays of the first masked reading, of which every other reading has its own."""
+    labels = (INDEX_PATH, WEIGHT_PATH) if states.labels is not None else ()
+    read = (READ_PATH,) if states.masking is not None else ()
+    hidden = (state_codes_path(StateName(StateFamily.MASKED, number)) for number in states.masked_hidden)
+    return frozenset([*read, *labels, *hidden])
 
 
 def _label_array(path: str, dtype: DType, entries: int | None, meaning: str) -> ArraySpec:

@@ -63,6 +63,11 @@ class CorpusIdentity(StoredModel):
     """SHA-256 over the UTF-8 bytes of every record, each preceded by its length (8 bytes, little-endian)."""
     num_documents: int = Field(ge=1, le=2**40)
     """Records that hold text."""
+    copies_sha256: Sha256 | None = None
+    """SHA-256, as `sha256`, over what column `document` says of each record: records of one value are copies
+    of one text. None where there is no such column, or where the split does not look at it."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"copies_sha256"})
 
 
 class Packing(StoredModel):
@@ -76,6 +81,11 @@ class Packing(StoredModel):
     """Tokens at most, special tokens counted; none: the whole corpus."""
     seed: int = Field(ge=0, lt=2**63)
     """Seed of the order in which documents are taken."""
+    split: Literal["documents"] | None = None
+    """`documents`: whole documents are held out, together with all their copies. None: the last sequences
+    are, wherever a document ends (all caches of the first releases)."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"split"})
 
 
 class TopKParameters(StoredModel):

@@ -233,6 +233,10 @@ class CacheManifest(StoredDocument):
     num_sequences: int = Field(ge=1, le=MAX_TOKENS)
     num_held_out: int = Field(ge=0, le=MAX_TOKENS)
     """The last so many sequences are never trained on."""
+    held_out_by: Literal["documents", "sequences"] | None = None
+    """`documents`: no document, and no copy of one, is both held out and trained on. `sequences`: the corpus
+    has too few documents for that, so the last sequences are held out, wherever a document ends. None means
+    the same as `sequences`."""
     shard_tokens: int = Field(ge=64, le=2**26)
     """Rows that a shard takes in every array; a power of two."""
     shards: Annotated[tuple[ShardRange, ...], Field(min_length=1, max_length=2**20)]
@@ -242,6 +246,8 @@ class CacheManifest(StoredDocument):
     """Files outside the shards: array metadata, and the teacher's configuration and tokenizer."""
     measured: Measured | None = None
     """Present when complete."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"held_out_by"})
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "CacheManifest":
@@ -329,6 +335,18 @@ class CacheManifest(StoredDocument):
     def num_train(self) -> int:
         """Sequences that may be trained on: numbers 0 to num_train - 1."""
         return self.num_sequences - self.num_held_out
+
+    @property
+    def held_out_in_words(self) -> str:
+        """How many sequences are held out, and whether text of their documents is trained on."""
+        if not self.num_held_out:
+            return "none held out"
+        by = {
+            "documents": "whole documents with all their copies",
+            "sequences": "the end of a document that is also trained on, since the corpus has too few",
+            None: "the last ones, wherever a document ends",
+        }[self.held_out_by]
+        return f"{self.num_held_out:,} held out ({by})"
 
     @property
     def measured_on(self) -> str:

@@ -47,8 +47,22 @@ class StateName(NamedTuple):
 Numbers = Annotated[tuple[Annotated[int, Field(ge=0, le=1024)], ...], Field(max_length=MAX_STATES)]
 
 
+MAX_READINGS: Final = 64
+_READINGS_FOLDER: Final = "readings"
+
+
+def reading_path(path: str, reading: int) -> str:
+    """Return the path of an array of a masked reading; the first reading, number 0, has the plain path."""
+    return f"{_READINGS_FOLDER}/{reading}/{path}" if reading else path
+
+
+def plain_path(path: str) -> str:
+    """Return the path that an array of any masked reading has in the first one."""
+    return path.split("/", 2)[2] if path.startswith(f"{_READINGS_FOLDER}/") else path
+
+
 class Masking(StoredModel):
-    """Which tokens are masked, once for all epochs (BERT, Devlin et al. 2019, arXiv 1810.04805, section 3.1).
+    """Which tokens are masked (BERT, Devlin et al. 2019, arXiv 1810.04805, section 3.1).
 
     Of the tokens that are not special a share is chosen, at least one; of those chosen the teacher reads the
     mask in 80 %, another token in 10 %, and the token itself in 10 %.
@@ -57,10 +71,19 @@ class Masking(StoredModel):
     share: float = Field(gt=0, le=1)
     mask_token: int = Field(ge=0, lt=2**24)
     seed: int = Field(ge=0, lt=2**63)
+    readings: int | None = Field(default=None, ge=2, le=MAX_READINGS)
+    """How often each sequence is masked anew; epoch e trains on reading e modulo this. None means once."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"readings"})
+
+    @property
+    def num_readings(self) -> int:
+        """Readings of each sequence, at least one."""
+        return self.readings or 1
 
 
 class SoftLabels(StoredModel):
-    """k entries of the teacher's distribution over the vocabulary, at every chosen token.
+    """k entries of the teacher's distribution over the vocabulary, at every chosen token, or at all.
 
     Drawn as codec `topk` draws rows with select=pps: their expectation is the distribution.
     """
@@ -69,6 +92,10 @@ class SoftLabels(StoredModel):
     temperature: float = Field(gt=0, le=100)
     """What logits are divided by before the softmax."""
     weight_ratio: float = Field(gt=1.0, le=2.0)
+    tokens: Literal["all"] | None = None
+    """Tokens that have labels: `all`, or, if None, those that were chosen to be masked."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
 
 class StatesIdentity(StoredModel):
@@ -145,10 +172,21 @@ class StatesIdentity(StoredModel):
             if numbers
         ]
         if self.labels is not None:
-            parts.append(f"soft labels of {self.labels.k} entries at temperature {self.labels.temperature:g}")
+            tokens = "all tokens" if self.labels.tokens == "all" else "masked tokens"
+            parts.append(
+                f"soft labels of {tokens}, {self.labels.k} entries each, at temperature "
+                f"{self.labels.temperature:g}"
+            )
+        if self.masking is not None and self.masking.readings is not None:
+            parts.append(f"{self.masking.readings} masked readings of each sequence")
         if self.num_classes is not None:
             parts.append(f"logits of {self.num_classes} classes")
         return "; ".join(parts)
+
+    @property
+    def num_readings(self) -> int:
+        """Masked readings of each sequence; 1 where nothing is masked."""
+        return 1 if self.masking is None else self.masking.num_readings
 
     @property
     def highest(self) -> int:

@@ -20,7 +20,7 @@ from minilm_cache.codecs.transform import TransformCode, refuse_codes
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
 from minilm_cache.relations import key_mask
 from minilm_cache.states import DenseLabels, MaskedSequences, SparseLabels, States, WantedStates
-from minilm_cache.storage_schema.arrays import not_chosen, state_codes_path
+from minilm_cache.storage_schema.arrays import masked_paths, not_chosen, state_codes_path
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.states import (
     INDEX_PATH,
@@ -30,6 +30,7 @@ from minilm_cache.storage_schema.states import (
     StateFamily,
     StateName,
     StatesIdentity,
+    reading_path,
 )
 
 _LABEL_STREAM = 16
@@ -80,13 +81,20 @@ class StatesCodec:
             *((LOGITS_PATH,) if wanted.logits else ()),
         )
 
-    def encode(self, states: States, sequences: Sequence[int], lengths: Int[Tensor, " batch"]) -> Rows:
+    def stored_path(self, path: str, reading: int) -> str:
+        """Return where an array of the first masked reading lies in another one; others lie where they do."""
+        return reading_path(path, reading) if path in masked_paths(self.parameters) else path
+
+    def encode(
+        self, states: States, sequences: Sequence[int], lengths: Int[Tensor, " batch"], reading: int = 0
+    ) -> Rows:
         """Return the rows of a padded batch; whole numbers are int64 where their arrays hold less.
 
         Args:
             states: what the teacher says.
             sequences: numbers of the sequences in the cache; they seed what is drawn.
             lengths: valid positions of each sequence.
+            reading: number of the masked reading that the states are of.
         """
         length = int(lengths.max())
         found: dict[str, np.ndarray] = {}
@@ -98,17 +106,20 @@ class StatesCodec:
         if states.logits is not None:
             found[LOGITS_PATH] = _at_first(states.logits.float(), length)
         if states.masked is not None:
-            found |= self._encode_masked(states.masked, sequences)
-        return found
+            found |= self._encode_masked(states.masked, sequences, reading)
+        return {self.stored_path(path, reading): values for path, values in found.items()}
 
-    def _encode_masked(self, masked: MaskedSequences, sequences: Sequence[int]) -> dict[str, np.ndarray]:
+    def _encode_masked(
+        self, masked: MaskedSequences, sequences: Sequence[int], reading: int
+    ) -> dict[str, np.ndarray]:
         read = masked.ids.masked_fill(~masked.chosen, not_chosen(self.vocab_size))
         rows = {READ_PATH: read.cpu().numpy()}
         if self.parameters.labels is None or masked.labels is None:  # nobody asks for labels that are there
             return rows
         assert isinstance(masked.labels, DenseLabels)
         probs, k = masked.labels.probs, self.parameters.labels.k
-        draws = self._draws(masked.chosen, sequences).to(probs.device)
+        labelled = masked.with_labels
+        draws = self._draws(labelled, sequences, reading).to(probs.device)
         part = max(1, PART_ENTRIES // probs.shape[-1])
         scale = LogScale(ratio=self.parameters.labels.weight_ratio)
         drawn = [
@@ -117,18 +128,21 @@ class StatesCodec:
         ]
         index = torch.zeros((*masked.ids.shape, k), dtype=torch.int64, device=probs.device)
         weight = torch.zeros_like(index)
-        index[masked.chosen] = torch.cat([entries.column for entries in drawn]).long()
-        weight[masked.chosen] = torch.cat([entries.code for entries in drawn]).long()
+        index[labelled] = torch.cat([entries.column for entries in drawn]).long()
+        weight[labelled] = torch.cat([entries.code for entries in drawn]).long()
         rows[INDEX_PATH] = index.cpu().numpy()
         rows[WEIGHT_PATH] = weight.cpu().numpy()
         return rows
 
-    def _draws(self, chosen: Tensor, sequences: Sequence[int]) -> Tensor:
-        """One uniform number per chosen token, `(chosen, 1)`, a pure function of seed and sequence."""
+    def _draws(self, labelled: Tensor, sequences: Sequence[int], reading: int) -> Tensor:
+        """Return a uniform number for each labelled token, `(labelled, 1)`.
+
+        They are a pure function of seed, sequence and reading.
+        """
         assert self.parameters.masking is not None
         seed, found = self.parameters.masking.seed, []
-        for sequence, count in zip(sequences, chosen.sum(-1).tolist(), strict=True):
-            counter = [0, 0, _LABEL_STREAM, sequence]
+        for sequence, count in zip(sequences, labelled.sum(-1).tolist(), strict=True):
+            counter = [0, reading, _LABEL_STREAM, sequence]
             generator = np.random.Generator(np.random.Philox(key=seed, counter=counter))
             found.append(generator.random(count, dtype=np.float32))
         return torch.from_numpy(np.concatenate(found))[:, None]
@@ -149,7 +163,7 @@ class StatesCodec:
         if self.parameters.masking is not None:
             chosen = self._chosen(rows[READ_PATH])
             if self.parameters.labels is not None:
-                self._entries(rows, chosen)
+                self._entries(rows, torch.ones_like(chosen) if self._labels_all else chosen)
 
     def decode(self, rows: Mapping[str, Tensor], wanted: WantedStates, lengths: Tensor) -> States:
         """Return states, on the device that `rows` are on.
@@ -172,13 +186,23 @@ class StatesCodec:
             masked = MaskedSequences(
                 ids=torch.where(chosen, rows[READ_PATH].to(torch.int64), tokens),
                 chosen=chosen,
-                labels=None if self.parameters.labels is None else self._entries(rows, chosen),
+                labelled=valid if self._labels_all else None,
+                labels=(
+                    None
+                    if self.parameters.labels is None
+                    else self._entries(rows, valid if self._labels_all else chosen)
+                ),
                 temperature=1.0 if self.parameters.labels is None else self.parameters.labels.temperature,
             )
         logits = rows[LOGITS_PATH][:, 0].float() if wanted.logits else None
         if logits is not None and not bool(logits.isfinite().all()):
             raise CacheCorruptError(f"a stored state is no number. {NOT_OURS}")
         return States(hidden=hidden, masked=masked, logits=logits)
+
+    @property
+    def _labels_all(self) -> bool:
+        """Whether every token has labels, and not the chosen ones alone."""
+        return self.parameters.labels is not None and self.parameters.labels.tokens == "all"
 
     def _hidden(self, rows: Tensor, name: StateName) -> Tensor:
         if name.family is not StateFamily.FIRST:
@@ -198,10 +222,10 @@ class StatesCodec:
             raise CacheCorruptError(f"a token was read as what is no token. {NOT_OURS}")
         return chosen
 
-    def _entries(self, rows: Mapping[str, Tensor], chosen: Tensor) -> SparseLabels:
+    def _entries(self, rows: Mapping[str, Tensor], labelled: Tensor) -> SparseLabels:
         assert self.parameters.labels is not None
-        index = rows[INDEX_PATH][chosen].to(torch.int64)
-        code = rows[WEIGHT_PATH][chosen].to(torch.int64)
+        index = rows[INDEX_PATH][labelled].to(torch.int64)
+        code = rows[WEIGHT_PATH][labelled].to(torch.int64)
         if index.numel() and (int(index.amax()) >= self.vocab_size or int(code.amax()) > LAST_CODE):
             raise CacheCorruptError(f"a label names what is no token, or a weight that is none. {NOT_OURS}")
         weight = LogScale(ratio=self.parameters.labels.weight_ratio).value(code)

@@ -12,7 +12,7 @@ from minilm_cache.dump.audit import pad
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.states import DenseLabels, MaskedSequences, States, expected
 from minilm_cache.storage_schema.manifest import StateFidelity
-from minilm_cache.storage_schema.states import LABELS_FOLDER, LOGITS_PATH, StateFamily
+from minilm_cache.storage_schema.states import LABELS_FOLDER, LOGITS_PATH, StateFamily, plain_path
 
 
 @dataclass(slots=True)
@@ -66,12 +66,14 @@ def audit_states(
         sequences = [cache[number] for number in some]
         ids, lengths = pad([one.input_ids for one in sequences], reader.teacher.tokenizer.pad_token_id)
         device = reader.teacher.device
-        _, said = reader.read(ids.to(device), lengths.to(device), some, (), codec.everything)
-        for at, sequence in enumerate(sequences):
-            _compare(said, sequence.states(), at, int(lengths[at]), errors)
-        if said.masked is not None and said.masked.labels is not None:
-            stored = [one.states().masked for one in sequences]
-            bias.append(_bias(said.masked, [one for one in stored if one is not None]))
+        for reading in range(codec.parameters.num_readings):
+            wanted = codec.everything if reading == 0 else codec.everything.of_masked_reading()
+            _, said = reader.read(ids.to(device), lengths.to(device), some, (), wanted, reading)
+            for at, sequence in enumerate(sequences):
+                _compare(said, sequence.states(reading), at, int(lengths[at]), errors)
+            if said.masked is not None and said.masked.labels is not None:
+                stored = [one.states(reading).masked for one in sequences]
+                bias.append(_bias(said.masked, [one for one in stored if one is not None]))
     shares = _bytes_per_token(cache, codec.parameters.paths)
     return tuple(
         StateFidelity(
@@ -96,14 +98,14 @@ def _compare(said: States, stored: States, at: int, length: int, errors: dict[st
 
 
 def _bias(said: MaskedSequences, stored: Sequence[MaskedSequences]) -> Tensor:
-    """Return sum_j (stored_j - teacher_j) log teacher_j of each masked token."""
+    """Return sum_j (stored_j - teacher_j) log teacher_j of each token with labels."""
     assert isinstance(said.labels, DenseLabels)
     probs = said.labels.probs.cpu()
     logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
     found, first = [], 0
     for one in stored:
         assert one.labels is not None
-        count = int(one.chosen.sum())
+        count = int(one.with_labels.sum())
         found.append(expected(one.labels, logs[first : first + count]))
         first += count
     return torch.cat(found) - (probs * logs).sum(-1)
@@ -113,7 +115,7 @@ def _bytes_per_token(cache: Cache, paths: Sequence[str]) -> dict[str, float]:
     """Return the bytes of shard files of each array, or group of arrays, per token of the cache."""
     files = [item for record in cache.reader.records.values() for item in record.files.items()]
     return {
-        path: sum(file.size for name, file in files if name.startswith(f"{path}/"))
+        path: sum(file.size for name, file in files if plain_path(name).startswith(f"{path}/"))
         / cache.manifest.num_tokens
         for path in paths
     }

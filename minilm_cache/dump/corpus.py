@@ -20,8 +20,11 @@ from pydoc_data.topics import topics
 from typing import Any, Final
 
 import datasets
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 from datasets.exceptions import DatasetsError
 
 from minilm_cache.arrow_cache import arrow_cache
@@ -35,6 +38,10 @@ _BUILDERS: Final = {".txt": "text", ".jsonl": "json", ".parquet": "parquet", ".c
 _NOT_DOCUMENTED: Final = frozenset(
     {"site-packages", "test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "__pycache__"}
 )
+COPIES_COLUMN: Final = "document"
+"""Column whose equal values say that records are copies of one text; `augment` writes it."""
+_COPIES: Final = "copies of"
+_NAMES_OR_NUMBERS: Final = frozenset({"string", "large_string", "int64", "int32"})
 _BATCH: Final = 1000
 """Documents looked at in one go."""
 
@@ -47,6 +54,13 @@ class Corpus:
     documents: datasets.Dataset
     """One column, `text`."""
     identity: CorpusIdentity
+    groups: npt.NDArray[np.int64]
+    """For each document the number of its group, `(documents,)`: equal texts, and records with the same value
+    in column `document` (as `augment` writes them), are copies of one text."""
+
+    def identity_for(self, split: str | None) -> CorpusIdentity:
+        """Return the corpus by content, copies included only if the split looks at them."""
+        return self.identity if split else self.identity.model_copy(update={"copies_sha256": None})
 
     def texts(self) -> Iterator[str]:
         """Yield the documents, in order."""
@@ -75,8 +89,39 @@ def load_corpus(name: str, text_column: str | None = None) -> Corpus:
         raise CorpusError(f"cannot read corpus {name}: {_reason(error)}") from error
     if len(documents) == 0:
         raise CorpusError(f"corpus {name} is empty: it holds no text. Choose another --corpus.")
-    identity = CorpusIdentity(sha256=sha256_texts(_texts(documents)), num_documents=len(documents))
-    return Corpus(name=name, documents=documents, identity=identity)
+    has_copies = _COPIES in documents.column_names
+    identity = CorpusIdentity(
+        sha256=sha256_texts(_texts(documents)),
+        num_documents=len(documents),
+        copies_sha256=sha256_texts(_texts(documents, _COPIES)) if has_copies else None,
+    )
+    columns = ["text", _COPIES] if has_copies else ["text"]
+    groups = _groups([_hashes(documents, column) for column in columns])
+    return Corpus(name=name, documents=documents.select_columns(["text"]), identity=identity, groups=groups)
+
+
+def _hashes(documents: datasets.Dataset, column: str) -> npt.NDArray[np.uint64]:
+    """Return a hash of each document's value in a column, `(documents,)`."""
+    found = (
+        number if value is None else xxhash.xxh3_64_intdigest(value.encode())
+        for first, values in _text_batches(documents, column)
+        for number, value in enumerate(values.to_pylist(), first)
+    )
+    return np.fromiter(found, dtype=np.uint64, count=len(documents))
+
+
+def _groups(keys: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.int64]:
+    """Return group numbers: documents that share a key, directly or through others, are in one group."""
+    numbered = [np.unique(key, return_inverse=True)[1] for key in keys]
+    groups = numbered[0].astype(np.int64)
+    while True:
+        before = groups
+        for own in numbered:
+            least = np.full(int(own.max()) + 1, len(groups), dtype=np.int64)
+            np.minimum.at(least, own, groups)
+            groups = least[own]
+        if np.array_equal(groups, before):
+            return groups
 
 
 def _load(name: str, text_column: str | None) -> datasets.Dataset:
@@ -96,7 +141,8 @@ def _load(name: str, text_column: str | None) -> datasets.Dataset:
     files = _files(path)
     datasets.logging.set_verbosity(CRITICAL)  # what it would say of a broken file, the error says
     parts = [_only_text(_load_file(file), str(file), text_column or "text") for file in files]
-    return datasets.concatenate_datasets(parts)
+    shared = set.intersection(*(set(part.column_names) for part in parts))
+    return datasets.concatenate_datasets([part.select_columns(sorted(shared)) for part in parts])
 
 
 def _files(path: Path) -> list[Path]:
@@ -215,6 +261,9 @@ def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Da
     only = loaded.select_columns([column])
     if column != "text":
         only = only.rename_column(column, "text")
+    if getattr(loaded.features.get(COPIES_COLUMN), "dtype", "") in _NAMES_OR_NUMBERS:
+        copies = loaded.select_columns([COPIES_COLUMN]).cast_column(COPIES_COLUMN, datasets.Value("string"))
+        only = datasets.concatenate_datasets([only, copies.rename_column(COPIES_COLUMN, _COPIES)], axis=1)
     kind = getattr(only.features["text"], "dtype", "")
     if kind == "null":
         _refuse_missing_texts(only, where)
@@ -236,19 +285,19 @@ def _refuse_missing_texts(documents: datasets.Dataset, where: str) -> None:
             )
 
 
-def _text_batches(documents: datasets.Dataset) -> Iterator[tuple[int, pa.ChunkedArray]]:
+def _text_batches(documents: datasets.Dataset, column: str = "text") -> Iterator[tuple[int, pa.ChunkedArray]]:
     arrow = documents.with_format("arrow")
     for first in range(0, len(documents), _BATCH):
-        yield first, arrow[first : first + _BATCH]["text"]
+        yield first, arrow[first : first + _BATCH][column]
 
 
 def _has_text(batch: Mapping[str, list[str]]) -> list[bool]:
     return [not text.isspace() and text != "" for text in batch["text"]]
 
 
-def _texts(documents: datasets.Dataset) -> Iterator[str]:
-    for _, column in _text_batches(documents):
-        yield from column.to_pylist()
+def _texts(documents: datasets.Dataset, column: str = "text") -> Iterator[str]:
+    for _, values in _text_batches(documents, column):
+        yield from (value or "" for value in values.to_pylist())
 
 
 def _python_docs() -> Iterator[str]:

@@ -88,7 +88,11 @@ def fit_head(
     tapped.tap((), head="tokens")
     corpus = load_corpus(config.corpus, config.text_column)
     packing = Packing(
-        mode="packed", max_length=config.max_length, max_tokens=config.max_tokens, seed=config.seed
+        mode="packed",
+        max_length=config.max_length,
+        max_tokens=config.max_tokens,
+        seed=config.seed,
+        split="documents",
     )
     sequences = SequenceTable(corpus, tokenizer, packing)
     num_train = len(sequences.lengths) - sequences.num_held_out

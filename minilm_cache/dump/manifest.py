@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from minilm_cache import __version__
 from minilm_cache.codecs.topk import PPS_RATIO, scale_ratio
@@ -44,18 +45,28 @@ DEFAULT_LABEL_K = 32
 _LEAST_CLASSES = 2
 
 
-def identify(config: DumpConfig, teacher: Teacher, corpus: Corpus) -> CacheIdentity:
-    """Return what determines the content of the cache."""
+def identify(
+    config: DumpConfig, teacher: Teacher, corpus: Corpus, split: Literal["documents"] | None = "documents"
+) -> CacheIdentity:
+    """Return what determines the content of the cache.
+
+    Args:
+        config: what to dump.
+        teacher: that says it.
+        corpus: the text.
+        split: how text is held out; None as the first releases did, for caches that they began.
+    """
     parameters = codec_parameters(config)
     return CacheIdentity(
         teacher=teacher.identity,
         tokenizer_sha256=teacher.tokenizer_sha256,
-        corpus=corpus.identity,
+        corpus=corpus.identity_for(split),
         packing=Packing(
             mode=config.packing,
             max_length=config.max_length,
             max_tokens=config.max_tokens,
             seed=config.seed,
+            split=split,
         ),
         layers=teacher.layers,
         relation_heads=teacher.identity.num_heads,
@@ -85,7 +96,12 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
         max_error=(config.max_error or DEFAULT_MAX_ERROR) if is_coded else None,
         calibration_tokens=STATE_CALIBRATION_TOKENS if is_coded else None,
         masking=(
-            Masking(share=SHARE, mask_token=mask_token(teacher.tokenizer), seed=config.seed)
+            Masking(
+                share=SHARE,
+                mask_token=mask_token(teacher.tokenizer),
+                seed=config.seed,
+                readings=None if config.maskings == 1 else config.maskings,
+            )
             if is_masked
             else None
         ),
@@ -94,6 +110,7 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
                 k=config.label_k or DEFAULT_LABEL_K,
                 temperature=config.label_temperature or 1.0,
                 weight_ratio=PPS_RATIO,
+                tokens="all" if config.label_tokens == "all" else None,
             )
             if config.labels
             else None
@@ -179,6 +196,7 @@ def plan_manifest(
         num_tokens=int(sequences.lengths.sum()),
         num_sequences=len(sequences.lengths),
         num_held_out=sequences.num_held_out,
+        held_out_by=sequences.held_out_by,
         shard_tokens=shard_tokens,
         shards=shards,
         calibration=calibration,

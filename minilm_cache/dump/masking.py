@@ -1,7 +1,7 @@
 """Which tokens are masked, and what is read in their place (BERT, arXiv 1810.04805, section 3.1).
 
-A pure function of seed and sequence, so that a dump is reproducible whatever its batches are. The masking is
-static: every epoch reads the same.
+A pure function of seed, sequence and reading, so that a dump is reproducible whatever its batches are. A
+cache holds a number of readings of each sequence, usually one, and epochs take them in turn.
 """
 
 from dataclasses import dataclass
@@ -41,24 +41,27 @@ class Masker:
         ordinary = np.asarray([number for number in range(len(tokenizer)) if number not in special])
         return cls(masking=masking, special=special, ordinary=ordinary)
 
-    def mask(self, ids: torch.Tensor, numbers: list[int], lengths: list[int]) -> MaskedSequences:
+    def mask(
+        self, ids: torch.Tensor, numbers: list[int], lengths: list[int], reading: int = 0
+    ) -> MaskedSequences:
         """Return a padded batch as it is read masked, on the device of `ids`.
 
         Args:
             ids: token ids, `(batch, length)`.
             numbers: of the sequences in the cache.
             lengths: tokens of each.
+            reading: number of the reading; each masks other tokens.
         """
         read, chosen = ids.cpu().numpy().copy(), np.zeros(ids.shape, dtype=np.bool_)
         for at, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
-            self._mask_one(read[at, :length], chosen[at, :length], number)
+            self._mask_one(read[at, :length], chosen[at, :length], number, reading)
         return MaskedSequences(
             ids=torch.from_numpy(read).to(ids.device), chosen=torch.from_numpy(chosen).to(ids.device)
         )
 
-    def _mask_one(self, read: Ids, chosen: npt.NDArray[np.bool_], number: int) -> None:
+    def _mask_one(self, read: Ids, chosen: npt.NDArray[np.bool_], number: int, reading: int) -> None:
         """Mask one sequence in place."""
-        counter = [0, 0, _STREAM, number]
+        counter = [0, reading, _STREAM, number]
         generator = np.random.Generator(np.random.Philox(key=self.masking.seed, counter=counter))
         places = np.flatnonzero([token not in self.special for token in read.tolist()])
         if not len(places):

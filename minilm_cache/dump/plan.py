@@ -107,7 +107,11 @@ def plan(
     teacher.check_length(first.max_length)
     corpus = load_corpus(first.corpus, first.text_column)
     packing = Packing(
-        mode=first.packing, max_length=first.max_length, max_tokens=first.max_tokens, seed=first.seed
+        mode=first.packing,
+        max_length=first.max_length,
+        max_tokens=first.max_tokens,
+        seed=first.seed,
+        split="documents",
     )
     sequences = SequenceTable(corpus, teacher.tokenizer, packing)
     num_tokens = int(sequences.lengths.sum())

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from minilm_cache.dump.masking import Masker
 from minilm_cache.dump.teacher import Teacher
-from minilm_cache.relations import TeacherSignal
-from minilm_cache.states import States, WantedStates, soft_labels
+from minilm_cache.relations import TeacherSignal, key_mask
+from minilm_cache.states import MaskedSequences, States, WantedStates, soft_labels
 from minilm_cache.storage_schema.states import StateFamily, StateName, StatesIdentity
 from minilm_cache.tap import Head
 
@@ -36,6 +36,7 @@ class SequenceReader:
         numbers: Sequence[int],
         layers: Sequence[int],
         wanted: WantedStates,
+        reading: int = 0,
     ) -> tuple[list[TeacherSignal], States]:
         """Return what the teacher says of a padded batch: one forward pass, and one more for masked tokens.
 
@@ -45,6 +46,7 @@ class SequenceReader:
             numbers: of the sequences in the cache; they decide what is masked.
             layers: whose relations are wanted.
             wanted: what else is.
+            reading: number of the masked reading.
         """
         plain = [name for name in wanted.hidden if name.family is not StateFamily.MASKED]
         head: Head | None = "sequences" if wanted.logits else None
@@ -53,7 +55,9 @@ class SequenceReader:
             states, signals = self._read_plain(ids, lengths, layers, plain, head)
         masked = [name for name in wanted.hidden if name.family is StateFamily.MASKED]
         if wanted.masked or masked:
-            states = self._read_masked(states, ids, lengths, numbers, masked, labels=wanted.masked)
+            assert self.masker is not None
+            sequences = self.masker.mask(ids, list(numbers), lengths.tolist(), reading)
+            states = self._read_masked(states, sequences, lengths, masked, labels=wanted.masked)
         return signals, states
 
     def _read_plain(
@@ -76,23 +80,22 @@ class SequenceReader:
     def _read_masked(
         self,
         states: States,
-        ids: Tensor,
+        masked: MaskedSequences,
         lengths: Tensor,
-        numbers: Sequence[int],
         names: Sequence[StateName],
         *,
         labels: bool,
     ) -> States:
-        assert self.masker is not None
         assert self.states is not None
-        masked = self.masker.mask(ids, list(numbers), lengths.tolist())
         wants_labels = labels and self.states.labels is not None
+        if wants_labels and self.states.labels is not None and self.states.labels.tokens == "all":
+            masked = replace(masked, labelled=key_mask(lengths, masked.ids.shape[1]))
         found = self.teacher.read(
             masked.ids,
             lengths,
             hidden=_numbers(names),
             head="tokens" if wants_labels else None,
-            chosen=masked.chosen,
+            chosen=masked.with_labels,
             layers=(),
         )
         if wants_labels and self.states.labels is not None and found.logits is not None:

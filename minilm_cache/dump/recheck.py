@@ -125,7 +125,7 @@ def recheck(
         differing.append("the tokenizer")
     wrong_tokens: tuple[int, ...] = ()
     if corpus is not None:
-        if corpus.identity != identity.corpus:
+        if corpus.identity_for(identity.packing.split) != identity.corpus:
             differing.append("the corpus")
         else:
             sequences = SequenceTable(corpus, teacher.tokenizer, identity.packing)

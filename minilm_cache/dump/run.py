@@ -83,8 +83,7 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
     """
     progress = progress or Silent()
     teacher, corpus = _load(config, progress)
-    identity = identify(config, teacher, corpus)
-    path = out or home / "caches" / cache_name(name_labels(config), identity)
+    identity, path = _identity_and_place(config, teacher, corpus, out, home, add or tokens_of)
     refuse_file(path)
     donor = None if add is None else open_donor(add, identity)
     if not resume and path.exists():
@@ -149,6 +148,31 @@ def _load(config: DumpConfig, progress: Progress) -> tuple[Teacher, Corpus]:
         f"({corpus.identity.num_documents} documents)"
     )
     return teacher, corpus
+
+
+def _identity_and_place(
+    config: DumpConfig,
+    teacher: Teacher,
+    corpus: Corpus,
+    out: Path | None,
+    home: Path,
+    like: Path | None,
+) -> tuple[CacheIdentity, Path]:
+    """Return what is dumped, and where.
+
+    Text is held out by document, except in a cache that an older release began, or that shares the sequences
+    of such a cache (`like`): those keep the split that they have.
+    """
+    labels = name_labels(config)
+    if like is not None:
+        identity = identify(config, teacher, corpus, read_manifest(like).identity.packing.split)
+        return identity, out or home / "caches" / cache_name(labels, identity)
+    older = identify(config, teacher, corpus, None)
+    place = out or home / "caches" / cache_name(labels, older)
+    if (place / MANIFEST).is_file() and read_manifest(place).fingerprint == older.fingerprint():
+        return older, place
+    identity = identify(config, teacher, corpus)
+    return identity, out or home / "caches" / cache_name(labels, identity)
 
 
 def _as_begun(config: DumpConfig, path: Path, donor: CacheReader | None) -> DumpConfig:

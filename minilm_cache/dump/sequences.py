@@ -1,17 +1,18 @@
 """From documents to sequences of token ids, in a fixed order, in bounded memory.
 
-Documents are taken in an order drawn from the seed, so that the last sequences, which are held out, are a
-sample of the whole corpus, and so that a prefix (`max_tokens`) is one, too.
+Documents are taken in an order drawn from the seed, so that a prefix (`max_tokens`) is a sample of the whole
+corpus, and so are the documents at the end, which are held out together with all their copies and come last.
 `packed`: their tokens are joined, the separator between two documents, and cut to full length, each
-sequence `[CLS] ... [SEP]`, as BERT was pre-trained; the last one is shorter. `records`: one sequence per
+sequence `[CLS] ... [SEP]`, as BERT was pre-trained; the last one is shorter (the last one to train on, too,
+where whole documents are held out). `records`: one sequence per
 document, cut where it is too long.
 Token ids stay in Arrow files on disk; a range of sequences is put together when it is asked for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -23,6 +24,8 @@ from minilm_cache.errors import CorpusError
 from minilm_cache.storage_schema.identity import Packing
 
 HELD_OUT_SHARE = 0.02
+_MOST_HELD_OUT = 0.05
+"""Share that whole documents may come to where they are long, or twice what is aimed at if that is more."""
 MAX_HELD_OUT = 2048
 """Sequences; more would not make the held-out KL more certain."""
 
@@ -63,20 +66,72 @@ class SequenceTable:
         )
         order = np.random.default_rng(packing.seed).permutation(len(tokens))
         counts = tokens.with_format("numpy")["num_tokens"][:][order]
-        self._order = order[counts > 0]
-        self._counts = counts[counts > 0]
+        order, counts = order[counts > 0], counts[counts > 0]
         self._tokens = tokens.with_format("arrow")
-        if len(self._order) == 0:
+        if len(order) == 0:
             raise CorpusError(f"corpus {corpus.name} is empty: no document has a token.")
+        everything = _Part(packing, self._room, order, counts)
+        self._parts, self.held_out_by = [everything], None
+        if packing.split == "documents":
+            self._parts = _split(everything, corpus.groups)
+            self.held_out_by = "documents" if len(self._parts) > 1 else "sequences"
+
+    held_out_by: Literal["documents", "sequences"] | None
+    """As in `CacheManifest`."""
+
+    @cached_property
+    def lengths(self) -> Ids:
+        """Tokens of each sequence, special tokens counted, `(sequences,)`."""
+        return np.concatenate([part.lengths for part in self._parts])
+
+    @property
+    def num_held_out(self) -> int:
+        """How many of the last sequences are held out: about 2 %, at least one, none of a single sequence."""
+        if self.held_out_by == "documents":
+            return len(self._parts[-1].lengths)
+        return _wanted_held_out(len(self.lengths))
+
+    def read(self, first: int, last: int) -> TokenBatch:
+        """Return the sequences numbered from `first` to before `last`."""
+        bodies: list[Ids] = []
+        documents: list[Ids] = []
+        for part in self._parts:
+            if first < min(last, len(part.lengths)):
+                taken, numbers = part.read(first, min(last, len(part.lengths)), self._documents, self._sep)
+                bodies += taken
+                documents.append(numbers)
+            first, last = max(0, first - len(part.lengths)), last - len(part.lengths)
+        ids = [np.concatenate(([self._cls], body, [self._sep])) for body in bodies]
+        return TokenBatch(ids=ids, documents=np.concatenate(documents).astype(np.int64))
+
+    def _documents(self, numbers: Ids) -> list[Ids]:
+        """Return the token ids of documents, by their numbers in the corpus."""
+        column = self._tokens[numbers.tolist()]["ids"].combine_chunks()
+        flat = column.flatten().to_numpy().astype(np.int64)
+        return np.split(flat, np.cumsum(column.value_lengths().to_numpy())[:-1])
+
+
+class _Part:
+    """Documents in an order, and the sequences that they make; the ends of parts are ends of sequences."""
+
+    def __init__(self, packing: Packing, room: int, order: Ids, counts: Ids) -> None:
+        """Take documents.
+
+        Args:
+            packing: how they become sequences.
+            room: tokens of a sequence, special tokens left out.
+            order: their numbers in the corpus, `(documents,)`.
+            counts: the tokens of each that are taken, at least one, `(documents,)`.
+        """
+        self.packing, self.room, self.order, self.counts = packing, room, order, counts
 
     @cached_property
     def lengths(self) -> Ids:
         """Tokens of each sequence, special tokens counted, `(sequences,)`."""
         if self.packing.mode == "records":
-            lengths: Ids = np.minimum(self._counts, self._room) + 2
+            lengths: Ids = np.minimum(self.counts, self.room) + 2
         else:
-            stream = int(self._stream_ends[-1])
-            full, rest = divmod(stream, self._room)
+            full, rest = divmod(int(self.ends[-1]), self.room)
             lengths = np.full(full + (rest > 0), self.packing.max_length, dtype=np.int64)
             if rest:
                 lengths[-1] = rest + 2
@@ -85,48 +140,91 @@ class SequenceTable:
             lengths = lengths[:kept]
         return lengths
 
-    @property
-    def num_held_out(self) -> int:
-        """How many of the last sequences are held out: 2 %, at least one, none of a single sequence."""
-        share = max(1, round(len(self.lengths) * HELD_OUT_SHARE))
-        return min(share, MAX_HELD_OUT, len(self.lengths) - 1)
-
     @cached_property
-    def _stream_ends(self) -> Ids:
+    def ends(self) -> Ids:
         """Ends of documents in the packed stream; each but the last is followed by a separator."""
-        sizes = self._counts + 1
+        sizes = self.counts + 1
         sizes[-1] -= 1
         return np.cumsum(sizes)
 
-    def read(self, first: int, last: int) -> TokenBatch:
-        """Return the sequences numbered from `first` to before `last`."""
+    def of(self, chosen: npt.NDArray[np.bool_]) -> "_Part":
+        """Return these documents alone, `(documents,)`, in the same order."""
+        return _Part(self.packing, self.room, self.order[chosen], self.counts[chosen])
+
+    def kept(self) -> "_Part":
+        """Return the documents, or the beginnings of documents, that sequences hold."""
         if self.packing.mode == "records":
-            bodies = [ids[: self._room] for ids in self._documents(first, last)]
-            documents = self._order[first:last]
-        else:
-            bodies, documents = self._read_packed(first, last)
-        ids = [np.concatenate(([self._cls], body, [self._sep])) for body in bodies]
-        return TokenBatch(ids=ids, documents=documents.astype(np.int64))
+            return self.of(np.arange(len(self.order)) < len(self.lengths))
+        stop = int((self.lengths - 2).sum())
+        starts = np.concatenate(([0], self.ends[:-1]))
+        counts = np.minimum(self.counts, stop - starts)
+        return _Part(self.packing, self.room, self.order, counts).of(starts < stop)
 
-    def _read_packed(self, first: int, last: int) -> tuple[list[Ids], Ids]:
-        start = first * self._room
-        stop = min(last * self._room, int(self._stream_ends[-1]))
-        first_document = int(np.searchsorted(self._stream_ends, start, side="right"))
-        last_document = int(np.searchsorted(self._stream_ends, stop - 1, side="right")) + 1
-        parts: list[Ids] = []
-        for ids in self._documents(first_document, last_document):
-            parts += [ids, np.asarray([self._sep])]
-        begin = int(self._stream_ends[first_document - 1]) if first_document else 0
-        stream = np.concatenate(parts)[start - begin : stop - begin]
-        cuts = np.arange(start, stop, self._room)
-        documents = self._order[np.searchsorted(self._stream_ends, cuts, side="right")]
-        return np.split(stream, (cuts - start)[1:]), documents
+    def read(
+        self, first: int, last: int, documents: Callable[[Ids], list[Ids]], separator: int
+    ) -> tuple[list[Ids], Ids]:
+        """Return sequences, without special tokens at their ends, and the document that each begins with."""
+        if self.packing.mode == "records":
+            numbers = self.order[first:last]
+            return [ids[: self.room] for ids in documents(numbers)], numbers
+        start = first * self.room
+        stop = min(last * self.room, int(self.ends[-1]))
+        first_document = int(np.searchsorted(self.ends, start, side="right"))
+        last_document = int(np.searchsorted(self.ends, stop - 1, side="right")) + 1
+        some = slice(first_document, last_document)
+        pieces: list[Ids] = []
+        for ids, count in zip(documents(self.order[some]), self.counts[some].tolist(), strict=True):
+            pieces += [ids[:count], np.asarray([separator])]
+        begin = int(self.ends[first_document - 1]) if first_document else 0
+        stream = np.concatenate(pieces)[start - begin : stop - begin]
+        cuts = np.arange(start, stop, self.room)
+        numbers = self.order[np.searchsorted(self.ends, cuts, side="right")]
+        return np.split(stream, (cuts - start)[1:]), numbers
 
-    def _documents(self, first: int, last: int) -> list[Ids]:
-        column = self._tokens[self._order[first:last].tolist()]["ids"].combine_chunks()
-        flat = column.flatten().to_numpy().astype(np.int64)
-        sizes = self._counts[first:last]
-        return np.split(flat, np.cumsum(sizes)[:-1])
+
+def _wanted_held_out(num_sequences: int) -> int:
+    return min(max(1, round(num_sequences * HELD_OUT_SHARE)), MAX_HELD_OUT, num_sequences - 1)
+
+
+def _split(everything: _Part, groups: Ids) -> list[_Part]:
+    """Return the documents to train on and those to hold out, or one part where documents are too few.
+
+    From the end of the order, each document is held out with all its copies until about 2 % of the sequences
+    are; those that would come to more than 5 %, or leave nothing to train on, are passed over.
+
+    Args:
+        everything: all documents.
+        groups: for each document of the corpus the number of its group, `(corpus documents,)`.
+    """
+    kept = everything.kept()
+    num_sequences = len(kept.lengths)
+    of_each = np.ones_like(kept.counts) if kept.packing.mode == "records" else kept.counts + 1
+    total = int(of_each.sum())
+    wanted = _wanted_held_out(num_sequences) * total / num_sequences
+    most = min(max(2 * wanted, _MOST_HELD_OUT * total), total - 1)
+    own = groups[kept.order]
+    sizes = np.bincount(own, weights=of_each)
+    taken, seen, size = list[int](), set[int](), 0.0
+    for group in own[::-1].tolist():
+        if size >= wanted:
+            break
+        if group not in seen and size + sizes[group] <= most:
+            taken.append(group)
+            size += sizes[group]
+        seen.add(group)
+    is_held_out = np.isin(own, taken)
+    parts = [kept.of(~is_held_out), kept.of(is_held_out)]
+    if not taken or num_sequences == 1:
+        return [everything]
+    return _within(parts, kept.packing.max_tokens)
+
+
+def _within(parts: list[_Part], max_tokens: int | None) -> list[_Part]:
+    """Return parts of at most so many tokens: a second beginning may cost one more than there is room."""
+    total = sum(int(part.lengths.sum()) for part in parts)
+    if max_tokens is not None and total > max_tokens and len(parts[0].lengths) > 1:
+        parts[0].lengths = parts[0].lengths[:-1]
+    return parts
 
 
 def _tokenise(batch: Mapping[str, list[str]], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

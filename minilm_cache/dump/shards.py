@@ -119,6 +119,12 @@ class ShardJob:
             ]
             if self.states is not None:
                 encoded.append(self.states.encode(states, numbers, on_device))
+                more = self.wanted.of_masked_reading()
+                for reading in range(1, self.states.parameters.num_readings if more else 1):
+                    _, states = self.reader.read(
+                        batch.to(teacher.device), on_device, numbers, (), more, reading
+                    )
+                    encoded.append(self.states.encode(states, numbers, on_device, reading))
             for path, values in [item for found in encoded for item in found.items() if item[0] in rows]:
                 for at, n in enumerate(chosen):
                     rows[path][starts[n] : starts[n] + lengths[n]] = values[at, : lengths[n]]

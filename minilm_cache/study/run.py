@@ -43,6 +43,7 @@ REPORT_FILE = "report.html"
 _OF_ITS_OBJECTIVE = {
     *("epochs", "init_teacher", "teacher_layer", "layer_map", "eval_steps"),
     *("relation_heads", "value_relation", "query_key_relations"),
+    *("form", "patience", "temperature", "ground_truth"),
 }
 """Settings of a pass that the steps after it do not share."""
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from minilm_cache.config import DumpConfig, FrozenSettings, LayerMap, TrainConfig
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.needs import NEEDS
+from minilm_cache.needs import NEEDS, Form
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.remote import is_url
 from minilm_cache.study.source import Location, Source
@@ -26,9 +26,15 @@ _NOT_IN_TRAIN: Final = {
     "value_relation": "objective, as {objective: minilm, value_relation: false}",
     "query_key_relations": "objective, as {objective: minilm, query_key_relations: true}",
     "layer_map": "objective, as {objective: minilm, layer_map: all}",
+    "form": "objective, as {objective: tinybert, form: paper}",
+    "patience": "objective, as {objective: bert-pkd, patience: 100}",
+    "temperature": "objective, as {objective: bert-pkd, temperature: 5}",
+    "ground_truth": "objective, as {objective: mlm-kd, ground_truth: 0.5}",
     "seed": "seed",
 }
 """Settings of a training that a study varies, and where they belong."""
+_LATER: Final = ("form", "patience", "temperature", "ground_truth")
+"""Settings of a training that the first releases did not have."""
 
 
 class ObjectiveChoice(FrozenSettings):
@@ -38,6 +44,11 @@ class ObjectiveChoice(FrozenSettings):
     relation_heads: int | None = None
     value_relation: bool = True
     query_key_relations: bool = False
+    form: Form | None = None
+    """None: the authors' code, where it differs from the paper's equations."""
+    patience: float | None = None
+    temperature: float | None = None
+    ground_truth: float | None = None
     layer_map: LayerMap | None = None
     """None: the objective's own."""
     arch: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
@@ -50,6 +61,10 @@ class ObjectiveChoice(FrozenSettings):
             f"h{self.relation_heads}": self.relation_heads is not None,
             "novr": not self.value_relation,
             "qk": self.query_key_relations,
+            f"{self.form}": self.form is not None,
+            f"b{self.patience:g}" if self.patience is not None else "": self.patience is not None,
+            f"t{self.temperature:g}" if self.temperature is not None else "": self.temperature is not None,
+            f"g{self.ground_truth:g}" if self.ground_truth is not None else "": self.ground_truth is not None,
             f"{self.layer_map}": self.layer_map is not None,
         }
         return "-".join([self.objective, *(part for part, is_part in parts.items() if is_part)])
@@ -132,6 +147,8 @@ def read_study(path: Path) -> Study:
                 if isinstance(cache, DumpConfig):
                     _check_fits(source, ("caches", name), config, cache)
                 content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
+                # Settings that came later name a pass only where they say something: older passes stay.
+                content = {key: value for key, value in content.items() if value or key not in _LATER}
                 slug = f"{name}-{choice.slug}-s{seed}-{canonical_sha256(content)[:8]}"
                 passes.append(Pass(cache=name, name=slug, config=config))
     return Study(
@@ -252,6 +269,7 @@ def _check_fits(source: Source, location: Location, config: TrainConfig, cache: 
         "masked_hidden": needs.masked_hidden and cache.masked_hidden is None,
         "first_hidden": needs.first and cache.first_hidden is None,
         "labels": needs.labels and not cache.labels,
+        "label_tokens": needs.all_labels and config.form == "authors" and cache.label_tokens != "all",
         "logits": needs.logits and not cache.logits,
     }
     missing = [name for name, is_missing in lacks.items() if is_missing]

@@ -1,6 +1,6 @@
 """From a cache's shards to batches for students: read ahead in threads, decoded once for all students."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from minilm_cache.cache import Cache
+from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.codecs.transform import refuse_codes
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheCorruptError
@@ -106,6 +107,12 @@ class _Stored:
     """Relations whose rows the teacher's mean row entropy belongs to."""
     not_chosen: int
     """What stands for a token that is read as it is."""
+    readings: tuple[Mapping[str, str], ...] = ({},)
+    """For each masked reading where its arrays lie, by the paths that they have in the first one."""
+
+    def place(self, path: str, epoch: int) -> str:
+        """Return where an array lies that an epoch reads: epochs take masked readings in turn."""
+        return self.readings[epoch % len(self.readings)].get(path, path)
 
 
 class BatchReader:
@@ -136,6 +143,7 @@ class BatchReader:
         if cache.states_codec is not None:
             paths |= dict.fromkeys(cache.states_codec.paths(wanted.states))
         self._stored = _Stored(
+            readings=_readings(cache.states_codec, paths),
             paths=tuple(paths),
             entropies=tuple(kind for kind in wanted.kinds if kind in estimated),
             not_chosen=not_chosen(cache.manifest.identity.teacher.vocab_size),
@@ -171,7 +179,7 @@ class BatchReader:
             numbers = np.arange(first, min(first + batch_size, last))
             wanted = {shard_of(manifest.shards, number) for number in numbers.tolist()}
             shards = {n: shards.get(n) or self._read(n) for n in wanted}
-            gathered = _gather([(shards, numbers)], self._stored)
+            gathered = _gather([(shards, numbers, 0)], self._stored)
             yield self._decode(gathered, part=0, step_counts=gathered.counts, ends_step=True)
 
     def _loaded(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Shard], Buffer]]:
@@ -190,7 +198,8 @@ class BatchReader:
                 current, reads = upcoming, upcoming_reads
 
     def _read(self, number: int) -> Shard:
-        return self._cache.reader.shard(number, self._stored.paths)
+        places = {reading.get(path, path) for reading in self._stored.readings for path in self._stored.paths}
+        return self._cache.reader.shard(number, places)
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
         found = torch.from_numpy(values)
@@ -253,8 +262,18 @@ class BatchReader:
         return Targets(rows, mean_row_entropy(to_dense(rows, lengths, length), lengths))
 
 
-_Piece = tuple[Mapping[int, Shard], npt.NDArray[np.int64]]
-"""Sequences by number, and the shards that hold them."""
+_Piece = tuple[Mapping[int, Shard], npt.NDArray[np.int64], int]
+"""The shards that hold some sequences, their numbers, and the epoch that they are taken in."""
+
+
+def _readings(codec: StatesCodec | None, paths: Iterable[str]) -> tuple[Mapping[str, str], ...]:
+    """Return for each masked reading of a cache where its arrays lie."""
+    if codec is None:
+        return ({},)
+    return tuple(
+        {path: codec.stored_path(path, number) for path in paths}
+        for number in range(codec.parameters.num_readings)
+    )
 
 
 def _pieces(loaded: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: int) -> Iterator[list[_Piece]]:
@@ -265,7 +284,7 @@ def _pieces(loaded: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: in
         sequences = buffer.sequences
         while len(sequences):
             taken, sequences = sequences[:room], sequences[room:]
-            batch.append((shards, taken))
+            batch.append((shards, taken, buffer.epoch))
             room -= len(taken)
             if room == 0:
                 yield batch
@@ -289,22 +308,22 @@ def _gather_step(
 def _gather(pieces: Sequence[_Piece], wanted: _Stored) -> _Gathered:
     """Copy sequences out of their shards into padded arrays."""
     found = [
-        (next(shard for shard in shards.values() if number in shard), number)
-        for shards, numbers in pieces
+        (next(shard for shard in shards.values() if number in shard), number, epoch)
+        for shards, numbers, epoch in pieces
         for number in numbers.tolist()
     ]
-    lengths = np.asarray([shard.length(number) for shard, number in found])
+    lengths = np.asarray([shard.length(number) for shard, number, _ in found])
     rows = {}
     for path in ("tokens", *wanted.paths):
-        like = found[0][0].rows[path]
+        like = found[0][0].rows[wanted.place(path, found[0][2])]
         padded = np.zeros((len(found), lengths.max(), *like.shape[1:]), dtype=like.dtype)
-        for at, (shard, number) in enumerate(found):
+        for at, (shard, number, epoch) in enumerate(found):
             # torch turns rows over that lie component by component several times as fast as numpy.
-            own = shard.rows_of(path, number).copy(order="K")
+            own = shard.rows_of(wanted.place(path, epoch), number).copy(order="K")
             torch.from_numpy(padded[at, : lengths[at]]).copy_(torch.from_numpy(own))
         rows[path] = padded
     entropy = {
-        kind: np.asarray([shard.entropy(kind, number) for shard, number in found], dtype=np.float32)
+        kind: np.asarray([shard.entropy(kind, number) for shard, number, _ in found], dtype=np.float32)
         for kind in wanted.entropies
     }
     counts: Counts = {
@@ -316,8 +335,11 @@ def _gather(pieces: Sequence[_Piece], wanted: _Stored) -> _Gathered:
     return _Gathered(lengths=lengths, counts=counts, rows=rows, entropy=entropy)
 
 
-def _num_chosen(found: Sequence[tuple[Shard, int]], wanted: _Stored) -> int:
+def _num_chosen(found: Sequence[tuple[Shard, int, int]], wanted: _Stored) -> int:
     """Return the tokens that were chosen to be masked; 0 where nobody asks."""
     if READ_PATH not in wanted.paths:
         return 0
-    return sum(int((shard.rows_of(READ_PATH, number) != wanted.not_chosen).sum()) for shard, number in found)
+    return sum(
+        int((shard.rows_of(wanted.place(READ_PATH, epoch), number) != wanted.not_chosen).sum())
+        for shard, number, epoch in found
+    )

@@ -40,6 +40,12 @@ class RunIdentity(StoredModel):
     """What students began with: `random`, or weights, by their hash."""
     teacher_layer: int | None
     """Counted from 0; none: the layers of the map."""
+    form: Literal["authors"] | None = None
+    """`authors`: the loss of the published code. None means the paper's equation, or that there is no
+    other."""
+    patience: float | None = None
+    temperature: float | None = None
+    ground_truth: float | None = None
     steps: Annotated[int, Field(ge=1, lt=2**53)]
     batch_size: int
     lr: float
@@ -62,7 +68,9 @@ class RunIdentity(StoredModel):
     eval_steps: int | None
     """Steps between looks at held-out text, whose best weights become the student; None means no looks."""
 
-    sections: ClassVar[frozenset[str]] = frozenset({"dealing"})
+    sections: ClassVar[frozenset[str]] = frozenset(
+        {"dealing", "form", "patience", "temperature", "ground_truth"}
+    )
 
     @classmethod
     def of(  # noqa: PLR0913 - what settings alone do not tell
@@ -85,6 +93,7 @@ class RunIdentity(StoredModel):
             "teacher_layer": layer,
             "steps": steps,
             "num_streams": len(plan.streams),
+            "form": "authors" if config.form == "authors" else None,
             "dealing": "sequences" if len(plan.streams) > 1 else None,
             "num_parts": plan.num_parts,
             "precision": precision,

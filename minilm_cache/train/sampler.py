@@ -8,7 +8,7 @@ sequence is seen more than once more often than another.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ class Buffer:
     shards: tuple[int, ...]
     sequences: npt.NDArray[np.int64]
     """Numbers of the sequences of these shards, in the order in which they are taken."""
+    epoch: int
+    """Pass over the cache, counted from 0; it decides which masked reading of a sequence is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,8 @@ class SequenceOrder:
             some = runs[at : at + self.buffer_shards]
             sequences = np.concatenate([np.arange(first, last) for _, first, last in some])
             shards = tuple(shard for shard, _, _ in some)
-            buffers.append(Buffer(shards=shards, sequences=generator.permutation(sequences)))
+            order_within = generator.permutation(sequences)
+            buffers.append(Buffer(shards=shards, sequences=order_within, epoch=epoch))
         return buffers
 
     @property
@@ -102,7 +105,7 @@ class SequenceOrder:
                 rest = buffer.sequences[skipped:]
                 skipped = max(0, skipped - len(buffer.sequences))
                 if len(rest):
-                    yield Buffer(shards=buffer.shards, sequences=rest)
+                    yield replace(buffer, sequences=rest)
             epoch += 1
 
 

@@ -168,7 +168,8 @@ def read(model: TappedModel, objective: StudentObjective, batch: StudentBatch) -
     mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
     masked = batch.states.masked
     if objective.needs.is_masked and masked is not None:
-        return model(masked.ids, mask, masked.chosen)  # type: ignore[no-any-return]
+        asked = masked.with_labels if objective.needs.all_labels else masked.chosen
+        return model(masked.ids, mask, asked)  # type: ignore[no-any-return]
     return model(batch.ids, mask)  # type: ignore[no-any-return]
 
 

@@ -114,9 +114,7 @@ def test_ranks_of_unlike_shards_take_the_same_epochs() -> None:
     """Six shards on four processes, five epochs: they were 3.5, 4.4, 7.0 and 7.0."""
     order = order_of(90, 80, 70, 60, 50, 12, held_out=7)
     steps = 5 * order.num_train // 4
-    counts = [
-        np.bincount(stream, minlength=order.num_train) for stream in taken_by_all(order, 4, steps)
-    ]
+    counts = [np.bincount(stream, minlength=order.num_train) for stream in taken_by_all(order, 4, steps)]
 
     assert set(np.sum(counts, axis=0).tolist()) <= {4, 5}
     assert {int(count.sum()) for count in counts} == {steps}

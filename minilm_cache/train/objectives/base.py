@@ -43,6 +43,11 @@ class Asked:
     cache: Cache
 
     @property
+    def is_authors(self) -> bool:
+        """Whether the loss is that of the authors' code, and not the paper's equation."""
+        return self.config.form == "authors"
+
+    @property
     def teacher(self) -> TeacherIdentity:
         """The teacher, by content."""
         return self.cache.manifest.identity.teacher
@@ -74,6 +79,8 @@ class StudentNeeds:
     head: Head | None = None
     is_masked: bool = False
     """True: it reads sequences as they are masked."""
+    all_labels: bool = False
+    """True: logits are wanted at all tokens that have labels, not only at masked ones."""
 
 
 class StudentObjective(nn.Module, ABC):
@@ -127,9 +134,9 @@ class ObjectiveKind(ABC):
         """
 
 
-def projection(width: int, teacher_width: int) -> nn.Linear:
-    """Return a learned matrix from a student's width to its teacher's, without bias."""
-    return nn.Linear(width, teacher_width, bias=False)
+def projection(width: int, teacher_width: int, *, bias: bool = False) -> nn.Linear:
+    """Return a learned matrix from a student's width to its teacher's, perhaps with a bias."""
+    return nn.Linear(width, teacher_width, bias=bias)
 
 
 def token_mse(

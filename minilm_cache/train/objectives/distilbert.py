@@ -1,13 +1,13 @@
 """`distilbert`: soft labels, masked tokens and the direction of hidden states."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.loss import Method
 from minilm_cache.states import WantedStates
 from minilm_cache.storage_schema.states import StateFamily, StateName
@@ -36,19 +36,35 @@ SOFT, MASKED, COSINE = 5.0, 2.0, 1.0
 class DistilBertObjective(StudentObjective):
     """L = 5 t^2 L_ce + 2 L_mlm + L_cos (DistilBERT, Sanh et al. 2019, arXiv 1910.01108, section 3).
 
-    L_ce is the cross-entropy under the teacher's soft labels at masked tokens, both at temperature t (2 in
-    the paper; the cache's here), L_mlm that of the tokens themselves, L_cos one minus the cosine of the last
-    hidden states, mean over valid tokens. All of them read the sequence masked. The student begins with every
-    other layer of the teacher: `--init teacher-layers`.
+    L_ce is the cross-entropy under the teacher's soft labels, both at temperature t (2 in the paper; the
+    cache's here), L_mlm that of the masked tokens themselves, L_cos one minus the cosine of the last hidden
+    states, mean over valid tokens. All of them read the sequence masked. The authors' code takes L_ce at
+    every token that is not padding (`restrict_ce_to_mask` is off) and subtracts the teacher's entropy, which
+    has no gradient; the form `paper` takes it at masked tokens alone. The student begins with every other
+    layer of the teacher: `--init teacher-layers`.
     """
 
-    units: Mapping[str, Unit] = MappingProxyType({"soft_labels": "chosen", "masked_lm": "chosen"})
+    def __init__(
+        self, student: StudentFacts, name: StateName, temperature: float, *, everywhere: bool
+    ) -> None:
+        """Compare the student's last hidden state with one of the teacher's.
 
-    def __init__(self, student: StudentFacts, name: StateName, temperature: float) -> None:
-        """Compare the student's last hidden state with one of the teacher's."""
+        Args:
+            student: its shape.
+            name: the teacher's hidden state.
+            temperature: of the labels.
+            everywhere: whether soft labels are compared at all tokens, or at masked ones alone.
+        """
         super().__init__()
+        self._everywhere = everywhere
+        self.units: Mapping[str, Unit] = {
+            "soft_labels": "tokens" if everywhere else "chosen",
+            "masked_lm": "chosen",
+        }
         self.weights = {"soft_labels": SOFT * temperature**2, "masked_lm": MASKED, "cosine": COSINE}
-        self.needs = StudentNeeds(hidden=(student.num_layers,), head="tokens", is_masked=True)
+        self.needs = StudentNeeds(
+            hidden=(student.num_layers,), head="tokens", is_masked=True, all_labels=everywhere
+        )
         self._name = name
 
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
@@ -58,24 +74,36 @@ class DistilBertObjective(StudentObjective):
             reading.hidden[self.needs.hidden[0]], batch.states.hidden[self._name], valid_tokens(batch)
         )
         return {
-            "soft_labels": soft_label_loss(reading, batch),
-            "masked_lm": masked_token_loss(reading, batch),
+            "soft_labels": soft_label_loss(reading, batch, everywhere=self._everywhere),
+            "masked_lm": masked_token_loss(reading, batch, everywhere=self._everywhere),
             "cosine": cosine,
         }
 
 
 class DistilBert(ObjectiveKind):
-    """Soft labels of masked tokens, and the last hidden states of the masked sequence."""
+    """Soft labels, and the last hidden states of the masked sequence."""
 
     def wanted(self, asked: Asked) -> WantedTargets:
-        """Return what the teacher says of masked sequences."""
+        """Return what the teacher says of masked sequences.
+
+        Raises:
+            InvalidConfigError: the cache has labels of masked tokens alone, and the form asks for more.
+        """
+        states = asked.cache.manifest.identity.states
+        labels = None if states is None else states.labels
+        if asked.is_authors and labels is not None and labels.tokens != "all":
+            raise InvalidConfigError(
+                "--objective distilbert compares soft labels of all tokens, as its authors' code does, and "
+                "this cache has those of masked tokens alone. Take --form paper, or dump with --label-tokens "
+                "all."
+            )
         return WantedTargets(kinds=(), states=WantedStates(hidden=(_last(asked),), masked=True))
 
     def build(self, asked: Asked, wanted: WantedTargets, student: StudentFacts) -> DistilBertObjective:
         """Return the objective of a student as wide as the teacher."""
         del wanted
         same_width("distilbert", student, asked.teacher)
-        return DistilBertObjective(student, _last(asked), temperature_of(asked))
+        return DistilBertObjective(student, _last(asked), temperature_of(asked), everywhere=asked.is_authors)
 
 
 def _last(asked: Asked) -> StateName:

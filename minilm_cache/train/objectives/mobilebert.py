@@ -1,6 +1,11 @@
 """`mobilebert`: feature maps and attention, layer by layer, for students with bottlenecks."""
 
+from typing import Final
+
 import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.loss import Method, relation_loss
@@ -21,6 +26,11 @@ from minilm_cache.train.objectives.base import (
     valid_tokens,
 )
 
+AUTHORS_WEIGHTS: Final = {"feature_map_mse": 100.0, "mean_mse": 5000.0, "variance_l1": 5.0}
+"""Weights that the README of the authors' code gives; of attention 1."""
+_EPSILON: Final = 1e-12
+"""What the authors' normalisation adds to a variance."""
+
 
 class MobileBertObjective(StudentObjective):
     """L = 1/L sum over layers of (L_FMT + L_AT) (MobileBERT, Sun et al. 2020, arXiv 2004.02984, section 3.4).
@@ -28,27 +38,62 @@ class MobileBertObjective(StudentObjective):
     L_FMT is the mean squared error of the hidden states that a layer puts out (eq. 1), L_AT the KL of its
     attention distributions, mean over heads and rows (eq. 2). Student and teacher have as many layers, each
     as wide between layers: a student of `LxH:bN` has bottlenecks of width N inside. All layers learn
-    together, the paper's joint transfer; its pre-training distillation is `mlm-kd`, begun from this student
-    (`--init`).
+    together, the paper's joint transfer; its pre-training distillation is `mlm-kd --ground-truth 0.5`, begun
+    from this student (`--init`).
+
+    `authors`, their published code and the weights of its README: both feature maps are normalised over their
+    dimensions, without scale or bias, before they are compared, and weigh 100; the squared difference of
+    their means over dimensions weighs 5000, the absolute difference of their variances 5, attention 1. (Their
+    code compares the mean and variance of each layer with those of all the teacher's layers, by a name in the
+    plural where one layer's was meant; here each is compared with its own.) `paper`: the plain squared error,
+    weight 1.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, *, is_authors: bool) -> None:
         """Compare every layer with its own."""
         super().__init__()
+        self._is_authors = is_authors
+        self.weights = AUTHORS_WEIGHTS if is_authors else {}
         self.needs = StudentNeeds(layers=tuple(range(num_layers)), hidden=tuple(range(1, num_layers + 1)))
 
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
-        """Return the loss; parts are `feature_map_mse` and `attention`, nats, means over layers."""
+        """Return the loss, means over layers.
+
+        Parts are `feature_map_mse` and `attention`, nats, and of form `authors` `mean_mse` and `variance_l1`.
+        """
         valid = valid_tokens(batch)
-        maps = [
-            token_mse(reading.hidden[number], batch.states.hidden[_state(number)], valid)
-            for number in self.needs.hidden
+        pairs = [
+            (reading.hidden[number], batch.states.hidden[_state(number)]) for number in self.needs.hidden
         ]
+        layers = [feature_maps(own, teacher, valid, is_authors=self._is_authors) for own, teacher in pairs]
+        maps = {name: torch.stack([layer[name] for layer in layers]).mean() for name in layers[0]}
         attention = [
             relation_loss(own, RelationKind.ATTENTION, targets[RelationKind.ATTENTION], batch.lengths, method)
             for own, targets in zip(reading.vectors, batch.targets, strict=True)
         ]
-        return {"feature_map_mse": torch.stack(maps).mean(), "attention": torch.stack(attention).mean()}
+        return {**maps, "attention": torch.stack(attention).mean()}
+
+
+def feature_maps(
+    own: Float[Tensor, "batch length width"],
+    teacher: Float[Tensor, "batch length width"],
+    valid: Bool[Tensor, "batch length"],
+    *,
+    is_authors: bool,
+) -> dict[str, Float[Tensor, ""]]:
+    """Return how far the hidden states that one layer puts out are from the teacher's."""
+    if not is_authors:
+        return {"feature_map_mse": token_mse(own, teacher, valid)}
+    with torch.autocast(own.device.type, enabled=False):
+        own, teacher = own.float(), teacher.float()
+        width = own.shape[-1:]
+        normed, teachers = (F.layer_norm(part, width, eps=_EPSILON) for part in (own, teacher))
+        away = (own.var(-1, correction=0) - teacher.var(-1, correction=0)).abs()
+        return {
+            "feature_map_mse": token_mse(normed, teachers, valid),
+            "mean_mse": token_mse(own.mean(-1, keepdim=True), teacher.mean(-1, keepdim=True), valid),
+            "variance_l1": (away * valid).sum() / valid.sum(),
+        }
 
 
 class MobileBert(ObjectiveKind):
@@ -73,7 +118,7 @@ class MobileBert(ObjectiveKind):
                 f"the teacher {asked.teacher.num_layers}. Take as many, with bottlenecks: "
                 f"{asked.teacher.num_layers}x{asked.teacher.hidden_size}:b{asked.teacher.hidden_size // 4}."
             )
-        return MobileBertObjective(student.num_layers)
+        return MobileBertObjective(student.num_layers, is_authors=asked.is_authors)
 
 
 def _state(number: int) -> StateName:

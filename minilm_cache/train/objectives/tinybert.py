@@ -37,14 +37,29 @@ class TinyBertObjective(StudentObjective):
 
     L_attn = 1/h sum_i MSE(A_i^S, A_i^T) over heads (eq. 7), A the attention scores before the softmax;
     L_hidn = MSE(H^S W_h, H^T) (eq. 8); L_embd = MSE(E^S W_e, E^T) (eq. 9). W_h, one for all layers, and W_e
-    are learned with the student. Squared errors are means over what is not padding: rows and columns of
-    scores, tokens and dimensions of states.
+    are learned with the student. The authors' code has one learned map with a bias for layers and embeddings
+    alike; the form `paper` has two matrices. Squared errors are means over what is not padding: rows and
+    columns of scores, tokens and dimensions of states (the authors' means count padding, too).
     """
 
     def __init__(
-        self, wanted: WantedTargets, pairs: Sequence[LayerPair], student: StudentFacts, teacher_width: int
+        self,
+        wanted: WantedTargets,
+        pairs: Sequence[LayerPair],
+        student: StudentFacts,
+        teacher_width: int,
+        *,
+        shared: bool,
     ) -> None:
-        """Compare these pairs of layers, and the outputs of the embeddings."""
+        """Compare these pairs of layers, and the outputs of the embeddings.
+
+        Args:
+            wanted: what the cache serves.
+            pairs: of layers.
+            student: its shape.
+            teacher_width: of the teacher's hidden states.
+            shared: whether one map with a bias serves layers and embeddings, or a matrix each.
+        """
         super().__init__()
         self.units = {"attention_mse": "pairs"}
         self._pairs = tuple(pairs)
@@ -53,16 +68,15 @@ class TinyBertObjective(StudentObjective):
             layers=tuple(pair.student for pair in pairs),
             hidden=(0, *(pair.student + 1 for pair in pairs)),
         )
-        self.hidden_projection = projection(student.hidden_size, teacher_width)
-        self.embedding_projection = projection(student.hidden_size, teacher_width)
+        self.hidden_projection = projection(student.hidden_size, teacher_width, bias=shared)
+        self.embedding_projection = None if shared else projection(student.hidden_size, teacher_width)
 
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `embedding_mse`, `hidden_mse` and `attention_mse`, sums over layers."""
         del method
         valid, told = valid_tokens(batch), batch.states.hidden
-        embedding = token_mse(
-            self.embedding_projection(reading.hidden[0]), told[StateName(StateFamily.HIDDEN, 0)], valid
-        )
+        of_embeddings = self.embedding_projection or self.hidden_projection
+        embedding = token_mse(of_embeddings(reading.hidden[0]), told[StateName(StateFamily.HIDDEN, 0)], valid)
         hidden = [
             token_mse(
                 self.hidden_projection(reading.hidden[pair.student + 1]),
@@ -94,21 +108,31 @@ class TinyBert(ObjectiveKind):
     def build(self, asked: Asked, wanted: WantedTargets, student: StudentFacts) -> TinyBertObjective:
         """Return the objective of a student of this shape."""
         pairs = pairs_of(asked, student.num_layers)
-        return TinyBertObjective(wanted, pairs, student, asked.teacher.hidden_size)
+        width = asked.teacher.hidden_size
+        return TinyBertObjective(wanted, pairs, student, width, shared=asked.is_authors)
 
 
 class PredictionObjective(StudentObjective):
-    """L_pred = CE(z^T / t, z^S / t), t = 1 (eq. 10): soft cross-entropy of a classifier's logits, nats."""
+    """L_pred = CE(z^T / t, z^S / t), t = 1 (eq. 10): soft cross-entropy of a classifier's logits, nats.
+
+    The authors' code takes the mean over classes, too: their loss is this one divided by the classes.
+    """
 
     needs = StudentNeeds(head="sequences")
     units: Mapping[str, Unit] = MappingProxyType({"prediction": "sequences"})
+
+    def __init__(self, temperature: float, divisor: int) -> None:
+        """Compare logits at a temperature, and divide the loss."""
+        super().__init__()
+        self._temperature = temperature
+        self.weights = {"prediction": 1 / divisor}
 
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; its part is `prediction`."""
         del method
         assert reading.logits is not None
         assert batch.states.logits is not None
-        return {"prediction": soft_cross_entropy(reading.logits, batch.states.logits)}
+        return {"prediction": soft_cross_entropy(reading.logits, batch.states.logits, self._temperature)}
 
 
 class Prediction(ObjectiveKind):
@@ -121,17 +145,23 @@ class Prediction(ObjectiveKind):
 
     def build(self, asked: Asked, wanted: WantedTargets, student: StudentFacts) -> PredictionObjective:
         """Return the objective, the same for all students."""
-        del asked, wanted, student
-        return PredictionObjective()
+        del wanted, student
+        states = asked.cache.manifest.identity.states
+        assert states is not None
+        classes = (states.num_classes or 1) if asked.is_authors else 1
+        return PredictionObjective(asked.config.temperature or 1.0, classes)
 
 
 def soft_cross_entropy(
-    student: Float[Tensor, "batch classes"], teacher: Float[Tensor, "batch classes"]
+    student: Float[Tensor, "batch classes"], teacher: Float[Tensor, "batch classes"], temperature: float
 ) -> Float[Tensor, ""]:
-    """Return the cross-entropy of a student's logits under the teacher's distribution, nats, mean of rows."""
+    """Return the cross-entropy of a student's logits under the teacher's distribution, nats, mean of rows.
+
+    Both are divided by the temperature first.
+    """
     with torch.autocast(student.device.type, enabled=False):
-        target = teacher.float().softmax(-1)
-        return -(target * student.float().log_softmax(-1)).sum(-1).mean()
+        target = (teacher.float() / temperature).softmax(-1)
+        return -(target * (student.float() / temperature).log_softmax(-1)).sum(-1).mean()
 
 
 def score_mse(student: Vectors, teacher: Vectors, lengths: Tensor) -> Float[Tensor, ""]:
