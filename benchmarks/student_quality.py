@@ -6,6 +6,7 @@ is judged by the live teacher's dense relations.
     python -m benchmarks.student_quality
 """
 
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from statistics import mean, stdev
@@ -19,7 +20,7 @@ from minilm_cache.config import DumpConfig, TrainConfig
 from minilm_cache.dump.run import dump
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.live import with_live_targets
-from minilm_cache.train.batches import BatchReader, WantedTargets
+from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
 from minilm_cache.train.heldout import MAX_SEQUENCES, held_out_losses
 from minilm_cache.train.objectives.choose import choose_objective
 from minilm_cache.train.ranks import Ranks
@@ -47,24 +48,35 @@ CACHES = {
 def train_and_judge(cache: Cache, teacher: Teacher, seed: int, *, online: bool) -> dict[str, float]:
     """Train a student anew, and return its held-out KLs."""
     config = TrainConfig(arch=(ARCH,), steps=STEPS, batch_size=16, seed=seed)
-    identity = cache.manifest.identity
+    return judged(trained(config, cache, teacher, online=online), cache, teacher)
+
+
+def trained(config: TrainConfig, cache: Cache, teacher: Teacher, *, online: bool) -> StudentTrainer:
+    """Train the one student of a configuration from a cache, or with the teacher at every step."""
+    identity, steps = cache.manifest.identity, config.steps
+    assert steps is not None
     plan = plan_steps(config, cache.manifest)
     objective = choose_objective(config, cache)
-    shape = parse_arch(ARCH, identity.relation_heads)
-    (trainer,) = build_trainers(config, cache, [shape], objective, STEPS, Ranks.alone(teacher.device))
+    shape = parse_arch(config.arch[0], identity.relation_heads)
+    (trainer,) = build_trainers(config, cache, [shape], objective, steps, Ranks.alone(teacher.device))
     wanted = WantedTargets(kinds=()) if online else objective.wanted
     reader = BatchReader(cache, wanted, teacher.tokenizer.pad_token_id, teacher.device)
     with closing(reader.train_batches(plan, 0)) as stored:
         batches = with_live_targets(stored, teacher, WantedTargets(kinds=KINDS)) if online else stored
-        for step in range(STEPS):
+        for step in range(steps):
             trainer.step(next(batches), step)
-    return judged(trainer, cache, teacher)
+    return trainer
 
 
 def judged(trainer: StudentTrainer, cache: Cache, teacher: Teacher) -> dict[str, float]:
     """Return the held-out KL of each relation, to the live teacher's dense rows."""
     reader = BatchReader(cache, WantedTargets(kinds=()), teacher.tokenizer.pad_token_id, teacher.device)
     tokens = reader.held_out_batches(16, MAX_SEQUENCES)
+    return live_kl(trainer, tokens, teacher)
+
+
+def live_kl(trainer: StudentTrainer, tokens: Iterable[StudentBatch], teacher: Teacher) -> dict[str, float]:
+    """Return the KL of each relation on some sequences, to the live teacher's dense rows, nats."""
     (found,) = held_out_losses([trainer.look], with_live_targets(tokens, teacher, WantedTargets(kinds=KINDS)))
     return {**{str(kind): value for kind, value in found.items()}, "sum": sum(found.values())}
 

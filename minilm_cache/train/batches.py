@@ -174,9 +174,14 @@ class BatchReader:
         """Yield the first held-out sequences, in order."""
         manifest = self._cache.manifest
         last = min(manifest.num_train + max_sequences, manifest.num_sequences)
+        return self.batches_of(range(manifest.num_train, last), batch_size)
+
+    def batches_of(self, sequences: range, batch_size: int) -> Iterator[StudentBatch]:
+        """Yield sequences in order, as the first epoch reads them."""
+        manifest = self._cache.manifest
         shards: dict[int, Shard] = {}
-        for first in range(manifest.num_train, last, batch_size):
-            numbers = np.arange(first, min(first + batch_size, last))
+        for first in range(sequences.start, sequences.stop, batch_size):
+            numbers = np.arange(first, min(first + batch_size, sequences.stop))
             wanted = {shard_of(manifest.shards, number) for number in numbers.tolist()}
             shards = {n: shards.get(n) or self._read(n) for n in wanted}
             gathered = _gather([(shards, numbers, 0)], self._stored)

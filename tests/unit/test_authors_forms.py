@@ -16,7 +16,7 @@ from minilm_cache.states import DenseLabels, MaskedSequences, States, WantedStat
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.tap import Reading
-from minilm_cache.train.batches import StudentBatch, WantedTargets
+from minilm_cache.train.batches import Counts, StudentBatch, WantedTargets
 from minilm_cache.train.objectives.base import StudentFacts, StudentObjective
 from minilm_cache.train.objectives.bert_pkd import Patience, PatientObjective
 from minilm_cache.train.objectives.distilbert import DistilBertObjective
@@ -39,13 +39,13 @@ def batch_of(
     vectors: tuple[Vectors, ...] = (),
 ) -> StudentBatch:
     """Return full sequences and what a teacher says of them."""
-    counts = {"tokens": BATCH * LENGTH, "chosen": 5, "sequences": BATCH, "pairs": BATCH * LENGTH**2}
+    counts: Counts = {"tokens": BATCH * LENGTH, "chosen": 5, "sequences": BATCH, "pairs": BATCH * LENGTH**2}
     return StudentBatch(
         ids=torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % WORDS,
         lengths=torch.full((BATCH,), LENGTH),
-        counts=counts,  # type: ignore[arg-type] - a literal of names
+        counts=counts,
         part=0,
-        step_counts=counts,  # type: ignore[arg-type]
+        step_counts=counts,
         ends_step=True,
         targets=targets,
         vectors=vectors,
