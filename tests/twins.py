@@ -59,6 +59,8 @@ class Sequence:
     """Of the objective."""
     ids: Tensor
     chosen: Tensor | None
+    is_authors: bool
+    """Whether the loss is that of the authors' code, and not the paper's equation."""
 
     def kl(self, t_layer: int, s_layer: int) -> Tensor:
         """Return KL(teacher || student) of attention rows, `(heads, length)`."""
@@ -66,10 +68,10 @@ class Sequence:
         own = self.student.attention(self.s, s_layer).log_softmax(-1)
         return (told.exp() * (told - own)).sum(-1)
 
-    def prediction(self) -> Tensor:
+    def prediction(self, temperature: float = 1.0) -> Tensor:
         """Return the cross-entropy under the teacher's answer."""
-        soft = self.t["logits"].softmax(-1)[None]
-        return F.cross_entropy(self.s["logits"][None], soft, reduction="none")
+        soft = (self.t["logits"] / temperature).softmax(-1)[None]
+        return F.cross_entropy(self.s["logits"][None] / temperature, soft, reduction="none")
 
 
 def of_values(one: Sequence) -> dict[str, Tensor]:
@@ -83,8 +85,10 @@ def of_hidden(one: Sequence) -> dict[str, Tensor]:
 
 
 def of_tinybert(one: Sequence) -> dict[str, Tensor]:
-    embedding = one.s["hidden"][0] @ one.weights["embedding_projection.weight"].T
-    wide = one.s["hidden"] @ one.weights["hidden_projection.weight"].T
+    bias = one.weights.get("hidden_projection.bias", torch.zeros(()))
+    wide = one.s["hidden"] @ one.weights["hidden_projection.weight"].T + bias
+    own = one.weights.get("embedding_projection.weight")
+    embedding = wide[0] if own is None else one.s["hidden"][0] @ own.T
     pairs = MAPPED["tinybert"]
     scores = [one.student.attention(one.s, s) - one.teacher.attention(one.t, t) for t, s in pairs]
     return {
@@ -99,10 +103,15 @@ def of_labels(one: Sequence) -> dict[str, Tensor]:
     return {"soft_labels": F.cross_entropy(one.s["logits"][one.chosen] / 2, soft, reduction="none")}
 
 
+def of_all_labels(one: Sequence) -> dict[str, Tensor]:
+    soft = (one.t["logits"] / 2).softmax(-1)
+    return {"soft_labels": F.cross_entropy(one.s["logits"] / 2, soft, reduction="none")}
+
+
 def of_distilbert(one: Sequence) -> dict[str, Tensor]:
     own = one.s["logits"][one.chosen]
     return {
-        **of_labels(one),
+        **(of_all_labels(one) if one.is_authors else of_labels(one)),
         "masked_lm": F.cross_entropy(own, one.ids[one.chosen], reduction="none"),
         "cosine": 1 - F.cosine_similarity(one.s["hidden"][-1], one.t["hidden"][-1], dim=-1),
     }
@@ -110,15 +119,31 @@ def of_distilbert(one: Sequence) -> dict[str, Tensor]:
 
 def of_patience(one: Sequence) -> dict[str, Tensor]:
     pairs = [(one.s["hidden"][s + 1][0], one.t["hidden"][t + 1][0]) for t, s in MAPPED["bert-pkd"]]
-    parts = {"patient": torch.stack([((a / a.norm() - b / b.norm()) ** 2).sum() for a, b in pairs])}
-    is_classifier = one.t.get("logits", torch.zeros(1, 1)).ndim == 1
-    return {**parts, "prediction": one.prediction()} if is_classifier else parts
+    squares = torch.stack([(a / a.norm() - b / b.norm()) ** 2 for a, b in pairs])
+    parts = {"patient": squares if one.is_authors else squares.sum(-1)}
+    if one.t.get("logits", torch.zeros(1, 1)).ndim != 1:
+        return parts
+    if not one.is_authors:
+        return {**parts, "prediction": one.prediction()}
+    answer = (one.t["logits"] / 10).softmax(-1)
+    return {**parts, "prediction": one.prediction(10) + (answer * answer.log()).sum()}
 
 
 def of_mobilebert(one: Sequence) -> dict[str, Tensor]:
+    s, t = one.s["hidden"][1:], one.t["hidden"][1:]
+    parts = {"attention": torch.stack([one.kl(layer, layer) for layer in range(3)])}
+    if not one.is_authors:
+        return {**parts, "feature_map_mse": (s - t) ** 2}
+    (s_mean, s_var), (t_mean, t_var) = ((x.mean(-1), x.var(-1, correction=0)) for x in (s, t))
+    normed = [
+        (x - mean[..., None]) / var.sqrt()[..., None]
+        for x, mean, var in ((s, s_mean, s_var), (t, t_mean, t_var))
+    ]
     return {
-        "feature_map_mse": (one.s["hidden"][1:] - one.t["hidden"][1:]) ** 2,
-        "attention": torch.stack([one.kl(layer, layer) for layer in range(3)]),
+        **parts,
+        "feature_map_mse": (normed[0] - normed[1]) ** 2,
+        "mean_mse": (s_mean - t_mean) ** 2,
+        "variance_l1": (s_var - t_var).abs(),
     }
 
 
@@ -134,7 +159,9 @@ TWINS: dict[str, Callable[[Sequence], dict[str, Tensor]]] = {
 }
 
 
-def twin(objective: str, teacher: Whole, trainer: StudentTrainer, batch: StudentBatch) -> dict[str, Tensor]:
+def twin(
+    objective: str, teacher: Whole, trainer: StudentTrainer, batch: StudentBatch, form: str | None = "authors"
+) -> dict[str, Tensor]:
     """Return the parts of an objective on a batch, means over all that they are of, from whole models."""
     student = Whole(trainer.model.model)
     weights = dict(trainer.learner.objective.named_parameters())
@@ -143,7 +170,8 @@ def twin(objective: str, teacher: Whole, trainer: StudentTrainer, batch: Student
         ids, masked = batch.ids[at, :length], batch.states.masked
         read = ids if masked is None else masked.ids[at, :length]
         chosen = None if masked is None else masked.chosen[at, :length]
-        one = Sequence(teacher, student, teacher(read), student(read), weights, ids, chosen)
+        said = teacher(read), student(read)
+        one = Sequence(teacher, student, *said, weights, ids, chosen, form == "authors")
         found.append(TWINS[objective](one))
     return {name: torch.cat([parts[name].flatten() for parts in found]).mean() for name in found[0]}
 
@@ -151,9 +179,17 @@ def twin(objective: str, teacher: Whole, trainer: StudentTrainer, batch: Student
 TOTALS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "distilbert": lambda p: 5 * 4 * p["soft_labels"] + 2 * p["masked_lm"] + p["cosine"],
     "mlm-kd": lambda p: 4 * p["soft_labels"],
-    "bert-pkd": lambda p: 100 * p["patient"] + p.get("prediction", torch.tensor(0.0)),
+    "bert-pkd": lambda p: 500 * p["patient"] + 0.7 * 100 / 3 * p.get("prediction", torch.tensor(0.0)),
+    "bert-pkd paper": lambda p: 100 * p["patient"] + p.get("prediction", torch.tensor(0.0)),
+    "tinybert-prediction": lambda p: p["prediction"] / 3,
+    "tinybert-prediction paper": lambda p: p["prediction"],
+    "mobilebert": lambda p: (
+        100 * p["feature_map_mse"] + 5000 * p["mean_mse"] + 5 * p["variance_l1"] + p["attention"]
+    ),
+    "mobilebert paper": lambda p: p["feature_map_mse"] + p["attention"],
 }
-"""Where the loss is not the plain sum of its parts."""
+"""Where the loss is not the plain sum of its parts, in the authors' form and, by another name, the
+paper's."""
 
 
 def plain_sum(parts: dict[str, Tensor]) -> Tensor:

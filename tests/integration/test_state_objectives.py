@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import TrainConfig
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.needs import NEEDS
+from minilm_cache.needs import FORMS, NEEDS
 from minilm_cache.runs import TrainedRun
 from minilm_cache.train.batches import UNITS, BatchReader, StudentBatch
 from minilm_cache.train.objectives.choose import choose_objective
@@ -88,14 +89,22 @@ UNTRAINED = {
 """What cards say of students that some weights of are not trained."""
 
 
+@pytest.mark.parametrize("form", [None, "paper"])
 @pytest.mark.parametrize("objective", [*OF_WORDS, "tinybert-prediction"])
-def test_the_loss_is_that_of_a_plainly_written_twin(words: World, classes: World, objective: str) -> None:
+def test_the_loss_is_that_of_a_plainly_written_twin(
+    words: World, classes: World, objective: str, form: str | None
+) -> None:
+    if form is not None and objective not in FORMS:
+        with pytest.raises(ValidationError, match="--form does not go with"):
+            settings(objective, form=form)
+        return
     world = world_for(objective, words, classes)
-    trainer, batch = trainer_of(settings(objective), open_cache(world.root / "cache"))
+    trainer, batch = trainer_of(settings(objective, form=form), open_cache(world.root / "cache"))
     kind = AutoModelForSequenceClassification if world is classes else AutoModelForMaskedLM
     with torch.no_grad():
         found = trainer.look(batch)
-        expected = twin(objective, Whole(kind.from_pretrained(world.teacher)), trainer, batch)
+        whole = Whole(kind.from_pretrained(world.teacher))
+        expected = twin(objective, whole, trainer, batch, form or "authors")
     if objective == "tinybert":
         expected = {name: value * SUMMED.get(name, 1) for name, value in expected.items()}
     if "soft_labels" in expected:
@@ -106,7 +115,8 @@ def test_the_loss_is_that_of_a_plainly_written_twin(words: World, classes: World
     assert found.parts.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found.parts[name], value, atol=0.01, rtol=0.02)
-    total = TOTALS.get(objective, plain_sum)(dict(found.parts))
+    of_form = f"{objective} {form}" if form else objective
+    total = TOTALS.get(of_form, TOTALS.get(objective, plain_sum))(dict(found.parts))
     torch.testing.assert_close(found.total, total)
 
 

@@ -100,11 +100,13 @@ def test_masked_readings_are_those_of_the_masked_sequence(stored: World) -> None
         states = sequence.states()
         assert states.masked is not None
         ids, chosen = states.masked.ids[0], states.masked.chosen[0]
+        labelled = states.masked.with_labels[0]  # of all tokens, as DistilBERT's authors compare them
+        assert bool(labelled.all())
         assert bool((ids[~chosen] == sequence.input_ids[~chosen]).all())
         answer = outputs(model, ids)
         said.append(answer["hidden"][3])
         found.append(states.hidden[name][0])
-        probs = (answer["logits"][chosen] / 2.0).softmax(-1)  # the temperature that DistilBERT asks for
+        probs = (answer["logits"][labelled] / 2.0).softmax(-1)  # the temperature that DistilBERT asks for
         assert states.masked.temperature == 2.0
         assert isinstance(states.masked.labels, SparseLabels)
         token, weight = states.masked.labels
