@@ -18,7 +18,6 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
 )
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -34,6 +33,7 @@ from transformers import (
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.fingerprint import sha256_file
+from minilm_cache.model_files import library_errors, read_config_file, weight_files
 from minilm_cache.tap import ATTENTION, Head
 
 TaskHead = Head | Literal["spans"]
@@ -50,8 +50,6 @@ ALIASES: Final = {
     "xlm-r-base": "FacebookAI/xlm-roberta-base",
 }
 _HUB_FILES: Final = ["*.json", "*.safetensors", "*.txt", "*.model"]
-_LOADING_ERRORS: Final = (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError)
-"""What transformers raises on model folders that it cannot read."""
 HEADS: Final = {
     None: AutoModel,
     "tokens": AutoModelForMaskedLM,
@@ -127,11 +125,20 @@ def read_config(source: TeacherSource) -> PreTrainedConfig:
     Raises:
         TeacherError: its folder holds none of an encoder.
     """
-    try:
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
+    config = _config_of(source.folder)
+    with library_errors(f"cannot read {source.folder}/config.json"):
         int(config.num_attention_heads)
-    except (AttributeError, *_LOADING_ERRORS) as error:
-        raise TeacherError(f"cannot read {source.folder}/config.json: {first_line(error)}.") from error
+    return config
+
+
+def _config_of(folder: Path, **changes: object) -> PreTrainedConfig:
+    """Return the configuration of a model's folder, with changes to it."""
+    content = read_config_file(folder)
+    with library_errors(f"cannot read {folder}/config.json"):
+        family = content.pop("model_type")
+        config = AutoConfig.for_model(family, **content)
+        for name, value in changes.items():
+            setattr(config, name, value)
     assert isinstance(config, PreTrainedConfig)
     return config
 
@@ -186,19 +193,9 @@ def load_weights(
     Raises:
         TeacherError: the folder holds no model.
     """
-    if not (folder / "config.json").is_file():
-        raise TeacherError(f"{folder} holds no model: config.json is not there. Give a model's folder.")
-    if not any(folder.glob("*.safetensors")):
-        pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.ckpt")]), None)
-        if pickled is None:
-            raise TeacherError(f"{folder} holds no weights: no *.safetensors file. Give a model's folder.")
-        raise TeacherError(
-            f"{folder} has its weights only as {pickled.name}, a pickle that may run code when it is read. "
-            "Convert it where you trust it: AutoModel.from_pretrained(OLD).save_pretrained(NEW), "
-            "then give NEW."
-        )
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **_of_head(head, labels))
+    config = _config_of(folder, **_of_head(head, labels))
+    weight_files(folder)  # refuses an index that points elsewhere
+    with library_errors(f"cannot load a model from {folder}"):
         model, loaded = HEADS[head].from_pretrained(
             folder,
             output_loading_info=True,
@@ -210,8 +207,6 @@ def load_weights(
             dtype=torch.float32,
             ignore_mismatched_sizes=labels is not None or head == "spans",
         )
-    except _LOADING_ERRORS as error:
-        raise TeacherError(f"cannot load a model from {folder}: {first_line(error)}.") from error
     assert isinstance(model, PreTrainedModel)
     lacking = frozenset([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
     if head is None or not lacking:
@@ -322,10 +317,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             f"teacher {folder} has no tokenizer: none of {', '.join(known)} is there. "
             "Save it beside the model: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)."
         )
-    try:
+    with library_errors(f"cannot load a tokenizer from {folder}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except _LOADING_ERRORS as error:
-        raise TeacherError(f"cannot load a tokenizer from {folder}: {first_line(error)}.") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise TeacherError(f"the tokenizer in {folder} is not a fast one. Save it as tokenizer.json.")
     special = {

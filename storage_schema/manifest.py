@@ -23,7 +23,8 @@ from minilm_cache.storage_schema.identity import (
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.storage_schema.versions import FORMAT_VERSION
 
-MAX_MANIFEST_BYTES: Final = 64 * 2**20
+MAX_MANIFEST_BYTES: Final = 16 * 2**20
+"""Of some 190,000 shards; parsing one takes some thirty times as much memory."""
 MAX_RECORD_BYTES: Final = 64 * 2**10
 
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -35,6 +36,7 @@ RelativePath = Annotated[
 
 _VECTORS_FOLDER: Final = "vectors"
 _SMALL_CHUNKS: Final = ("basis/c/0/0", "step/c/0", "analysis/c/0/0", "gain/c/0", "mean/c/0")
+PREVIEW: Final = "preview/sequences.parquet"
 TEACHER_FOLDER: Final = "teacher"
 TEACHER_CONFIG: Final = "teacher/config.json"
 TOKENIZER_FILES: Final = (
@@ -243,7 +245,7 @@ class CacheManifest(StoredDocument):
     calibration: Calibration | None = None
     """Of codec `vectors` and of hidden states."""
     files: dict[RelativePath, FileDigest]
-    """Files outside the shards: array metadata, and the teacher's configuration and tokenizer."""
+    """Files outside the shards: array metadata, the teacher's configuration and tokenizer, the preview."""
     measured: Measured | None = None
     """Present when complete."""
 
@@ -274,7 +276,7 @@ class CacheManifest(StoredDocument):
 
     @model_validator(mode="after")
     def _names_no_other_file(self) -> "CacheManifest":
-        known = {TEACHER_CONFIG, *(f"{TEACHER_FOLDER}/{name}" for name in TOKENIZER_FILES)}
+        known = {TEACHER_CONFIG, PREVIEW, *(f"{TEACHER_FOLDER}/{name}" for name in TOKENIZER_FILES)}
         if self.calibration is not None:
             folders = [layer_folder(one.layer) for one in self.calibration.layers]
             folders += [one.name.folder for one in self.calibration.states]

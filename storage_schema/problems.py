@@ -12,6 +12,10 @@ from minilm_cache.storage_schema.versions import READABLE_VERSIONS
 
 Document = TypeVar("Document", bound=BaseModel)
 
+_LEAST_OBJECT_BYTES = 48
+_LEAST_VALUE_BYTES = 8
+_FREE_OBJECTS = 4096
+"""Objects and values that a short document may have, whatever its length."""
 _SHOWN = 3
 """Problems quoted in an error line; the rest is counted."""
 
@@ -45,6 +49,26 @@ def _problems(error: ValidationError) -> Sequence[Problem]:
     ]
 
 
+def refuse_costly(document: bytes, where: str) -> None:
+    """Raise CacheCorruptError for JSON that would take far more memory to parse than its bytes.
+
+    A parsed object takes more than a kilobyte, however short it was. In the documents of a cache an object
+    takes 50 bytes and a value 8, so a document with many more of them than that was made to fill memory.
+    """
+    objects = document.count(b"{") + document.count(b"[")
+    values = document.count(b",")
+    if objects > _FREE_OBJECTS + len(document) // _LEAST_OBJECT_BYTES:
+        problem = f"{objects} objects and lists"
+    elif values > _FREE_OBJECTS + len(document) // _LEAST_VALUE_BYTES:
+        problem = f"{values} values"
+    else:
+        return
+    raise CacheCorruptError(
+        f"{where} is damaged: {problem} in {len(document)} bytes, which minilm-cache does not write. "
+        "Fetch the cache again or redo the dump."
+    )
+
+
 def parse(model: type[Document], document: bytes, where: str) -> Document:
     """Read `document` as a `model`.
 
@@ -57,6 +81,7 @@ def parse(model: type[Document], document: bytes, where: str) -> Document:
         UnsupportedFormatError: the document names a format version that this release cannot read.
         CacheCorruptError: the document is not JSON, or is not a `model`.
     """
+    refuse_costly(document, where)
     version = _format_version(document)
     if version is not None and version not in READABLE_VERSIONS:
         raise UnsupportedFormatError(

@@ -22,7 +22,7 @@ from minilm_cache.storage_schema.identity import (
     TopKParameters,
     VectorsParameters,
 )
-from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, Labels
+from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest, Calibration, Labels
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.states import Masking, SoftLabels, StatesIdentity
 from minilm_cache.store.layout import (
@@ -43,6 +43,10 @@ DEFAULT_MAX_ERROR = 0.1
 STATE_CALIBRATION_TOKENS = 2**13
 DEFAULT_LABEL_K = 32
 _LEAST_CLASSES = 2
+_SHARD_BYTES = 96
+"""Bytes of a shard's range in a manifest, at most."""
+_MANIFEST_SPARE = 2**20
+"""Bytes of a manifest that are left for everything but its shards."""
 
 
 def identify(
@@ -188,6 +192,12 @@ def plan_manifest(
     shards = split_into_shards(sequences.lengths, shard_tokens)
     contents = zarr_documents(identity, calibration, len(shards), shard_tokens) | dict(attachments)
     files = {path: digest_bytes(content) for path, content in contents.items()}
+    most = (MAX_MANIFEST_BYTES - _MANIFEST_SPARE) // _SHARD_BYTES
+    if len(shards) > most:
+        raise InvalidConfigError(
+            f"{len(shards)} shards of {shard_tokens} tokens are more than the {most} that a manifest can "
+            f"name. Choose --shard-tokens {2 * shard_tokens} or more."
+        )
     return CacheManifest(
         fingerprint=identity.fingerprint(),
         complete=False,

@@ -17,10 +17,10 @@ from minilm_cache.dump.add import (
 )
 from minilm_cache.dump.audit import audit, audit_sequences
 from minilm_cache.dump.audit_states import audit_states
-from minilm_cache.dump.card import cache_card, preview_table
 from minilm_cache.dump.corpus import Corpus, load_corpus
 from minilm_cache.dump.fit import CodecFitter
 from minilm_cache.dump.manifest import identify, name_labels, plan_manifest
+from minilm_cache.dump.preview import preview_table
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.shards import ShardJob
@@ -129,6 +129,9 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
     with writer.sealing() as ready:
         if ready:
             _seal(writer, reader, config, progress)
+        elif writer.is_complete and writer.has_damaged_preview():
+            progress.note("the preview is damaged and is written again")
+            writer.write_preview(preview_table(Cache(CacheReader(writer.root)), teacher.tokenizer))
     return DumpResult(
         path=path,
         manifest=writer.manifest,
@@ -231,4 +234,4 @@ def _seal(writer: CacheWriter, reader: SequenceReader, config: DumpConfig, progr
         states=audit_states(cache, reader, numbers, config.batch_size),
     )
     preview = preview_table(cache, teacher.tokenizer)
-    writer.seal(measured, preview, cache_card(writer.manifest, measured))
+    writer.seal(measured, preview)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.fingerprint import sha256_files
+from minilm_cache.model_files import weights_sha256
 from minilm_cache.pretrained import TeacherSource, check_positions, load_model, load_tokenizer
 from minilm_cache.relations import TeacherSignal, key_mask
 from minilm_cache.storage_schema.identity import MAX_LAYERS, TeacherIdentity, canonical_sha256
@@ -99,7 +99,7 @@ class Teacher:
         config = self.model.config
         return TeacherIdentity(
             model_type=config.model_type,
-            weights_sha256=sha256_files(self.folder.glob("*.safetensors")),
+            weights_sha256=weights_sha256(self.folder),
             config_sha256=canonical_sha256(self._config()),
             num_layers=self._tapped.num_layers,
             hidden_size=config.hidden_size,

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.evaluate.tasks import SpanTask, Task
-from minilm_cache.fingerprint import sha256_file, sha256_files, sha256_texts
+from minilm_cache.fingerprint import sha256_file, sha256_texts
+from minilm_cache.model_files import weights_sha256
 from minilm_cache.pretrained import (
     HEADS,
     TaskHead,
@@ -40,8 +41,7 @@ class Evaluated:
 
     def sha256(self) -> str:
         """Return the SHA-256 (hex) of its weights and configuration."""
-        weights = sha256_files(self.folder.glob("*.safetensors"))
-        return sha256_texts([sha256_file(self.folder / "config.json"), weights])
+        return sha256_texts([sha256_file(self.folder / "config.json"), weights_sha256(self.folder)])
 
     @property
     def slug(self) -> str:

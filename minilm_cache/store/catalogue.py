@@ -1,7 +1,9 @@
 """What caches a store holds."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 
 from minilm_cache.errors import CacheIncompleteError, CacheNotFoundError, MiniLMCacheError
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
@@ -31,8 +33,10 @@ def catalogue(url: str) -> list[CatalogueEntry]:
     store = open_store(url)
     if store.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) is not None:
         return [_entry(store)]
+    alone = Lock()  # manifests arrive together and are parsed one by one: a large one takes much memory
+    folders = [store.below(name) for name in store.folders()]
     with ThreadPoolExecutor(TRANSFERS) as threads:
-        found = list(threads.map(_entry, [store.below(name) for name in store.folders()]))
+        found = list(threads.map(lambda folder: _entry(folder, alone), folders))
     return [entry for entry in found if entry.manifest is not None or entry.problem is not None]
 
 
@@ -51,9 +55,9 @@ def find_cache(store_url: str, fingerprint: str) -> str | None:
     return None
 
 
-def _entry(folder: RemoteFolder) -> CatalogueEntry:
+def _entry(folder: RemoteFolder, alone: AbstractContextManager[object] | None = None) -> CatalogueEntry:
     try:
-        manifest = remote_manifest(folder)
+        manifest = remote_manifest(folder, alone)
     except CacheNotFoundError:
         return CatalogueEntry(url=folder.url, manifest=None, problem=None)
     except MiniLMCacheError as error:
@@ -61,8 +65,14 @@ def _entry(folder: RemoteFolder) -> CatalogueEntry:
     return CatalogueEntry(url=folder.url, manifest=manifest, problem=None)
 
 
-def remote_manifest(folder: RemoteFolder) -> CacheManifest:
+def remote_manifest(
+    folder: RemoteFolder, alone: AbstractContextManager[object] | None = None
+) -> CacheManifest:
     """Return the manifest of a complete cache.
+
+    Args:
+        folder: of the cache.
+        alone: entered while the manifest is parsed; None means nothing is.
 
     Raises:
         CacheNotFoundError: there is no cache.
@@ -77,7 +87,8 @@ def remote_manifest(folder: RemoteFolder) -> CacheManifest:
             f"no cache at {folder.url}: {MANIFEST} is not there. "
             "Give the URL of a cache, as `minilm-cache ls` shows it."
         ) from None
-    manifest = parse(CacheManifest, content, f"{folder.url}/{MANIFEST}")
+    with alone or nullcontext():
+        manifest = parse(CacheManifest, content, f"{folder.url}/{MANIFEST}")
     check_size(manifest, f"{folder.url}/{MANIFEST}")
     if not manifest.complete:
         raise CacheIncompleteError(f"{folder.url} is incomplete. Push it again where its dump has finished.")

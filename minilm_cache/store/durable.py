@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError, StorageError
 from minilm_cache.progress import ShouldStop
+from minilm_cache.regular_files import NotRegularError, first_bytes
 
 PARTIAL = ".partial"
 """Ending of files that are being written, ours and zarr's."""
@@ -114,20 +115,27 @@ def is_vacant(folder: Path, beside: Path | None = None) -> bool:
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """Read a file of at most so many bytes.
+    """Read a regular file of at most so many bytes; never a link, a pipe or a device.
 
     Raises:
-        CacheCorruptError: it is longer.
+        CacheCorruptError: it is longer, or no regular file.
         StorageError: the file system refused.
     """
-    with storage_errors("read", path):
-        size = path.stat().st_size
-        if size > max_bytes:
+    try:
+        with storage_errors("read", path):
+            content = first_bytes(path, max_bytes + 1)
+    except StorageError as error:
+        if isinstance(error.__cause__, NotRegularError):
             raise CacheCorruptError(
-                f"{path} is {size} bytes long, more than the {max_bytes} that the format allows. "
-                "Fetch the cache again or redo the dump."
-            )
-        return path.read_bytes()
+                f"{path}: {error.__cause__.strerror}. Put the file itself there, or fetch the cache again."
+            ) from error
+        raise
+    if len(content) > max_bytes:
+        raise CacheCorruptError(
+            f"{path} is longer than the {max_bytes} bytes that the format allows. "
+            "Fetch the cache again or redo the dump."
+        )
+    return content
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, Lab
 
 MANIFEST: Final = "manifest.json"
 CARD: Final = "README.md"
-PREVIEW: Final = "preview/sequences.parquet"
 COMMITS: Final = "commits"
 """Folder of the commit records."""
 SEAL_LOCK: Final = "locks/seal.lock"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.storage_schema.manifest import PREVIEW, FileDigest
 from minilm_cache.store.creation import differing_fields
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
@@ -39,10 +40,10 @@ def merge(parts: Sequence[Path], out: Path, progress: Progress, should_stop: Sho
         _check_same(readers[0], reader)
     owners = _owners(readers)
     first = readers[0]
-    attachments = {
-        path: first.attachment(path) for path in first.manifest.files if not path.endswith("zarr.json")
-    }
-    manifest = first.manifest.model_copy(update={"complete": False, "measured": None})
+    files = _begun_with(first)
+    attachments = {path: first.attachment(path) for path in files if not path.endswith("zarr.json")}
+    changes = {"complete": False, "measured": None, "files": files}
+    manifest = first.manifest.model_copy(update=changes)
     writer = CacheWriter(out, manifest, attachments)
     todo = [shard for shard in sorted(owners) if not writer.is_committed(shard)]
     sizes = {shard: sum(file.size for file in owners[shard].records[shard].files.values()) for shard in todo}
@@ -67,11 +68,16 @@ def _check_same(first: CacheReader, other: CacheReader) -> None:
             f"{other.root} and {first.root} are not parts of one cache: they differ in "
             f"{', '.join(differing)}."
         )
-    if other.manifest.files != first.manifest.files:
+    if _begun_with(other) != _begun_with(first):
         raise IdentityMismatchError(
             f"{other.root} and {first.root} were begun apart: their codecs were fitted on each machine. Copy "
             "the folder that one dump has begun to the other machines before they dump."
         )
+
+
+def _begun_with(reader: CacheReader) -> dict[str, FileDigest]:
+    """Return the files outside the shards that a dump begins with: all but the preview."""
+    return {path: digest for path, digest in reader.manifest.files.items() if path != PREVIEW}
 
 
 def _owners(readers: Sequence[CacheReader]) -> dict[int, CacheReader]:

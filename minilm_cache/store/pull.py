@@ -15,19 +15,21 @@ from minilm_cache.errors import (
 )
 from minilm_cache.fingerprint import digest_bytes
 from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.manifest import MAX_RECORD_BYTES, CacheManifest, CommitRecord, FileDigest
 from minilm_cache.storage_schema.problems import parse
+from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import remote_manifest
 from minilm_cache.store.durable import is_vacant, storage_errors, sync_directories, wait_for, write_file
-from minilm_cache.store.layout import CARD, MANIFEST, PREVIEW, below, commit_path, shard_bytes
+from minilm_cache.store.layout import CARD, MANIFEST, below, commit_path
 from minilm_cache.store.reader import check_record, read_checked, read_manifest, read_record
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.transfer import Shared, each, num_bytes
 
+_TABLE_ROW_BYTES: Final = 64
+"""Of a row of a sequence table, at most."""
 _MAX_ATTACHMENT_BYTES: Final = 2**27
 """Of a tokenizer, the largest file outside the shards."""
-_MAX_PAGE_BYTES: Final = 2**24
-"""Of the card and of the preview, which no hash covers and no reader needs."""
 
 
 def pull(url: str, out: Path, progress: Progress, should_stop: ShouldStop) -> Shared:
@@ -78,10 +80,7 @@ def _pull(
 
     fetcher.attachments(progress)
     copied = sum(each(fetch_shard, range(num_shards), should_stop, source.url))
-    for page in (CARD, PREVIEW):
-        content = source.read_if_there(page, _MAX_PAGE_BYTES)
-        if content is not None:
-            fetcher.write(page, content)
+    fetcher.write(CARD, cache_card(manifest).encode())  # written anew: no hash covers the one in the store
     fetcher.write(MANIFEST, manifest.to_json())
     with storage_errors("create the cache", out):
         if out.is_dir():
@@ -126,9 +125,8 @@ class Fetcher:
         self._source = source
         self._folder = folder
         self._manifest = manifest
-        # No file of a shard is longer than what it decodes to, but for headers.
-        whole = shard_bytes(manifest.identity, manifest.calibration, manifest.shard_tokens)
-        self._max_file_bytes = whole + whole // 8 + 2**20
+        specs = array_specs(manifest.identity, manifest.calibration)
+        self._row_bytes = {spec.path: spec.row_bytes for spec in specs}
 
     def records(self, should_stop: ShouldStop) -> list[CommitRecord]:
         """Fetch every shard's commit record.
@@ -155,14 +153,14 @@ class Fetcher:
             progress.advance(expected.size)
 
     def fetch(self, path: str, expected: FileDigest, max_bytes: int | None = None) -> bool:
-        """Fetch a file of at most so many bytes, of a shard where no bound is given.
+        """Fetch a file of at most so many bytes; of a shard's files what they can need, if None is given.
 
         Returns whether that was necessary.
 
         Raises:
             CacheCorruptError: what arrives is not what was committed.
         """
-        if expected.size > (max_bytes or self._max_file_bytes):
+        if expected.size > (max_bytes or self._most_bytes(path)):
             raise CacheCorruptError(
                 f"{self._source.url}/{path} claims {expected.size} bytes, more than it can need. "
                 "It was not written by `minilm-cache dump`."
@@ -182,6 +180,12 @@ class Fetcher:
             )
         self.write(path, content)
         return True
+
+    def _most_bytes(self, path: str) -> int:
+        """Return the most that a file of a shard can need: what it decodes to, and its headers."""
+        row_bytes = self._row_bytes.get(path.split("/c/", maxsplit=1)[0], _TABLE_ROW_BYTES)
+        decoded = self._manifest.shard_tokens * row_bytes
+        return decoded + decoded // 8 + 2**20
 
     def write(self, path: str, content: bytes) -> None:
         """Write a file into the folder, durably."""

@@ -17,8 +17,10 @@ from minilm_cache.storage_schema.manifest import (
     FileDigest,
 )
 from minilm_cache.storage_schema.problems import parse
+from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import remote_manifest
-from minilm_cache.store.layout import CARD, MANIFEST, PREVIEW, below, cache_name, commit_path
+from minilm_cache.store.durable import read_bounded
+from minilm_cache.store.layout import CARD, MANIFEST, below, cache_name, commit_path
 from minilm_cache.store.reader import CacheReader, read_checked
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.transfer import Shared, each, num_bytes
@@ -59,11 +61,9 @@ def push(
     progress.start("push", num_bytes(manifest, list(reader.records.values())), "bytes")
     sent = [sender.send(path, digest) for path, digest in manifest.files.items()]
     copied = sum(each(sender.send_shard, range(num_shards), should_stop, target.url))
-    content = (root / MANIFEST).read_bytes()
+    content = read_bounded(root / MANIFEST, MAX_MANIFEST_BYTES)
     if target.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != content:
-        for page in (CARD, PREVIEW):
-            if below(root, page).is_file():
-                target.write(page, below(root, page).read_bytes())
+        target.write(CARD, cache_card(manifest).encode())  # written anew: no hash covers the one here
         target.write(MANIFEST, content)
     elif not (copied or any(sent)):
         progress.note(f"{target.url} is there already: nothing to do")
@@ -94,7 +94,7 @@ class _Sender:
             IdentityMismatchError: the record there is of other files.
         """
         path = commit_path(shard)
-        content = below(self._reader.root, path).read_bytes()
+        content = read_bounded(below(self._reader.root, path), MAX_RECORD_BYTES)
         if self._target.create(path, content):
             return True
         try:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 import obstore
@@ -26,11 +27,14 @@ from minilm_cache.errors import (
     StorageError,
     first_line,
 )
+from minilm_cache.regular_files import first_bytes
 from minilm_cache.store.durable import create_file, write_file
 
 Result = TypeVar("Result")
 
 OBJECT_STORES: Final = ("s3", "gs", "az")
+_FILE_SYSTEMS: Final = ("hf", "file")
+"""What is opened through fsspec; others of its schemes fetch, chain or interpret what a URL says."""
 
 _DENIED: Final = (
     PermissionError,
@@ -56,11 +60,19 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
+def without_secrets(url: str) -> str:
+    """Return a URL without a user's name, password or signature, for messages."""
+    parts = urlsplit(url)
+    if not parts.scheme:
+        return url
+    return urlunsplit((parts.scheme, parts.netloc.rsplit("@", 1)[-1], parts.path, "", ""))
+
+
 @contextmanager
 def _remote_errors(doing: str, url: str) -> Iterator[None]:
     try:
         yield
-    except StorageError:
+    except (StorageError, CacheCorruptError):
         raise
     except Exception as error:  # fsspec's file systems raise whatever the libraries below them raise
         denied = isinstance(error, _DENIED) or "403 Forbidden" in str(error) or "401 Unauth" in str(error)
@@ -137,6 +149,8 @@ class _FileSystem:
 
     def read(self, path: str, num_bytes: int) -> bytes:
         """Return the first bytes of a file."""
+        if isinstance(self.filesystem, LocalFileSystem):
+            return first_bytes(Path(path), num_bytes)
         return bytes(self.filesystem.cat_file(path, start=0, end=num_bytes))
 
     def write(self, path: str, content: bytes) -> None:
@@ -180,6 +194,7 @@ class RemoteFolder:
     """One folder; names are relative to it, with `/` between parts."""
 
     url: str
+    """Where it is, for people: without secrets."""
     files: _ObjectStore | _FileSystem
     path: str
 
@@ -259,20 +274,28 @@ class RemoteFolder:
 
 
 def open_store(url: str) -> RemoteFolder:
-    """Return the folder at a URL (`s3://`, `gs://`, `az://`, `hf://`, what else fsspec knows) or a path.
+    """Return the folder at a URL (`s3://`, `gs://`, `az://`, `hf://`, `file://`) or a path.
 
     Raises:
-        InvalidConfigError: no such kind of store is known.
+        InvalidConfigError: no such kind of store is known, or the URL holds a password or a signature.
     """
-    scheme, _, place = url.rstrip("/").partition("://")
+    place = url.rstrip("/")
+    shown = without_secrets(place)
+    scheme = urlsplit(place).scheme if is_url(place) else "file"
+    known = ", ".join(f"{name}://" for name in (*OBJECT_STORES, *_FILE_SYSTEMS))
+    remedy = f"Give a path, or a URL that begins with one of {known}"
+    if scheme not in (*OBJECT_STORES, *_FILE_SYSTEMS) or "::" in place:
+        raise InvalidConfigError(f"cannot open {shown}: no store of this kind is known. {remedy}.")
+    if is_url(place) and shown != place:
+        raise InvalidConfigError(
+            f"cannot open {shown}: the URL holds a password or a signature, which would end up in run.json "
+            f"and in logs. Leave it out. {_DENIED_REMEDY}."
+        )
     try:
         if scheme in OBJECT_STORES:
-            bucket, _, path = place.partition("/")
-            return RemoteFolder(url.rstrip("/"), _ObjectStore(from_url(f"{scheme}://{bucket}")), path)
-        filesystem, path = fsspec.core.url_to_fs(url.rstrip("/"), skip_instance_cache=True)
+            bucket, _, path = place.partition("://")[2].partition("/")
+            return RemoteFolder(place, _ObjectStore(from_url(f"{scheme}://{bucket}")), path)
+        filesystem, path = fsspec.core.url_to_fs(place, skip_instance_cache=True)
     except (ValueError, TypeError, ImportError, obstore.exceptions.BaseError) as error:
-        raise InvalidConfigError(
-            f"cannot open {url}: {first_line(error)}. Give a path, or a URL that begins with "
-            f"{', '.join(f'{name}://' for name in OBJECT_STORES)} or hf://."
-        ) from error
-    return RemoteFolder(url.rstrip("/"), _FileSystem(filesystem), path.rstrip("/"))
+        raise InvalidConfigError(f"cannot open {shown}: {first_line(error)}. {remedy}.") from error
+    return RemoteFolder(place, _FileSystem(filesystem), path.rstrip("/"))

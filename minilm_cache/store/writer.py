@@ -23,6 +23,7 @@ from minilm_cache.fingerprint import digest_bytes, xxh3
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs
 from minilm_cache.storage_schema.manifest import (
     MAX_MANIFEST_BYTES,
+    PREVIEW,
     CacheManifest,
     CommitRecord,
     FileDigest,
@@ -31,6 +32,7 @@ from minilm_cache.storage_schema.manifest import (
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import sequence_columns
+from minilm_cache.store.card import cache_card
 from minilm_cache.store.creation import differing_fields, prepare_root
 from minilm_cache.store.durable import (
     PARTIAL,
@@ -45,7 +47,6 @@ from minilm_cache.store.durable import (
 from minilm_cache.store.layout import (
     CARD,
     MANIFEST,
-    PREVIEW,
     SEAL_LOCK,
     below,
     commit_path,
@@ -340,7 +341,7 @@ class CacheWriter:
         finally:
             lock.release()
 
-    def seal(self, measured: Measured, preview: pa.Table, card: str) -> None:
+    def seal(self, measured: Measured, preview: pa.Table) -> None:
         """Declare the cache complete; the manifest is written last.
 
         Raises:
@@ -350,16 +351,41 @@ class CacheWriter:
         if missing:
             raise StorageError(f"{self.root} cannot be sealed: shards {missing} are not committed.")
         complete = self.manifest.model_copy(update={"complete": True, "measured": measured})
-        buffer = io.BytesIO()
-        pq.write_table(preview, buffer, compression="zstd")
         with storage_errors("seal the cache", self.root):
-            write_file(below(self.root, PREVIEW), buffer.getvalue())
-            write_file(self.root / CARD, card.encode())
-            write_file(self.root / MANIFEST, complete.to_json())
+            write_file(self.root / CARD, cache_card(complete).encode())
+            self.manifest = self._with_preview(complete, preview)
             # Every shard is committed: nobody writes any more, and what kills have left over is nobody's.
             for left in (*(self.root / "locks").glob("[0-9]*.lock"), *self.root.rglob(f"*{PARTIAL}")):
                 left.unlink(missing_ok=True)
-        self.manifest = complete
+
+    def _with_preview(self, manifest: CacheManifest, preview: pa.Table) -> CacheManifest:
+        """Write a preview, and a manifest that names it."""
+        buffer = io.BytesIO()
+        pq.write_table(preview, buffer, compression="zstd")
+        files = manifest.files | {PREVIEW: digest_bytes(buffer.getvalue())}
+        named = manifest.model_copy(update={"files": files})
+        write_file(below(self.root, PREVIEW), buffer.getvalue())
+        write_file(self.root / MANIFEST, named.to_json())
+        return named
+
+    def has_damaged_preview(self) -> bool:
+        """Return whether the preview that the manifest names is not there as it was written."""
+        if PREVIEW not in self.manifest.files:
+            return False
+        try:
+            read_checked(self.root, PREVIEW, self.manifest.files[PREVIEW])
+        except CacheCorruptError:
+            return True
+        return False
+
+    def write_preview(self, preview: pa.Table) -> None:
+        """Write the preview of a complete cache again.
+
+        Raises:
+            StorageError: the file system refused.
+        """
+        with storage_errors("write the preview", self.root):
+            self.manifest = self._with_preview(self.manifest, preview)
 
 
 def tokens_hash(tokens: npt.NDArray[np.generic]) -> str:

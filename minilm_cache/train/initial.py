@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from minilm_cache.config import TrainConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
-from minilm_cache.fingerprint import sha256_files
+from minilm_cache.model_files import weights_sha256
 from minilm_cache.pretrained import keep_layers, load_weights, locate_teacher
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -87,7 +87,7 @@ def initial_weights(config: TrainConfig, manifest: CacheManifest) -> InitialWeig
     if config.init == TEACHER_LAYERS:
         assert config.init_teacher is not None
         source = locate_teacher(config.init_teacher)
-        found = sha256_files(source.folder.glob("*.safetensors"))
+        found = weights_sha256(source.folder)
         expected = manifest.identity.teacher.weights_sha256
         if found != expected:
             raise IdentityMismatchError(
@@ -106,7 +106,7 @@ def initial_weights(config: TrainConfig, manifest: CacheManifest) -> InitialWeig
 
 def _hash_of(folder: Path, arch: Sequence[str]) -> str:
     folders = [_student_folder(folder, one) for one in arch]
-    return canonical_sha256([sha256_files(one.glob("*.safetensors")) for one in folders])
+    return canonical_sha256([weights_sha256(one) for one in folders])
 
 
 def _student_folder(folder: Path, arch: str) -> Path:

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 
 from minilm_cache.device import enough_memory
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
+from minilm_cache.model_files import described, out_of_bounds
 from minilm_cache.needs import NEEDS
 from minilm_cache.pretrained import HEADS
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
@@ -33,15 +34,10 @@ _OF_THE_TEXT: Final = (
     "initializer_range",
 )
 _FFN_FIELDS: Final = ("intermediate_size", "hidden_dim")
-_NOT_TAKEN: Final = frozenset({"auto_map", "model_type", "architectures", "quantization_config"})
-_LIMITS: Final = {
-    "max_position_embeddings": 2**17,
-    "type_vocab_size": 2**10,
-    "intermediate_size": 2**20,
-    "hidden_dim": 2**20,
-    "embedding_size": 2**16,
-}
-"""Sizes that the manifest does not state: a stranger's must not fill memory."""
+_OF_THE_TEACHER: Final = frozenset({"model_type", "architectures", "id2label", "label2id", "num_labels"})
+"""Keys of a teacher's configuration that are not a student's: its family is known, labels are its own."""
+_MOST_WEIGHTS: Final = 4
+"""How many times as many weights as its sizes suggest a model may have: a stranger's must not fill memory."""
 _BAD_CONFIG: Final = (
     StrictDataclassError,
     AssertionError,
@@ -300,6 +296,9 @@ def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, 
     teacher = manifest.identity.teacher
     try:
         content = json.loads(document)
+        problem = out_of_bounds(content)
+        if problem is not None:
+            raise _unusable(problem)
         kept = _taken(content)
         config = AutoConfig.for_model(teacher.model_type, **kept)
         plausible = (
@@ -308,7 +307,6 @@ def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, 
             and config.hidden_size == teacher.hidden_size
             and getattr(config, "num_hidden_layers", teacher.num_layers) == teacher.num_layers
             and config.max_position_embeddings >= manifest.identity.packing.max_length
-            and all(getattr(config, name, 0) <= limit for name, limit in _LIMITS.items())
             and 0 <= (config.pad_token_id or 0) < teacher.vocab_size
         )
     except _BAD_CONFIG as error:
@@ -319,8 +317,8 @@ def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, 
 
 
 def _taken(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what describes a model, without what would choose its code or its attention."""
-    return {key: value for key, value in content.items() if not key.startswith("_") and key not in _NOT_TAKEN}
+    """Return what describes a model, without what would choose its code, its attention or its labels."""
+    return {key: value for key, value in described(content).items() if key not in _OF_THE_TEACHER}
 
 
 def _unusable(reason: object) -> CacheCorruptError:
@@ -352,6 +350,7 @@ def build_model(config: PreTrainedConfig, attention: str, head: Head | None = No
         CacheCorruptError: the configuration describes no model.
     """
     try:
+        _refuse_heavy(config, attention, head)
         with enough_memory(torch.device("cpu"), "Take a smaller --arch"):
             model = HEADS[head].from_config(
                 config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
@@ -360,3 +359,18 @@ def build_model(config: PreTrainedConfig, attention: str, head: Head | None = No
         raise _unusable(error) from error
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def _refuse_heavy(config: PreTrainedConfig, attention: str, head: Head | None) -> None:
+    """Raise CacheCorruptError for a model of far more weights than its sizes suggest, before any is drawn."""
+    with torch.device("meta"):
+        model = HEADS[head].from_config(
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+        )
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    width = config.hidden_size
+    inner = next((getattr(config, name) for name in _FFN_FIELDS if hasattr(config, name)), 4 * width)
+    tables = (config.vocab_size + getattr(config, "max_position_embeddings", 0)) * width
+    suggested = tables + config.num_hidden_layers * width * (8 * width + 4 * inner)
+    if num_weights > _MOST_WEIGHTS * suggested + 2**24:
+        raise _unusable(f"it describes a model of {num_weights:,} weights, far more than its sizes suggest")

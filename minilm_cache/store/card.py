@@ -1,31 +1,9 @@
-"""What a finished cache shows to people: a preview table and a dataset card."""
+"""The card of a finished cache: what it holds, for people and hubs, made from its manifest alone."""
 
-import pyarrow as pa
 from huggingface_hub import DatasetCardData
-from transformers import PreTrainedTokenizerFast
 
-from minilm_cache.cache import Cache
-from minilm_cache.storage_schema.identity import DenseParameters, RelationKind, VectorsParameters
+from minilm_cache.storage_schema.identity import DenseParameters, VectorsParameters
 from minilm_cache.storage_schema.manifest import CacheManifest, Measured
-
-PREVIEW_SEQUENCES = 8
-
-
-def preview_table(cache: Cache, tokenizer: PreTrainedTokenizerFast) -> pa.Table:
-    """Return the first sequences with their text, and the attention of head 0 from [CLS]."""
-    rows = []
-    for number in range(min(PREVIEW_SEQUENCES, len(cache))):
-        sequence = cache[number]
-        ids = sequence.input_ids.tolist()
-        rows.append(
-            {
-                "sequence": number,
-                "text": tokenizer.decode(ids),
-                "tokens": tokenizer.convert_ids_to_tokens(ids),
-                "attention_head0_row0": sequence.relation(RelationKind.ATTENTION)[0, 0].tolist(),
-            }
-        )
-    return pa.Table.from_pylist(rows)
 
 
 def _layers(layers: tuple[int, ...]) -> str:
@@ -51,8 +29,10 @@ def _states_table(measured: Measured) -> list[str]:
     ]
 
 
-def cache_card(manifest: CacheManifest, measured: Measured) -> str:
-    """Return the dataset card: metadata for hubs, then what the cache holds and how to read it."""
+def cache_card(manifest: CacheManifest) -> str:
+    """Return the dataset card of a complete cache: metadata for hubs, what it holds, how to read it."""
+    measured = manifest.measured
+    assert measured is not None
     data = DatasetCardData(
         pretty_name=f"Relations of {manifest.labels.teacher} on {manifest.labels.corpus}",
         tags=["minilm-cache", "zarr", "knowledge-distillation"],

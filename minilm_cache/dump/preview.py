@@ -1,0 +1,26 @@
+"""What a finished cache shows to people and dataset viewers: some of its sequences."""
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerFast
+
+from minilm_cache.cache import Cache
+from minilm_cache.storage_schema.identity import RelationKind
+
+PREVIEW_SEQUENCES = 8
+
+
+def preview_table(cache: Cache, tokenizer: PreTrainedTokenizerFast) -> pa.Table:
+    """Return the first sequences with their text, and the attention of head 0 from [CLS]."""
+    rows = []
+    for number in range(min(PREVIEW_SEQUENCES, len(cache))):
+        sequence = cache[number]
+        ids = sequence.input_ids.tolist()
+        rows.append(
+            {
+                "sequence": number,
+                "text": tokenizer.decode(ids),
+                "tokens": tokenizer.convert_ids_to_tokens(ids),
+                "attention_head0_row0": sequence.relation(RelationKind.ATTENTION)[0, 0].tolist(),
+            }
+        )
+    return pa.Table.from_pylist(rows)
