@@ -76,6 +76,9 @@ def report(  # noqa: PLR0913 - one parameter for each option
         str | None, typer.Option(help="Folder or URL of the runs' cache [default: where it was]")
     ] = None,
     title: Annotated[str, typer.Option(help="Of the page")] = "Distilled students",
+    paths: Annotated[
+        bool, typer.Option("--paths", help="Show whole paths of folders, not their names alone")
+    ] = False,
     device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -96,12 +99,12 @@ def report(  # noqa: PLR0913 - one parameter for each option
     wanted = chosen if sequence or text else None
     check_page(out, wanted, has_teacher=teacher is not None)
     with TerminalProgress().shown() as progress:
-        paths = dict.fromkeys(path.resolve() for path in runs)
-        opened = [one for path in paths for one in open_runs(path, cache, home())]
+        folders = dict.fromkeys(path.resolve() for path in runs)
+        opened = [one for folder in folders for one in open_runs(folder, cache, home())]
         live = None if teacher is None else Teacher(locate_teacher(teacher), choose_device(device))
         progress.note(f"measuring {sum(len(one.students) for one in opened)} students")
         students = students_table(opened, live, device=device)
-        made = write_report(out, opened, students, teacher=live, wanted=wanted, title=title)
+        made = write_report(out, opened, students, teacher=live, wanted=wanted, title=title, paths=paths)
     if json:
         print_json(
             {

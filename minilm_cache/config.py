@@ -29,7 +29,7 @@ _MAPS: Final[dict[str, tuple[LayerMap, ...]]] = {
     "bert-pkd": ("all", "top", "bottom"),
 }
 """Layer maps that an objective can have, its own first; others have the last."""
-_ONE_LAYER: Final = ("minilm", "minilmv2", "value-mse", "hidden-mse")
+ONE_LAYER: Final = ("minilm", "minilmv2", "value-mse", "hidden-mse")
 """Objectives that learn from one layer of the teacher, unless a map says otherwise."""
 _OF_OBJECTIVES: Final = {
     "patience": ("bert-pkd",),
@@ -358,7 +358,7 @@ class TrainConfig(FrozenSettings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainConfig":
-        if self.teacher_layer is not None and self.objective not in _ONE_LAYER:
+        if self.teacher_layer is not None and self.objective not in ONE_LAYER:
             raise ValueError(f"--teacher-layer does not go with --objective {self.objective}")
         if (self.init == "teacher-layers") != (self.init_teacher is not None):
             raise ValueError("--init teacher-layers and --init-teacher go together")

@@ -20,10 +20,11 @@ from minilm_cache.device import choose_device
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import IdentityMismatchError, first_line
 from minilm_cache.needs import FORMS
+from minilm_cache.regular_files import first_bytes
 from minilm_cache.runs import TrainedRun
 from minilm_cache.sizes import ModelSize, Timed, inference_rates, model_size
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
-from minilm_cache.train.record import LOG_FILE, LogLine, RunIdentity, StudentRecord
+from minilm_cache.train.record import LOG_FILE, MAX_LOG_BYTES, LogLine, RunIdentity, StudentRecord
 
 _SECONDS_PER_HOUR: Final = 3600
 _SEED: Final = re.compile(r":s\d+")
@@ -240,7 +241,7 @@ def curves_table(run: TrainedRun) -> pa.Table:
     file = run.path / LOG_FILE
     rows = []
     try:
-        for line in map(LogLine.model_validate_json, file.read_text().splitlines()):
+        for line in map(LogLine.model_validate_json, first_bytes(file, MAX_LOG_BYTES).splitlines()):
             for what, students in (("students", line.students), ("held_out", line.held_out)):
                 for arch, means in students.items():
                     named = {"step": line.step, "student": arch, "what": what}

@@ -10,6 +10,7 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.config import TrainConfig, cache_home
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
+from minilm_cache.store.remote import is_url, without_secrets
 from minilm_cache.train.objectives.choose import Objective, choose_objective
 from minilm_cache.train.objectives.relations import split_into
 from minilm_cache.train.record import RUN_FILE, RunRecord, StudentRecord, load_record
@@ -55,14 +56,14 @@ class TrainedRun:
 
         Args:
             path: its folder.
-            cache_place: folder or URL of its cache; none: where it was when the run began.
+            cache_place: folder or URL of its cache; None means the folder where it was when the run began.
             home: folder of what is kept of caches at URLs; none: `~/.cache/minilm-cache`.
             name: of the cache, in tables; none: the end of its place.
             reference: cache whose teacher the students are compared with; none: that of the run.
             reference_layer: of that teacher; none: its last.
 
         Raises:
-            InvalidConfigError: there is no run.
+            InvalidConfigError: there is no run, or its cache is at a URL that nobody has named.
             IdentityMismatchError: it is not complete, or the cache is another one.
             MiniLMCacheError: the cache cannot be opened.
         """
@@ -73,6 +74,11 @@ class TrainedRun:
                 f"run {folder} is not complete. Finish it with the command that began it; it resumes."
             )
         place = cache_place or record.cache
+        if cache_place is None and is_url(place):
+            raise InvalidConfigError(
+                f"run {folder} says that its cache is at {without_secrets(place)}, and no URL from a run is "
+                "opened unasked. Give it by --cache if you trust it."
+            )
         cache = open_cache(place, home or cache_home(None))
         if cache.manifest.fingerprint != record.identity.fingerprint:
             raise IdentityMismatchError(
@@ -148,7 +154,8 @@ def open_runs(path: Path, cache_place: str | None, home: Path) -> list[TrainedRu
 
     Args:
         path: folder of a run, a chain or a study.
-        cache_place: folder or URL of the cache of a run; none: where it was when the run began.
+        cache_place: folder or URL of the cache of a run, or the URL that runs of a study may name; None means
+            the folders where their caches were when they began.
         home: folder of what is kept of caches at URLs.
 
     Raises:
@@ -158,8 +165,8 @@ def open_runs(path: Path, cache_place: str | None, home: Path) -> list[TrainedRu
     inner = sorted(file.parent for file in path.glob(f"runs/*/{RUN_FILE}"))
     if (path / RUN_FILE).exists() or not inner:
         return [TrainedRun.open(path, cache_place, home)]
-    if cache_place is not None:
-        raise InvalidConfigError(f"--cache goes with a run, and {path} holds several. Leave it out.")
+    if cache_place is not None and not is_url(cache_place):
+        raise InvalidConfigError(f"--cache FOLDER goes with a run, and {path} holds several. Leave it out.")
     first = path / "caches" / TEACHER_CACHE
     reference = first if first.is_dir() else None
     found = []
@@ -171,7 +178,8 @@ def open_runs(path: Path, cache_place: str | None, home: Path) -> list[TrainedRu
         # The folder may have been moved since; its caches have moved with it.
         moved = path / "caches" / Path(record.cache).name
         place = str(moved) if moved.is_dir() else record.cache
-        opened = TrainedRun.open(run, place, home, reference=reference)
+        trusted = None if is_url(place) and place != cache_place else place
+        opened = TrainedRun.open(run, trusted, home, reference=reference)
         layer = opened.layer if opened.is_compared_with_own else layer
         found.append(opened)
     if not found:

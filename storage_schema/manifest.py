@@ -219,6 +219,12 @@ class Labels(StoredModel):
     teacher: Name
     corpus: Name
     created_by: Name
+    text_column: Name | None = None
+    """Column of the text in records; None means `text`, or that the first releases did not say."""
+    revision: Name | None = None
+    """Revision of a teacher from the hub; None means the newest, or that the first releases did not say."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"text_column", "revision"})
 
 
 class CacheManifest(StoredDocument):

@@ -166,13 +166,18 @@ def name_labels(config: DumpConfig) -> Labels:
         teacher=_label(config.teacher),
         corpus=_label(config.corpus),
         created_by=f"minilm-cache {__version__}",
+        text_column=None if config.text_column is None else _plain(config.text_column),
+        revision=None if config.revision is None else _plain(config.revision),
     )
 
 
 def _label(name: str) -> str:
     """Return a name for people: of a path only its end, since caches travel and paths tell of machines."""
-    end = Path(name).resolve().name or "root"
-    return "".join(letter if letter.isprintable() else "?" for letter in end)[:64]
+    return _plain(Path(name).resolve().name or "root")[:64]
+
+
+def _plain(name: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in name)[:512]
 
 
 def plan_manifest(

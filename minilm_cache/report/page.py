@@ -65,6 +65,7 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
     wanted: Wanted | None = None,
     title: str = "report",
     remarks: Sequence[str] = (),
+    paths: bool = False,
 ) -> Report:
     """Write a page about runs.
 
@@ -76,6 +77,7 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
         wanted: texts for the attention maps; none: the first held-out sequence, if there is one.
         title: of the page.
         remarks: sentences at its top.
+        paths: whether it shows whole paths, which tell of a machine and its user, or names alone.
 
     Raises:
         InvalidConfigError: a text that cannot be looked at.
@@ -125,7 +127,7 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
             (name, some, svg(agreement_figure(some), f"agreement {name}"))
             for name, some in by_student.items()
         ],
-        provenance=[(run.path.name, provenance(run)) for run in runs],
+        provenance=[(run.path.name, provenance(run, paths=paths)) for run in runs],
     )
     content = page.encode()
     with storage_errors("write", path):

@@ -1,45 +1,59 @@
 """Where runs are from: fingerprints, and the commands that make the same again."""
 
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from minilm_cache.config import DumpConfig, TrainConfig
+from minilm_cache.config import ONE_LAYER, DumpConfig, TrainConfig
+from minilm_cache.needs import FORMS
 from minilm_cache.runs import TrainedRun
 from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.storage_schema.states import StatesIdentity
+from minilm_cache.store.remote import is_url
 from minilm_cache.train.card import layers_in_words
+from minilm_cache.train.initial import TEACHER_LAYERS
 
 
-def provenance(run: TrainedRun) -> list[tuple[str, str]]:
-    """Return names and values: what a run and its cache were made of, and by which commands."""
+def provenance(run: TrainedRun, *, paths: bool = False) -> list[tuple[str, str]]:
+    """Return names and values: what a run and its cache were made of, and by which commands.
+
+    Args:
+        run: a complete run.
+        paths: whether folders are shown with their whole paths, which tell of a machine and its user, or by
+            their names alone.
+    """
     manifest, identity = run.cache.manifest, run.record.identity
     teacher, corpus = manifest.identity.teacher, manifest.identity.corpus
     return [
-        ("run", str(run.path)),
-        ("cache", run.record.cache),
+        ("run", str(run.path) if paths else run.path.name),
+        ("cache", _place(run.record.cache, paths=paths)),
         ("fingerprint", manifest.fingerprint),
         ("teacher", f"{manifest.labels.teacher}, weights SHA-256 {teacher.weights_sha256}"),
         ("corpus", f"{manifest.labels.corpus}, SHA-256 {corpus.sha256}, {manifest.num_tokens:,} tokens"),
         ("written by", manifest.labels.created_by),
         ("learned from", layers_in_words(identity)),
         ("dumped by (names as the cache carries them)", dump_command(manifest)),
-        ("trained by", train_command(run)),
+        ("trained by", train_command(run, paths=paths)),
     ]
 
 
 def dump_command(manifest: CacheManifest) -> str:
-    """Return a command that makes a cache of the same fingerprint.
+    """Return a command that makes a cache of the same fingerprint, by the same sort of split.
 
-    As far as the cache tells: it names teacher and corpus by the ends of their paths, and neither a text
-    column nor a revision.
+    It names teacher and corpus by the ends of their paths, as the cache does.
     """
     identity = manifest.identity
     codec = identity.codec.model_dump(exclude={"weight_ratio", "calibration_tokens", "seed"})
     last = (identity.teacher.num_layers - 1,)
     given: dict[str, Any] = {
         "corpus": manifest.labels.corpus,
+        "text_column": manifest.labels.text_column,
+        "revision": manifest.labels.revision,
         "codec": codec.pop("name"),
         **codec,
-        "layers": "last" if identity.layers == last else ",".join(map(str, identity.layers)),
+        "layers": "last" if identity.layers == last else _listed(identity.layers),
+        **_states(identity.states),
         "packing": identity.packing.mode,
         "max_length": identity.packing.max_length,
         "max_tokens": identity.packing.max_tokens,
@@ -49,27 +63,73 @@ def dump_command(manifest: CacheManifest) -> str:
     return _command(["minilm-cache", "dump", "--teacher", manifest.labels.teacher], given, DumpConfig)
 
 
-def train_command(run: TrainedRun) -> str:
-    """Return a command that trains the same students."""
-    identity = run.record.identity
-    arch = [word for one in identity.arch for word in ("--arch", one)]
-    content = identity.model_dump(exclude={"arch", "fingerprint", "shard_tokens", "compiled"})
+def _states(states: StatesIdentity | None) -> dict[str, Any]:
+    """Return the settings of a dump that stores these states."""
+    if states is None:
+        return {}
+    labels, masking = states.labels, states.masking
+    return {
+        "hidden": _listed(states.hidden),
+        "masked_hidden": _listed(states.masked_hidden),
+        "first_hidden": _listed(states.first),
+        "max_error": states.max_error,
+        "labels": labels is not None,
+        "label_tokens": None if labels is None else labels.tokens,
+        "label_k": None if labels is None else labels.k,
+        "label_temperature": None if labels is None else labels.temperature,
+        "maskings": None if masking is None else masking.readings,
+        "logits": states.num_classes is not None,
+    }
+
+
+def _listed(numbers: Sequence[int]) -> str | None:
+    return ",".join(map(str, numbers)) or None
+
+
+def train_command(run: TrainedRun, *, paths: bool = True) -> str:
+    """Return a command that trains the same students, by whole paths or by names alone."""
+    identity, record = run.record.identity, run.record
+    place = _place(record.cache, paths=paths)
+    words = ["minilm-cache", "train", place, *(word for one in identity.arch for word in ("--arch", one))]
+    if identity.objective in FORMS and identity.form is None:
+        words += ["--form", "paper"]
+    content = identity.model_dump(exclude={"arch", "fingerprint", "shard_tokens", "init", "form"})
     given = {name: value for name, value in content.items() if name in TrainConfig.model_fields}
     given |= {"streams": identity.num_streams, "accumulate": identity.num_parts}
     if identity.num_streams == 1:
         del given["streams"]
-    switches = {
-        "--compile": identity.compiled,
-        "--no-value-relation": not given.pop("value_relation"),
-        "--query-key-relations": given.pop("query_key_relations"),
-    }
-    on = [name for name, is_on in switches.items() if is_on]
-    return _command(["minilm-cache", "train", run.record.cache, *arch, *on], given, TrainConfig)
+    if identity.layer_map != "last" or identity.objective not in ONE_LAYER:
+        del given["teacher_layer"]
+    words += ["--layer-map", given.pop("layer_map")]
+    words += _begun_with(run, paths=paths)
+    return _command(words, given, TrainConfig)
+
+
+def _begun_with(run: TrainedRun, *, paths: bool) -> list[str]:
+    """Return the options that say what students began with; weights that nobody named have their hash."""
+    init, record = run.record.identity.init, run.record
+    if init == "random":
+        return []
+    if init.startswith(TEACHER_LAYERS):
+        teacher = record.init_teacher or run.cache.manifest.labels.teacher
+        return ["--init", TEACHER_LAYERS, "--init-teacher", _place(teacher, paths=paths)]
+    return ["--init", f"FOLDER-OF-{init[:12]}" if record.init is None else _place(record.init, paths=paths)]
+
+
+def _place(place: str, *, paths: bool) -> str:
+    """Return a folder or URL as the page shows it."""
+    return place if paths or is_url(place) else Path(place).name
 
 
 def _command(words: list[str], given: dict[str, Any], settings: type[DumpConfig | TrainConfig]) -> str:
     """Return a command line; what is as it would be anyway is left out."""
     for name, value in given.items():
-        if value is not None and value != settings.model_fields[name].default:
-            words += [f"--{name.replace('_', '-')}", str(value)]
+        if value is None or value == settings.model_fields[name].default:
+            continue
+        option = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+        words += [option] if isinstance(value, bool) else [option, str(value)]
     return shlex.join(words)
+
+
+_FLAGS = {"compiled": "--compile", "value_relation": "--no-value-relation"}
+"""Switches whose names are not those of their settings."""

@@ -4,6 +4,7 @@ from huggingface_hub import DatasetCardData
 
 from minilm_cache.storage_schema.identity import DenseParameters, VectorsParameters
 from minilm_cache.storage_schema.manifest import CacheManifest, Measured
+from minilm_cache.wording import markdown, printable
 
 
 def _layers(layers: tuple[int, ...]) -> str:
@@ -34,7 +35,8 @@ def cache_card(manifest: CacheManifest) -> str:
     measured = manifest.measured
     assert measured is not None
     data = DatasetCardData(
-        pretty_name=f"Relations of {manifest.labels.teacher} on {manifest.labels.corpus}",
+        pretty_name=f"Relations of {printable(manifest.labels.teacher)} on "
+        f"{printable(manifest.labels.corpus)}",
         tags=["minilm-cache", "zarr", "knowledge-distillation"],
         configs=[
             {"config_name": "preview", "data_files": "preview/*.parquet", "default": True},
@@ -60,16 +62,16 @@ def cache_card(manifest: CacheManifest) -> str:
             "---",
             data.to_yaml(),
             "---",
-            f"# {data.pretty_name}",
+            f"# {markdown(str(data.pretty_name))}",
             "",
             f"Attention distributions and value relations of {_layers(identity.layers)}, for distilling",
             "students offline with minilm-cache. Format version "
             f"{manifest.format_version}; every array opens with plain `zarr.open_group`.",
             "",
-            f"- teacher: {manifest.labels.teacher} ({identity.teacher.model_type}, weights SHA-256 "
-            f"`{identity.teacher.weights_sha256}`)",
-            f"- corpus: {manifest.labels.corpus} ({identity.corpus.num_documents:,} documents, SHA-256 "
-            f"`{identity.corpus.sha256}`)",
+            f"- teacher: {markdown(manifest.labels.teacher)} ({markdown(identity.teacher.model_type)}, "
+            f"weights SHA-256 `{identity.teacher.weights_sha256}`)",
+            f"- corpus: {markdown(manifest.labels.corpus)} ({identity.corpus.num_documents:,} documents, "
+            f"SHA-256 `{identity.corpus.sha256}`)",
             f"- {manifest.num_sequences:,} sequences of at most {identity.packing.max_length} tokens "
             f"({identity.packing.mode}), {manifest.num_tokens:,} tokens; the last {manifest.num_held_out:,} "
             "sequences are held out",

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import yaml
 from pydantic import ValidationError
 
 from minilm_cache.config import Settings
 from minilm_cache.errors import InvalidConfigError, first_line
+from minilm_cache.regular_files import first_bytes
 
+_MAX_BYTES: Final = 2**20
 Location = tuple[str | int, ...]
 """Keys and indices from the document's root to a value."""
 
@@ -25,9 +27,12 @@ class Source:
         """
         self.path = path
         try:
-            text = path.read_text(encoding="utf-8")
+            text = first_bytes(path, _MAX_BYTES + 1, follow_links=True).decode("utf-8")
+            _refuse_costly(path, text)
             root = yaml.compose(text, Loader=yaml.SafeLoader)
             self.content = yaml.safe_load(text)
+        except InvalidConfigError:
+            raise
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidConfigError(f"cannot read {path}: {first_line(error)}. Check the path.") from error
         except (RecursionError, ValueError) as error:
@@ -89,6 +94,21 @@ class Source:
                 self.fail(locate[""], message)
             base = locate.get(str(loc[0]), locate[""])
             self.fail((*base, *loc), message[0].lower() + message[1:])
+
+
+def _refuse_costly(path: Path, text: str) -> None:
+    """Raise InvalidConfigError for a text that would fill memory.
+
+    An alias may stand for itself, and a few aliases for billions of values.
+    """
+    if len(text) > _MAX_BYTES:
+        raise InvalidConfigError(f"{path} is longer than {_MAX_BYTES >> 10} KiB. Give a study.")
+    alias = next((event for event in yaml.parse(text) if isinstance(event, yaml.AliasEvent)), None)
+    if alias is not None:
+        line = "" if alias.start_mark is None else f", line {alias.start_mark.line + 1}"
+        raise InvalidConfigError(
+            f"{path}{line}: a study has no aliases (*{alias.anchor}). Write the value again."
+        )
 
 
 def _child(node: yaml.Node, part: str | int) -> tuple[int, yaml.Node] | None:

@@ -1,12 +1,15 @@
 """A trained student as a Hugging Face folder, with a card that says what it is and what it is not."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import transformers
 from huggingface_hub import ModelCardData
 from torch import nn
 
+from minilm_cache.errors import CacheCorruptError
 from minilm_cache.needs import NEEDS
 from minilm_cache.saving import saving
 from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES, CacheManifest
@@ -15,6 +18,7 @@ from minilm_cache.store.reader import CacheReader
 from minilm_cache.tap import Head
 from minilm_cache.train.record import RunIdentity, StudentRecord, measure_in_words
 from minilm_cache.train.trainer import StudentTrainer
+from minilm_cache.wording import markdown
 
 
 def save_student(
@@ -30,13 +34,36 @@ def save_student(
         for name in TOKENIZER_FILES:
             path = f"{TEACHER_FOLDER}/{name}"
             if path in reader.manifest.files:
-                (new / name).write_bytes(reader.attachment(path))
+                (new / name).write_bytes(_safe(name, reader.attachment(path)))
         trainer.model.model.save_pretrained(new)
         untrained = untrained_modules(trainer.model.model)
         head = trainer.learner.objective.needs.head
         (new / "README.md").write_text(student_card(reader.manifest, identity, record, untrained, head))
 
 
+def _safe(name: str, content: bytes) -> bytes:
+    """Return a file of a tokenizer without what would choose code, or a template that renders text.
+
+    Raises:
+        CacheCorruptError: it is no JSON object.
+    """
+    if name != "tokenizer_config.json":
+        return content
+    try:
+        settings = json.loads(content)
+        known = {key: value for key, value in settings.items() if key not in _NOT_OF_A_TOKENIZER}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CacheCorruptError(
+            f"{TEACHER_FOLDER}/{name} of the cache is no JSON object. Fetch the cache again or redo the dump."
+        ) from error
+    kind = getattr(transformers, str(known.get("tokenizer_class")), None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedTokenizerBase)):
+        known.pop("tokenizer_class", None)
+    return json.dumps(known, indent=2, ensure_ascii=False).encode()
+
+
+_NOT_OF_A_TOKENIZER: Final = frozenset({"auto_map", "chat_template", "name_or_path"})
+"""Keys of a stranger's tokenizer that its students do not get."""
 _PIPELINES: Final[dict[Head | None, str]] = {
     None: "feature-extraction",
     "tokens": "fill-mask",
@@ -99,19 +126,19 @@ def student_card(
         pipeline_tag=_PIPELINES[head],
         tags=["minilm-cache", "knowledge-distillation"],
     )
-    teacher = manifest.identity.teacher
+    teacher, name = manifest.identity.teacher, markdown(manifest.labels.teacher)
     lines = [
         "---",
         data.to_yaml(),
         "---",
-        f"# {record.arch}, distilled from {manifest.labels.teacher}",
+        f"# {record.arch}, distilled from {name}",
         "",
         f"A student of {record.num_parameters:,} parameters ({record.arch}), distilled offline with",
         f"minilm-cache (objective `{identity.objective}`) from {layers_in_words(identity)}.",
         "",
-        f"- teacher: {manifest.labels.teacher} ({teacher.model_type}, {teacher.num_layers} layers, hidden "
+        f"- teacher: {name} ({markdown(teacher.model_type)}, {teacher.num_layers} layers, hidden "
         f"{teacher.hidden_size}, weights SHA-256 `{teacher.weights_sha256}`)",
-        f"- corpus: {manifest.labels.corpus} ({manifest.num_tokens:,} tokens)",
+        f"- corpus: {markdown(manifest.labels.corpus)} ({manifest.num_tokens:,} tokens)",
         f"- cache fingerprint: `{manifest.fingerprint}`",
         f"- {identity.steps} steps of {identity.batch_size} sequences, peak learning rate {identity.lr:g}, "
         f"seed {identity.seed}",

@@ -231,9 +231,9 @@ class _Journal:
         for trainer, found in zip(loop.trainers, loop.evaluate(loop.trainers), strict=True):
             arch = trainer.shape.arch
             assert found is not None
-            own[arch] = {str(kind): value for kind, value in found.items()}
             objective = trainer.learner.objective
             before, total = state.best.get(arch), objective.total_of(found)
+            own[arch] = {"loss": total, **{str(kind): value for kind, value in found.items()}}
             if math.isfinite(total) and (before is None or total < objective.total_of(before.held_out)):
                 best[arch] = BestStudent(step=state.step, held_out=found)
                 if loop.ranks.is_writer:

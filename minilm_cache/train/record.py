@@ -3,15 +3,16 @@
 import json
 import math
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from minilm_cache.config import LayerMap, TrainConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.needs import ObjectiveName
+from minilm_cache.regular_files import first_bytes
 from minilm_cache.storage_schema.base import StoredModel
-from minilm_cache.storage_schema.identity import canonical_sha256
+from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import is_vacant, storage_errors, write_file
 from minilm_cache.train.sampler import StepPlan
@@ -19,6 +20,12 @@ from minilm_cache.train.sampler import StepPlan
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
 RUN_LOCK = ".run.lock"
+
+
+_MAX_RECORD_BYTES: Final = 2**23
+MAX_LOG_BYTES: Final = 2**28
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+_Figures = dict[str, Annotated[float, Field(allow_inf_nan=False)]]
 
 
 class _Record(BaseModel):
@@ -30,15 +37,15 @@ class RunIdentity(StoredModel):
 
     fingerprint: str
     """Of the cache."""
-    arch: tuple[str, ...]
+    arch: Annotated[tuple[str, ...], Field(min_length=1, max_length=1024)]
     objective: ObjectiveName
-    relation_heads: int | None
+    relation_heads: Annotated[int, Field(ge=1, le=1024)] | None
     value_relation: bool
     query_key_relations: bool
     layer_map: LayerMap
     init: str = "random"
     """What students began with: `random`, or weights, by their hash."""
-    teacher_layer: int | None
+    teacher_layer: Annotated[int, Field(ge=0, lt=1024)] | None
     """Counted from 0; none: the layers of the map."""
     form: Literal["authors"] | None = None
     """`authors`: the loss of the published code. None means the paper's equation, or that there is no
@@ -111,14 +118,14 @@ class StudentRecord(_Record):
     """One student of a run."""
 
     arch: str
-    num_parameters: int
+    num_parameters: _Count
     target: Literal["teacher", "stored rows"]
     """What the KL is to: the teacher, of which unbiased rows are an estimate, or biased rows themselves."""
-    held_out_before: dict[str, float] | None
+    held_out_before: _Figures | None
     """Of the initial weights, by part of the objective: of a relation KL(target || student), nats; none: the
     cache has no held-out sequence."""
-    held_out_after: dict[str, float] | None = None
-    best_step: int | None = None
+    held_out_after: _Figures | None = None
+    best_step: _Count | None = None
     """The step whose weights these are; none: the last one."""
     diverged_at: Annotated[int, Field(ge=0, lt=2**53)] | None = None
     """The step at which its loss was seen not to be finite; there are no weights then."""
@@ -131,12 +138,27 @@ class RunRecord(_Record):
     identity: RunIdentity
     cache: str
     """Folder or URL where the cache lay."""
+    init: str | None = None
+    """What `--init` said, if that was a folder; the first releases did not keep it."""
+    init_teacher: str | None = None
+    """What `--init-teacher` said."""
     complete: bool
     train_s: float | None = None
     """Seconds of steps; none: not complete."""
     bytes_read: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Of shard files, by all processes, up to the last step; none: not complete."""
-    students: tuple[StudentRecord, ...]
+    students: Annotated[tuple[StudentRecord, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _students_are_the_runs(self) -> "RunRecord":
+        if tuple(one.arch for one in self.students) != self.identity.arch:
+            raise ValueError("students are not those of the identity")
+        if self.identity.objective in {"minilm", "minilmv2"}:
+            kinds = {str(kind) for kind in RelationKind}
+            for one in self.students:
+                if not {*(one.held_out_before or ()), *(one.held_out_after or ())} <= kinds:
+                    raise ValueError(f"student {one.arch} has figures of what is no relation")
+        return self
 
 
 class LogLine(BaseModel):
@@ -148,7 +170,8 @@ class LogLine(BaseModel):
     students: dict[str, dict[str, float]] = Field(default_factory=dict)
     """Means of training losses since the line before, nats."""
     held_out: dict[str, dict[str, float]] = Field(default_factory=dict)
-    """KL of each relation on held-out sequences, nats."""
+    """The loss (weighted as in training) and its parts on held-out sequences; of relations the KL, nats. Logs
+    of the first releases have the parts alone."""
 
 
 def arch_slug(arch: str) -> str:
@@ -176,12 +199,15 @@ def load_record(folder: Path) -> RunRecord:
         IdentityMismatchError: the record is damaged.
     """
     file = folder / RUN_FILE
-    if not file.is_file():
+    if not file.exists():
         raise InvalidConfigError(
             f"{folder} is no run: {RUN_FILE} is not there. Give a folder that train made."
         )
     try:
-        return RunRecord.model_validate_json(file.read_bytes())
+        content = first_bytes(file, _MAX_RECORD_BYTES + 1)
+        return RunRecord.model_validate_json(content)
+    except OSError as error:
+        raise IdentityMismatchError(f"cannot read {file}: {error.strerror}. Choose another --out.") from error
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]["msg"]
         raise IdentityMismatchError(f"{file} is damaged: {problem}. Choose another --out.") from error

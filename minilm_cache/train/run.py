@@ -285,7 +285,12 @@ class _Run:
             for trainer, before in zip(trainers, self.held_out(trainers), strict=True)
         }
         record = RunRecord(
-            identity=self.identity, cache=self.place, complete=False, students=self._in_order(own)
+            identity=self.identity,
+            cache=self.place,
+            init=self.config.init if Path(self.config.init).is_dir() else None,
+            init_teacher=self.config.init_teacher,
+            complete=False,
+            students=self._in_order(own),
         )
         self._write(record)
         return record
