@@ -27,7 +27,7 @@ from minilm_cache.errors import (
     StorageError,
     first_line,
 )
-from minilm_cache.regular_files import first_bytes
+from minilm_cache.regular_files import NotRegularError, first_bytes
 from minilm_cache.store.durable import create_file, write_file
 
 Result = TypeVar("Result")
@@ -72,8 +72,12 @@ def without_secrets(url: str) -> str:
 def _remote_errors(doing: str, url: str) -> Iterator[None]:
     try:
         yield
-    except (StorageError, CacheCorruptError):
+    except StorageError:
         raise
+    except NotRegularError as error:
+        raise CacheCorruptError(
+            f"cannot {doing} {url}: {error.strerror}. Ask who published it to push it again."
+        ) from error
     except Exception as error:  # fsspec's file systems raise whatever the libraries below them raise
         denied = isinstance(error, _DENIED) or "403 Forbidden" in str(error) or "401 Unauth" in str(error)
         remedy = _DENIED_REMEDY if denied else _RETRY_REMEDY
