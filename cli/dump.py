@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
-from minilm_cache.cli.info import fidelity_table
+from minilm_cache.cli.info import fidelity_table, max_kl_in_words
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import (
     CorpusOption,
@@ -14,6 +14,8 @@ from minilm_cache.cli.options import (
     ForOption,
     JsonOption,
     KOption,
+    LabelTokensOption,
+    MaskingsOption,
     MaxKlOption,
     MaxLengthOption,
     MaxTokensOption,
@@ -70,13 +72,8 @@ def dump(  # noqa: PLR0913 - one parameter for each option
         float | None, typer.Option(help="Relative error of hidden states [default: 0.1]")
     ] = None,
     labels: Annotated[bool, typer.Option("--labels", help="Store soft labels of masked tokens")] = False,
-    label_tokens: Annotated[
-        str | None,
-        typer.Option(help="Tokens with labels: masked or all [default: masked; with --for distilbert all]"),
-    ] = None,
-    maskings: Annotated[
-        int | None, typer.Option(help="Masked readings of each sequence; epochs take turns [default: 1]")
-    ] = None,
+    label_tokens: LabelTokensOption = None,
+    maskings: MaskingsOption = None,
     label_k: Annotated[int | None, typer.Option(help="Entries of each label [default: 32]")] = None,
     label_temperature: Annotated[
         float | None, typer.Option(help="Of the labels [default: 1; with --for distilbert 2]")
@@ -189,6 +186,8 @@ def dump(  # noqa: PLR0913 - one parameter for each option
                 "num_tokens": manifest.num_tokens,
                 "num_sequences": manifest.num_sequences,
                 "num_held_out": manifest.num_held_out,
+                "held_out_by": manifest.held_out_by,
+                "kl_over_max": manifest.kl_over_max,
                 "measured": manifest.measured.model_dump(mode="json") if manifest.measured else None,
             }
         )
@@ -201,11 +200,14 @@ def dump(  # noqa: PLR0913 - one parameter for each option
             "shards": f"{result.shards_written} written, {result.shards_kept} there before, "
             f"{len(manifest.shards)} in all",
             "tokens": f"{manifest.num_tokens:,} in {manifest.num_sequences:,} sequences, "
-            f"{manifest.num_held_out:,} of them held out",
+            f"{manifest.held_out_in_words}",
         }
     )
     if manifest.measured is not None:
         fidelity_table(manifest)
+    bound = max_kl_in_words(manifest)
+    if bound is not None:
+        print_pairs({"KL bound": bound})
 
 
 def _ranks_of_engine(engine: str, rank: int | None, world_size: int | None) -> int:

@@ -2,6 +2,7 @@
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
 from minilm_cache.cli.options import CacheArgument, JsonOption, chosen_cache
+from minilm_cache.storage_schema.identity import VectorsParameters
 from minilm_cache.storage_schema.manifest import CacheManifest
 
 
@@ -20,6 +21,7 @@ def info(cache: CacheArgument = None, json: JsonOption = False) -> None:
             {
                 "cache": str(path),
                 "shards_committed": len(reader.records),
+                "kl_over_max": manifest.kl_over_max,
                 "manifest": manifest.model_dump(mode="json", exclude={"files"}),
             }
         )
@@ -56,10 +58,27 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
     }
     if identity.states is not None:
         pairs["states"] = identity.states.in_words
+    bound = max_kl_in_words(manifest)
+    if bound is not None:
+        pairs["KL bound"] = bound
     if manifest.measured is not None:
         measured = manifest.measured
         pairs["size"] = f"{measured.total_bytes:,} bytes, {measured.bytes_per_token:.1f} bytes per token"
     return pairs
+
+
+def max_kl_in_words(manifest: CacheManifest) -> str | None:
+    """Return whether `--max-kl` holds on held-out sequences, and by how much not; None with other codecs."""
+    ratio, codec = manifest.kl_over_max, manifest.identity.codec
+    if ratio is None or not isinstance(codec, VectorsParameters):
+        return None
+    worst = f"worst KL {ratio * codec.max_kl:.4f} nats on {manifest.measured_on}"
+    if ratio <= 1:
+        return f"{worst}, within --max-kl {codec.max_kl:g}"
+    return (
+        f"{worst}, {100 * (ratio - 1):.1f} % above --max-kl {codec.max_kl:g}, which holds on the sequences "
+        "that the code was checked with"
+    )
 
 
 def _relations(manifest: CacheManifest) -> str:

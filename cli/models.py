@@ -91,6 +91,9 @@ def augment(  # noqa: PLR0913 - one parameter for each option
     copies: Annotated[int, typer.Option(help="Copies of each document")] = 20,
     candidates: Annotated[int, typer.Option(help="Words that may stand for one")] = 15,
     replace: Annotated[float, typer.Option(help="Probability that a word is replaced")] = 0.4,
+    form: Annotated[
+        str, typer.Option(help="As TinyBERT's published code (authors) or as printed in the paper (paper)")
+    ] = "authors",
     max_length: Annotated[int, typer.Option(help="Tokens that the model reads of a document")] = 128,
     seed: Annotated[int, typer.Option(help="Of what is drawn")] = 0,
     revision: RevisionOption = None,
@@ -111,6 +114,7 @@ def augment(  # noqa: PLR0913 - one parameter for each option
         copies=copies,
         candidates=candidates,
         replace=replace,
+        form=form,
         max_length=max_length,
         seed=seed,
         revision=revision,

@@ -42,6 +42,13 @@ ForOption = Annotated[
     str | None,
     typer.Option("--for", help="Objectives that the cache is to serve, like minilm,tinybert,mlm-kd"),
 ]
+LabelTokensOption = Annotated[
+    str | None,
+    typer.Option(help="Tokens with labels: masked or all [default: masked; with --for distilbert all]"),
+]
+MaskingsOption = Annotated[
+    int | None, typer.Option(help="Masked readings of each sequence; epochs take turns [default: 1]")
+]
 MaxKlOption = Annotated[
     float | None, typer.Option(help="KL of each relation, nats, for vectors [default: 0.015]")
 ]

@@ -8,7 +8,14 @@ import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
 from minilm_cache.cli.interrupt import stop_on_signal
-from minilm_cache.cli.options import DeviceOption, ForOption, JsonOption, quiet_libraries
+from minilm_cache.cli.options import (
+    DeviceOption,
+    ForOption,
+    JsonOption,
+    LabelTokensOption,
+    MaskingsOption,
+    quiet_libraries,
+)
 from minilm_cache.config import DumpConfig, make_config
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.needs import needs_of, objective_names
@@ -59,6 +66,8 @@ def plan(  # noqa: PLR0913 - one parameter for each option
             help="Operations per second for hours of --arch, in 10^12 [default: the teacher's rate here]",
         ),
     ] = None,
+    label_tokens: LabelTokensOption = None,
+    maskings: MaskingsOption = None,
     max_bytes: Annotated[int | None, typer.Option(min=1, help="Choose the best setting of this size")] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per forward pass")] = 32,
     revision: Annotated[str | None, typer.Option(help="Of a teacher from the hub")] = None,
@@ -73,7 +82,7 @@ def plan(  # noqa: PLR0913 - one parameter for each option
     from minilm_cache.costs import CostConfig, estimate, operations  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.dump.plan import plan as run_plan  # noqa: PLC0415 - likewise
 
-    served = {"for": objectives}
+    served = {"for": objectives, "label_tokens": label_tokens, "maskings": maskings}
     wanted = make_config(DumpConfig, teacher=teacher, codec="vectors", layers=layers, **served)
     asked = wanted.layers
     # Only vectors store several layers: the others are then measured on the last one.
@@ -139,6 +148,7 @@ def _document(found: "Plan", best: "PlannedSetting | None") -> dict[str, object]
                 "bytes_per_token": setting.bytes_per_token,
                 "total_bytes": setting.total_bytes,
                 "fidelity": [one.model_dump(mode="json") for one in setting.fidelity],
+                "states": [one.model_dump(mode="json") for one in setting.states],
                 "tokens_per_s": setting.tokens_per_s,
                 "dump_s": setting.dump_s,
                 "break_even_epochs": setting.break_even_epochs,
@@ -166,6 +176,13 @@ def _print_plan(found: "Plan") -> None:
             for setting in found.settings
         ],
     )
+    states = found.settings[0].states
+    if states:
+        print_table(
+            "Stored in addition to relations",
+            ["state", "B/token"],
+            [[one.path, f"{one.bytes_per_token:.1f}"] for one in states],
+        )
     print_pairs(
         {
             "KL": "of attention and value relation, nats, of the worst layer; "

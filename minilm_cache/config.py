@@ -239,6 +239,10 @@ class AugmentConfig(FrozenSettings):
     """Words that may stand for one, K in the paper."""
     replace: Annotated[float, Field(gt=0, le=1)] = 0.4
     """Probability that a word is replaced, p_t in the paper."""
+    form: Form = "authors"
+    """`authors`: as their published code, which leaves out English stop words and words with other letters
+    than a to z, reads the document itself as a second segment, and keeps capitals. `paper`: algorithm 1 as
+    printed."""
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
     """Tokens that the model reads of a document; one-piece words beyond them stay."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

@@ -345,6 +345,19 @@ class CacheManifest(StoredDocument):
         return self.num_sequences - self.num_held_out
 
     @property
+    def kl_over_max(self) -> float | None:
+        """The worst measured KL of codec `vectors` over its `max_kl`, which held on the sequences checked.
+
+        Above 1 the bound does not hold on the held-out sequences. None with another codec, or before the
+        cache is complete.
+        """
+        codec = self.identity.codec
+        if not isinstance(codec, VectorsParameters) or self.measured is None:
+            return None
+        relations = [one for layer in self.measured.fidelity for one in layer.relations.values()]
+        return max(one.kl_teacher_to_stored or 0.0 for one in relations) / codec.max_kl
+
+    @property
     def held_out_in_words(self) -> str:
         """How many sequences are held out, and whether text of their documents is trained on."""
         if not self.num_held_out:

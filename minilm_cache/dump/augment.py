@@ -2,11 +2,15 @@
 
 Every word of a document has candidates: of a word of one piece the tokens that a model with a head for masked
 tokens puts in its place, of a longer one the words of the corpus whose embeddings are nearest. Each copy of a
-document takes a candidate in place of a word with probability `replace`. Where the paper takes nearest words
-from GloVe, a word's embedding is the mean of its pieces' input embeddings of the same model.
+document takes a candidate in place of a word with probability `replace`. The authors' code differs from the
+algorithm as printed, and is the default form: stop words and words with other letters than a to z stay, the
+model reads the document itself as a second segment, and nearest words take a capital where the word has one.
+Where the paper takes nearest words from GloVe, a word's embedding is the mean of its pieces' input embeddings
+of the same model.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,6 +38,21 @@ from minilm_cache.tap import TappedModel
 
 _MAX_WORDS = 2**14
 """Of the corpus, the most frequent ones: among them nearest words are looked for."""
+STOP_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    a about above after again all am an and any are as at be because been before being below between
+    both but by can did do does doing don down during each few for from further had has have having he
+    her here hers herself him himself his how i if in into is it its itself just me more most my myself
+    no nor not now of off on once only or other our ours ourselves out over own same she should so some
+    such than that the their theirs them themselves then there these they this those through to too
+    under until up very was we were what when where which while who whom why will with you your yours
+    yourself yourselves
+    """,
+    )
+)
+"""English words that carry little of a sentence's meaning."""
 _BATCH = 32
 """Masked variants of a document read together."""
 
@@ -134,19 +153,36 @@ class _Proposals:
             found.append("".join([*parts, text[end:]]))
         return [one for one in dict.fromkeys(found) if one != text]
 
+    @property
+    def _is_authors(self) -> bool:
+        return self.config.form == "authors"
+
     def _candidates(self, text: str, words: Sequence[_Word]) -> list[list[str]]:
-        """Return the candidates of each word."""
-        masked = iter(self._masked(text, [word for word in words if len(word.pieces) == 1]))
-        return [next(masked) if len(word.pieces) == 1 else self._nearest(word) for word in words]
+        """Return the candidates of each word; a word without any stays."""
+        chosen = [word for word in words if not self._is_authors or _may_be_replaced(word.text)]
+        masked = iter(self._masked(text, [word for word in chosen if len(word.pieces) == 1]))
+        found = {word: next(masked) if len(word.pieces) == 1 else self._nearest(word) for word in chosen}
+        return [found.get(word, []) for word in words]
 
     @torch.no_grad()
     def _masked(self, text: str, words: Sequence[_Word]) -> list[list[str]]:
         """Return the likeliest tokens in place of each word; none beyond the model's length."""
         device = next(self.model.parameters()).device
         mask, limit = mask_token(self.tokenizer), self.config.max_length
-        encoded = self.tokenizer(text, truncation=True, max_length=limit, return_offsets_mapping=True)
-        starts = {start: at for at, (start, end) in enumerate(encoded["offset_mapping"]) if end > start}
-        row = torch.tensor(encoded["input_ids"])
+        encoded = self.tokenizer(
+            *([text, text] if self._is_authors else [text]),
+            truncation=True,
+            max_length=limit,
+            return_offsets_mapping=True,
+            return_token_type_ids=True,
+        )
+        segments = encoded.sequence_ids(0)
+        starts = {
+            start: at
+            for at, (start, end) in enumerate(encoded["offset_mapping"])
+            if end > start and segments[at] == 0
+        }
+        row, types = torch.tensor(encoded["input_ids"]), torch.tensor(encoded["token_type_ids"])
         places = [_place(starts, word) for word in words]
         masked = [place for place in places if place is not None]
         variants = [row.clone() for _ in masked]
@@ -155,13 +191,19 @@ class _Proposals:
         likeliest: list[list[str]] = []
         for first in range(0, len(variants), _BATCH):
             ids, lengths = pad(variants[first : first + _BATCH], self.tokenizer.pad_token_id)
-            chosen = torch.zeros_like(ids, dtype=torch.bool)
-            chosen[torch.arange(len(ids)), torch.tensor(masked[first : first + _BATCH])] = True
-            attention = key_mask(lengths, ids.shape[1]).to(torch.int64)
-            told = self.model(ids.to(device), attention.to(device), chosen.to(device)).logits
+            read = {"input_ids": ids, "attention_mask": key_mask(lengths, ids.shape[1]).to(torch.int64)}
+            if self._has_segments:
+                read["token_type_ids"] = types.expand_as(ids)
+            logits = self.model.model(**{name: part.to(device) for name, part in read.items()}).logits
+            told = logits[torch.arange(len(ids)), torch.tensor(masked[first : first + _BATCH])]
             likeliest += [self._whole_words(one) for one in told]
         answers = iter(likeliest)
         return [[] if place is None else next(answers) for place in places]
+
+    @cached_property
+    def _has_segments(self) -> bool:
+        """Whether the model tells segments apart."""
+        return int(getattr(self.model.model.config, "type_vocab_size", 0) or 0) > 1
 
     def _whole_words(self, logits: Tensor) -> list[str]:
         """Return the likeliest tokens that are words of their own."""
@@ -187,7 +229,8 @@ class _Proposals:
         own = F.normalize(self._embedding(word.pieces), dim=-1)
         best = (self._vectors @ own).topk(min(self.config.candidates + 1, len(self.vocabulary))).indices
         near = [self.vocabulary[at] for at in best.tolist()]
-        return [one for one in near if one != word.text.lower()][: self.config.candidates]
+        others = [one for one in near if one != word.text.lower()][: self.config.candidates]
+        return [one.title() for one in others] if self._is_authors and word.text.istitle() else others
 
     @cached_property
     def _vectors(self) -> Tensor:
@@ -198,6 +241,12 @@ class _Proposals:
         table = self.model.model.get_input_embeddings()
         assert isinstance(table, nn.Embedding)
         return table.weight.detach()[torch.tensor(pieces)].mean(0).cpu()
+
+
+def _may_be_replaced(word: str) -> bool:
+    """Return whether the authors' code replaces a word: letters a to z alone, and no stop word."""
+    lower = word.lower()
+    return bool(re.fullmatch("[a-z]+", lower)) and lower not in STOP_WORDS
 
 
 def _place(starts: dict[int, int], word: _Word) -> int | None:

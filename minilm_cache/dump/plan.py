@@ -27,7 +27,7 @@ from minilm_cache.errors import CorpusError, InterruptedRunError
 from minilm_cache.pretrained import locate_teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent
 from minilm_cache.storage_schema.identity import CodecParameters, Packing, codec_words
-from minilm_cache.storage_schema.manifest import CacheManifest, LayerFidelity
+from minilm_cache.storage_schema.manifest import CacheManifest, LayerFidelity, StateFidelity
 
 LEAST_SEQUENCES = 16
 """Of a sample, at full length: enough to fit codec `vectors`, check it, and hold something out."""
@@ -45,6 +45,8 @@ class PlannedSetting:
     total_bytes: int
     """Of a cache of the whole corpus, all files."""
     fidelity: tuple[LayerFidelity, ...]
+    states: tuple[StateFidelity, ...]
+    """What is stored in addition to relations, with its bytes per token, which are counted above, too."""
     tokens_per_s: float
     """Of the corpus, written."""
     dump_s: float
@@ -172,6 +174,7 @@ def _measure(
         bytes_per_token=measured.bytes_per_token,
         total_bytes=round(measured.bytes_per_token * num_tokens) + beside,
         fidelity=measured.fidelity,
+        states=measured.states,
         tokens_per_s=rate,
         dump_s=dump_s,
         # n epochs online run the teacher n times; offline they cost one dump. One epoch never pays.

@@ -25,6 +25,9 @@ _SHORTEST: Final = 8
 _BATCH_SIZE: Final = 16
 
 
+_OF_SPLIT_HEADS: Final = (RelationKind.QUERY, RelationKind.KEY, RelationKind.VALUE)
+
+
 @dataclass(frozen=True, slots=True)
 class Probe:
     """Means over rows of relations on held-out text."""
@@ -76,7 +79,9 @@ class _Rows:
 def relation_agreement(cache: Cache, teacher: Teacher, students: Sequence[Probed]) -> list[RelationAgreement]:
     """Compare attention distributions and value relations of students with a teacher's, on held-out text.
 
-    Students with other heads than the teacher, whose relations are not split anew, are left out.
+    Where vectors are split into other heads than the attention's, there is no attention distribution of these
+    heads: query, key and value relations are compared instead, which is what such students learned. Students
+    with other heads than the teacher, whose relations are not split anew, are left out.
 
     Args:
         cache: whose held-out sequences are read, up to 4,096 tokens.
@@ -99,6 +104,11 @@ def relation_agreement(cache: Cache, teacher: Teacher, students: Sequence[Probed
     return found
 
 
+def _kinds(relation_heads: int | None) -> tuple[RelationKind, ...]:
+    """Return the relations that are compared, given the heads that vectors are split into anew."""
+    return KINDS if relation_heads is None else _OF_SPLIT_HEADS
+
+
 def _num_heads(student: TappedModel) -> int:
     return int(student.model.config.num_attention_heads)
 
@@ -109,7 +119,7 @@ def _agreement(
     longest = max(map(len, ids))
     cuts = [_SHORTEST * 2**power for power in range(longest.bit_length()) if _SHORTEST * 2**power < longest]
     by_length = {cut: _rows(student, teacher, _cut(ids, cut), one.relation_heads) for cut in [*cuts, longest]}
-    for kind in KINDS:
+    for kind in _kinds(one.relation_heads):
         whole = by_length[longest][kind]
         part = (whole.position * NUM_POSITIONS).long().clamp(max=NUM_POSITIONS - 1)
         yield RelationAgreement(
@@ -133,7 +143,7 @@ def _cut(ids: Sequence[Int[Tensor, " _"]], length: int) -> list[Tensor]:
 def _rows(
     student: TappedModel, teacher: Teacher, ids: Sequence[Tensor], relation_heads: int | None
 ) -> dict[RelationKind, _Rows]:
-    parts: dict[RelationKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in KINDS}
+    parts: dict[RelationKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in _kinds(relation_heads)}
     for first in range(0, len(ids), _BATCH_SIZE):
         padded, lengths = pad(list(ids[first : first + _BATCH_SIZE]), 0)
         padded, lengths = padded.to(teacher.device), lengths.to(teacher.device)
@@ -145,11 +155,11 @@ def _rows(
             expected = TeacherSignal(split_heads(expected.vectors, relation_heads), lengths)
             found = TeacherSignal(split_heads(vectors, relation_heads), lengths)
         position = torch.arange(padded.shape[1], device=lengths.device) / lengths[:, None]
-        for kind in KINDS:
+        for kind, own_parts in parts.items():
             true, own = expected.probs(kind), found.probs(kind)
             tiny = torch.finfo(own.dtype).tiny
             kl = (torch.xlogy(true, true) - torch.xlogy(true, own.clamp(min=tiny))).sum(-1)
             same = (true.argmax(-1) == own.argmax(-1)).to(kl.dtype)
             rows = [part.transpose(1, 2)[valid].cpu() for part in (kl, same)]
-            parts[kind].append((*rows, position[valid].cpu()))
+            own_parts.append((*rows, position[valid].cpu()))
     return {kind: _Rows(*map(torch.cat, zip(*some, strict=True))) for kind, some in parts.items()}

@@ -37,6 +37,7 @@ from minilm_cache.report.similarity import LayerSimilarity, layer_similarity
 from minilm_cache.results import KL_COLUMNS, summary_table
 from minilm_cache.runs import TrainedRun
 from minilm_cache.store.durable import refuse_file, storage_errors, write_file
+from minilm_cache.train.card import UNTRAINED
 from minilm_cache.wording import number_text
 
 MAX_STUDENTS: Final = 8
@@ -94,6 +95,7 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
     found = examples(first, shown, teacher, wanted) if shown else []
     similarity = layer_similarity(first, teacher, shown) if teacher is not None and shown else []
     probed = _probed(runs, shown)
+    of_folder = {run.folder(one): run for run in runs for one in run.students}
     agreement = [] if teacher is None else relation_agreement(first, teacher, probed)
     by_student = {one.student: [two for two in agreement if two.student == one.student] for one in agreement}
     heads, length = first.manifest.identity.relation_heads, first.manifest.identity.packing.max_length
@@ -122,6 +124,9 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
         tradeoff=svg(tradeoff_figure(students), "tradeoff"),
         storage=svg(storage_figure(students, dense), "storage"),
         maps=packed(found) if found else None,
+        untrained={
+            name: UNTRAINED.get(of_folder[folder].record.identity.objective) for name, folder in shown
+        },
         similarity=[(one, svg(similarity_figure(one), one.student)) for one in similarity],
         agreement=[
             (name, some, svg(agreement_figure(some), f"agreement {name}"))

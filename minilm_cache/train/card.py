@@ -82,6 +82,16 @@ def untrained_modules(model: nn.Module) -> list[str]:
     return found
 
 
+_BEHIND: Final = "The student's last layer behind its queries, keys and values is untrained."
+UNTRAINED: Final = {
+    "minilm": _BEHIND,
+    "minilmv2": _BEHIND,
+    "value-mse": _BEHIND,
+    "bert-pkd": "The student's last layer is untrained, unless it learned answers, too.",
+}
+"""What of a student's layers an objective leaves untrained; others train all of them."""
+
+
 def layers_in_words(identity: RunIdentity) -> str:
     """Return what of a teacher students learned from."""
     needs = NEEDS[identity.objective]

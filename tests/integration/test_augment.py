@@ -33,7 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
     PreTrainedTokenizerFast(
@@ -75,12 +77,42 @@ def likeliest(model: Path, text: str, at: int, count: int) -> set[str]:
     return set([token for token in order if token in WORDS][:count])
 
 
-def test_copies_take_the_models_words_and_the_nearest_ones(
+def likeliest_of_pair(model: Path, text: str, at: int, count: int) -> set[str]:
+    """As `likeliest`, with the text itself as a second segment, as TinyBERT's authors read it."""
+    whole = AutoModelForMaskedLM.from_pretrained(model).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    read = tokenizer(text, text, return_tensors="pt", return_token_type_ids=True)
+    assert read["token_type_ids"].unique().tolist() == [0, 1]
+    read["input_ids"][0, at] = tokenizer.mask_token_id
+    with torch.no_grad():
+        logits = whole(**read).logits[0, at]
+    order = tokenizer.convert_ids_to_tokens(logits.argsort(descending=True).tolist())
+    return set([token for token in order if token in WORDS][:count])
+
+
+def test_the_authors_code_leaves_stop_words_and_reads_the_text_twice(
     command: Command, model: Path, corpus: Path, tmp_path: Path
 ) -> None:
     lines = augmented(
         *(command, model, corpus, tmp_path / "out.jsonl"),
         *("--copies", 300, "--candidates", 4, "--replace", 0.5, "--device", "cpu"),
+    )
+    own = [line["text"] for line in lines if line["document"] == 0]
+    split = [str(one).replace(",", " ,").replace("!", " !").replace(".", " .").split() for one in own]
+    columns = [{words[at] for words in split} for at in range(10)]
+    assert columns[5] == {"do"}, "a stop word stays"
+    for word, token in ((0, 1), (3, 5), (4, 6), (8, 11)):
+        assert columns[word] - {split[0][word]} <= likeliest_of_pair(model, TEXT, token, 4)
+        assert len(columns[word]) >= 4
+    assert columns[1] - {"baka"} == nearest(model, "baka", 4)
+
+
+def test_copies_take_the_models_words_and_the_nearest_ones(
+    command: Command, model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    lines = augmented(
+        *(command, model, corpus, tmp_path / "out.jsonl"),
+        *("--copies", 300, "--candidates", 4, "--replace", 0.5, "--device", "cpu", "--form", "paper"),
     )
     own = [line["text"] for line in lines if line["document"] == 0]
     assert own[0] == TEXT
@@ -119,7 +151,9 @@ def test_words_are_replaced_as_often_as_asked(
     plain, shares = ["ba", "be", "bi", "bo"], []
     for replace in (0.1, 0.6):
         out = tmp_path / f"{replace}.jsonl"
-        lines = augmented(command, model, corpus, out, "--copies", 400, "--replace", replace)
+        lines = augmented(
+            command, model, corpus, out, "--copies", 400, "--replace", replace, "--form", "paper"
+        )
         copies = [str(line["text"]).split() for line in lines if line["document"] == 1][1:]
         shares.append(
             sum(one != word for copy in copies for one, word in zip(copy, plain, strict=True)) / len(copies)

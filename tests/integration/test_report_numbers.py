@@ -1,0 +1,187 @@
+"""The report's numbers, recomputed from what it was made of, and its commands, run."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from matplotlib.axes import Axes
+
+from minilm_cache.cli.info import max_kl_in_words
+from minilm_cache.config import TrainConfig
+from minilm_cache.dump.teacher import Teacher
+from minilm_cache.pretrained import locate_teacher
+from minilm_cache.report.agreement import Probed, relation_agreement
+from minilm_cache.report.plots import curves_figure, storage_figure, tradeoff_figure
+from minilm_cache.report.provenance import dump_command, train_command
+from minilm_cache.results import STUDENTS
+from minilm_cache.runs import TrainedRun
+from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.store.reader import read_manifest
+from minilm_cache.train.run import train
+from tests.conftest import Command
+from tests.support import World, save_teacher, write_corpus
+
+WEIGHTS = {"soft_labels": 5 * 2.0**2, "masked_lm": 2.0, "cosine": 1.0}
+"""Of `distilbert`, at the temperature of its labels."""
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Return a world with a cache of everything that a pre-trained teacher says."""
+    root = tmp_path_factory.mktemp("numbers")
+    world = World(root, save_teacher(root / "teacher", head="tokens"), write_corpus(root / "corpus.txt"))
+    world.dump(
+        **{"for": "minilm,tinybert,distilbert,bert-pkd"},
+        codec="vectors",
+        max_kl=0.1,
+        max_error=0.3,
+        maskings=2,
+        label_k=5,
+        seed=3,
+        max_tokens=900,
+        corpus=str(world.corpus),
+    )
+    return world
+
+
+def crosses(axes: Axes) -> dict[float, float]:
+    """Return the steps and heights of the crosses of a picture of curves."""
+    (line,) = [one for one in axes.get_lines() if one.get_marker() == "x"]
+    return dict(
+        zip(map(float, np.asarray(line.get_xdata())), map(float, np.asarray(line.get_ydata())), strict=True)
+    )
+
+
+def test_crosses_are_on_the_scale_of_the_curve(words: World, tmp_path: Path) -> None:
+    """Held-out parts were added without the weights that the training loss has."""
+    recipe = TrainConfig(
+        arch=("2x32",), objective="distilbert", steps=4, batch_size=4, eval_steps=2, device="cpu"
+    )
+    train(recipe, words.root / "cache", tmp_path / "run", words.home)
+    (axes,) = curves_figure([TrainedRun.open(tmp_path / "run")]).axes
+    lines = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    looks = {line["step"]: line["held_out"]["2x32"] for line in lines if "held_out" in line}
+
+    assert list(looks) == [2, 4]
+    for step, height in crosses(axes).items():
+        expected = sum(WEIGHTS[name] * looks[step][name] for name in WEIGHTS)
+        assert height == pytest.approx(expected, rel=1e-6)
+        assert height > 3 * sum(looks[step][name] for name in WEIGHTS)
+
+
+def student(cache: str, arch: str, **kls: float | None) -> dict[str, Any]:
+    row: dict[str, Any] = dict.fromkeys(STUDENTS.names)
+    found = {f"kl_{kind}": value for kind, value in kls.items()}
+    total = sum(value for value in kls.values() if value is not None)
+    named = {"cache": cache, "arch": arch, "objective": "minilm", "kl_to": "teacher", "kl_sum": total}
+    sizes = {"num_parameters": 10, "speedup": 2.0, "cache_bytes_per_token": 50.0}
+    return {**row, **named, **sizes, **found}
+
+
+def test_pictures_keep_sums_of_other_relations_apart() -> None:
+    """A sum of two relations and one of four are not closer and farther."""
+    rows = [
+        student("a", "3x96", attention=0.3, value=0.1),
+        student("a", "3x96", attention=0.2, value=0.1, query=0.3, key=0.4),
+        student("a", "6x96", attention=0.25, value=0.1),
+    ]
+    table = pa.Table.from_pylist(rows, schema=STUDENTS)
+    (axes,) = tradeoff_figure(table).axes
+    series = {
+        str(points.get_label()): sorted(np.asarray(points.get_offsets())[:, 1].tolist())
+        for points in axes.collections
+    }
+    assert series == {
+        "a, KL of attention + value": pytest.approx([0.35, 0.4]),
+        "a, KL of attention + value + query + key": pytest.approx([1.0]),
+    }
+    (axes,) = storage_figure(table, 100).axes
+    lines = {str(line.get_label()): np.asarray(line.get_ydata()).tolist() for line in axes.get_lines()}
+    assert lines["3x96, minilm, KL of attention + value"] == pytest.approx([0.4])
+    assert lines["3x96, minilm, KL of attention + value + query + key"] == pytest.approx([1.0])
+
+
+def test_the_dump_command_makes_the_same_fingerprint(
+    words: World, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(words.root)  # names are the ends of paths
+    expected = read_manifest(words.root / "cache")
+    line = dump_command(expected)
+    code, out, err = command(
+        *shlex.split(line)[1:], "--out", words.root / "again", "--json", "--device", "cpu"
+    )
+
+    assert code == 0, err
+    assert json.loads(out)["fingerprint"] == expected.fingerprint
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "minilm": {"arch": ("2x16",), "value_relation": False, "eval_steps": 2},
+    "tinybert of the last layer": {"arch": ("2x16",), "objective": "tinybert", "layer_map": "last"},
+    "distilbert": {"arch": ("2x32:ff64",), "objective": "distilbert", "init": "teacher-layers"},
+    "bert-pkd by the paper": {"arch": ("2x32",), "objective": "bert-pkd", "form": "paper", "patience": 10.0},
+    "from a run": {"arch": ("2x16",), "init": "first"},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_train_command_makes_the_same_run(
+    words: World, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.chdir(words.root)
+    changes = dict(RUNS[name])
+    if changes.get("init") == "teacher-layers":
+        changes["init_teacher"] = "teacher"
+    if changes.get("init") == "first":
+        first = TrainConfig(arch=("2x16",), steps=1, batch_size=2, seed=7, device="cpu")
+        changes["init"] = str(tmp_path / "first")
+        train(first, words.root / "cache", tmp_path / "first", words.home)
+    recipe = TrainConfig(steps=2, batch_size=2, device="cpu", **changes)
+    before = train(recipe, words.root / "cache", tmp_path / "run", words.home).record
+    line = train_command(TrainedRun.open(tmp_path / "run"))
+    code, _, err = command(*shlex.split(line)[1:], "--out", tmp_path / "again", "--device", "cpu")
+
+    assert code == 0, err
+    after = TrainedRun.open(tmp_path / "again").record
+    assert after.identity == before.identity
+    assert after.students == before.students
+
+
+def test_a_cache_says_whether_its_bound_holds_on_held_out_text(words: World, command: Command) -> None:
+    manifest = read_manifest(words.root / "cache")
+    assert manifest.measured is not None
+    worst = max(
+        one.kl_teacher_to_stored or 0
+        for layer in manifest.measured.fidelity
+        for one in layer.relations.values()
+    )
+    said = max_kl_in_words(manifest)
+    assert said is not None
+    assert manifest.kl_over_max == pytest.approx(worst / 0.1)
+    assert ("above --max-kl 0.1" in said) == (worst > 0.1)
+    assert f"worst KL {worst:.4f} nats on held-out sequences" in said
+    _, out, _ = command("info", words.root / "cache")
+    assert "worst KL" in out
+    _, out, _ = command("info", words.root / "cache", "--json")
+    assert json.loads(out)["kl_over_max"] == pytest.approx(worst / 0.1)
+
+
+def test_split_heads_have_no_attention(words: World, tmp_path: Path) -> None:
+    """Of vectors split into other heads, query, key and value relations are shown, not "attention"."""
+    recipe = TrainConfig(
+        arch=("2x16",), objective="minilmv2", relation_heads=8, steps=1, batch_size=2, device="cpu"
+    )
+    train(recipe, words.root / "cache", tmp_path / "run", words.home)
+    run = TrainedRun.open(tmp_path / "run")
+    probed = Probed(name="one", folder=run.folder(run.students[0]), relation_heads=8, layer=None)
+    found = relation_agreement(
+        run.reference, Teacher(locate_teacher(str(words.teacher)), torch.device("cpu")), [probed]
+    )
+
+    assert [one.kind for one in found] == [RelationKind.QUERY, RelationKind.KEY, RelationKind.VALUE]
+    assert all(len(one.heads) == 8 for one in found)
