@@ -1,0 +1,94 @@
+"""Every objective once, from one cache: held-out KL of its student, with random weights and the teacher's layers.
+
+Short runs that show that everything works, not which objective is best.
+
+    python -m benchmarks.objectives_trained
+"""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.report import write_result
+from minilm_cache.compare import live_held_out_kl
+from minilm_cache.config import DumpConfig, HeadConfig, TrainConfig
+from minilm_cache.device import choose_device
+from minilm_cache.dump.head import fit_head
+from minilm_cache.dump.run import dump
+from minilm_cache.dump.teacher import Teacher
+from minilm_cache.needs import NEEDS
+from minilm_cache.pretrained import locate_teacher
+from minilm_cache.runs import TrainedRun
+from minilm_cache.train.run import train
+
+STEPS = 50
+BATCH_SIZE = 16
+MAX_TOKENS = 59_904
+ARCH = {"mobilebert": "6x384:b96"}
+RUNS: dict[str, dict[str, Any]] = {
+    "minilm": {},
+    "minilm, no value relation": {"value_relation": False},
+    "minilm, query and key relations": {"query_key_relations": True},
+    "minilm, all layers": {"layer_map": "all"},
+    "minilmv2": {},
+    "value-mse": {},
+    "hidden-mse": {},
+    "tinybert": {},
+    "tinybert, paper": {"form": "paper"},
+    "distilbert": {},
+    "distilbert, paper": {"form": "paper"},
+    "mlm-kd": {},
+    "mlm-kd, half ground truth": {"ground_truth": 0.5},
+    "bert-pkd": {},
+    "bert-pkd, paper": {"form": "paper"},
+    "mobilebert": {},
+    "mobilebert, paper": {"form": "paper"},
+}
+"""By name, which begins with the objective's: what is asked of it."""
+FROM_LAYERS = ("minilm", "minilmv2", "tinybert", "distilbert", "bert-pkd")
+"""Objectives whose students begin with every other layer of the teacher, too."""
+
+
+def measured(cache: Path, teacher: Teacher, home: Path, name: str, **changes: object) -> dict[str, float]:
+    """Train a student, and return the KL of its relations to the teacher, run anew, nats."""
+    objective = name.split(",")[0]
+    config = TrainConfig.model_validate(
+        {
+            "arch": (ARCH.get(objective, "3x384"),),
+            "objective": objective,
+            "steps": STEPS,
+            "batch_size": BATCH_SIZE,
+            **RUNS[name],
+            **changes,
+        }
+    )
+    run = TrainedRun.open(train(config, cache, home / f"{name} {len(changes)}", home).path)
+    (found,) = live_held_out_kl(run.reference, teacher, run.objective, [run.folder(run.students[0])])
+    assert found is not None
+    return {kind: round(value, 4) for kind, value in found.items()}
+
+
+def main() -> None:
+    """Train one student for each objective, and write the results."""
+    with TemporaryDirectory() as folder:
+        home = Path(folder)
+        model = home / "teacher"
+        fit_head(HeadConfig(teacher="mini", max_tokens=2**17, epochs=1), model)
+        served = {"for": ",".join(name for name, needs in NEEDS.items() if not needs.logits)}
+        settings = {"teacher": str(model), "max_tokens": MAX_TOKENS, **served}
+        cache = dump(DumpConfig.model_validate(settings), home / "cache", home).path
+        teacher = Teacher(locate_teacher(str(model)), choose_device("cpu"))
+        found: dict[str, dict[str, Any]] = {}
+        for name in RUNS:
+            found[name] = {"random": measured(cache, teacher, home, name)}
+            if name in FROM_LAYERS:
+                begin = {"init": "teacher-layers", "init_teacher": str(model)}
+                found[name]["teacher-layers"] = measured(cache, teacher, home, name, **begin)
+            write_result(
+                "objectives_trained",
+                {"steps": STEPS, "batch_size": BATCH_SIZE, "tokens": MAX_TOKENS, "held_out_kl_nats": found},
+            )
+
+
+if __name__ == "__main__":
+    main()
