@@ -1,4 +1,4 @@
-"""Every objective once, from one cache: held-out KL of its student, with random weights and the teacher's layers.
+"""Every objective once, from one cache: held-out KL of students that begin at random and with teacher layers.
 
 Short runs that show that everything works, not which objective is best.
 
@@ -51,7 +51,7 @@ FROM_LAYERS = ("minilm", "minilmv2", "tinybert", "distilbert", "bert-pkd")
 
 def measured(cache: Path, teacher: Teacher, home: Path, name: str, **changes: object) -> dict[str, float]:
     """Train a student, and return the KL of its relations to the teacher, run anew, nats."""
-    objective = name.split(",")[0]
+    objective = name.split(",", maxsplit=1)[0]
     config = TrainConfig.model_validate(
         {
             "arch": (ARCH.get(objective, "3x384"),),

@@ -39,9 +39,6 @@ CACHES = {
     "vectors, KL at most 0.02": DumpConfig(teacher="mini", codec="vectors", max_kl=0.02),
     "topk pps k=8": DumpConfig(teacher="mini", k=8),
     "topk largest k=16, uniform tail": DumpConfig(teacher="mini", select="largest", tail="uniform"),
-    # Shards as large as the others': the order of sequences depends on them.
-    "dense": DumpConfig(teacher="mini", codec="dense", shard_tokens=2**18),
-    "topk largest k=16, renormalised": DumpConfig(teacher="mini", select="largest", tail="renormalise"),
 }
 
 

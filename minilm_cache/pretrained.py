@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 )
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
@@ -134,8 +135,13 @@ def read_config(source: TeacherSource) -> PreTrainedConfig:
 def _config_of(folder: Path, **changes: object) -> PreTrainedConfig:
     """Return the configuration of a model's folder, with changes to it."""
     content = read_config_file(folder)
+    family = content.pop("model_type")
+    if family not in CONFIG_MAPPING:
+        raise TeacherError(
+            f"{folder}/config.json: transformers has no model family {family!r}, and no code from a model's "
+            "folder is run. Give a model of another family."
+        )
     with library_errors(f"cannot read {folder}/config.json"):
-        family = content.pop("model_type")
         config = AutoConfig.for_model(family, **content)
         for name, value in changes.items():
             setattr(config, name, value)

@@ -323,7 +323,7 @@ def test_the_command_of_a_run_in_parts_makes_the_same_again(
 
 def test_commands_of_the_page_make_the_same_again(trained: World, command: Command) -> None:
     run = TrainedRun.open(trained.root / "run")
-    file, _ = page(trained, command)
+    file, _ = page(trained, command, "--paths")
     text = file.read_text()
 
     assert run.cache.manifest.fingerprint in text
@@ -358,7 +358,7 @@ def test_a_map_is_a_figure_for_notebooks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--sequence", 99), "--sequence 99: the cache has 1 held-out sequences"),
+        (("--sequence", 99), "--sequence 99: the cache has 2 held-out sequences"),
         (("--text", "ba"), "--text goes with --teacher"),
         (("--teacher", "nowhere"), "unknown teacher 'nowhere'"),
         (("--cache", "nowhere"), "no cache at nowhere"),

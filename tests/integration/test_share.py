@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub import HfFileSystem
 
 from minilm_cache import open_cache
 from minilm_cache.dump.teacher import Teacher
@@ -218,7 +218,7 @@ def test_a_store_that_does_not_answer_is_one_line(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     command.fails("ls", store, code=1, says=(f"cannot read {store}", "Check the URL and the network"))
     command.fails(
-        "ls", "gopher://x/y", code=2, says=("cannot open gopher://x/y", "s3://, gs://, az:// or hf://")
+        "ls", "gopher://x/y", code=2, says=("cannot open gopher://x/y", "s3://, gs://, az://, hf://")
     )
 
 
@@ -228,10 +228,9 @@ def test_what_a_file_system_raises_is_one_line(command: Command, monkeypatch: py
     def unreachable(*_: object, **__: object) -> None:
         raise RuntimeError("no route to host\nin two lines")
 
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", unreachable)
-    command.fails(
-        "ls", "memory://team", code=1, says=("cannot read memory://team", "no route to host. Check")
-    )
+    monkeypatch.setattr(HfFileSystem, "cat_file", unreachable)
+    url = "hf://buckets/team/caches"
+    command.fails("ls", url, code=1, says=(f"cannot read {url}", "no route to host. Check"))
 
 
 def test_names_in_a_store_cannot_reach_the_terminal_as_they_are(world: World, command: Command) -> None:

@@ -1,0 +1,175 @@
+"""Tables of README and docs, made from the results beside the benchmarks.
+
+A table stands between `<!-- table NAME -->` and `<!-- end of table -->`, and is never written by hand.
+
+    python -m benchmarks.tables            writes them again
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, Final
+
+from benchmarks.report import RESULTS
+
+ROOT: Final = Path(__file__).parents[1]
+PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+_BLOCK: Final = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def _read(name: str) -> Any:  # noqa: ANN401 - whatever a benchmark wrote
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _signed(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.2f} %"
+
+
+def students() -> str:
+    """Return held-out KLs of students from each codec, and their ratio to online training."""
+    found = _read("student_quality")
+    sizes = found["bytes_per_token"]
+    rows = [
+        [
+            way,
+            f"{sizes[way]:,.0f}" if way in sizes else "-",
+            f"{one['attention']:.4f} + {one['value']:.4f}",
+            f"{one['over_online']:.4f} ({', '.join(f'{ratio:.4f}' for ratio in one['over_online_by_seed'])})",
+        ]
+        for way, one in found["held_out_kl_nats"].items()
+    ]
+    kl = "held-out KL of the student, attention + value, nats"
+    return _table(["targets", "bytes per token", kl, "over online, mean (each seed)"], rows)
+
+
+def many_epochs() -> str:
+    """Return KLs after many epochs over few sequences, over those from the dense reference."""
+    found = _read("many_epochs")
+    sizes = found["bytes_per_token"]
+    rows = []
+    for way, texts in found["kl_nats"].items():
+        rows.append([way, f"{sizes[way]:,.0f}" if way in sizes else "-"])
+        for one in texts.values():
+            rows[-1].append(
+                f"{one['sum']:.4f} ({_signed(one['over_dense'])} ± {100 * one['over_dense_stdev']:.2f})"
+            )
+    head = [
+        "targets",
+        "bytes per token",
+        "KL on the training text (over dense)",
+        "KL on fresh text (over dense)",
+    ]
+    return _table(head, rows)
+
+
+def steps() -> str:
+    """Return tokens per second of training steps, and their ratios to other ways of training."""
+    rows = []
+    for name, one in _read("train_speed_ratios").items():
+        if name in ("benchmark", "machine"):
+            continue
+        arch, batch = name.split(", batch ")
+        topk, vectors, rates = one["topk"], one["vectors"], one["tokens_per_s"]
+        pairs = [
+            f"{topk[what]:.2f} / {vectors[what]:.2f}"
+            for what in ("over in memory", "over best online", "over usual online")
+        ]
+        label = "all four in one pass" if "+" in arch else arch
+        offline = f"{rates['topk from disk']:,} / {rates['vectors from disk']:,}"
+        rows.append([f"{label}, {batch}", offline, *pairs])
+    head = ["student, batch", "from the cache (`topk` / `vectors`), tokens/s", "over targets in memory"]
+    return _table([*head, "over the best online loop", "over the usual online loop"], rows)
+
+
+NAMES: Final = {
+    "cola": "CoLA",
+    "sst2": "SST-2",
+    "stsb": "STS-B",
+    "mrpc": "MRPC",
+    "rte": "RTE",
+    "squad2": "SQuAD 2.0",
+}
+
+
+def scores() -> str:
+    """Return fine-tuned scores of teacher and students, means over seeds with their deviations."""
+    trials = _read("evaluation")
+    models = list(dict.fromkeys(one["model"] for one in trials))
+    rows = []
+    for task, size in dict.fromkeys((one["task"], one["num_train"]) for one in trials):
+        own = [one for one in trials if (one["task"], one["num_train"]) == (task, size)]
+        for metric in own[0]["scores"]["dev"]:
+            cells = [
+                _mean([one["scores"]["dev"][metric] for one in own if one["model"] == model])
+                for model in models
+            ]
+            rows.append([f"{NAMES.get(task, task)}, {size:,}, {metric}", *cells])
+    return _table(["task, training examples, metric", *models], rows)
+
+
+def _mean(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else " (one seed)")
+
+
+def objective_bytes() -> str:
+    """Return the bytes per token that objectives add to a cache of codec `vectors` of the last layer."""
+    found = _read("objectives")["objectives"]
+    errors = list(found)
+    rows = [[f"`{name}`", *(f"{found[error][name]:,.1f}" for error in errors)] for name in found[errors[0]]]
+    return _table(["objective", *(f"`--max-error {error}`" for error in errors)], rows)
+
+
+def objective_students() -> str:
+    """Return the held-out KLs of a student of each objective."""
+    found = _read("objectives_trained")["held_out_kl_nats"]
+    rows = [
+        [name, *(_kls(starts[start]) if start in starts else "-" for start in ("random", "teacher-layers"))]
+        for name, starts in found.items()
+    ]
+    return _table(["objective", "random weights", "`--init teacher-layers`"], rows)
+
+
+def _kls(relations: dict[str, float]) -> str:
+    return ", ".join(f"{kind} {value:.3f}" for kind, value in relations.items())
+
+
+def codecs() -> str:
+    """Return bytes per token and KLs of codecs at three lengths, on the embedded text and on Wikipedia."""
+    rows = []
+    for text in ("python_docs", "enwiki"):
+        for length, settings in _read(f"fidelity_{text}")["lengths"].items():
+            for setting, one in settings.items():
+                kls = one["kl_teacher_to_stored"]
+                shown = "sampled" if None in kls.values() else " / ".join(f"{kl:.4f}" for kl in kls.values())
+                rows.append([text, length, setting, f"{one['bytes_per_token']:,.0f}", shown])
+    return _table(["text", "length", "setting", "bytes per token", "KL, attention / value, nats"], rows)
+
+
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    "students": students,
+    "many_epochs": many_epochs,
+    "steps": steps,
+    "scores": scores,
+    "objective_bytes": objective_bytes,
+    "objective_students": objective_students,
+    "codecs": codecs,
+}
+
+
+def rendered(text: str) -> str:
+    """Return a page with every table as the results say."""
+    return _BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(rendered(page.read_text()))
