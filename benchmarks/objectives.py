@@ -60,7 +60,8 @@ def added_bytes(needs: Needs, states: dict[str, Row], depth: int) -> float:
     found += total("states/hidden", spans[needs.hidden]) if needs.hidden else 0.0
     found += total("states/masked", spans[needs.masked_hidden]) if needs.masked_hidden else 0.0
     found += total("states/first", spans[needs.first]) if needs.first else 0.0
-    return found + (float(states["labels"]["bytes_per_token"]) if needs.labels else 0.0)
+    labels = "labels of all tokens" if needs.all_labels else "labels"
+    return found + (float(states[labels]["bytes_per_token"]) if needs.labels else 0.0)
 
 
 def main(teacher: Annotated[Path, typer.Argument(help="Folder with a head for masked tokens")]) -> None:
@@ -70,6 +71,9 @@ def main(teacher: Annotated[Path, typer.Argument(help="Folder with a head for ma
         home = Path(folder)
         layers: dict[str, Any] = {"codec": "vectors", "layers": "all"}
         base = dumped(teacher, home, **layers).reader.root
+        # At the temperature that DistilBERT asks for.
+        asked: dict[str, Any] = {"labels": True, "label_tokens": "all", "label_temperature": 2.0}
+        all_labels = states_of(dumped(teacher, home, base, **layers, **asked))["labels"]
         for error in ERRORS:
             more: dict[str, Any] = {
                 "hidden": "all",
@@ -79,6 +83,7 @@ def main(teacher: Annotated[Path, typer.Argument(help="Folder with a head for ma
             }
             cache = dumped(teacher, home, base, **layers, **more, max_error=error)
             states, depth = states_of(cache), cache.manifest.identity.teacher.num_layers
+            states["labels of all tokens"] = all_labels
             result["max_error"][str(error)] = states
             result["objectives"][str(error)] = {
                 name: round(added_bytes(needs, states, depth), 1)
