@@ -17,7 +17,6 @@ from benchmarks.report import write_result
 from minilm_cache.codecs.calibrate import calibrate
 from minilm_cache.codecs.topk import TopKCodec
 from minilm_cache.dump.corpus import PYTHON_DOCS, load_corpus
-from minilm_cache.dump.manifest import DEFAULT_MAX_KL
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.relations import TeacherSignal
@@ -27,6 +26,7 @@ from minilm_cache.storage_schema.metadata import PCODEC_LEVEL
 LENGTHS = (128, 256, 512)
 NUM_TOKENS = 16_384
 K = 16
+MAX_KL = 0.015
 
 Array = npt.NDArray[np.generic]
 
@@ -82,7 +82,7 @@ def mini_codes(teacher: Teacher) -> Array:
             found += teacher.signals(ids, torch.full((len(ids),), 128))
         return found
 
-    codec = calibrate(signals(0, 256), signals(256, 320), DEFAULT_MAX_KL, layer=teacher.layers[-1]).codec
+    codec = calibrate(signals(0, 256), signals(256, 320), MAX_KL, layer=teacher.layers[-1]).codec
     parts = [codec.encode(signal, ())[codec.codes_path] for signal in signals(320, 320 + NUM_TOKENS // 128)]
     return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
 
@@ -102,7 +102,7 @@ def main() -> None:
     found = {name: round(size / len(codes), 1) for name, size in code_sizes(codes).items()}
     write_result(
         "compressors",
-        {"tokens": NUM_TOKENS, f"topk k={K}": table, f"vectors, KL at most {DEFAULT_MAX_KL}": found},
+        {"tokens": NUM_TOKENS, f"topk k={K}": table, f"vectors, KL at most {MAX_KL}": found},
     )
 
 

@@ -18,13 +18,14 @@ from minilm_cache.codecs.calibrate import calibrate
 from minilm_cache.codecs.chain import store_relations
 from minilm_cache.config import DumpConfig
 from minilm_cache.dump.corpus import PYTHON_DOCS, load_corpus
-from minilm_cache.dump.manifest import DEFAULT_MAX_KL, codec_parameters
+from minilm_cache.dump.manifest import codec_parameters
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.relations import mean_row_entropy
 from minilm_cache.storage_schema.identity import Packing, VectorsParameters
 
 BATCH, LENGTH = 32, 128
 ROUNDS = 12
+MAX_KL = 0.015
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
 
     lengths = torch.full((BATCH,), LENGTH)
     samples = [signal for number in range(6) for signal in teacher.signals(batch(number), lengths)]
-    fitted = calibrate(samples[:4], samples[4:], DEFAULT_MAX_KL, layer=teacher.layers[-1]).codec
+    fitted = calibrate(samples[:4], samples[4:], MAX_KL, layer=teacher.layers[-1]).codec
     codecs: dict[str, SignalCodec] = {"vectors": fitted}
     for name in ("topk", "dense"):
         parameters = codec_parameters(DumpConfig.model_validate({"teacher": "mini", "codec": name}))

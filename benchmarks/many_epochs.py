@@ -29,7 +29,7 @@ LENGTH = 128
 ONLINE = "online dense"
 CACHES = {
     "dense": DumpConfig(teacher="mini", codec="dense"),
-    "topk pps k=16": DumpConfig(teacher="mini"),
+    "topk pps k=16": DumpConfig(teacher="mini", codec="topk"),
     "vectors, KL at most 0.005": DumpConfig(teacher="mini", codec="vectors", max_kl=0.005),
     "vectors, KL at most 0.01": DumpConfig(teacher="mini", codec="vectors", max_kl=0.01),
     "vectors, KL at most 0.015": DumpConfig(teacher="mini", codec="vectors", max_kl=0.015),

@@ -34,8 +34,8 @@ STEPS = 300
 SEEDS = (0, 1, 2)
 ONLINE = "online dense"
 CACHES = {
-    "vectors, KL at most 0.015": DumpConfig(teacher="mini", codec="vectors"),
-    "topk pps k=16": DumpConfig(teacher="mini"),
+    "vectors, KL at most 0.015": DumpConfig(teacher="mini", codec="vectors", max_kl=0.015),
+    "topk pps k=16": DumpConfig(teacher="mini", codec="topk"),
     "vectors, KL at most 0.02": DumpConfig(teacher="mini", codec="vectors", max_kl=0.02),
     "topk pps k=8": DumpConfig(teacher="mini", k=8),
     "topk largest k=16, uniform tail": DumpConfig(teacher="mini", select="largest", tail="uniform"),

@@ -17,8 +17,8 @@ from minilm_cache.progress import Silent
 from minilm_cache.store.verify import default_threads, verify
 
 CODECS = {
-    "topk": DumpConfig(teacher="mini", shard_tokens=2**16),
-    "vectors": DumpConfig(teacher="mini", codec="vectors", shard_tokens=2**16),
+    "topk": DumpConfig(teacher="mini", codec="topk", shard_tokens=2**16),
+    "vectors": DumpConfig(teacher="mini", codec="vectors", max_kl=0.015, shard_tokens=2**16),
     "dense": DumpConfig(teacher="mini", codec="dense", max_tokens=2**16, shard_tokens=2**13),
 }
 TURNS = 5

@@ -61,7 +61,7 @@ def chain(  # noqa: PLR0913 - one parameter for each option
     compare_direct: Annotated[
         bool, typer.Option("--compare-direct", help="Train the students straight from the teacher, too")
     ] = False,
-    codec: CodecOption = "topk",
+    codec: CodecOption = None,
     k: KOption = None,
     max_kl: MaxKlOption = None,
     packing: PackingOption = "packed",

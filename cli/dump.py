@@ -41,7 +41,8 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     out: Annotated[Path | None, typer.Option(help="Folder of the cache [default: in the cache home]")] = None,
     objectives: ForOption = None,
     codec: Annotated[
-        str | None, typer.Option(help="topk, vectors or dense; --for may need vectors [default: topk]")
+        str | None,
+        typer.Option(help="vectors, topk or dense [default: vectors, or topk with --k, --select or --tail]"),
     ] = None,
     k: KOption = None,
     select: Annotated[

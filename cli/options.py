@@ -36,7 +36,10 @@ CorpusOption = Annotated[
 TextColumnOption = Annotated[
     str | None, typer.Option(help="Column with the text, in records [default: text]")
 ]
-CodecOption = Annotated[str, typer.Option(help="topk, vectors or dense")]
+CodecOption = Annotated[
+    str | None,
+    typer.Option(help="vectors, topk or dense [default: vectors, or topk with --k, --select or --tail]"),
+]
 KOption = Annotated[int | None, typer.Option(help="Entries per row, for topk [default: 16]")]
 ForOption = Annotated[
     str | None,
@@ -50,7 +53,7 @@ MaskingsOption = Annotated[
     int | None, typer.Option(help="Masked readings of each sequence; epochs take turns [default: 1]")
 ]
 MaxKlOption = Annotated[
-    float | None, typer.Option(help="KL of each relation, nats, for vectors [default: 0.015]")
+    float | None, typer.Option(help="KL of each relation, nats, for vectors [default: 0.005]")
 ]
 PackingOption = Annotated[
     str, typer.Option(help="packed (documents joined to full length) or records (one sequence each)")

@@ -78,7 +78,8 @@ class DumpConfig(FrozenSettings):
     """Tokens per sequence at most, special tokens counted."""
     max_tokens: Annotated[int, Field(ge=4)] | None = None
     """Tokens at most; none: the whole corpus."""
-    codec: Literal["topk", "vectors", "dense"] = "topk"
+    codec: Literal["topk", "vectors", "dense"] = "vectors"
+    """How relations are stored; `topk` where nothing but `k`, `select` or `tail` is given."""
     k: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Entries per row of codec `topk`; none: 16."""
     select: Literal["pps", "largest"] | None = None
@@ -88,7 +89,7 @@ class DumpConfig(FrozenSettings):
     layers: Chosen = "last"
     """Layers to tap, counted from 0; several only with codec `vectors`."""
     max_kl: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Mean KL of each relation that codec `vectors` may have, nats; none: 0.015."""
+    """Mean KL of each relation that codec `vectors` may have, nats; None means 0.005."""
     hidden: Chosen | None = None
     """Hidden states of every token to store; 0 is the output of the embeddings, n that of the n-th layer."""
     masked_hidden: Chosen | None = None
@@ -129,6 +130,8 @@ class DumpConfig(FrozenSettings):
         """Read `for`, objectives that the cache is to serve, as the settings that it asks for."""
         given = {name: value for name, value in values.items() if value is not None}
         needs = needs_of(objective_names(given.pop("for", ())))
+        if "codec" not in given and not needs.vectors and {"k", "select", "tail"} & given.keys():
+            given["codec"] = "topk"
         if given.get("codec", "vectors") != "vectors" and needs.vectors:
             raise ValueError(f"--for asks for codec vectors; leave out --codec {given['codec']}")
         settings = needs.settings()

@@ -123,7 +123,7 @@ class CodecFitter:
             what = "codec vectors is" if is_vectors else "codes of hidden states are"
             raise CorpusError(
                 f"{what} fitted to the corpus, and {num_train} training sequences are too few: it needs "
-                f"{MIN_SEQUENCES}. Give more text; topk and dense without hidden states need no fitting."
+                f"{MIN_SEQUENCES}. Give more text, or take --codec topk or dense without hidden states."
             )
         layers = self._all_layers(known)
         states = self._all_states(coded, known)

@@ -231,10 +231,19 @@ def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
         if there.get(name) != asked.get(name)
     ]
     if differing:
+        hint = next((words for name, words in _OLDER.items() if differing[0].startswith(f"{name} (")), "")
         raise IdentityMismatchError(
-            f"{folder} holds another run, which differs in {', '.join(differing)}. Choose another --out."
+            f"{folder} holds another run, which differs in {', '.join(differing)}.{hint} "
+            "Choose another --out."
         )
     return found
+
+
+_OLDER: Final = {
+    "form": " Runs of the first releases go on with --form paper.",
+    "dealing": " It was begun by a release that dealt shards to streams, and can only go on with that one.",
+}
+"""What to know of a difference that a newer release made."""
 
 
 def _step_of(line: str) -> float:

@@ -12,11 +12,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from minilm_cache.cache import open_cache
 from minilm_cache.config import TrainConfig, make_config
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
 from minilm_cache.train.batches import UNITS, BatchReader
 from minilm_cache.train.objectives.choose import choose_objective
 from minilm_cache.train.presets import PRESETS, with_preset
 from minilm_cache.train.ranks import Ranks
+from minilm_cache.train.record import read_record
 from minilm_cache.train.run import TrainResult, build_trainers, train
 from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.student import parse_arch
@@ -305,3 +306,18 @@ def test_the_parts_of_a_step_are_the_same_whoever_does_them(
 
     assert sorted(part for plan in plans for part in plan.own_parts) == [0, 1, 2, 3]
     assert all(plan.streams == plans[0].streams and plan.part_size == 2 for plan in plans)
+
+
+def test_records_of_the_first_releases_stay_as_they_were(shared_world: World, tmp_path: Path) -> None:
+    """What came later is left out where it says nothing, so old runs keep their names and go on."""
+    config = settings(arch=("1x16",), steps=2)
+    result = train(config, shared_world.root / "cache", tmp_path / "run", tmp_path)
+    identity = json.loads((tmp_path / "run/run.json").read_text())["identity"]
+
+    assert identity.keys().isdisjoint({"form", "dealing", "patience", "temperature", "ground_truth"})
+    assert read_record(tmp_path / "run", result.record.identity) == result.record
+    hints = {("form", "authors"): "--form paper", ("dealing", "sequences"): "only go on with"}
+    for (name, value), hint in hints.items():
+        other = result.record.identity.model_copy(update={name: value})
+        with pytest.raises(IdentityMismatchError, match=hint):
+            read_record(tmp_path / "run", other)

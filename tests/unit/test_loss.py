@@ -201,7 +201,7 @@ WINDOW = 4
 def windowed(length: int, seed: int) -> tuple[Vectors, Tensor]:
     """Return vectors of two sequences, the second a third as long, whose attention has a window, float32."""
     generator = torch.Generator().manual_seed(seed)
-    parts = 1.5 * torch.randn(3, 2, 2, length, 8, generator=generator)
+    parts = 1.5 * torch.randn(3, 2, 1, length, 8, generator=generator)
     lengths = torch.tensor([length, max(1, length // 3)])
     position = torch.arange(length)
     near = (position[:, None] - position).abs() <= WINDOW
