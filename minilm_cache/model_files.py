@@ -19,10 +19,8 @@ _WEIGHTS: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _ADAPTER: Final = "adapter_config.json"
 _MAX_JSON_BYTES: Final = 2**23
-_NOT_TAKEN: Final = frozenset(
-    {"auto_map", "quantization_config", "transformers_weights", "compression_config"}
-)
-"""Keys that choose code, another file of weights, or another form of them."""
+_OTHER_WEIGHTS: Final = frozenset({"quantization_config", "transformers_weights", "compression_config"})
+"""Keys that choose another file of weights, or another form of them."""
 _LIMITS: Final = {
     **dict.fromkeys(("num_hidden_layers", "n_layers", "num_layers", "num_hidden_groups"), 2**10),
     **dict.fromkeys(("num_attention_heads", "n_heads", "num_key_value_heads"), 2**10),
@@ -101,12 +99,13 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         problem = "model_type, the model's family, is not there"
     if problem is not None:
         raise TeacherError(f"{folder / CONFIG}: {problem}. Give another model.")
-    return described(content)
+    return {key: value for key, value in content.items() if key not in _OTHER_WEIGHTS}
 
 
 def described(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return what describes a model, without what would choose its code, its attention or its weights."""
-    return {key: value for key, value in content.items() if not key.startswith("_") and key not in _NOT_TAKEN}
+    refused = {"auto_map", *_OTHER_WEIGHTS}
+    return {key: value for key, value in content.items() if not key.startswith("_") and key not in refused}
 
 
 def out_of_bounds(content: Mapping[str, Any]) -> str | None:

@@ -18,12 +18,13 @@ from transformers import PreTrainedConfig
 from minilm_cache.compare import is_teacher_of, live_held_out_kl
 from minilm_cache.device import choose_device
 from minilm_cache.dump.teacher import Teacher
-from minilm_cache.errors import IdentityMismatchError, first_line
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, first_line
 from minilm_cache.needs import FORMS
 from minilm_cache.regular_files import first_bytes
 from minilm_cache.runs import TrainedRun
 from minilm_cache.sizes import ModelSize, Timed, inference_rates, model_size
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
+from minilm_cache.storage_schema.problems import refuse_costly
 from minilm_cache.train.record import LOG_FILE, MAX_LOG_BYTES, LogLine, RunIdentity, StudentRecord
 
 _SECONDS_PER_HOUR: Final = 3600
@@ -241,12 +242,14 @@ def curves_table(run: TrainedRun) -> pa.Table:
     file = run.path / LOG_FILE
     rows = []
     try:
-        for line in map(LogLine.model_validate_json, first_bytes(file, MAX_LOG_BYTES).splitlines()):
+        for text in first_bytes(file, MAX_LOG_BYTES).splitlines():
+            refuse_costly(text, str(file))
+            line = LogLine.model_validate_json(text)
             for what, students in (("students", line.students), ("held_out", line.held_out)):
                 for arch, means in students.items():
                     named = {"step": line.step, "student": arch, "what": what}
                     rows += [{**named, "of": name, "nats": value} for name, value in means.items()]
-    except (OSError, ValueError) as error:
+    except (CacheCorruptError, OSError, ValueError) as error:
         raise IdentityMismatchError(
             f"{file} is damaged: {first_line(error)}. Remove the damaged lines, or train again."
         ) from error

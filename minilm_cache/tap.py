@@ -192,6 +192,7 @@ class TappedModel(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor,
         chosen: Bool[Tensor, "batch length"] | None = None,
+        token_type_ids: Tensor | None = None,
     ) -> Reading:
         """Run the model up to the last chosen layer's Q, K, V, or to its end where more is wanted.
 
@@ -199,7 +200,9 @@ class TappedModel(nn.Module):
             input_ids: `(batch, length)` int64.
             attention_mask: `(batch, length)`, 1 at tokens and 0 at padding.
             chosen: tokens that a head for masked tokens is asked about; none: all.
+            token_type_ids: segment of each token, `(batch, length)`; None means one segment.
         """
+        segments = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         recorder = _Recorder(self.layers, stops=not (self.hidden or self.head))
         # Heads cost more than layers where a vocabulary is large.
         model = self.model if self.head else self.model.base_model
@@ -211,6 +214,7 @@ class TappedModel(nn.Module):
                     minilm_tap=recorder,
                     output_hidden_states=bool(self.hidden),
                     return_dict=True,
+                    **segments,
                 )
         except _Stop:
             return Reading([recorder.vectors[layer] for layer in self.layers], {}, None)

@@ -5,6 +5,9 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_serializer
 
+_NOTHING: tuple[object, ...] = (None, (), [], {})
+"""Values that say nothing; 0 says something."""
+
 
 class StoredModel(BaseModel):
     """Base of everything read from a cache: frozen, strict, unknown fields refused."""
@@ -18,4 +21,8 @@ class StoredModel(BaseModel):
     @model_serializer(mode="wrap")
     def _without_empty_sections(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         content = handler(self)
-        return {name: value for name, value in content.items() if value or name not in self.sections}
+        return {
+            name: value
+            for name, value in content.items()
+            if name not in self.sections or value not in _NOTHING
+        }

@@ -7,7 +7,7 @@ are refused.
 from collections.abc import Collection
 from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
 from minilm_cache.storage_schema.base import StoredModel
 from minilm_cache.storage_schema.identity import (
@@ -23,8 +23,8 @@ from minilm_cache.storage_schema.identity import (
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.storage_schema.versions import FORMAT_VERSION
 
-MAX_MANIFEST_BYTES: Final = 16 * 2**20
-"""Of some 190,000 shards; parsing one takes some thirty times as much memory."""
+MAX_MANIFEST_BYTES: Final = 8 * 2**20
+"""Of some 80,000 shards; one that was made to fill memory takes some sixty times as much to refuse."""
 MAX_RECORD_BYTES: Final = 64 * 2**10
 
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -247,7 +247,7 @@ class CacheManifest(StoredDocument):
     the same as `sequences`."""
     shard_tokens: int = Field(ge=64, le=2**26)
     """Rows that a shard takes in every array; a power of two."""
-    shards: Annotated[tuple[ShardRange, ...], Field(min_length=1, max_length=2**20)]
+    shards: Annotated[tuple[ShardRange, ...], FailFast(), Field(min_length=1, max_length=2**20)]
     calibration: Calibration | None = None
     """Of codec `vectors` and of hidden states."""
     files: dict[RelativePath, FileDigest]

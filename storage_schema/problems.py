@@ -1,6 +1,6 @@
 """Problems found in a document from disk: all of them at once, not only the first."""
 
-import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,10 +12,13 @@ from minilm_cache.storage_schema.versions import READABLE_VERSIONS
 
 Document = TypeVar("Document", bound=BaseModel)
 
-_LEAST_OBJECT_BYTES = 48
-_LEAST_VALUE_BYTES = 8
+_SHARD_BYTES = 52
+"""Bytes of a shard's range, without any space."""
+_FILE_BYTES = 128
+"""Bytes of a file's digest and its name."""
 _FREE_OBJECTS = 4096
-"""Objects and values that a short document may have, whatever its length."""
+_FREE_VALUES = 2**14
+"""Objects and values that a document may have for everything else."""
 _SHOWN = 3
 """Problems quoted in an error line; the rest is counted."""
 
@@ -52,14 +55,17 @@ def _problems(error: ValidationError) -> Sequence[Problem]:
 def refuse_costly(document: bytes, where: str) -> None:
     """Raise CacheCorruptError for JSON that would take far more memory to parse than its bytes.
 
-    A parsed object takes more than a kilobyte, however short it was. In the documents of a cache an object
-    takes 50 bytes and a value 8, so a document with many more of them than that was made to fill memory.
+    A parsed object takes more than a kilobyte, however short it was, and a wrong one as much again. Long
+    documents of a cache are long by the ranges of their shards and the digests of their files, which say what
+    they are and have a least length; whatever else there is, is little.
     """
+    shards, files = document.count(b'"first_sequence"'), document.count(b'"xxh3_128"')
     objects = document.count(b"{") + document.count(b"[")
     values = document.count(b",")
-    if objects > _FREE_OBJECTS + len(document) // _LEAST_OBJECT_BYTES:
+    most = min(shards, len(document) // _SHARD_BYTES) + min(files, len(document) // _FILE_BYTES)
+    if objects > _FREE_OBJECTS + most:
         problem = f"{objects} objects and lists"
-    elif values > _FREE_OBJECTS + len(document) // _LEAST_VALUE_BYTES:
+    elif values > _FREE_VALUES + 3 * most:
         problem = f"{values} values"
     else:
         return
@@ -100,10 +106,6 @@ def parse(model: type[Document], document: bytes, where: str) -> Document:
 
 
 def _format_version(document: bytes) -> int | None:
-    """Read the version apart from the rest: a newer format may differ in every other field."""
-    try:
-        content = json.loads(document)
-    except (ValueError, RecursionError):
-        return None
-    version = content.get("format_version") if isinstance(content, dict) else None
-    return version if isinstance(version, int) else None
+    """Find the version without parsing the rest: a newer format may differ in every other field."""
+    found = re.search(rb'"format_version"\s*:\s*(\d{1,9})\s*[,}]', document)
+    return None if found is None else int(found[1])

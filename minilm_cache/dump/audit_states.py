@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minilm_cache.cache import Cache
 from minilm_cache.dump.audit import pad
-from minilm_cache.dump.reading import SequenceReader
+from minilm_cache.dump.reading import SequenceReader, sequences_at_once
 from minilm_cache.states import DenseLabels, MaskedSequences, States, expected
 from minilm_cache.storage_schema.manifest import StateFidelity
 from minilm_cache.storage_schema.states import LABELS_FOLDER, LOGITS_PATH, StateFamily, plain_path
@@ -59,6 +59,7 @@ def audit_states(
     codec = cache.states_codec
     if codec is None:
         return ()
+    batch_size = sequences_at_once(cache.manifest.identity, batch_size)
     errors: dict[str, _Rows] = {}
     bias: list[Tensor] = []
     for start in range(0, len(numbers), batch_size):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from minilm_cache.config import AugmentConfig
 from minilm_cache.device import choose_device
@@ -53,6 +53,8 @@ STOP_WORDS = frozenset(
     )
 )
 """English words that carry little of a sentence's meaning."""
+_SPARE = 4
+"""Positions for special tokens, and those that some families leave out."""
 _BATCH = 32
 """Masked variants of a document read together."""
 
@@ -168,14 +170,8 @@ class _Proposals:
     def _masked(self, text: str, words: Sequence[_Word]) -> list[list[str]]:
         """Return the likeliest tokens in place of each word; none beyond the model's length."""
         device = next(self.model.parameters()).device
-        mask, limit = mask_token(self.tokenizer), self.config.max_length
-        encoded = self.tokenizer(
-            *([text, text] if self._is_authors else [text]),
-            truncation=True,
-            max_length=limit,
-            return_offsets_mapping=True,
-            return_token_type_ids=True,
-        )
+        mask = mask_token(self.tokenizer)
+        encoded = self._encoded(text)
         segments = encoded.sequence_ids(0)
         starts = {
             start: at
@@ -191,14 +187,38 @@ class _Proposals:
         likeliest: list[list[str]] = []
         for first in range(0, len(variants), _BATCH):
             ids, lengths = pad(variants[first : first + _BATCH], self.tokenizer.pad_token_id)
-            read = {"input_ids": ids, "attention_mask": key_mask(lengths, ids.shape[1]).to(torch.int64)}
-            if self._has_segments:
-                read["token_type_ids"] = types.expand_as(ids)
-            logits = self.model.model(**{name: part.to(device) for name, part in read.items()}).logits
-            told = logits[torch.arange(len(ids)), torch.tensor(masked[first : first + _BATCH])]
-            likeliest += [self._whole_words(one) for one in told]
+            chosen = torch.zeros_like(ids, dtype=torch.bool)
+            chosen[torch.arange(len(ids)), torch.tensor(masked[first : first + _BATCH])] = True
+            attention = key_mask(lengths, ids.shape[1]).to(torch.int64)
+            read = [part.to(device) for part in (ids, attention, chosen)]
+            own_types = types.expand_as(ids).to(device) if self._has_segments else None
+            likeliest += [self._whole_words(one) for one in self.model(*read, own_types).logits]
         answers = iter(likeliest)
         return [[] if place is None else next(answers) for place in places]
+
+    def _encoded(self, text: str) -> BatchEncoding:
+        """Return a document's tokens, and behind them those of the document again in form `authors`.
+
+        The document itself is cut to `max_length`; what is read again is cut to what the model has room for.
+        """
+        positions = getattr(self.model.model.config, "max_position_embeddings", 2 * self.config.max_length)
+        limit, room = self.config.max_length, min(positions - _SPARE, 2 * self.config.max_length)
+        if not self._is_authors or room < 2 * _SPARE:
+            return self._tokens(text, truncation=True, max_length=limit)
+        own = self._tokens(text, truncation=True, max_length=min(limit, room - _SPARE))
+        read = text[: max(end for _, end in own["offset_mapping"])]
+        return self._tokens(read, read, truncation="only_second", max_length=room)
+
+    def _tokens(self, *texts: str, truncation: bool | str, max_length: int) -> BatchEncoding:
+        found = self.tokenizer(
+            *texts,
+            truncation=truncation,
+            max_length=max_length,
+            return_offsets_mapping=True,
+            return_token_type_ids=True,
+        )
+        assert isinstance(found, BatchEncoding)
+        return found
 
     @cached_property
     def _has_segments(self) -> bool:

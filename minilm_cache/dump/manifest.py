@@ -13,6 +13,7 @@ from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.fingerprint import digest_bytes
+from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.identity import (
     CacheIdentity,
     CodecParameters,
@@ -22,7 +23,13 @@ from minilm_cache.storage_schema.identity import (
     TopKParameters,
     VectorsParameters,
 )
-from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest, Calibration, Labels
+from minilm_cache.storage_schema.manifest import (
+    MAX_MANIFEST_BYTES,
+    MAX_RECORD_BYTES,
+    CacheManifest,
+    Calibration,
+    Labels,
+)
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.states import Masking, SoftLabels, StatesIdentity
 from minilm_cache.store.layout import (
@@ -46,6 +53,8 @@ DEFAULT_LABEL_K = 32
 _LEAST_CLASSES = 2
 _SHARD_BYTES = 96
 """Bytes of a shard's range in a manifest, at most."""
+_RECORD_FILE_BYTES = 240
+"""Bytes of a file's path and digest in a commit record, at most."""
 _MANIFEST_SPARE = 2**20
 """Bytes of a manifest that are left for everything but its shards."""
 
@@ -203,6 +212,13 @@ def plan_manifest(
         raise InvalidConfigError(
             f"{len(shards)} shards of {shard_tokens} tokens are more than the {most} that a manifest can "
             f"name. Choose --shard-tokens {2 * shard_tokens} or more."
+        )
+    num_files = len(array_specs(identity, calibration)) + 1
+    if num_files * _RECORD_FILE_BYTES > MAX_RECORD_BYTES:
+        raise InvalidConfigError(
+            f"each shard would have {num_files} files, more than "
+            f"{MAX_RECORD_BYTES // _RECORD_FILE_BYTES}, which a commit record can name. Store fewer layers, "
+            "hidden states or --maskings."
         )
     return CacheManifest(
         fingerprint=identity.fingerprint(),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from jaxtyping import Int
 from torch import Tensor
@@ -10,8 +11,21 @@ from minilm_cache.dump.masking import Masker
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.relations import TeacherSignal, key_mask
 from minilm_cache.states import MaskedSequences, States, WantedStates, soft_labels
+from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.states import StateFamily, StateName, StatesIdentity
 from minilm_cache.tap import Head
+
+_MOST_PROBABILITIES: Final = 2**28
+"""Of labels of all tokens of a batch: 1 GiB as float32, and as much again for what they are made from."""
+
+
+def sequences_at_once(identity: CacheIdentity, batch_size: int) -> int:
+    """Return the sequences that a teacher reads at once, fewer than asked where all tokens have labels."""
+    states = identity.states
+    if states is None or states.labels is None or states.labels.tokens != "all":
+        return batch_size
+    of_each = identity.packing.max_length * identity.teacher.vocab_size
+    return max(1, min(batch_size, _MOST_PROBABILITIES // of_each))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -205,7 +205,7 @@ def _split(everything: _Part, groups: Ids) -> list[_Part]:
     own = groups[kept.order]
     sizes = np.bincount(own, weights=of_each)
     taken, seen, size = list[int](), set[int](), 0.0
-    for group in own[::-1].tolist():
+    for group in map(int, own[::-1]):  # one by one: it ends after a few of perhaps many millions
         if size >= wanted:
             break
         if group not in seen and size + sizes[group] <= most:
@@ -213,18 +213,16 @@ def _split(everything: _Part, groups: Ids) -> list[_Part]:
             size += sizes[group]
         seen.add(group)
     is_held_out = np.isin(own, taken)
-    parts = [kept.of(~is_held_out), kept.of(is_held_out)]
     if not taken or num_sequences == 1:
         return [everything]
-    return _within(parts, kept.packing.max_tokens)
-
-
-def _within(parts: list[_Part], max_tokens: int | None) -> list[_Part]:
-    """Return parts of at most so many tokens: a second beginning may cost one more than there is room."""
-    total = sum(int(part.lengths.sum()) for part in parts)
-    if max_tokens is not None and total > max_tokens and len(parts[0].lengths) > 1:
-        parts[0].lengths = parts[0].lengths[:-1]
-    return parts
+    train, held_out = kept.of(~is_held_out), kept.of(is_held_out)
+    most_tokens, tokens = kept.packing.max_tokens, int(train.lengths.sum() + held_out.lengths.sum())
+    if most_tokens is not None and tokens > most_tokens:
+        # A second beginning costs a token more than there was room for: the last sequence before it goes.
+        if len(train.lengths) == 1:
+            return [everything]
+        train.lengths = train.lengths[:-1]
+    return [train, held_out]
 
 
 def _tokenise(batch: Mapping[str, list[str]], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from minilm_cache.codecs.base import SignalCodec
 from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.config import DumpConfig
 from minilm_cache.dump.audit import pad
-from minilm_cache.dump.reading import SequenceReader
+from minilm_cache.dump.reading import SequenceReader, sequences_at_once
 from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop
@@ -100,9 +100,8 @@ class ShardJob:
         entropy = {kind: np.zeros(len(lengths), dtype=np.float32) for kind in kinds}
         # Sequences of one length share a batch: the least padding, and the same batches in every run.
         by_length = np.argsort(lengths, kind="stable")
-        for chosen in np.split(
-            by_length, range(self.config.batch_size, len(lengths), self.config.batch_size)
-        ):
+        size = sequences_at_once(manifest.identity, self.config.batch_size)
+        for chosen in np.split(by_length, range(size, len(lengths), size)):
             if should_stop():
                 return None
             batch, batch_lengths = pad(

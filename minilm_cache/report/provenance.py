@@ -117,8 +117,9 @@ def _begun_with(run: TrainedRun, *, paths: bool) -> list[str]:
 
 
 def _place(place: str, *, paths: bool) -> str:
-    """Return a folder or URL as the page shows it."""
-    return place if paths or is_url(place) else Path(place).name
+    """Return a folder, URL or name as the page shows it."""
+    is_folder = not is_url(place) and (Path(place).is_absolute() or Path(place).is_dir())
+    return Path(place).name if is_folder and not paths else place
 
 
 def _command(words: list[str], given: dict[str, Any], settings: type[DumpConfig | TrainConfig]) -> str:

@@ -3,8 +3,10 @@
 from huggingface_hub import DatasetCardData
 
 from minilm_cache.storage_schema.identity import DenseParameters, VectorsParameters
-from minilm_cache.storage_schema.manifest import CacheManifest, Measured
+from minilm_cache.storage_schema.manifest import PREVIEW, CacheManifest, Measured
 from minilm_cache.wording import markdown, printable
+
+_PREVIEW = {"config_name": "preview", "data_files": "preview/*.parquet", "default": True}
 
 
 def _layers(layers: tuple[int, ...]) -> str:
@@ -39,7 +41,7 @@ def cache_card(manifest: CacheManifest) -> str:
         f"{printable(manifest.labels.corpus)}",
         tags=["minilm-cache", "zarr", "knowledge-distillation"],
         configs=[
-            {"config_name": "preview", "data_files": "preview/*.parquet", "default": True},
+            *([_PREVIEW] if PREVIEW in manifest.files else []),
             {"config_name": "sequences", "data_files": "sequences/*.parquet"},
         ],
     )

@@ -5,13 +5,13 @@ Credentials come from the environment, as their own tools read them (AWS_ACCESS_
 never enter a message.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 import obstore
@@ -61,11 +61,12 @@ def is_url(place: str) -> bool:
 
 
 def without_secrets(url: str) -> str:
-    """Return a URL without a user's name, password or signature, for messages."""
-    parts = urlsplit(url)
-    if not parts.scheme:
+    """Return a URL without a user's name, password or signature, for messages; a path as it is."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
         return url
-    return urlunsplit((parts.scheme, parts.netloc.rsplit("@", 1)[-1], parts.path, "", ""))
+    authority, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    return f"{scheme}://{authority.rsplit('@', 1)[-1]}{slash}{path}"
 
 
 @contextmanager
@@ -285,7 +286,7 @@ def open_store(url: str) -> RemoteFolder:
     """
     place = url.rstrip("/")
     shown = without_secrets(place)
-    scheme = urlsplit(place).scheme if is_url(place) else "file"
+    scheme = place.partition("://")[0] if is_url(place) else "file"
     known = ", ".join(f"{name}://" for name in (*OBJECT_STORES, *_FILE_SYSTEMS))
     remedy = f"Give a path, or a URL that begins with one of {known}"
     if scheme not in (*OBJECT_STORES, *_FILE_SYSTEMS) or "::" in place:

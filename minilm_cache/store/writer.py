@@ -352,19 +352,19 @@ class CacheWriter:
             raise StorageError(f"{self.root} cannot be sealed: shards {missing} are not committed.")
         complete = self.manifest.model_copy(update={"complete": True, "measured": measured})
         with storage_errors("seal the cache", self.root):
-            write_file(self.root / CARD, cache_card(complete).encode())
             self.manifest = self._with_preview(complete, preview)
             # Every shard is committed: nobody writes any more, and what kills have left over is nobody's.
             for left in (*(self.root / "locks").glob("[0-9]*.lock"), *self.root.rglob(f"*{PARTIAL}")):
                 left.unlink(missing_ok=True)
 
     def _with_preview(self, manifest: CacheManifest, preview: pa.Table) -> CacheManifest:
-        """Write a preview, and a manifest that names it."""
+        """Write a preview, the card, and a manifest that names the preview."""
         buffer = io.BytesIO()
         pq.write_table(preview, buffer, compression="zstd")
         files = manifest.files | {PREVIEW: digest_bytes(buffer.getvalue())}
         named = manifest.model_copy(update={"files": files})
         write_file(below(self.root, PREVIEW), buffer.getvalue())
+        write_file(self.root / CARD, cache_card(named).encode())
         write_file(self.root / MANIFEST, named.to_json())
         return named
 

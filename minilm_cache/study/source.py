@@ -27,8 +27,9 @@ class Source:
         """
         self.path = path
         try:
-            text = first_bytes(path, _MAX_BYTES + 1, follow_links=True).decode("utf-8")
-            _refuse_costly(path, text)
+            content = first_bytes(path, _MAX_BYTES + 1, follow_links=True)
+            text = content.decode("utf-8") if len(content) <= _MAX_BYTES else ""
+            _refuse_costly(path, text, len(content))
             root = yaml.compose(text, Loader=yaml.SafeLoader)
             self.content = yaml.safe_load(text)
         except InvalidConfigError:
@@ -96,12 +97,12 @@ class Source:
             self.fail((*base, *loc), message[0].lower() + message[1:])
 
 
-def _refuse_costly(path: Path, text: str) -> None:
+def _refuse_costly(path: Path, text: str, num_bytes: int) -> None:
     """Raise InvalidConfigError for a text that would fill memory.
 
     An alias may stand for itself, and a few aliases for billions of values.
     """
-    if len(text) > _MAX_BYTES:
+    if num_bytes > _MAX_BYTES:
         raise InvalidConfigError(f"{path} is longer than {_MAX_BYTES >> 10} KiB. Give a study.")
     alias = next((event for event in yaml.parse(text) if isinstance(event, yaml.AliasEvent)), None)
     if alias is not None:

@@ -148,7 +148,9 @@ def read_study(path: Path) -> Study:
                     _check_fits(source, ("caches", name), config, cache)
                 content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
                 # Settings that came later name a pass only where they say something: older passes stay.
-                content = {key: value for key, value in content.items() if value or key not in _LATER}
+                content = {
+                    key: value for key, value in content.items() if value is not None or key not in _LATER
+                }
                 slug = f"{name}-{choice.slug}-s{seed}-{canonical_sha256(content)[:8]}"
                 passes.append(Pass(cache=name, name=slug, config=config))
     return Study(

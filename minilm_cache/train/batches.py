@@ -191,19 +191,20 @@ class BatchReader:
         """Yield each buffer with its shards; those of the next one are read meanwhile."""
         with ThreadPoolExecutor(_READ_THREADS) as threads:
 
-            def read(buffer: Buffer, known: Mapping[int, Future[Shard]]) -> dict[int, Future[Shard]]:
-                return {n: known.get(n) or threads.submit(self._read, n) for n in buffer.shards}
+            def read(buffer: Buffer, known: _Reads) -> _Reads:
+                wanted = [(n, buffer.epoch % len(self._stored.readings)) for n in buffer.shards]
+                return {one: known.get(one) or threads.submit(self._read, *one) for one in wanted}
 
             current = next(buffers)
             reads = read(current, {})
             while True:
                 upcoming = next(buffers)
                 upcoming_reads = read(upcoming, reads)
-                yield {n: future.result() for n, future in reads.items()}, current
+                yield {n: future.result() for (n, _), future in reads.items()}, current
                 current, reads = upcoming, upcoming_reads
 
-    def _read(self, number: int) -> Shard:
-        places = {reading.get(path, path) for reading in self._stored.readings for path in self._stored.paths}
+    def _read(self, number: int, reading: int = 0) -> Shard:
+        places = [self._stored.place(path, reading) for path in self._stored.paths]
         return self._cache.reader.shard(number, places)
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
@@ -269,6 +270,10 @@ class BatchReader:
 
 _Piece = tuple[Mapping[int, Shard], npt.NDArray[np.int64], int]
 """The shards that hold some sequences, their numbers, and the epoch that they are taken in."""
+
+
+_Reads = dict[tuple[int, int], Future[Shard]]
+"""Shards on their way, by their number and that of the masked reading."""
 
 
 def _readings(codec: StatesCodec | None, paths: Iterable[str]) -> tuple[Mapping[str, str], ...]:

@@ -5,15 +5,16 @@ import math
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from minilm_cache.config import LayerMap, TrainConfig
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InvalidConfigError
 from minilm_cache.needs import ObjectiveName
 from minilm_cache.regular_files import first_bytes
 from minilm_cache.storage_schema.base import StoredModel
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.storage_schema.problems import refuse_costly
 from minilm_cache.store.durable import is_vacant, storage_errors, write_file
 from minilm_cache.train.sampler import StepPlan
 
@@ -22,7 +23,7 @@ LOG_FILE = "log.jsonl"
 RUN_LOCK = ".run.lock"
 
 
-_MAX_RECORD_BYTES: Final = 2**23
+_MAX_RECORD_BYTES: Final = 2**20
 MAX_LOG_BYTES: Final = 2**28
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Figures = dict[str, Annotated[float, Field(allow_inf_nan=False)]]
@@ -147,7 +148,7 @@ class RunRecord(_Record):
     """Seconds of steps; none: not complete."""
     bytes_read: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Of shard files, by all processes, up to the last step; none: not complete."""
-    students: Annotated[tuple[StudentRecord, ...], Field(min_length=1)]
+    students: Annotated[tuple[StudentRecord, ...], FailFast(), Field(min_length=1)]
 
     @model_validator(mode="after")
     def _students_are_the_runs(self) -> "RunRecord":
@@ -205,11 +206,16 @@ def load_record(folder: Path) -> RunRecord:
         )
     try:
         content = first_bytes(file, _MAX_RECORD_BYTES + 1)
+        refuse_costly(content, str(file))
         return RunRecord.model_validate_json(content)
+    except CacheCorruptError as error:
+        raise IdentityMismatchError(
+            f"{file} is damaged: it is no record of a run. Choose another --out."
+        ) from error
     except OSError as error:
         raise IdentityMismatchError(f"cannot read {file}: {error.strerror}. Choose another --out.") from error
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]["msg"]
+        problem = error.errors(include_url=False, include_input=False)[0]["msg"]
         raise IdentityMismatchError(f"{file} is damaged: {problem}. Choose another --out.") from error
 
 

@@ -81,6 +81,15 @@ def test_no_copy_is_on_both_sides(
         assert counts.tolist() == list(sizes)
 
 
+def test_a_limit_of_tokens_holds_where_parts_cannot_be_cut() -> None:
+    """Two beginnings of packed text may cost a token more than one."""
+    for size in range(1, 14):
+        for count in range(2, 9):
+            for max_tokens in range(8, 8 * count, 3):
+                table = table_of(corpus_of([size] * count, list(range(count))), "packed", max_tokens)
+                assert int(table.lengths.sum()) <= max_tokens
+
+
 @pytest.mark.parametrize("mode", ["packed", "records"])
 def test_any_range_reads_as_the_whole(mode: Literal["packed", "records"]) -> None:
     sizes = [1 + number % 13 for number in range(60)]

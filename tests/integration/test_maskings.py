@@ -1,5 +1,6 @@
 """Several masked readings of each sequence: drawn, stored, checked, and trained on in turn."""
 
+from collections.abc import Collection
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -10,8 +11,10 @@ from transformers import AutoModelForMaskedLM
 
 from minilm_cache.cache import open_cache, row_checker
 from minilm_cache.config import TrainConfig
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.progress import Silent
 from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.store.reader import Shard
 from minilm_cache.store.verify import verify
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.objectives.choose import choose_objective
@@ -54,6 +57,35 @@ def test_epochs_take_the_masked_readings_in_turn(tmp_path: Path) -> None:
         assert reads[3] == reads[0]
     with pytest.raises(ValueError, match="no reading 3"):
         cache[0].states(3)
+
+
+def test_an_epoch_reads_its_own_reading_alone(tmp_path: Path) -> None:
+    world = world_of(tmp_path, "tokens", "bert")
+    world.dump(labels=True, maskings=4, k=2)
+    cache = open_cache(world.root / "cache")
+    config = TrainConfig(arch=("2x32",), objective="mlm-kd", batch_size=1, steps=1)
+    asked: list[set[str]] = []
+    shard = cache.reader.shard
+
+    def reading(number: int, paths: Collection[str] | None = None) -> Shard:
+        asked.append({path for path in paths or () if path.endswith("labels/index")})
+        return shard(number, paths)
+
+    cache.reader.shard = reading  # type: ignore[method-assign]
+    wanted = choose_objective(config, cache).wanted
+    stream = BatchReader(cache, wanted, 0, CPU).train_batches(plan_steps(config, cache.manifest), 0)
+    with closing(stream):
+        for _ in islice(stream, 3 * cache.manifest.num_train):
+            pass
+
+    assert all(len(one) == 1 for one in asked)
+    assert set.union(*asked) >= {"labels/index", "readings/1/labels/index", "readings/2/labels/index"}
+
+
+def test_more_files_than_a_commit_record_can_name_are_refused(tmp_path: Path) -> None:
+    world = world_of(tmp_path, "tokens", "bert")
+    with pytest.raises(InvalidConfigError, match=r"files, more than .* Store fewer"):
+        world.dump(labels=True, masked_hidden="all", maskings=60, k=2)
 
 
 def test_other_readings_are_read_damaged_and_checked_as_the_first(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from transformers import AutoModel, AutoModelForMaskedLM
 
+from minilm_cache.dump.teacher import Teacher
+from minilm_cache.pretrained import locate_teacher
 from tests.conftest import Command
 from tests.support import VOCABULARY, World, save_teacher
 
@@ -51,3 +53,15 @@ def test_a_teacher_is_truncated(world: World, tmp_path: Path, command: Command) 
     assert command(*unlike, "0,2")[0] == 0
     command.fails(*words, "--layers", "0,0", "--out", tmp_path / "x", code=2, says="different numbers")
     command.fails(*words, "--layers", "0", "--out", out, code=2, says="exists")
+
+
+def test_keys_that_say_nothing_of_a_model_stay_in_its_identity(tmp_path: Path) -> None:
+    """They have been hashed since the first release: fingerprints of teachers must not change."""
+    folder = save_teacher(tmp_path / "teacher")
+    file = folder / "config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "_num_labels": 5, "auto_map": {"AutoModel": "x.Y"}}))
+    config = Teacher(locate_teacher(str(folder)), torch.device("cpu")).model.config.to_dict()
+
+    assert config["_num_labels"] == 5
+    assert config["auto_map"] == {"AutoModel": "x.Y"}

@@ -316,6 +316,7 @@ def test_records_of_the_first_releases_stay_as_they_were(shared_world: World, tm
 
     assert identity.keys().isdisjoint({"form", "dealing", "patience", "temperature", "ground_truth"})
     assert read_record(tmp_path / "run", result.record.identity) == result.record
+    assert result.record.identity.model_copy(update={"patience": 0.0}).name() != result.record.identity.name()
     hints = {("form", "authors"): "--form paper", ("dealing", "sequences"): "only go on with"}
     for (name, value), hint in hints.items():
         other = result.record.identity.model_copy(update={name: value})
