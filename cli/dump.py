@@ -9,6 +9,7 @@ from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
 from minilm_cache.cli.info import fidelity_table, max_kl_in_words
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import (
+    CodecOption,
     CorpusOption,
     DeviceOption,
     ForOption,
@@ -40,10 +41,7 @@ def dump(  # noqa: PLR0913 - one parameter for each option
     text_column: TextColumnOption = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the cache [default: in the cache home]")] = None,
     objectives: ForOption = None,
-    codec: Annotated[
-        str | None,
-        typer.Option(help="vectors, topk or dense [default: vectors, or topk with --k, --select or --tail]"),
-    ] = None,
+    codec: CodecOption = None,
     k: KOption = None,
     select: Annotated[
         str | None, typer.Option(help="pps (unbiased sample) or largest, for topk [default: pps]")

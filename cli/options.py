@@ -38,7 +38,7 @@ TextColumnOption = Annotated[
 ]
 CodecOption = Annotated[
     str | None,
-    typer.Option(help="vectors, topk or dense [default: vectors, or topk with --k, --select or --tail]"),
+    typer.Option(help="vectors, topk or dense; --k, --select or --tail mean topk [default: vectors]"),
 ]
 KOption = Annotated[int | None, typer.Option(help="Entries per row, for topk [default: 16]")]
 ForOption = Annotated[

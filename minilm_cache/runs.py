@@ -166,7 +166,10 @@ def open_runs(path: Path, cache_place: str | None, home: Path) -> list[TrainedRu
     if (path / RUN_FILE).exists() or not inner:
         return [TrainedRun.open(path, cache_place, home)]
     if cache_place is not None and not is_url(cache_place):
-        raise InvalidConfigError(f"--cache FOLDER goes with a run, and {path} holds several. Leave it out.")
+        raise InvalidConfigError(
+            f"--cache goes with a run, and {path} holds several. Leave it out, or give the URL that they "
+            "name."
+        )
     first = path / "caches" / TEACHER_CACHE
     reference = first if first.is_dir() else None
     found = []

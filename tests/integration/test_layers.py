@@ -84,7 +84,11 @@ def test_relations_of_any_one_layer_can_be_stored(world: World) -> None:
         (("--layers", "2000"), 2, "--layers 2000: give last, all, or different numbers from 0 to 127"),
         (("--layers", ","), 2, "--layers ,: give last, all, or different numbers"),
         (("--layers", "first"), 2, "--layers first: give last, all, or different numbers"),
-        (("--layers", "0,1"), 2, "several --layers go with --codec vectors, not with topk"),
+        (
+            ("--layers", "0,1", "--codec", "topk"),
+            2,
+            "several --layers go with --codec vectors, not with topk",
+        ),
         (
             ("--layers", "all", "--codec", "dense"),
             2,

@@ -251,7 +251,7 @@ def test_info_says_what_vectors_hold(world: World, command: Command) -> None:
     code, out, _ = command("info", result.path)
     assert code == 0
     assert f"all, from queries, keys and values in {components} components of layer 2" in out
-    assert "vectors max_kl=0.015" in out
+    assert "vectors max_kl=0.005" in out
     assert command("verify", "--full", result.path)[0] == 0
 
 
