@@ -11,10 +11,11 @@ from typing import Any
 
 from benchmarks.report import write_result
 from minilm_cache.compare import live_held_out_kl
-from minilm_cache.config import DumpConfig, HeadConfig, TrainConfig
+from minilm_cache.config import DumpConfig, TrainConfig
 from minilm_cache.device import choose_device
 from minilm_cache.dump.head import fit_head
 from minilm_cache.dump.run import dump
+from minilm_cache.dump.settings import HeadConfig
 from minilm_cache.dump.teacher import Teacher
 from minilm_cache.needs import NEEDS
 from minilm_cache.pretrained import locate_teacher

@@ -18,7 +18,8 @@ from minilm_cache.cli.options import (
     TextColumnOption,
     quiet_libraries,
 )
-from minilm_cache.config import AugmentConfig, HeadConfig, make_config
+from minilm_cache.config import make_config
+from minilm_cache.dump.settings import AugmentConfig, HeadConfig
 
 
 def head(  # noqa: PLR0913 - one parameter for each option

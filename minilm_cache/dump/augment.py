@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
-from minilm_cache.config import AugmentConfig
 from minilm_cache.device import choose_device
 from minilm_cache.dump.audit import pad
 from minilm_cache.dump.corpus import load_corpus
 from minilm_cache.dump.masking import mask_token
+from minilm_cache.dump.settings import AugmentConfig
 from minilm_cache.dump.teacher import check_length
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.pretrained import load_model, load_tokenizer, locate_teacher

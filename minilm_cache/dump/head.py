@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minilm_cache.config import HeadConfig
 from minilm_cache.device import choose_device
 from minilm_cache.dump.audit import pad
 from minilm_cache.dump.corpus import load_corpus
 from minilm_cache.dump.masking import SHARE, Masker, mask_token
 from minilm_cache.dump.sequences import SequenceTable
+from minilm_cache.dump.settings import HeadConfig
 from minilm_cache.dump.teacher import check_length
 from minilm_cache.errors import CorpusError, DivergedError, InterruptedRunError, TeacherError
 from minilm_cache.pretrained import load_tokenizer, load_weights, locate_teacher

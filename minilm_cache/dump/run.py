@@ -34,6 +34,7 @@ from minilm_cache.store.catalogue import find_cache
 from minilm_cache.store.creation import creating
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.layout import MANIFEST, cache_name
+from minilm_cache.store.preview import has_damaged_preview, seal_with_preview
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.verify import unsound_shards
@@ -129,9 +130,10 @@ def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thin
     with writer.sealing() as ready:
         if ready:
             _seal(writer, reader, config, progress)
-        elif writer.is_complete and writer.has_damaged_preview():
+        elif writer.is_complete and has_damaged_preview(writer.root, writer.manifest):
             progress.note("the preview is damaged and is written again")
-            writer.write_preview(preview_table(Cache(CacheReader(writer.root)), teacher.tokenizer))
+            preview = preview_table(Cache(CacheReader(writer.root)), teacher.tokenizer)
+            seal_with_preview(writer.root, writer.manifest, preview)
     return DumpResult(
         path=path,
         manifest=writer.manifest,

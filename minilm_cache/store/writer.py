@@ -23,7 +23,6 @@ from minilm_cache.fingerprint import digest_bytes, xxh3
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs
 from minilm_cache.storage_schema.manifest import (
     MAX_MANIFEST_BYTES,
-    PREVIEW,
     CacheManifest,
     CommitRecord,
     FileDigest,
@@ -32,7 +31,6 @@ from minilm_cache.storage_schema.manifest import (
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import sequence_columns
-from minilm_cache.store.card import cache_card
 from minilm_cache.store.creation import differing_fields, prepare_root
 from minilm_cache.store.durable import (
     PARTIAL,
@@ -45,7 +43,6 @@ from minilm_cache.store.durable import (
     write_file,
 )
 from minilm_cache.store.layout import (
-    CARD,
     MANIFEST,
     SEAL_LOCK,
     below,
@@ -53,6 +50,7 @@ from minilm_cache.store.layout import (
     lock_path,
     sequences_path,
 )
+from minilm_cache.store.preview import seal_with_preview
 from minilm_cache.store.reader import CacheReader, read_checked
 from minilm_cache.store.shards import encode_pcodec_shard
 
@@ -352,40 +350,10 @@ class CacheWriter:
             raise StorageError(f"{self.root} cannot be sealed: shards {missing} are not committed.")
         complete = self.manifest.model_copy(update={"complete": True, "measured": measured})
         with storage_errors("seal the cache", self.root):
-            self.manifest = self._with_preview(complete, preview)
+            self.manifest = seal_with_preview(self.root, complete, preview)
             # Every shard is committed: nobody writes any more, and what kills have left over is nobody's.
             for left in (*(self.root / "locks").glob("[0-9]*.lock"), *self.root.rglob(f"*{PARTIAL}")):
                 left.unlink(missing_ok=True)
-
-    def _with_preview(self, manifest: CacheManifest, preview: pa.Table) -> CacheManifest:
-        """Write a preview, the card, and a manifest that names the preview."""
-        buffer = io.BytesIO()
-        pq.write_table(preview, buffer, compression="zstd")
-        files = manifest.files | {PREVIEW: digest_bytes(buffer.getvalue())}
-        named = manifest.model_copy(update={"files": files})
-        write_file(below(self.root, PREVIEW), buffer.getvalue())
-        write_file(self.root / CARD, cache_card(named).encode())
-        write_file(self.root / MANIFEST, named.to_json())
-        return named
-
-    def has_damaged_preview(self) -> bool:
-        """Return whether the preview that the manifest names is not there as it was written."""
-        if PREVIEW not in self.manifest.files:
-            return False
-        try:
-            read_checked(self.root, PREVIEW, self.manifest.files[PREVIEW])
-        except CacheCorruptError:
-            return True
-        return False
-
-    def write_preview(self, preview: pa.Table) -> None:
-        """Write the preview of a complete cache again.
-
-        Raises:
-            StorageError: the file system refused.
-        """
-        with storage_errors("write the preview", self.root):
-            self.manifest = self._with_preview(self.manifest, preview)
 
 
 def tokens_hash(tokens: npt.NDArray[np.generic]) -> str:

@@ -1,0 +1,51 @@
+"""The preview of a finished cache: some of its sequences as a table, named in the manifest by its hash."""
+
+import io
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from minilm_cache.errors import CacheCorruptError
+from minilm_cache.fingerprint import digest_bytes
+from minilm_cache.storage_schema.manifest import PREVIEW, CacheManifest
+from minilm_cache.store.card import cache_card
+from minilm_cache.store.durable import storage_errors, write_file
+from minilm_cache.store.layout import CARD, MANIFEST, below
+from minilm_cache.store.reader import read_checked
+
+
+def seal_with_preview(root: Path, manifest: CacheManifest, preview: pa.Table) -> CacheManifest:
+    """Write the preview, the card and the manifest of a complete cache; the manifest goes last.
+
+    Args:
+        root: the cache's folder.
+        manifest: of the complete cache.
+        preview: what it shows.
+
+    Returns:
+        The manifest as it was written: it names the preview.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    buffer = io.BytesIO()
+    pq.write_table(preview, buffer, compression="zstd")
+    files = manifest.files | {PREVIEW: digest_bytes(buffer.getvalue())}
+    named = manifest.model_copy(update={"files": files})
+    with storage_errors("seal the cache", root):
+        write_file(below(root, PREVIEW), buffer.getvalue())
+        write_file(root / CARD, cache_card(named).encode())
+        write_file(root / MANIFEST, named.to_json())
+    return named
+
+
+def has_damaged_preview(root: Path, manifest: CacheManifest) -> bool:
+    """Return whether the preview that a manifest names is not there as it was written."""
+    if PREVIEW not in manifest.files:
+        return False
+    try:
+        read_checked(root, PREVIEW, manifest.files[PREVIEW])
+    except CacheCorruptError:
+        return True
+    return False
