@@ -1,4 +1,4 @@
-"""Tables of README and docs, made from the results beside the benchmarks.
+"""Tables of README and docs, made from the results files of the benchmarks.
 
 A table stands between `<!-- table NAME -->` and `<!-- end of table -->`, and is never written by hand.
 

@@ -32,7 +32,7 @@ _LIMITS: Final = {
 }
 """The greatest sizes that a model may have."""
 _MOST_NUMBER: Final = 2**24
-"""Of every other whole number of a configuration."""
+"""Greatest whole number that any other key of a configuration may have."""
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.storage_schema.versions import FORMAT_VERSION
 
 MAX_MANIFEST_BYTES: Final = 8 * 2**20
-"""Of some 80,000 shards; one that was made to fill memory takes some sixty times as much to refuse."""
+"""Enough for some 80,000 shards. Refusing one that was made to fill memory takes some sixty times as much."""
 MAX_RECORD_BYTES: Final = 64 * 2**10
 
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]

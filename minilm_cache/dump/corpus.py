@@ -291,7 +291,7 @@ def _text_batches(documents: datasets.Dataset, column: str = "text") -> Iterator
         yield first, arrow[first : first + _BATCH][column]
 
 
-def _has_text(batch: Mapping[str, list[str]]) -> list[bool]:
+def _has_text(batch: Mapping[str, list[Any]]) -> list[bool]:
     return [not text.isspace() and text != "" for text in batch["text"]]
 
 

@@ -16,7 +16,7 @@ from minilm_cache.storage_schema.states import StateFamily, StateName, StatesIde
 from minilm_cache.tap import Head
 
 _MOST_PROBABILITIES: Final = 2**28
-"""Of labels of all tokens of a batch: 1 GiB as float32, and as much again for what they are made from."""
+"""Most probabilities that the labels of a batch may have: 1 GiB as float32, and as much for the logits."""
 
 
 def sequences_at_once(identity: CacheIdentity, batch_size: int) -> int:

@@ -9,18 +9,18 @@ from minilm_cache.needs import Form
 
 
 class HeadConfig(FrozenSettings):
-    """What the fit of a head for masked tokens is told."""
+    """Settings of the fit of a head for masked tokens."""
 
     teacher: str
     """`mini`, an alias, a folder or a hub id."""
     corpus: str = "python-docs"
-    """As of a dump."""
+    """Same as for `dump`."""
     text_column: str | None = None
-    """Column of the text in records; none: `text`."""
+    """Column of the text in records; None means `text`."""
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
     """Tokens per sequence, special tokens counted."""
     max_tokens: Annotated[int, Field(ge=4)] | None = None
-    """Tokens at most; none: the whole corpus."""
+    """Tokens at most; None means the whole corpus."""
     epochs: Annotated[int, Field(ge=1)] = 3
     """Passes over the text, each masked anew."""
     batch_size: Annotated[int, Field(ge=1)] = 8
@@ -28,22 +28,22 @@ class HeadConfig(FrozenSettings):
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
     """Learning rate of AdamW at the beginning; it falls linearly to 0."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Of weights, order and masks."""
+    """Seed of weights, order and masks."""
     revision: str | None = None
     """Revision of a teacher from the hub."""
     device: str | None = None
-    """torch device; none: a GPU where there is one."""
+    """torch device; None means a GPU where there is one."""
 
 
 class AugmentConfig(FrozenSettings):
-    """What the augmentation of a corpus is told (TinyBERT, arXiv 1909.10351, algorithm 1)."""
+    """Settings of the augmentation of a corpus (TinyBERT, arXiv 1909.10351, algorithm 1)."""
 
     teacher: str
     """A model with a head for masked tokens: an alias, a folder or a hub id."""
     corpus: str
     """A file, a folder, or `hf:ID[:CONFIG][:SPLIT]`; each record is a document."""
     text_column: str | None = None
-    """Column of the text in records; none: `text`."""
+    """Column of the text in records; None means `text`."""
     copies: Annotated[int, Field(ge=1, le=1000)] = 20
     """Copies of each document, N_a in the paper; those that come out alike are kept once."""
     candidates: Annotated[int, Field(ge=1, le=1000)] = 15
@@ -57,8 +57,8 @@ class AugmentConfig(FrozenSettings):
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
     """Tokens that the model reads of a document; one-piece words beyond them stay."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Of what is drawn."""
+    """Seed of what is drawn."""
     revision: str | None = None
     """Revision of a model from the hub."""
     device: str | None = None
-    """torch device; none: a GPU where there is one."""
+    """torch device; None means a GPU where there is one."""

@@ -27,7 +27,7 @@ from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.transfer import Shared, each, num_bytes
 
 _TABLE_ROW_BYTES: Final = 64
-"""Of a row of a sequence table, at most."""
+"""Most bytes that a row of a sequence table takes."""
 _MAX_ATTACHMENT_BYTES: Final = 2**27
 """Of a tokenizer, the largest file outside the shards."""
 

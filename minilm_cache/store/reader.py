@@ -208,7 +208,7 @@ class CacheReader:
             types = {field.name: str(field.type) for field in file.schema_arrow}
             fits = types == expected_types and _has_rows(file.metadata, record.range.num_sequences)
             table = file.read() if fits else None
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # names may be no UTF-8
             reason = first_line(error)  # Arrow adds a trace of its own
             raise CacheCorruptError(f"{self.root / path} is no Parquet file: {reason}. {_REMEDY}") from error
         if table is None:

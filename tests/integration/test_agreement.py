@@ -96,7 +96,7 @@ def test_the_report_shows_students_with_comparable_heads(trained: World, command
     assert code == 0, err
     found = json.loads(out)["agreement"]
     assert {(one["student"], one["kind"]) for one in found} == {
-        (arch, kind) for arch in ("1x16", "2x16:h2") for kind in ("attention", "value")
+        (arch, kind) for arch in ("1x16", "2x16:h2") for kind in ("query", "key", "value")
     }
     assert all(len(one["heads"]) == 4 for one in found)
     text = page.read_text()

@@ -149,6 +149,13 @@ def test_tables_that_lie(world: World, command: Command, change: Callable[[pa.Ta
     assert_refused(command, cache, "part-00001.parquet")
 
 
+def test_a_table_whose_columns_have_names_that_are_no_text(world: World, command: Command) -> None:
+    cache = world.dump().path
+    table = "sequences/part-00001.parquet"
+    replace_in_shard(cache, table, lambda old: old.replace(b"sequence", b"se\xf1uence"))
+    assert_refused(command, cache, "part-00001.parquet is no Parquet file")
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -27,7 +27,7 @@ from tests.conftest import Command
 from tests.support import World, save_teacher, write_corpus
 
 WEIGHTS = {"soft_labels": 5 * 2.0**2, "masked_lm": 2.0, "cosine": 1.0}
-"""Of `distilbert`, at the temperature of its labels."""
+"""Weights of the parts of `distilbert`, at the temperature of its labels."""
 
 
 @pytest.fixture(scope="module")
