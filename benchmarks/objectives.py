@@ -17,7 +17,7 @@ from minilm_cache.config import DumpConfig
 from minilm_cache.dump.run import dump
 from minilm_cache.needs import NEEDS, Needs
 
-MAX_TOKENS = 65_536
+MAX_TOKENS = 16_384
 ERRORS = (0.05, 0.1, 0.2)
 ENTRIES = (16, 32, 64)
 Row = dict[str, Any]
