@@ -13,7 +13,7 @@ demo: .venv/ready
 	$(BIN)/minilm-cache demo
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: .venv/ready
 	$(BIN)/ruff check .

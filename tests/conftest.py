@@ -12,6 +12,15 @@ from minilm_cache.cli.main import run
 from tests.s3 import BUCKET, CREDENTIALS, s3_server
 from tests.support import World, save_teacher, write_corpus
 
+SLOW = ("test_fuzz.py", "test_kills.py", "test_many_machines.py", "test_distributed.py", "test_trials.py")
+"""Files with few tests that take minutes: begun first, so that no process is left with one of them at the end."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put slow files first, whatever order the others were shuffled into."""
+    items.sort(key=lambda item: SLOW.index(item.path.name) if item.path.name in SLOW else len(SLOW))
+
 
 @pytest.fixture(scope="session")
 def shared_world(tmp_path_factory: pytest.TempPathFactory) -> World:
