@@ -13,7 +13,7 @@ from tests.s3 import BUCKET, CREDENTIALS, s3_server
 from tests.support import World, save_teacher, write_corpus
 
 SLOW = ("test_fuzz.py", "test_kills.py", "test_many_machines.py", "test_distributed.py", "test_trials.py")
-"""Files with few tests that take minutes: begun first, so that no process is left with one of them at the end."""
+"""Files with few tests that take minutes: they begin first, so that no process waits for one at the end."""
 
 
 @pytest.hookimpl(trylast=True)
