@@ -38,6 +38,7 @@ from minilm_cache.store.layout import (
     shard_bytes,
     split_into_shards,
 )
+from minilm_cache.wording import printable
 
 RELATIONS = (RelationKind.ATTENTION, RelationKind.VALUE)
 DEFAULT_K = 16
@@ -176,18 +177,14 @@ def name_labels(config: DumpConfig) -> Labels:
         teacher=_label(config.teacher),
         corpus=_label(config.corpus),
         created_by=f"minilm-cache {__version__}",
-        text_column=None if config.text_column is None else _plain(config.text_column),
-        revision=None if config.revision is None else _plain(config.revision),
+        text_column=None if config.text_column is None else printable(config.text_column)[:512],
+        revision=None if config.revision is None else printable(config.revision)[:512],
     )
 
 
 def _label(name: str) -> str:
     """Return a name for people: of a path only its end, since caches travel and paths tell of machines."""
-    return _plain(Path(name).resolve().name or "root")[:64]
-
-
-def _plain(name: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in name)[:512]
+    return printable(Path(name).resolve().name or "root")[:64]
 
 
 def plan_manifest(
