@@ -14,12 +14,12 @@ from pcodec import ChunkConfig, standalone
 
 from benchmarks.inputs import KINDS, mini_relations, mini_teacher
 from benchmarks.report import write_result
-from minilm_cache.codecs.calibrate import calibrate
+from minilm_cache.codecs.fit_vectors import calibrate
 from minilm_cache.codecs.topk import TopKCodec
-from minilm_cache.dump.corpus import PYTHON_DOCS, load_corpus
-from minilm_cache.dump.sequences import SequenceTable
-from minilm_cache.dump.teacher import Teacher
-from minilm_cache.relations import TeacherSignal
+from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
+from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.relations.scores import TeacherSignal
 from minilm_cache.storage_schema.identity import Packing
 from minilm_cache.storage_schema.metadata import PCODEC_LEVEL
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, BertConfig, PreTrainedModel
 
 from benchmarks.report import write_result
-from minilm_cache.dropout import draw_faster, kept
-from minilm_cache.tap import ATTENTION
+from minilm_cache.models.dropout import draw_faster, kept
+from minilm_cache.models.tap import ATTENTION
 
 ROUNDS = 12
 LENGTH = 128

@@ -14,13 +14,13 @@ from benchmarks.inputs import KINDS, mini_teacher
 from benchmarks.plots import plot_dump_speed
 from benchmarks.report import write_result
 from minilm_cache.codecs.base import SignalCodec
-from minilm_cache.codecs.calibrate import calibrate
-from minilm_cache.codecs.chain import store_relations
-from minilm_cache.config import DumpConfig
-from minilm_cache.dump.corpus import PYTHON_DOCS, load_corpus
-from minilm_cache.dump.manifest import codec_parameters
-from minilm_cache.dump.sequences import SequenceTable
-from minilm_cache.relations import mean_row_entropy
+from minilm_cache.codecs.build import store_relations
+from minilm_cache.codecs.fit_vectors import calibrate
+from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
+from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.identity import codec_parameters
+from minilm_cache.relations.scores import mean_row_entropy
 from minilm_cache.storage_schema.identity import Packing, VectorsParameters
 
 BATCH, LENGTH = 32, 128

@@ -19,11 +19,11 @@ from benchmarks.inputs import KINDS, mini_teacher
 from benchmarks.plots import plot_fidelity
 from benchmarks.report import write_result
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.config import DumpConfig
+from minilm_cache.corpus.load import PYTHON_DOCS
 from minilm_cache.dump.audit import audit_sequences
-from minilm_cache.dump.corpus import PYTHON_DOCS
-from minilm_cache.dump.run import dump
-from minilm_cache.dump.teacher import Teacher
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.models.teacher import Teacher
 
 LENGTHS = (128, 256, 512)
 MAX_TOKENS = 65_536
@@ -44,7 +44,9 @@ Row = dict[str, Any]
 def dumped(corpus: str, length: int, settings: dict[str, object], folder: Path) -> tuple[Cache, Row]:
     """Dump, and return the cache and what it measured of itself."""
     base = {"teacher": "mini", "corpus": corpus, "max_length": length, "max_tokens": MAX_TOKENS}
-    cache = open_cache(dump(DumpConfig.model_validate({**base, **settings}), folder / "cache", folder).path)
+    cache = open_cache(
+        dump_cache(DumpConfig.model_validate({**base, **settings}), folder / "cache", folder).path
+    )
     measured = cache.manifest.measured
     assert measured is not None
     relations = measured.fidelity[-1].relations

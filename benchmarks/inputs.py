@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from minilm_cache.dump.corpus import PYTHON_DOCS, load_corpus
-from minilm_cache.dump.sequences import SequenceTable
-from minilm_cache.dump.teacher import Teacher
-from minilm_cache.pretrained import MINI, locate_teacher
+from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
+from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.models.load import MINI, locate_teacher
+from minilm_cache.models.teacher import Teacher
 from minilm_cache.storage_schema.identity import Packing, RelationKind
 
 KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)

@@ -14,10 +14,12 @@ from benchmarks.inputs import mini_teacher
 from benchmarks.report import write_result
 from benchmarks.student_quality import live_kl, trained
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.config import DumpConfig, TrainConfig
-from minilm_cache.dump.run import dump
-from minilm_cache.dump.teacher import Teacher
-from minilm_cache.train.batches import BatchReader, WantedTargets
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.batch import WantedTargets
+from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.config import TrainConfig
 
 ARCH = "3x192"
 EPOCHS = 20
@@ -77,11 +79,11 @@ def main() -> None:
         home = Path(folder)
         # The whole corpus, of whose order the last documents are held out; the few below are the first ones.
         whole = DumpConfig(teacher="mini", codec="vectors", max_kl=0.5)
-        fresh = open_cache(dump(whole, home / "fresh", home).path)
+        fresh = open_cache(dump_cache(whole, home / "fresh", home).path)
         few = {"max_tokens": round(TRAIN_SEQUENCES * LENGTH / 0.97), "shard_tokens": 2**15}
         for name, settings in CACHES.items():
             own = DumpConfig(**{**settings.model_dump(exclude_none=True), **few})
-            cache = open_cache(dump(own, home / name, home).path)
+            cache = open_cache(dump_cache(own, home / name, home).path)
             assert cache.manifest.measured is not None
             sizes[name] = round(cache.manifest.measured.bytes_per_token, 1)
             if not found:

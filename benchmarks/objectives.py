@@ -13,9 +13,9 @@ import typer
 
 from benchmarks.report import write_result
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.config import DumpConfig
-from minilm_cache.dump.run import dump
-from minilm_cache.needs import NEEDS, Needs
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.objectives.spec import OBJECTIVES, Needs
 
 MAX_TOKENS = 16_384
 ERRORS = (0.05, 0.1, 0.2)
@@ -27,7 +27,7 @@ def dumped(teacher: Path, folder: Path, add: Path | None = None, **settings: obj
     """Dump a sample with these settings, or add to one."""
     base = {"teacher": str(teacher), "max_tokens": MAX_TOKENS, **settings}
     path = folder / f"{len(list(folder.iterdir()))}"
-    return open_cache(dump(DumpConfig.model_validate(base), path, folder, add=add).path)
+    return open_cache(dump_cache(DumpConfig.model_validate(base), path, folder, add=add).path)
 
 
 def states_of(cache: Cache) -> dict[str, Row]:
@@ -86,9 +86,9 @@ def main(teacher: Annotated[Path, typer.Argument(help="Folder with a head for ma
             states["labels of all tokens"] = all_labels
             result["max_error"][str(error)] = states
             result["objectives"][str(error)] = {
-                name: round(added_bytes(needs, states, depth), 1)
-                for name, needs in NEEDS.items()
-                if not needs.logits
+                name: round(added_bytes(spec.needs, states, depth), 1)
+                for name, spec in OBJECTIVES.items()
+                if not spec.needs.logits
             }
         plain = dumped(teacher, home).reader.root
         for entries in ENTRIES:

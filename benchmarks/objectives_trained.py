@@ -10,17 +10,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.report import write_result
-from minilm_cache.compare import live_held_out_kl
-from minilm_cache.config import DumpConfig, TrainConfig
-from minilm_cache.device import choose_device
-from minilm_cache.dump.head import fit_head
-from minilm_cache.dump.run import dump
-from minilm_cache.dump.settings import HeadConfig
-from minilm_cache.dump.teacher import Teacher
-from minilm_cache.needs import NEEDS
-from minilm_cache.pretrained import locate_teacher
-from minilm_cache.runs import TrainedRun
-from minilm_cache.train.run import train
+from minilm_cache.dump.config import DumpConfig, HeadConfig
+from minilm_cache.dump.mlm_head import fit_head
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.models.device import choose_device
+from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.spec import OBJECTIVES
+from minilm_cache.report.compare import live_held_out_kl
+from minilm_cache.report.runs import TrainedRun
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import train_students
 
 STEPS = 20
 BATCH_SIZE = 16
@@ -60,7 +60,7 @@ def measured(cache: Path, teacher: Teacher, home: Path, name: str, **changes: ob
             **changes,
         }
     )
-    run = TrainedRun.open(train(config, cache, home / f"{name} {len(changes)}", home).path)
+    run = TrainedRun.open(train_students(config, cache, home / f"{name} {len(changes)}", home).path)
     (found,) = live_held_out_kl(run.reference, teacher, run.objective, [run.folder(run.students[0])])
     assert found is not None
     return {kind: round(value, 4) for kind, value in found.items()}
@@ -72,9 +72,9 @@ def main() -> None:
         home = Path(folder)
         model = home / "teacher"
         fit_head(HeadConfig(teacher="mini", max_tokens=2**17, epochs=1), model)
-        served = {"for": ",".join(name for name, needs in NEEDS.items() if not needs.logits)}
+        served = {"for": ",".join(name for name, spec in OBJECTIVES.items() if not spec.needs.logits)}
         settings = {"teacher": str(model), "max_tokens": MAX_TOKENS, **served}
-        cache = dump(DumpConfig.model_validate(settings), home / "cache", home).path
+        cache = dump_cache(DumpConfig.model_validate(settings), home / "cache", home).path
         measure_all(cache, model, home)
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from minilm_cache.pretrained import load_model
-from minilm_cache.train.batches import StudentBatch
+from minilm_cache.models.load import load_model
+from minilm_cache.objectives.batch import StudentBatch
 
 
 class _LastValues:

@@ -16,18 +16,20 @@ from benchmarks.inputs import KINDS, mini_teacher
 from benchmarks.plots import plot_student_quality
 from benchmarks.report import write_result
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.config import DumpConfig, TrainConfig
-from minilm_cache.dump.run import dump
-from minilm_cache.dump.teacher import Teacher
-from minilm_cache.live import with_live_targets
-from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.batch import StudentBatch, WantedTargets
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.heldout import MAX_SEQUENCES, held_out_losses
-from minilm_cache.train.objectives.choose import choose_objective
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import build_trainers
 from minilm_cache.train.sampler import plan_steps
-from minilm_cache.train.student import parse_arch
 from minilm_cache.train.trainer import StudentTrainer
+from minilm_cache.workflows.live import with_live_targets
 
 ARCH = "3x192"
 STEPS = 300
@@ -53,7 +55,7 @@ def trained(config: TrainConfig, cache: Cache, teacher: Teacher, *, online: bool
     identity, steps = cache.manifest.identity, config.steps
     assert steps is not None
     plan = plan_steps(config, cache.manifest)
-    objective = choose_objective(config, cache)
+    objective = choose_objective(config, cache, arch=config.arch)
     shape = parse_arch(config.arch[0], identity.relation_heads)
     (trainer,) = build_trainers(config, cache, [shape], objective, steps, Ranks.alone(teacher.device))
     wanted = WantedTargets(kinds=()) if online else objective.wanted
@@ -99,7 +101,7 @@ def main() -> None:
     sizes: dict[str, float] = {}
     with TemporaryDirectory() as folder:
         for name, settings in CACHES.items():
-            cache = open_cache(dump(settings, Path(folder) / name, Path(folder)).path)
+            cache = open_cache(dump_cache(settings, Path(folder) / name, Path(folder)).path)
             assert cache.manifest.measured is not None
             sizes[name] = round(cache.manifest.measured.bytes_per_token, 1)
             if not found:

@@ -27,18 +27,20 @@ from transformers import AutoModel, BertConfig
 from benchmarks.online import UsualOnlineTrainer
 from benchmarks.report import read_result, write_result
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.config import DumpConfig, TrainConfig
-from minilm_cache.dump.run import dump
-from minilm_cache.dump.teacher import Teacher
-from minilm_cache.live import with_live_targets
-from minilm_cache.pretrained import MINI, load_tokenizer, locate_teacher
-from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
-from minilm_cache.train.objectives.choose import choose_objective
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.load import MINI, load_tokenizer, locate_teacher
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.batch import StudentBatch, WantedTargets
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import build_trainers
 from minilm_cache.train.sampler import plan_steps
-from minilm_cache.train.student import parse_arch
 from minilm_cache.train.trainer import StudentTrainer
+from minilm_cache.workflows.live import with_live_targets
 
 CODECS = ("topk", "vectors")
 SHAPES = ("3x384", "4x384", "6x384", "12x384")
@@ -73,7 +75,7 @@ class Bench:
         config = DumpConfig(
             teacher=str(self.teacher), codec=codec, max_length=length, max_tokens=2**15, shard_tokens=2**12
         )
-        dump(config, path, self.folder)
+        dump_cache(config, path, self.folder)
         return open_cache(path)
 
 
@@ -86,7 +88,9 @@ def trainers_of(cache: Cache, config: TrainConfig) -> list[StudentTrainer]:
     """Return fresh students."""
     heads = cache.manifest.identity.relation_heads
     shapes = [parse_arch(arch, heads) for arch in config.arch]
-    return build_trainers(config, cache, shapes, choose_objective(config, cache), 10**6, Ranks.alone(CPU))
+    return build_trainers(
+        config, cache, shapes, choose_objective(config, cache, arch=config.arch), 10**6, Ranks.alone(CPU)
+    )
 
 
 def rates(ways: dict[str, Callable[[], int]], seconds: float) -> dict[str, float]:
@@ -149,7 +153,7 @@ def ratios(bench: Bench, groups: Sequence[str] = GROUPS) -> dict[str, object]:
                     return stack.enter_context(closing(stream_of(cache, config, wanted)))  # noqa: B023
 
                 for codec, cache in caches.items():
-                    wanted = choose_objective(config, cache).wanted
+                    wanted = choose_objective(config, cache, arch=config.arch).wanted
                     kept = list(islice(opened(cache, wanted), 4))
                     ways[f"{codec} from disk"] = offline(trainers_of(cache, config), opened(cache, wanted))
                     ways[f"{codec} in memory"] = offline(trainers_of(cache, config), cycle(kept))
@@ -179,7 +183,7 @@ def students(bench: Bench) -> dict[str, object]:
     result: dict[str, object] = {}
     for codec in CODECS:
         cache = bench.cache(codec, 128)
-        wanted = choose_objective(TrainConfig(arch=SMALL), cache).wanted
+        wanted = choose_objective(TrainConfig(arch=SMALL), cache, arch=TrainConfig(arch=SMALL).arch).wanted
         with ExitStack() as stack:
             ways: dict[str, Callable[[], int]] = {}
             for names in (SMALL, SMALL[:2], *((arch,) for arch in SMALL)):
@@ -209,7 +213,7 @@ def lengths(bench: Bench) -> dict[str, object]:
             for length in LENGTHS:
                 cache = bench.cache(codec, length)
                 config = TrainConfig(arch=("3x384",), batch_size=4096 // length, buffer_shards=2)
-                wanted = choose_objective(config, cache).wanted
+                wanted = choose_objective(config, cache, arch=config.arch).wanted
                 batches = stack.enter_context(closing(stream_of(cache, config, wanted)))
                 ways[str(length)] = offline(trainers_of(cache, config), batches)
             found = rates(ways, 4.0)
@@ -224,7 +228,7 @@ def phases(bench: Bench) -> dict[str, object]:
     for codec in CODECS:
         cache = bench.cache(codec, 128)
         config = TrainConfig(arch=("3x384",), batch_size=32, buffer_shards=2)
-        objective = choose_objective(config, cache)
+        objective = choose_objective(config, cache, arch=config.arch)
         (trainer,) = trainers_of(cache, config)
         own = trainer.learner.objective
         spent = dict.fromkeys(("wait and decode", "forward", "loss", "backward", "optimizer"), 0.0)
@@ -266,7 +270,7 @@ def peak_bytes(bench: Bench, way: str) -> int:
     """Return the peak memory of this process after four steps."""
     cache = bench.cache(way if way in CODECS else CODECS[0], 128)
     config = TrainConfig(arch=("3x384",), batch_size=32, buffer_shards=2)
-    kinds = choose_objective(config, cache).wanted
+    kinds = choose_objective(config, cache, arch=config.arch).wanted
     with closing(stream_of(cache, config, kinds if way in CODECS else WantedTargets(kinds=()))) as batches:
         if way == "usual online":
             step = usual(bench, cache, config, batches)

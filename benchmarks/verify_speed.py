@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.report import write_result
 from minilm_cache.cache import row_checker
-from minilm_cache.config import DumpConfig
-from minilm_cache.dump.run import dump
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.run import dump_cache
 from minilm_cache.progress import Silent
 from minilm_cache.store.verify import default_threads, verify
 
@@ -45,7 +45,7 @@ def main() -> None:
     found = {}
     for name, config in CODECS.items():
         with TemporaryDirectory() as folder:
-            path = dump(config, Path(folder) / "cache", Path(folder)).path
+            path = dump_cache(config, Path(folder) / "cache", Path(folder)).path
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             seconds = turns(path)
             found[name] = {

@@ -3,10 +3,10 @@
 from dataclasses import asdict
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
-from minilm_cache.cli.info import fidelity_table
+from minilm_cache.cli.environment import home, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
-from minilm_cache.cli.options import JsonOption, home, quiet_libraries
-from minilm_cache.cli.train import students_table
+from minilm_cache.cli.options import JsonOption
+from minilm_cache.cli.tables import fidelity_table, students_table
 
 
 def demo(json: JsonOption = False) -> None:
@@ -14,7 +14,7 @@ def demo(json: JsonOption = False) -> None:
 
     Needs no network, and takes some minutes; a second time it takes up what the first has done.
     """
-    from minilm_cache.demo import run_demo  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.workflows.demo import run_demo  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:

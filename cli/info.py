@@ -1,8 +1,9 @@
 """`minilm-cache info`: what a cache is and how faithful it is."""
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
-from minilm_cache.cli.options import CacheArgument, JsonOption, chosen_cache
-from minilm_cache.storage_schema.identity import VectorsParameters
+from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
+from minilm_cache.cli.environment import chosen_cache
+from minilm_cache.cli.options import CacheArgument, JsonOption
+from minilm_cache.cli.tables import fidelity_table, max_kl_in_words
 from minilm_cache.storage_schema.manifest import CacheManifest
 
 
@@ -67,62 +68,9 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
     return pairs
 
 
-def max_kl_in_words(manifest: CacheManifest) -> str | None:
-    """Return whether `--max-kl` holds on held-out sequences, and by how much not; None with other codecs."""
-    ratio, codec = manifest.kl_over_max, manifest.identity.codec
-    if ratio is None or not isinstance(codec, VectorsParameters):
-        return None
-    worst = f"worst KL {ratio * codec.max_kl:.4f} nats on {manifest.measured_on}"
-    if ratio <= 1:
-        return f"{worst}, within --max-kl {codec.max_kl:g}"
-    return (
-        f"{worst}, {100 * (ratio - 1):.1f} % above --max-kl {codec.max_kl:g}, which holds on the sequences "
-        "that the code was checked with"
-    )
-
-
 def _relations(manifest: CacheManifest) -> str:
     calibration = manifest.calibration
     if calibration is None or not calibration.layers:
         return f"{', '.join(manifest.identity.relations)} of layer {manifest.identity.layers[0]}"
     layers = ", ".join(f"{one.components} components of layer {one.layer}" for one in calibration.layers)
     return f"all, from queries, keys and values in {layers}"
-
-
-def fidelity_table(manifest: CacheManifest) -> None:
-    """Print how faithful a complete cache is."""
-    measured = manifest.measured
-    assert measured is not None
-    rows = []
-    for one in measured.fidelity:
-        for kind, found in one.relations.items():
-            forward = found.kl_teacher_to_stored
-            rows.append(
-                [
-                    f"{kind}" if len(measured.fidelity) == 1 else f"{kind} {one.layer}",
-                    "infinite: sparse" if forward is None else f"{forward:.4f}",
-                    f"{found.kl_stored_to_teacher:.4f}",
-                    f"{found.mass_kept:.3f}",
-                    f"{found.cross_entropy_bias:+.4f}",
-                ]
-            )
-    print_table(
-        f"Fidelity on {measured.fidelity_sequences} {manifest.measured_on} (nats); "
-        f"{measured.bytes_per_token:.1f} bytes per token",
-        ["relation", "KL(teacher, stored)", "KL(stored, teacher)", "mass kept", "CE bias"],
-        rows,
-    )
-    if measured.states:
-        print_table(
-            "Beside relations, on the same sequences",
-            ["state", "bytes per token", "relative error", "CE bias, nats"],
-            [
-                [
-                    one.path,
-                    f"{one.bytes_per_token:.1f}",
-                    "" if one.relative_error is None else f"{one.relative_error:.4f}",
-                    "" if one.cross_entropy_bias is None else f"{one.cross_entropy_bias:+.4f}",
-                ]
-                for one in measured.states
-            ],
-        )

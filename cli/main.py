@@ -20,10 +20,12 @@ from minilm_cache.cli.embeddings import embeddings
 from minilm_cache.cli.evaluate import evaluate
 from minilm_cache.cli.info import info
 from minilm_cache.cli.models import augment, head, truncate
+from minilm_cache.cli.options import GroupedCommand
 from minilm_cache.cli.plan import plan
-from minilm_cache.cli.report import report, study
+from minilm_cache.cli.report import report
 from minilm_cache.cli.share import ls, merge, pull, push
 from minilm_cache.cli.speed import speed
+from minilm_cache.cli.study import study
 from minilm_cache.cli.train import train
 from minilm_cache.cli.verify import verify
 from minilm_cache.errors import ErrorKind, InterruptedRunError, MiniLMCacheError
@@ -36,7 +38,7 @@ _COMMANDS = (
     *(evaluate, speed, embeddings, head, truncate, augment, demo),
 )
 for command in _COMMANDS:
-    app.command()(command)
+    app.command(cls=GroupedCommand)(command)
 
 
 def _print_version(wanted: bool | None) -> None:

@@ -1,157 +1,176 @@
-"""Options that several commands share, and what they read from the environment."""
+"""Options of commands, derived from the settings of what they run.
 
-import os
+Default, bounds and help text stand on the field of the settings, and nowhere else. Options that are no
+setting (where to write, what to print) are parameters of the command itself.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated
+from types import UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
-from minilm_cache.config import cache_home
-from minilm_cache.errors import InvalidConfigError
-from minilm_cache.progress import Progress
+from minilm_cache.settings import FrozenSettings
 
-HOME_VARIABLE = "MINILM_CACHE_HOME"
-_RANKS = (
-    ("RANK", "WORLD_SIZE"),  # torchrun
-    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-)
-"""Rank, world size, and the number of the first rank where that is not 0."""
+Given = dict[str, Any]
+"""Values of settings that were given on the command line, by the name of the field."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-DeviceOption = Annotated[str | None, typer.Option(help="torch device [default: a GPU where there is one]")]
 ResumeOption = Annotated[
     bool,
-    typer.Option("--resume/--no-resume", help="Take up unfinished work, or refuse a folder that exists."),
+    typer.Option("--resume/--no-resume", help="Resume unfinished work, or refuse a folder that exists."),
 ]
-TeacherOption = Annotated[
-    str, typer.Option(help="mini, bert-base, bert-large, xlm-r-base, a folder, or a hub id")
-]
-CorpusOption = Annotated[
-    str | None,
-    typer.Option(
-        help="python-docs, a .txt/.jsonl/.csv/.parquet file, a folder, or hf:ID [default: python-docs]"
-    ),
-]
-TextColumnOption = Annotated[
-    str | None, typer.Option(help="Column with the text, in records [default: text]")
-]
-CodecOption = Annotated[
-    str | None,
-    typer.Option(help="vectors, topk or dense; --k, --select or --tail mean topk [default: vectors]"),
-]
-KOption = Annotated[int | None, typer.Option(help="Entries per row, for topk [default: 16]")]
-ForOption = Annotated[
-    str | None,
-    typer.Option("--for", help="Objectives that the cache is to serve, like minilm,tinybert,mlm-kd"),
-]
-LabelTokensOption = Annotated[
-    str | None,
-    typer.Option(help="Tokens with labels: masked or all [default: masked; with --for distilbert all]"),
-]
-MaskingsOption = Annotated[
-    int | None, typer.Option(help="Masked readings of each sequence; epochs take turns [default: 1]")
-]
-MaxKlOption = Annotated[
-    float | None, typer.Option(help="KL of each relation, nats, for vectors [default: 0.005]")
-]
-PackingOption = Annotated[
-    str, typer.Option(help="packed (documents joined to full length) or records (one sequence each)")
-]
-MaxLengthOption = Annotated[int, typer.Option(help="Tokens per sequence, at most")]
-MaxTokensOption = Annotated[
-    int | None, typer.Option(help="Tokens in all, at most [default: the whole corpus]")
-]
-ShardTokensOption = Annotated[
-    int | None,
-    typer.Option(help="Tokens per shard, a power of two [default: 262144, or 256 MiB decoded]"),
-]
-RevisionOption = Annotated[str | None, typer.Option(help="Of a teacher from the hub")]
 StoreOption = Annotated[
     str | None,
     typer.Option(
-        envvar="MINILM_CACHE_STORE", help="URL of a store to pull the cache from, if it is there already"
+        envvar="MINILM_CACHE_STORE", help="URL of a store to pull the cache from, if it is there already."
     ),
-]
-ArchOption = Annotated[
-    list[str],
-    typer.Option(help="Student shape LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sSEED]; repeat for several"),
-]
-PresetOption = Annotated[
-    str | None, typer.Option(help="Recipe: minilm, minilm-6x768, minilmv2 or minilmv2-large")
-]
-ObjectiveOption = Annotated[
-    str | None,
-    typer.Option(help="What students learn, as docs/objectives.md lists it [default: minilm]"),
-]
-RelationHeadsOption = Annotated[
-    int | None, typer.Option(help="Relation heads of minilmv2 [default: the teacher's heads]")
-]
-StepsOption = Annotated[int | None, typer.Option(help="Optimizer steps")]
-EpochsOption = Annotated[float | None, typer.Option(help="Passes over the cache [default: 5]")]
-BatchSizeOption = Annotated[
-    int | None, typer.Option(help="Sequences per step, of all processes [default: 16]")
-]
-LrOption = Annotated[float | None, typer.Option(help="Peak learning rate [default: 0.001]")]
-WarmupOption = Annotated[
-    float | None, typer.Option(help="Share of the steps in which the learning rate rises [default: 0.1]")
-]
-WeightDecayOption = Annotated[float | None, typer.Option(help="Of AdamW [default: 0.01]")]
-MaxGradNormOption = Annotated[float | None, typer.Option(help="Clip gradients to this norm")]
-PrecisionOption = Annotated[str | None, typer.Option(help="float32 or bfloat16 [default: bfloat16 on a GPU]")]
-AccumulateOption = Annotated[
-    int, typer.Option(help="Parts that each process cuts its share of a step into, to save memory")
-]
-CheckpointStepsOption = Annotated[int, typer.Option(help="Steps between checkpoints")]
-EvalStepsOption = Annotated[
-    int | None, typer.Option(help="Steps between looks at the held-out KL; the best weights are kept")
 ]
 CacheArgument = Annotated[
     Path | None,
     typer.Argument(metavar="[CACHE]", help="Folder of the cache [default: the newest complete one]"),
 ]
+PresetOption = Annotated[
+    str | None,
+    typer.Option(help="Recipe: minilm, minilm-6x768, minilmv2 or minilmv2-large.", rich_help_panel="Recipe"),
+]
+_UNSET: Final = re.compile(r" None means (?P<default>[^.]*(?:\.\d[^.]*)*)\.$")
+"""The end of a description that says what an option means when it is not given."""
 
 
-def chosen_cache(cache: Path | None, progress: Progress) -> Path:
-    """Return the cache given, else the newest complete one, said aloud."""
-    from minilm_cache.cache import newest_cache  # noqa: PLC0415 - importing it takes seconds
+class GroupedCommand(TyperCommand):
+    """A command whose `--help` shows options under headings."""
 
-    if cache is not None:
-        return cache
-    found = newest_cache(home())
-    progress.note(f"no CACHE given: taking the newest complete one, {found}")
-    return found
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - typer's own, unexported classes
+        """Write arguments and options, each group under its heading."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                is_argument = param.param_type_name == "argument"
+                heading = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Command"
+                groups.setdefault(heading, []).append(record)
+        for heading, records in sorted(groups.items(), key=lambda group: group[0] != "Arguments"):
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
-def home() -> Path:
-    """Return the folder of caches and runs."""
-    return cache_home(os.environ.get(HOME_VARIABLE))
+def options(
+    *models: type[FrozenSettings],
+    leave_out: Mapping[type[FrozenSettings], Collection[str]] | None = None,
+    rename: Mapping[type[FrozenSettings], Mapping[str, str]] | None = None,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of settings.
 
+    The command is called with one dictionary for each model, of the values that were given, and with its own
+    parameters by keyword. A name that several models share is one option for all of them.
 
-def rank_and_world_size(rank: int | None, world_size: int | None, progress: Progress) -> tuple[int, int]:
-    """Return the options given, else what torchrun or SLURM say of this process, else a process alone.
-
-    Raises:
-        InvalidConfigError: only one of the two is given, or the environment makes no sense.
+    Args:
+        models: the settings of what the command runs.
+        leave_out: fields of a model that the command decides itself. None means that all are options.
+        rename: names of options whose field's own name means something else in another model. None means that
+            all options are named after their fields.
     """
-    if (rank is None) != (world_size is None):
-        raise InvalidConfigError("--rank and --world-size go together. Give both, or neither.")
-    if rank is not None and world_size is not None:
-        return rank, world_size
-    for names in _RANKS:
-        found = [os.environ.get(name) for name in names]
-        if all(value is not None and value.isdecimal() for value in found):
-            rank, world_size, *first = (int(value or 0) for value in found)
-            rank -= first[0] if first else 0
-            if world_size > 1:
-                progress.note(f"rank {rank} of {world_size}, as {' and '.join(names)} say")
-            return rank, world_size
-    return 0, 1
+    names = {
+        (model, field): (rename or {}).get(model, {}).get(field, field)
+        for model in models
+        for field in _in_groups(model)
+        if field not in (leave_out or {}).get(model, ())
+    }
+    derived: dict[str, inspect.Parameter] = {}
+    for (model, field), name in names.items():
+        derived.setdefault(name, _parameter(model, field, name))
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command).parameters.values())[len(models) :]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:  # noqa: ANN401 - of any option
+            given: list[Given] = [{} for _ in models]
+            for (model, field), name in names.items():
+                if values[name] is not None and values[name] != []:
+                    given[models.index(model)][field] = values[name]
+            command(*given, **{one.name: values[one.name] for one in own})
+
+        parameters = [*derived.values(), *own]
+        del run.__wrapped__  # else typer reads the command's own signature
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+        )
+        return run
+
+    return decorate
 
 
-def quiet_libraries() -> None:
-    """Keep the libraries' own progress bars and advice off stderr; downloads keep theirs."""
-    from transformers.utils import logging  # noqa: PLC0415 - importing it takes long
+def _in_groups(model: type[FrozenSettings]) -> list[str]:
+    """Return the fields of settings, group by group; the model's own group is last, required fields are first."""
+    classes = [*model.__mro__[1:], model]
+    groups = [one.group for one in classes if issubclass(one, FrozenSettings)]
+    return sorted(
+        model.model_fields,
+        key=lambda name: (groups.index(_group(model, name)), not model.model_fields[name].is_required()),
+    )
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+
+def _group(model: type[FrozenSettings], field: str) -> str:
+    """Return the heading of a field: the group of the class that declares it."""
+    declaring = next(one for one in model.__mro__ if field in one.__dict__.get("__annotations__", ()))
+    assert issubclass(declaring, FrozenSettings)
+    return declaring.group
+
+
+def _parameter(model: type[FrozenSettings], field: str, name: str) -> inspect.Parameter:
+    """Return the option of a field, as a parameter that typer reads."""
+    info = model.model_fields[field]
+    kind, metavar = _option_type(info.annotation)
+    flag = _extra(info).get("flag", f"--{(info.alias or name).replace('_', '-')}")
+    if kind is bool and info.default is True:
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    option = typer.Option(flag, help=_help_text(info), metavar=metavar, rich_help_panel=_group(model, field))
+    annotation = kind if info.is_required() else kind | None
+    default = inspect.Parameter.empty if info.is_required() else None
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[annotation, option],
+    )
+
+
+def _option_type(annotation: Any) -> tuple[Any, str | None]:  # noqa: ANN401 - any type of a field
+    """Return the type that typer parses, and what stands for a value in the help text (None: typer's own)."""
+    if get_origin(annotation) is Annotated:
+        return _option_type(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        parts = [part for part in get_args(annotation) if part is not type(None)]
+        return _option_type(parts[0]) if len(parts) == 1 else (str, None)
+    if get_origin(annotation) is Literal:
+        return str, "|".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        inner, metavar = _option_type(get_args(annotation)[0])
+        return list[inner], metavar or f"<{inner.__name__}>"  # type: ignore[valid-type]
+    return annotation, None
+
+
+def _help_text(info: FieldInfo) -> str:
+    """Return the description of a field as a line of help, ending in its default."""
+    text = " ".join((info.description or "").replace("`", "").split())
+    unset = _UNSET.search(text)
+    if unset is not None:
+        return f"{text[: unset.start()]} [default: {unset['default']}]"
+    default = _extra(info).get("default", None if info.is_required() else info.default)
+    if default is None or default == () or isinstance(default, bool):
+        return text
+    return f"{text} [default: {', '.join(map(str, default)) if isinstance(default, tuple) else default}]"
+
+
+def _extra(info: FieldInfo) -> dict[str, Any]:
+    """Return what a field says of its option: `flag`, its name; `default`, what it is when not given."""
+    return dict(info.json_schema_extra) if isinstance(info.json_schema_extra, dict) else {}

@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
+from minilm_cache.cli.environment import home
 from minilm_cache.cli.interrupt import stop_on_signal
-from minilm_cache.cli.options import JsonOption, home
+from minilm_cache.cli.options import JsonOption
 from minilm_cache.storage_schema.manifest import CacheManifest
 
 StoreArgument = Annotated[

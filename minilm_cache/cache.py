@@ -11,19 +11,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minilm_cache.codecs.base import SignalCodec
-from minilm_cache.codecs.chain import store_relations
+from minilm_cache.codecs.build import layer_codec
 from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.codecs.transform import TransformCode
-from minilm_cache.codecs.vectors import VectorsCodec
-from minilm_cache.config import cache_home
 from minilm_cache.errors import CacheIncompleteError, MiniLMCacheError
-from minilm_cache.relations import RowTargets, to_dense
-from minilm_cache.states import States
+from minilm_cache.relations.rows import RowTargets, to_dense
+from minilm_cache.relations.states import States
+from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home
 from minilm_cache.storage_schema.arrays import all_small_arrays
-from minilm_cache.storage_schema.identity import CacheIdentity, RelationKind, VectorsParameters
-from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, layer_folder
+from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.layout import shard_of
-from minilm_cache.store.mirror import DEFAULT_BYTES, MirrorReader
+from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.reader import CacheReader, Shard, read_manifest, read_small_array
 from minilm_cache.store.remote import is_url
 
@@ -172,37 +171,6 @@ def _check_rows(cache: Cache, shard: Shard) -> None:
             )
 
 
-def layer_codec(
-    identity: CacheIdentity,
-    calibration: Calibration | None,
-    layer: int,
-    codes: Mapping[str, TransformCode],
-) -> SignalCodec:
-    """Return the codec that a layer is written with.
-
-    Args:
-        identity: of the cache.
-        calibration: of codes.
-        layer: of the teacher.
-        codes: by the folder of their arrays.
-
-    Raises:
-        UnsupportedFormatError: a newer release wrote it.
-    """
-    if not isinstance(identity.codec, VectorsParameters):
-        return store_relations(identity.codec, identity.packing.max_length, identity.relations)
-    assert calibration is not None
-    fitted = calibration.of_layer(layer)
-    return VectorsCodec(
-        layer=layer,
-        num_heads=identity.relation_heads,
-        head_size=fitted.head_size,
-        scaling=fitted.scaling,
-        window=fitted.window,
-        code=codes[layer_folder(layer)],
-    )
-
-
 def read_codes(root: Path, manifest: CacheManifest) -> dict[str, TransformCode]:
     """Return the fitted codes of a cache, by the folder of their arrays; no shard is looked at.
 
@@ -216,7 +184,7 @@ def read_codes(root: Path, manifest: CacheManifest) -> dict[str, TransformCode]:
     return {folder: TransformCode(**own) for folder, own in arrays.items()}
 
 
-def open_cache(place: str | Path, home: Path | None = None, local_bytes: int = DEFAULT_BYTES) -> Cache:
+def open_cache(place: str | Path, home: Path | None = None, local_bytes: int = DEFAULT_LOCAL_BYTES) -> Cache:
     """Open a finished cache.
 
     Args:

@@ -15,12 +15,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from minilm_cache.config import DumpConfig, make_config
-from minilm_cache.dump.run import DumpResult, dump
-from minilm_cache.pretrained import HEADS
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.run import DumpResult, dump_cache
+from minilm_cache.models.load import HEADS
+from minilm_cache.models.tap import Head
 from minilm_cache.progress import Silent, never_stop
+from minilm_cache.settings import validated
 from minilm_cache.store.push import push
-from minilm_cache.tap import Head
 
 WORDS = [
     f"{first}{last}" for first in "bcdfghklmnprst" for last in ("a", "e", "i", "o", "u", "an", "en", "un")
@@ -152,11 +153,11 @@ class World:
         }
         if changes.get("codec", "topk") == "topk":
             settings["k"] = 6
-        return make_config(DumpConfig, **{**settings, **changes})
+        return validated(DumpConfig, {**settings, **changes})
 
     def dump(self, out: str = "cache", **changes: Any) -> DumpResult:
         """Make a cache."""
-        return dump(self.config(**changes), self.root / out, self.home)
+        return dump_cache(self.config(**changes), self.root / out, self.home)
 
 
 def write_document(file: Path, document: Mapping[str, Any]) -> None:

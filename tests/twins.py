@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from minilm_cache.train.batches import StudentBatch
+from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.train.trainer import StudentTrainer
 
 MAPPED = {"tinybert": [(1, 0), (2, 1)], "bert-pkd": [(1, 0)], "mobilebert": [(0, 0), (1, 1), (2, 2)]}

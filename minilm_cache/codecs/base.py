@@ -15,7 +15,8 @@ import numpy.typing as npt
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from minilm_cache.relations import RowTargets, TeacherSignal
+from minilm_cache.relations.rows import RowTargets
+from minilm_cache.relations.scores import TeacherSignal
 from minilm_cache.storage_schema.identity import CodecParameters, RelationKind
 
 NOT_OURS = "It was not written by `minilm-cache dump`: dump the cache again, or fetch it from who made it."

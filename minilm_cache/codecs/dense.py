@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minilm_cache.codecs.base import Rows
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.relations import DenseRows
+from minilm_cache.relations.rows import DenseRows
 from minilm_cache.storage_schema.identity import DenseParameters, RelationKind
 
 

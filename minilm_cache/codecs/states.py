@@ -18,8 +18,8 @@ from minilm_cache.codecs.quantize import LAST_CODE, LogScale
 from minilm_cache.codecs.topk import PPS_RATIO, sample_pps, share_remainder
 from minilm_cache.codecs.transform import TransformCode, refuse_codes
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
-from minilm_cache.relations import key_mask
-from minilm_cache.states import DenseLabels, MaskedSequences, SparseLabels, States, WantedStates
+from minilm_cache.relations.scores import key_mask
+from minilm_cache.relations.states import DenseLabels, MaskedSequences, SparseLabels, States, WantedStates
 from minilm_cache.storage_schema.arrays import masked_paths, not_chosen, state_codes_path
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.states import (

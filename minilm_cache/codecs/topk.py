@@ -29,10 +29,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minilm_cache.codecs.base import NOT_OURS, PART_ENTRIES, Rows
+from minilm_cache.codecs.packed_bytes import byte_sums, has_zero_byte
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
-from minilm_cache.codecs.words import byte_sums, has_zero_byte
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.relations import SparseRows
+from minilm_cache.relations.rows import SparseRows
 from minilm_cache.storage_schema.arrays import MAX_ONE_BYTE_LENGTH
 from minilm_cache.storage_schema.identity import RelationKind, TopKParameters
 

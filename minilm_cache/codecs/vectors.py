@@ -17,7 +17,8 @@ from torch import Tensor
 
 from minilm_cache.codecs.base import Rows
 from minilm_cache.codecs.transform import TransformCode, refuse_codes
-from minilm_cache.relations import RowTargets, TeacherSignal, VectorRows, Vectors, split_heads
+from minilm_cache.relations.rows import RowTargets, VectorRows
+from minilm_cache.relations.scores import TeacherSignal, Vectors, split_heads
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
 

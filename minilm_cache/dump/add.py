@@ -5,13 +5,13 @@ from pathlib import Path
 
 from minilm_cache.codecs.base import SignalCodec
 from minilm_cache.codecs.states import StatesCodec
-from minilm_cache.config import DumpConfig
+from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
-from minilm_cache.states import WantedStates
+from minilm_cache.models.tap import Head
+from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.states import StatesIdentity
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.tap import Head
 
 
 def head_for(config: DumpConfig) -> Head | None:

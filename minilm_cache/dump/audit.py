@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from minilm_cache.cache import Cache, CachedSequence
-from minilm_cache.dump.teacher import Teacher
+from minilm_cache.models.padding import pad
+from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress
-from minilm_cache.relations import RowTargets, SparseRows, key_mask, to_dense
+from minilm_cache.relations.rows import RowTargets, SparseRows, to_dense
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import Fidelity, LayerFidelity
 
@@ -124,13 +125,3 @@ def _kept_columns(rows: RowTargets, length: int) -> Bool[Tensor, "heads query ke
         return kept
     kept = torch.zeros((*rows.index.shape[:-1], length))
     return kept.scatter_add_(-1, rows.index, (rows.weight > 0).float())[0] > 0
-
-
-def pad(
-    ids: Sequence[Int[Tensor, " _"]], pad_token: int
-) -> tuple[Int[Tensor, "batch length"], Int[Tensor, " batch"]]:
-    """Return sequences as one padded batch, and their lengths."""
-    lengths = torch.tensor([len(row) for row in ids])
-    batch = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True, padding_value=pad_token)
-    assert bool((key_mask(lengths, batch.shape[1]).sum(-1) == lengths).all())
-    return batch, lengths

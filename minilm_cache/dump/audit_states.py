@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from minilm_cache.cache import Cache
-from minilm_cache.dump.audit import pad
 from minilm_cache.dump.reading import SequenceReader, sequences_at_once
-from minilm_cache.states import DenseLabels, MaskedSequences, States, expected
+from minilm_cache.models.padding import pad
+from minilm_cache.relations.states import DenseLabels, MaskedSequences, States, expected
 from minilm_cache.storage_schema.manifest import StateFidelity
 from minilm_cache.storage_schema.states import LABELS_FOLDER, LOGITS_PATH, StateFamily, plain_path
 

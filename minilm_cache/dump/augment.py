@@ -23,18 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
-from minilm_cache.device import choose_device
-from minilm_cache.dump.audit import pad
-from minilm_cache.dump.corpus import load_corpus
-from minilm_cache.dump.masking import mask_token
-from minilm_cache.dump.settings import AugmentConfig
-from minilm_cache.dump.teacher import check_length
+from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.masking import mask_token
+from minilm_cache.dump.config import AugmentConfig
 from minilm_cache.errors import InterruptedRunError
-from minilm_cache.pretrained import load_model, load_tokenizer, locate_teacher
+from minilm_cache.models.device import choose_device
+from minilm_cache.models.load import load_model, load_tokenizer, locate_teacher
+from minilm_cache.models.padding import pad
+from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.teacher import check_length
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
-from minilm_cache.relations import key_mask
+from minilm_cache.relations.scores import key_mask
 from minilm_cache.store.durable import new_file, refuse_existing, storage_errors
-from minilm_cache.tap import TappedModel
 
 _MAX_WORDS = 2**14
 """Of the corpus, the most frequent ones: among them nearest words are looked for."""

@@ -8,19 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minilm_cache.cache import layer_codec, read_codes
+from minilm_cache.cache import read_codes
 from minilm_cache.codecs.base import SignalCodec
-from minilm_cache.codecs.calibrate import INTERRUPTED, calibrate, split_sample
+from minilm_cache.codecs.build import layer_codec
 from minilm_cache.codecs.fit_states import fit_state
+from minilm_cache.codecs.fit_vectors import INTERRUPTED, calibrate, split_sample
 from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.codecs.transform import TransformCode
-from minilm_cache.dump.audit import pad
+from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.reading import SequenceReader
-from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError
+from minilm_cache.models.padding import pad
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.relations import TeacherSignal, key_mask
-from minilm_cache.states import WantedStates
+from minilm_cache.relations.scores import TeacherSignal, key_mask
+from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.arrays import all_small_arrays
 from minilm_cache.storage_schema.identity import CacheIdentity, VectorsParameters
 from minilm_cache.storage_schema.manifest import (

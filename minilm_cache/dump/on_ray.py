@@ -7,8 +7,8 @@ a rank that is started again takes up what it had committed. Machines need a com
 import logging
 from pathlib import Path
 
-from minilm_cache.config import DumpConfig
-from minilm_cache.dump.run import DumpResult, dump
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.run import DumpResult, dump_cache
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.store.reader import read_manifest
@@ -78,7 +78,7 @@ def dump_on_ray(
 
 
 def _dump_rank(config: DumpConfig, out: Path | None, home: Path) -> DumpResult:
-    return dump(config, out, home)
+    return dump_cache(config, out, home)
 
 
 def _from_anywhere(name: str) -> str:

@@ -13,18 +13,19 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from minilm_cache.codecs.calibrate import split_sample
-from minilm_cache.config import DumpConfig
-from minilm_cache.device import choose_device
-from minilm_cache.dump.audit import MAX_SEQUENCES, pad
-from minilm_cache.dump.corpus import load_corpus
+from minilm_cache.codecs.fit_vectors import split_sample
+from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.dump.audit import MAX_SEQUENCES
+from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.fit import MIN_SEQUENCES
-from minilm_cache.dump.manifest import CALIBRATION_TOKENS, STATE_CALIBRATION_TOKENS, codec_parameters
-from minilm_cache.dump.run import dump
-from minilm_cache.dump.sequences import SequenceTable
-from minilm_cache.dump.teacher import Teacher
+from minilm_cache.dump.identity import CALIBRATION_TOKENS, STATE_CALIBRATION_TOKENS, codec_parameters
+from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CorpusError, InterruptedRunError
-from minilm_cache.pretrained import locate_teacher
+from minilm_cache.models.device import choose_device
+from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.padding import pad
+from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent
 from minilm_cache.storage_schema.identity import CodecParameters, Packing, codec_words
 from minilm_cache.storage_schema.manifest import CacheManifest, LayerFidelity, StateFidelity
@@ -156,7 +157,9 @@ def _measure(
     with TemporaryDirectory() as folder:
         path = Path(folder) / "cache"
         try:
-            manifest = dump(sampled, path, Path(folder), progress=clock, should_stop=should_stop).manifest
+            manifest = dump_cache(
+                sampled, path, Path(folder), progress=clock, should_stop=should_stop
+            ).manifest
         except InterruptedRunError:
             raise InterruptedRunError(
                 "interrupted: a plan keeps nothing. Run the same command again."

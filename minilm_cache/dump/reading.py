@@ -7,13 +7,13 @@ from typing import Final
 from jaxtyping import Int
 from torch import Tensor
 
-from minilm_cache.dump.masking import Masker
-from minilm_cache.dump.teacher import Teacher
-from minilm_cache.relations import TeacherSignal, key_mask
-from minilm_cache.states import MaskedSequences, States, WantedStates, soft_labels
+from minilm_cache.corpus.masking import Masker
+from minilm_cache.models.tap import Head
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.relations.scores import TeacherSignal, key_mask
+from minilm_cache.relations.states import MaskedSequences, States, WantedStates, soft_labels
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.states import StateFamily, StateName, StatesIdentity
-from minilm_cache.tap import Head
 
 _MOST_PROBABILITIES: Final = 2**28
 """Most probabilities that the labels of a batch may have: 1 GiB as float32, and as much for the logits."""

@@ -13,15 +13,16 @@ import numpy.typing as npt
 import torch
 
 from minilm_cache.cache import Cache, CachedSequence
-from minilm_cache.device import choose_device
-from minilm_cache.dump.audit import audit, pad
+from minilm_cache.corpus.load import Corpus
+from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.dump.audit import audit
 from minilm_cache.dump.audit_states import audit_states
-from minilm_cache.dump.corpus import Corpus
 from minilm_cache.dump.reading import SequenceReader
-from minilm_cache.dump.sequences import SequenceTable
-from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.pretrained import locate_teacher
+from minilm_cache.models.device import choose_device
+from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.padding import pad
+from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import StatesIdentity

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minilm_cache.cache import Cache, row_checker
-from minilm_cache.config import DumpConfig
-from minilm_cache.device import choose_device
+from minilm_cache.corpus.load import Corpus, load_corpus
+from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.add import (
     head_for,
     layers_to_write,
@@ -17,16 +17,16 @@ from minilm_cache.dump.add import (
 )
 from minilm_cache.dump.audit import audit, audit_sequences
 from minilm_cache.dump.audit_states import audit_states
-from minilm_cache.dump.corpus import Corpus, load_corpus
+from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.fit import CodecFitter
-from minilm_cache.dump.manifest import identify, name_labels, plan_manifest
+from minilm_cache.dump.identity import identify, name_labels, plan_manifest
 from minilm_cache.dump.preview import preview_table
 from minilm_cache.dump.reading import SequenceReader
-from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.dump.shards import ShardJob
-from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import IdentityMismatchError
-from minilm_cache.pretrained import locate_teacher
+from minilm_cache.models.device import choose_device
+from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import CacheManifest, Measured
@@ -52,7 +52,7 @@ class DumpResult:
     """Shards that others, or an earlier run, have committed, or that were pulled."""
 
 
-def dump(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thing of its own
+def dump_cache(  # noqa: PLR0913 - what is dumped, where, and who is told: each a thing of its own
     config: DumpConfig,
     out: Path | None,
     home: Path,

@@ -12,14 +12,14 @@ from filelock import FileLock
 
 from minilm_cache.codecs.base import SignalCodec
 from minilm_cache.codecs.states import StatesCodec
-from minilm_cache.config import DumpConfig
-from minilm_cache.dump.audit import pad
+from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.reading import SequenceReader, sequences_at_once
-from minilm_cache.dump.sequences import SequenceTable
 from minilm_cache.errors import InterruptedRunError
+from minilm_cache.models.padding import pad
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.relations import mean_row_entropy
-from minilm_cache.states import WantedStates
+from minilm_cache.relations.scores import mean_row_entropy
+from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.arrays import array_specs, token_dtype
 from minilm_cache.storage_schema.sequences import entropy_column
 from minilm_cache.store.writer import CacheWriter

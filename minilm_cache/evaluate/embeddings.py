@@ -3,23 +3,22 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
-from minilm_cache.config import FrozenSettings
-from minilm_cache.device import choose_device, enough_memory
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError, first_line
 from minilm_cache.evaluate.examples import TextExample, some
+from minilm_cache.evaluate.files import data_source
+from minilm_cache.evaluate.glue import Source, read_dev
 from minilm_cache.evaluate.metrics import text_scores
 from minilm_cache.evaluate.models import Evaluated, find_models
-from minilm_cache.evaluate.tables import data_source
+from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.evaluate.tasks import TASKS, TextTask
-from minilm_cache.evaluate.texts import Source, read_dev
+from minilm_cache.models.device import choose_device, enough_memory
+from minilm_cache.models.saving import saving
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
-from minilm_cache.saving import saving
 from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
 
 try:
@@ -37,27 +36,6 @@ if TYPE_CHECKING:
 
 Vectors = npt.NDArray[np.float64]
 """Unit vectors, `(texts, width)`."""
-
-
-class EmbeddingsConfig(FrozenSettings):
-    """Everything that a comparison of embeddings is told."""
-
-    data: str
-    """Folder of STS-B in GLUE's layout, or of such folders; `hf` or `hf:ID` for the hub."""
-    max_pairs: Annotated[int, Field(ge=2)] | None = None
-    """Pairs of the dev set at most; none: all."""
-    max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
-    """Tokens of a text."""
-    batch_size: Annotated[int, Field(ge=1)] = 32
-    """Texts of a forward pass."""
-    save: Path | None = None
-    """Folder for the models as sentence-transformers."""
-    mteb: tuple[str, ...] = ()
-    """Names of tasks of the Massive Text Embedding Benchmark."""
-    revision: str | None = None
-    """Revision of a model from the hub."""
-    device: str | None = None
-    """torch device; none: a GPU where there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

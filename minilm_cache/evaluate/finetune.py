@@ -21,7 +21,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from minilm_cache.device import choose_device
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.evaluate.examples import Track
 from minilm_cache.evaluate.features import (
@@ -34,6 +33,7 @@ from minilm_cache.evaluate.features import (
 )
 from minilm_cache.evaluate.settings import TrialIdentity
 from minilm_cache.evaluate.tasks import SpanTask, Task
+from minilm_cache.models.device import choose_device
 from minilm_cache.progress import Progress, ShouldStop
 
 _WARMUP = 0.1

@@ -10,9 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.evaluate.tasks import SpanTask, Task
-from minilm_cache.fingerprint import sha256_file, sha256_texts
-from minilm_cache.model_files import weights_sha256
-from minilm_cache.pretrained import (
+from minilm_cache.models.files import weights_sha256
+from minilm_cache.models.load import (
     HEADS,
     TaskHead,
     check_positions,
@@ -21,8 +20,9 @@ from minilm_cache.pretrained import (
     load_tokenizer,
     locate_teacher,
 )
-from minilm_cache.train.record import RUN_FILE, load_record
-from minilm_cache.train.run import student_folder
+from minilm_cache.store.fingerprint import sha256_file, sha256_texts
+from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
+from minilm_cache.train.record import load_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
     found: list[Evaluated] = []
     for name in dict.fromkeys(names):
         folder = Path(name)
-        if (folder / RUN_FILE).is_file():
+        if is_run(folder):
             if revision is not None:
                 raise InvalidConfigError(
                     f"--revision {revision} goes with a model from the hub; {name} is a run."
@@ -122,7 +122,7 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
             students = [one for one in load_record(folder).students if one.diverged_at is None]
             run = folder.resolve().name
             found += [
-                Evaluated(name=f"{run}/{one.arch}", folder=student_folder(folder, one.arch))
+                Evaluated(name=f"{run}/{one.arch}", folder=RunFolder(path=folder).student(one.arch))
                 for one in students
             ]
         elif folder.is_dir() and not (folder / "config.json").is_file():

@@ -13,22 +13,22 @@ import torch
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from minilm_cache.device import enough_memory
 from minilm_cache.errors import CorpusError, IdentityMismatchError
 from minilm_cache.evaluate.card import check_cards, write_card
 from minilm_cache.evaluate.examples import Track, is_labelled
+from minilm_cache.evaluate.files import data_source
 from minilm_cache.evaluate.finetune import Told, Tuned, Watcher, check_device, fine_tune
+from minilm_cache.evaluate.glue import Source, read_text_task
 from minilm_cache.evaluate.metrics import Scores, headline, span_scores, text_scores
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.predictions import predictions_file, write_predictions
 from minilm_cache.evaluate.settings import TRIAL_FILE, EvaluateConfig, TrialIdentity, TrialRecord
-from minilm_cache.evaluate.spans import read_span_task
+from minilm_cache.evaluate.squad import read_span_task
 from minilm_cache.evaluate.summary import Summary, summarise
-from minilm_cache.evaluate.tables import data_source
 from minilm_cache.evaluate.tasks import TASKS, SpanTask, Task
-from minilm_cache.evaluate.texts import Source, read_text_task
+from minilm_cache.models.device import enough_memory
+from minilm_cache.models.saving import saving
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
-from minilm_cache.saving import saving
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import new_folder, refuse_file
 
@@ -66,7 +66,7 @@ class _Trial:
         return [self.folder / PREDICTIONS / predictions_file(self.task, name) for name in sets]
 
 
-def evaluate(
+def evaluate_models(
     config: EvaluateConfig,
     names: Sequence[str],
     out: Path,

@@ -1,53 +1,54 @@
 """What an evaluation is told, and what each trial of it was and came to."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from minilm_cache.config import FrozenSettings
 from minilm_cache.evaluate.tasks import TASKS, Task
+from minilm_cache.settings import FrozenSettings, ModelSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 
 Lr = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 TRIAL_FILE = "trial.json"
 
 
-class EvaluateConfig(FrozenSettings):
-    """Everything that an evaluation is told."""
+class EvaluateConfig(ModelSettings):
+    """Settings of an evaluation on downstream tasks."""
 
+    group = "Evaluation"
     task: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Names of tasks."""
+    """Task: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, wnli, squad, squad2, xnli, xnli-translate-train or
+    mlqa; may be repeated."""
     data: str
-    """Folder in the official layout, `hf`, or `hf:ID` for another repository of the usual one's columns."""
+    """Folder in the official layout, or a folder of such folders; `hf` or `hf:ID` for a repository of the
+    hub."""
     grid: Literal["none", "paper"] = "none"
-    """Settings that are tried: one, or those that papers search over."""
+    """Settings to try: one (`none`), or the learning rates and epochs that MiniLM searched over (`paper`)."""
     lr: tuple[Lr, ...] = ()
-    """Peak learning rates; none: 3e-5, of SQuAD 6e-5, or the paper's grid."""
+    """Peak learning rate; may be repeated. None means 3e-5, and 6e-5 for SQuAD."""
     epochs: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Passes over the training set; none: 3, or the paper's grid."""
+    """Passes over the training set; may be repeated. None means 3, and 2 for MLQA."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Examples per step; none: 32, as the papers have it."""
+    """Examples per step. None means 32, as in the papers."""
     seeds: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Trials of each setting, with seeds 0, 1, ..."""
+    """Number of trials of each setting, with seeds 0, 1, ..."""
     max_length: Annotated[int, Field(ge=16, le=2**16)] | None = None
-    """Tokens at most; none: 128, of SQuAD and MLQA 384."""
+    """Most tokens of an example. None means 128, and 384 for questions with contexts."""
     max_train: Annotated[int, Field(ge=1)] | None = None
-    """Training examples at most, drawn once for all; none: all."""
+    """Most training examples, drawn once for all models. None means all of them."""
     max_dev: Annotated[int, Field(ge=1)] | None = None
-    """Examples of each dev set at most; none: all."""
+    """Most examples of each dev set. None means all of them."""
     untrained: bool = False
-    """Evaluate each model's shape with weights drawn anew, too."""
+    """Evaluate each model's shape with random weights, too."""
     predict: bool = False
-    """Write predictions of test sets without labels, too, as a benchmark's server wants them."""
+    """Predict test sets without labels, too, for a benchmark's server."""
     keep_models: bool = False
     """Keep the fine-tuned models."""
     card: bool = False
-    """Write the scores into the cards of models that are folders."""
+    """Write the scores into the README.md of models that are folders."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    revision: str | None = None
-    """Revision of a model from the hub."""
-    device: str | None = None
-    """cpu or cuda; none: a GPU where there is one."""
+    """Precision of matrix products."""
 
     @field_validator("task")
     @classmethod
@@ -69,6 +70,40 @@ class EvaluateConfig(FrozenSettings):
         lrs = task.recipe.lrs if self.grid == "paper" else self.lr or default
         epochs = task.recipe.epochs if self.grid == "paper" else self.epochs or (task.recipe.epochs[0],)
         return [(lr, number) for lr in dict.fromkeys(lrs) for number in dict.fromkeys(epochs)]
+
+
+class SpeedConfig(ModelSettings):
+    """Settings of a comparison of speeds."""
+
+    group = "Measurement"
+    batch_size: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1, 32)
+    """Sequences of a forward pass; may be repeated."""
+    length: Annotated[tuple[Annotated[int, Field(ge=4, le=2**16)], ...], Field(min_length=1)] = (32, 128)
+    """Tokens of each sequence; may be repeated."""
+    turns: Annotated[int, Field(ge=1)] = 10
+    """Passes of each model that are measured, taken in turns."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights in torch."""
+    onnx: Path | None = None
+    """Folder to export models to as ONNX, which are measured, too. None means no export."""
+
+
+class EmbeddingsConfig(ModelSettings):
+    """Settings of a comparison of embeddings."""
+
+    group = "Comparison"
+    data: str
+    """Folder of STS-B in GLUE's layout, or a folder of such folders; `hf` or `hf:ID` for the hub."""
+    max_pairs: Annotated[int, Field(ge=2)] | None = None
+    """Most pairs of the dev set. None means all of them."""
+    max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
+    """Most tokens of a text."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Texts of a forward pass."""
+    save: Path | None = None
+    """Folder to write each model to as a sentence-transformer. None means that none is written."""
+    mteb: tuple[str, ...] = ()
+    """Task of the Massive Text Embedding Benchmark, like STS12; may be repeated."""
 
 
 class TrialIdentity(FrozenSettings):

@@ -5,45 +5,26 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Final
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from minilm_cache.config import FrozenSettings
-from minilm_cache.device import choose_device, enough_memory
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.evaluate.models import Evaluated, find_models
-from minilm_cache.pretrained import load_model
+from minilm_cache.evaluate.settings import SpeedConfig
+from minilm_cache.models.device import choose_device, enough_memory
+from minilm_cache.models.load import load_model
+from minilm_cache.models.saving import saving
+from minilm_cache.models.size import ModelSize, model_size, seconds_in_turns
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
-from minilm_cache.saving import saving
-from minilm_cache.sizes import ModelSize, model_size, seconds_in_turns
 from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
 
 TORCH: Final = "torch"
 ONNX: Final = "onnx"
 ONNX_FILE: Final = "model.onnx"
 _MILLISECONDS: Final = 1e3
-
-
-class SpeedConfig(FrozenSettings):
-    """Everything that a comparison of speeds is told."""
-
-    batch_size: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1, 32)
-    """Sequences of a forward pass."""
-    length: Annotated[tuple[Annotated[int, Field(ge=4, le=2**16)], ...], Field(min_length=1)] = (32, 128)
-    """Tokens of each sequence."""
-    turns: Annotated[int, Field(ge=1)] = 10
-    """Passes of each model that are measured, taken in turns."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    onnx: Path | None = None
-    """Folder for models as ONNX, a folder for each, which are measured, too."""
-    revision: str | None = None
-    """Revision of a model from the hub."""
-    device: str | None = None
-    """torch device; none: a GPU where there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

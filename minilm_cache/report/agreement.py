@@ -10,13 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minilm_cache.cache import Cache
-from minilm_cache.compare import load_student
-from minilm_cache.dump.audit import pad
-from minilm_cache.dump.teacher import Teacher
-from minilm_cache.relations import TeacherSignal, key_mask, split_heads
+from minilm_cache.models.padding import pad
+from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.relations.scores import TeacherSignal, key_mask, split_heads
+from minilm_cache.report.compare import load_student
 from minilm_cache.report.similarity import held_out_ids
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.tap import TappedModel
 
 KINDS: Final = (RelationKind.ATTENTION, RelationKind.VALUE)
 NUM_POSITIONS: Final = 8

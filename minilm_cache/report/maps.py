@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.cache import Cache
-from minilm_cache.compare import load_student
-from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.pretrained import load_tokenizer
-from minilm_cache.relations import relation_probs
+from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.relations.scores import relation_probs
+from minilm_cache.report.compare import load_student
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.tap import TappedModel
 
 KINDS: Final = (RelationKind.ATTENTION, RelationKind.VALUE)
 MAX_SHOWN: Final = 64

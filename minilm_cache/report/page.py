@@ -19,10 +19,10 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from minilm_cache import __version__
-from minilm_cache.compare import check_is_teacher_of
-from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.agreement import Probed, RelationAgreement, relation_agreement
+from minilm_cache.report.compare import check_is_teacher_of
 from minilm_cache.report.maps import Wanted, examples, packed
 from minilm_cache.report.plots import (
     INK,
@@ -33,11 +33,10 @@ from minilm_cache.report.plots import (
     tradeoff_figure,
 )
 from minilm_cache.report.provenance import provenance
+from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.similarity import LayerSimilarity, layer_similarity
-from minilm_cache.results import KL_COLUMNS, summary_table
-from minilm_cache.runs import TrainedRun
+from minilm_cache.report.tables import KL_COLUMNS, summary_table
 from minilm_cache.store.durable import refuse_file, storage_errors, write_file
-from minilm_cache.train.card import UNTRAINED
 from minilm_cache.wording import number_text
 
 MAX_STUDENTS: Final = 8
@@ -124,9 +123,7 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
         tradeoff=svg(tradeoff_figure(students), "tradeoff"),
         storage=svg(storage_figure(students, dense), "storage"),
         maps=packed(found) if found else None,
-        untrained={
-            name: UNTRAINED.get(of_folder[folder].record.identity.objective) for name, folder in shown
-        },
+        untrained={name: of_folder[folder].record.identity.spec.untrained for name, folder in shown},
         similarity=[(one, svg(similarity_figure(one), one.student)) for one in similarity],
         agreement=[
             (name, some, svg(agreement_figure(some), f"agreement {name}"))

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from minilm_cache.report.agreement import RelationAgreement
+from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.similarity import LayerSimilarity
-from minilm_cache.results import KL_COLUMNS, curves_table
-from minilm_cache.runs import TrainedRun
+from minilm_cache.report.tables import KL_COLUMNS, curves_table
 
 COLOURS: Final = ("#3b82c4", "#d9622b", "#4c9a52", "#b05fc0", "#c9a227", "#5aa7a7", "#c45b7c", "#8a7a5c")
 """Of middling lightness: they stand out from white and from black."""

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minilm_cache.config import ONE_LAYER, DumpConfig, TrainConfig
-from minilm_cache.needs import FORMS
-from minilm_cache.runs import TrainedRun
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.report.runs import TrainedRun
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.states import StatesIdentity
 from minilm_cache.store.remote import is_url
-from minilm_cache.train.card import layers_in_words
+from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.initial import TEACHER_LAYERS
 
 
@@ -32,7 +31,7 @@ def provenance(run: TrainedRun, *, paths: bool = False) -> list[tuple[str, str]]
         ("teacher", f"{manifest.labels.teacher}, weights SHA-256 {teacher.weights_sha256}"),
         ("corpus", f"{manifest.labels.corpus}, SHA-256 {corpus.sha256}, {manifest.num_tokens:,} tokens"),
         ("written by", manifest.labels.created_by),
-        ("learned from", layers_in_words(identity)),
+        ("learned from", identity.describes_layers()),
         ("dumped by (names as the cache carries them)", dump_command(manifest)),
         ("trained by", train_command(run, paths=paths)),
     ]
@@ -91,14 +90,14 @@ def train_command(run: TrainedRun, *, paths: bool = True) -> str:
     identity, record = run.record.identity, run.record
     place = _place(record.cache, paths=paths)
     words = ["minilm-cache", "train", place, *(word for one in identity.arch for word in ("--arch", one))]
-    if identity.objective in FORMS and identity.form is None:
+    if identity.spec.has_forms and identity.form is None:
         words += ["--form", "paper"]
     content = identity.model_dump(exclude={"arch", "fingerprint", "shard_tokens", "init", "form"})
     given = {name: value for name, value in content.items() if name in TrainConfig.model_fields}
     given |= {"streams": identity.num_streams, "accumulate": identity.num_parts}
     if identity.num_streams == 1:
         del given["streams"]
-    if identity.layer_map != "last" or identity.objective not in ONE_LAYER:
+    if identity.layer_map != "last" or not identity.spec.one_layer:
         del given["teacher_layer"]
     words += ["--layer-map", given.pop("layer_map")]
     words += _begun_with(run, paths=paths)

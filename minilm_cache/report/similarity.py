@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from minilm_cache.cache import Cache
-from minilm_cache.dump.audit import pad
-from minilm_cache.dump.teacher import Teacher
-from minilm_cache.pretrained import load_model
-from minilm_cache.relations import key_mask
+from minilm_cache.models.load import load_model
+from minilm_cache.models.padding import pad
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.relations.scores import key_mask
 
 Features = npt.NDArray[np.float64]
 """Of one layer, `(tokens, width)`, float64; or a figure for each pair of layers."""

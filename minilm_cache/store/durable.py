@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError, StorageError
 from minilm_cache.progress import ShouldStop
-from minilm_cache.regular_files import NotRegularError, first_bytes
+from minilm_cache.store.regular_files import NotRegularError, first_bytes
 
 PARTIAL = ".partial"
 """Ending of files that are being written, ours and zarr's."""

@@ -16,7 +16,6 @@ from minilm_cache.store.pull import Fetcher
 from minilm_cache.store.reader import CacheReader, Shard
 from minilm_cache.store.remote import open_store
 
-DEFAULT_BYTES = 2**34
 """Of shard files kept on this machine."""
 _WAIT_S = 86_400.0
 """For a shard that another reader is fetching."""
@@ -28,7 +27,7 @@ class MirrorReader(CacheReader):
     Its folder holds everything but the shards of a cache, and of those the ones used last.
     """
 
-    def __init__(self, url: str, home: Path, max_bytes: int = DEFAULT_BYTES) -> None:
+    def __init__(self, url: str, home: Path, max_bytes: int) -> None:
         """Open a complete cache.
 
         Args:

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.fingerprint import digest_bytes
 from minilm_cache.storage_schema.manifest import PREVIEW, CacheManifest
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.durable import storage_errors, write_file
+from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import CARD, MANIFEST, below
 from minilm_cache.store.reader import read_checked
 

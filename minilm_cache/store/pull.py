@@ -13,7 +13,6 @@ from minilm_cache.errors import (
     IdentityMismatchError,
     MiniLMCacheError,
 )
-from minilm_cache.fingerprint import digest_bytes
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.manifest import MAX_RECORD_BYTES, CacheManifest, CommitRecord, FileDigest
@@ -21,6 +20,7 @@ from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import remote_manifest
 from minilm_cache.store.durable import is_vacant, storage_errors, sync_directories, wait_for, write_file
+from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import CARD, MANIFEST, below, commit_path
 from minilm_cache.store.reader import check_record, read_checked, read_manifest, read_record
 from minilm_cache.store.remote import RemoteFolder, open_store

@@ -7,7 +7,6 @@ one fingerprint, whose bytes may differ, never mix. The manifest goes last and m
 from pathlib import Path
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, MiniLMCacheError
-from minilm_cache.fingerprint import digest_bytes
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.storage_schema.manifest import (
     MAX_MANIFEST_BYTES,
@@ -20,6 +19,7 @@ from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import remote_manifest
 from minilm_cache.store.durable import read_bounded
+from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import CARD, MANIFEST, below, cache_name, commit_path
 from minilm_cache.store.reader import CacheReader, read_checked
 from minilm_cache.store.remote import RemoteFolder, open_store

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from minilm_cache.errors import CacheCorruptError, CacheIncompleteError, CacheNotFoundError, first_line
-from minilm_cache.fingerprint import xxh3
 from minilm_cache.storage_schema.arrays import ArraySpec, SmallArray, array_specs
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import (
@@ -31,6 +30,7 @@ from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import entropy_column, sequence_columns
 from minilm_cache.store.durable import read_bounded, storage_errors
+from minilm_cache.store.fingerprint import xxh3
 from minilm_cache.store.layout import (
     MANIFEST,
     MAX_SHARD_BYTES,

@@ -27,8 +27,8 @@ from minilm_cache.errors import (
     StorageError,
     first_line,
 )
-from minilm_cache.regular_files import NotRegularError, first_bytes
 from minilm_cache.store.durable import create_file, write_file
+from minilm_cache.store.regular_files import NotRegularError, first_bytes
 
 Result = TypeVar("Result")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, MiniLMCacheError
-from minilm_cache.fingerprint import sha256_file, xxh3
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.manifest import CacheManifest, FileDigest
+from minilm_cache.store.fingerprint import sha256_file, xxh3
 from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path
 from minilm_cache.store.reader import CacheReader, Shard, read_manifest, read_record
 

@@ -19,7 +19,6 @@ import zarr
 from filelock import FileLock, Timeout
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, ShardBusyError, StorageError
-from minilm_cache.fingerprint import digest_bytes, xxh3
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs
 from minilm_cache.storage_schema.manifest import (
     MAX_MANIFEST_BYTES,
@@ -42,6 +41,7 @@ from minilm_cache.store.durable import (
     sync_file,
     write_file,
 )
+from minilm_cache.store.fingerprint import digest_bytes, xxh3
 from minilm_cache.store.layout import (
     MANIFEST,
     SEAL_LOCK,

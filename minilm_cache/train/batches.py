@@ -3,8 +3,7 @@
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,17 +16,11 @@ from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.codecs.transform import refuse_codes
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.loss import choose_method
-from minilm_cache.relations import (
-    RowTargets,
-    Targets,
-    VectorRows,
-    Vectors,
-    densify,
-    mean_row_entropy,
-    to_dense,
-)
-from minilm_cache.states import States, WantedStates
+from minilm_cache.objectives.batch import UNITS, Counts, StudentBatch, WantedTargets
+from minilm_cache.relations.loss import choose_method
+from minilm_cache.relations.rows import RowTargets, Targets, VectorRows, densify, to_dense
+from minilm_cache.relations.scores import Vectors, mean_row_entropy
+from minilm_cache.relations.states import States
 from minilm_cache.storage_schema.arrays import not_chosen
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import READ_PATH
@@ -36,55 +29,6 @@ from minilm_cache.store.reader import Shard
 from minilm_cache.train.sampler import Buffer, StepPlan
 
 _READ_THREADS = 2
-
-
-Unit = Literal["tokens", "chosen", "sequences", "pairs"]
-"""What a loss is a mean over: tokens, those chosen to be masked, sequences, pairs of a sequence's tokens."""
-UNITS: Final[tuple[Unit, ...]] = get_args(Unit)
-Counts = Mapping[Unit, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StudentBatch:
-    """Sequences and what the teacher says about them, on one device."""
-
-    ids: Int[Tensor, "batch length"]
-    """Token ids, padded."""
-    lengths: Int[Tensor, " batch"]
-    """Tokens of each sequence."""
-    counts: Counts
-    """What is in this part of a step."""
-    part: int
-    """Its number, of all processes."""
-    step_counts: Counts
-    """What is in all parts that this process takes of the step."""
-    ends_step: bool
-    """True for the last of them."""
-    targets: tuple[Mapping[RelationKind, Targets], ...]
-    """One for each layer of `WantedTargets.layers`, in order."""
-    vectors: tuple[Vectors, ...] = ()
-    """Likewise, where they are wanted."""
-    states: States = field(default_factory=States)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences."""
-        return self.counts["tokens"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WantedTargets:
-    """What a student is to be told of the teacher."""
-
-    kinds: tuple[RelationKind, ...]
-    """Relations; none: token ids are all that is wanted."""
-    relation_heads: int | None = None
-    """Heads to split vectors into; none: those of the teacher's attention."""
-    layers: tuple[int, ...] = ()
-    """Of the teacher, ascending; none: the last that the cache holds."""
-    vectors: bool = False
-    """Queries, keys and values of these layers, too."""
-    states: WantedStates = field(default_factory=WantedStates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

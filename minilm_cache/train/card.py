@@ -10,12 +10,11 @@ from huggingface_hub import ModelCardData
 from torch import nn
 
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.needs import NEEDS
-from minilm_cache.saving import saving
+from minilm_cache.models.saving import saving
+from minilm_cache.models.tap import Head
 from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES, CacheManifest
 from minilm_cache.store.durable import new_folder
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.tap import Head
 from minilm_cache.train.record import RunIdentity, StudentRecord, measure_in_words
 from minilm_cache.train.trainer import StudentTrainer
 from minilm_cache.wording import markdown
@@ -82,28 +81,6 @@ def untrained_modules(model: nn.Module) -> list[str]:
     return found
 
 
-_BEHIND: Final = "The student's last layer behind its queries, keys and values is untrained."
-UNTRAINED: Final = {
-    "minilm": _BEHIND,
-    "minilmv2": _BEHIND,
-    "value-mse": _BEHIND,
-    "bert-pkd": "The student's last layer is untrained, unless it learned answers, too.",
-}
-"""What of a student's layers an objective leaves untrained; others train all of them."""
-
-
-def layers_in_words(identity: RunIdentity) -> str:
-    """Return what of a teacher students learned from."""
-    needs = NEEDS[identity.objective]
-    if identity.objective not in {"minilm", "minilmv2", "value-mse", "hidden-mse", "tinybert", "bert-pkd"}:
-        if identity.objective == "mobilebert":
-            return "every layer of a teacher"
-        return "what a teacher says of masked tokens" if needs.labels else "the answers of a teacher"
-    if identity.teacher_layer is None:
-        return f"layers of a teacher mapped to their own (`{identity.layer_map}`)"
-    return f"layer {identity.teacher_layer} of a teacher, counted from 0"
-
-
 def _untrained_note(untrained: Sequence[str]) -> list[str]:
     if not untrained:
         return []
@@ -144,7 +121,7 @@ def student_card(
         f"# {record.arch}, distilled from {name}",
         "",
         f"A student of {record.num_parameters:,} parameters ({record.arch}), distilled offline with",
-        f"minilm-cache (objective `{identity.objective}`) from {layers_in_words(identity)}.",
+        f"minilm-cache (objective `{identity.objective}`) from {identity.describes_layers()}.",
         "",
         f"- teacher: {name} ({markdown(teacher.model_type)}, {teacher.num_layers} layers, hidden "
         f"{teacher.hidden_size}, weights SHA-256 `{teacher.weights_sha256}`)",

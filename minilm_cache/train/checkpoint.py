@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minilm_cache.errors import IdentityMismatchError, first_line
-from minilm_cache.saving import saving
+from minilm_cache.models.saving import saving
 from minilm_cache.store.durable import PARTIAL, sync_directories, sync_file
+from minilm_cache.train.folder import arch_slug
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.record import arch_slug
 from minilm_cache.train.trainer import StudentTrainer
 
 _STATE = "state.json"

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from minilm_cache.loss import MAX_SCORES_BYTES, scores_bytes
+from minilm_cache.objectives.base import Losses
+from minilm_cache.objectives.batch import StudentBatch, WantedTargets
+from minilm_cache.relations.loss import MAX_SCORES_BYTES, scores_bytes
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.train.batches import StudentBatch, WantedTargets
-from minilm_cache.train.objectives.base import Losses
 
 MAX_SEQUENCES = 256
 

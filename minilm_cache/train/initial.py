@@ -7,14 +7,14 @@ from typing import Final
 
 from transformers import PreTrainedModel
 
-from minilm_cache.config import TrainConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
-from minilm_cache.model_files import weights_sha256
-from minilm_cache.pretrained import keep_layers, load_weights, locate_teacher
+from minilm_cache.models.files import weights_sha256
+from minilm_cache.models.load import keep_layers, load_weights, locate_teacher
+from minilm_cache.models.tap import Head
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.tap import Head
-from minilm_cache.train.record import RUN_FILE, arch_slug
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.folder import RunFolder, is_run
 
 RANDOM: Final = "random"
 TEACHER_LAYERS: Final = "teacher-layers"
@@ -43,7 +43,7 @@ class InitialWeights:
         """
         if self.folder is None:
             return
-        source, lacking = load_weights(_student_folder(self.folder, arch), head)
+        source, lacking = load_weights(_model_folder(self.folder, arch), head)
         if self.of_teacher:
             there, wanted = source.config.num_hidden_layers, model.config.num_hidden_layers
             if wanted > there:
@@ -105,15 +105,15 @@ def initial_weights(config: TrainConfig, manifest: CacheManifest) -> InitialWeig
 
 
 def _hash_of(folder: Path, arch: Sequence[str]) -> str:
-    folders = [_student_folder(folder, one) for one in arch]
+    folders = [_model_folder(folder, one) for one in arch]
     return canonical_sha256([weights_sha256(one) for one in folders])
 
 
-def _student_folder(folder: Path, arch: str) -> Path:
+def _model_folder(folder: Path, arch: str) -> Path:
     """Return the folder of a model: that of a run's student of this shape, or the folder itself."""
-    if not (folder / RUN_FILE).is_file():
+    if not is_run(folder):
         return folder
-    own = folder / "students" / arch_slug(arch)
+    own = RunFolder(path=folder).student(arch)
     if not own.is_dir():
         raise InvalidConfigError(
             f"--init {folder}: this run has no student {arch}. Give a run with students of the same shapes."

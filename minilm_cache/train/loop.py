@@ -5,18 +5,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from minilm_cache.cache import Cache
-from minilm_cache.config import TrainConfig
 from minilm_cache.errors import DivergedError, InterruptedRunError
+from minilm_cache.objectives.base import Losses
+from minilm_cache.objectives.batch import UNITS, StudentBatch
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.train.batches import UNITS, BatchReader, StudentBatch
+from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.checkpoint import BestStudent, RunState, drop_superseded, save_best, save_checkpoint
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.heldout import HeldOutLosses
-from minilm_cache.train.objectives.base import Losses
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import TrainingLog
 from minilm_cache.train.sampler import StepPlan
@@ -26,23 +27,6 @@ from minilm_cache.train.trainer import StudentTrainer, learning_rate
 LOG_STEPS = 10
 """Steps between lines of the log, and between looks at whether losses are finite."""
 _SECONDS_PER_HOUR = 3600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFolder:
-    """Where a run keeps its things."""
-
-    path: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        """States to resume from."""
-        return self.path / "checkpoints"
-
-    @property
-    def best(self) -> Path:
-        """Weights with the least held-out KL."""
-        return self.path / "best"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +155,7 @@ class _Journal:
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
-        self._log = TrainingLog(loop.folder.path, loop.state.step) if loop.ranks.is_first else None
+        self._log = TrainingLog(loop.folder, loop.state.step) if loop.ranks.is_first else None
         self._pending: list[list[Losses]] = []
 
     def add(self, losses: list[Losses]) -> None:

@@ -1,51 +1,33 @@
-"""Recipes by name; every value can be overridden."""
+"""Recipes by name; every value of one can be overridden."""
 
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any
 
-from minilm_cache.config import TrainConfig
 from minilm_cache.errors import InvalidConfigError
-
-_LENGTH: Final = {"steps": 400_000, "warmup": 0.01, "weight_decay": 0.01}
-"""400,000 steps, of which the learning rate rises in 4,000."""
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """Settings of `TrainConfig`, and where they are from."""
-
-    settings: dict[str, Any]
-    source: str
+from minilm_cache.objectives.spec import OBJECTIVES, Preset
+from minilm_cache.train.config import TrainConfig
 
 
-PRESETS: Final = {
-    "minilm-6x768": Preset(
-        {**_LENGTH, "objective": "minilm", "batch_size": 1024, "lr": 5e-4},
-        "MiniLM (arXiv 2002.10957) for students of 6 layers of width 768",
-    ),
-    "minilm": Preset(
-        {**_LENGTH, "objective": "minilm", "batch_size": 256, "lr": 3e-4},
-        "MiniLM (arXiv 2002.10957) for all other students",
-    ),
-    "minilmv2": Preset(
-        {**_LENGTH, "objective": "minilmv2", "relation_heads": 48, "batch_size": 256, "lr": 6e-4},
-        "MiniLMv2 (arXiv 2012.15828) for teachers of width 768, as its public reimplementations train",
-    ),
-    "minilmv2-large": Preset(
-        {**_LENGTH, "objective": "minilmv2", "relation_heads": 64, "batch_size": 256, "lr": 6e-4},
-        "MiniLMv2 for teachers of width 1024; the teacher's layer is the dump's `--layers`, the 21st of "
-        "BERT-large and the 19th of RoBERTa-large and XLM-R-large, which count as 20 and 18 here",
-    ),
-}
+def presets() -> dict[str, Preset]:
+    """Return the recipes of all objectives, by name."""
+    return {
+        name: Preset(settings={"objective": spec.name, **preset.settings}, source=preset.source)
+        for spec in OBJECTIVES.values()
+        for name, preset in spec.presets.items()
+    }
 
 
-def with_preset(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of a recipe, those of the options that are not None put above them.
+def with_preset(name: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe, overridden by those that are given and not None.
+
+    Args:
+        name: name of the recipe. None means no recipe.
+        given: settings of `TrainConfig`, by name.
 
     Raises:
         InvalidConfigError: there is no recipe of this name.
     """
-    given = {option: value for option, value in options.items() if value is not None}
+    given = {option: value for option, value in given.items() if value is not None}
     settings = {} if name is None else dict(_preset(name).settings)
     if "epochs" in given:
         settings.pop("steps", None)
@@ -55,7 +37,7 @@ def with_preset(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_preset(name: str, config: TrainConfig) -> str:
-    """Return one line about a recipe: what it has come to, and where it is from."""
+    """Return one line about a recipe: the settings that it led to, and where it is from."""
     recipe = _preset(name)
     shown = {option: getattr(config, option) for option in ("epochs", *recipe.settings)}
     settings = ", ".join(f"{option} {value}" for option, value in shown.items() if value is not None)
@@ -63,6 +45,7 @@ def describe_preset(name: str, config: TrainConfig) -> str:
 
 
 def _preset(name: str) -> Preset:
-    if name not in PRESETS:
-        raise InvalidConfigError(f"--preset {name}: give one of {', '.join(PRESETS)}.")
-    return PRESETS[name]
+    known = presets()
+    if name not in known:
+        raise InvalidConfigError(f"--preset {name}: give one of {', '.join(known)}.")
+    return known[name]

@@ -17,8 +17,8 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.nn.parallel import DistributedDataParallel
 
-from minilm_cache.device import choose_device, is_out_of_memory
 from minilm_cache.errors import DeviceError, InvalidConfigError, MiniLMCacheError, RankLostError, first_line
+from minilm_cache.models.device import choose_device, is_out_of_memory
 
 Value = TypeVar("Value")
 

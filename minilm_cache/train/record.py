@@ -7,21 +7,17 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
-from minilm_cache.config import LayerMap, TrainConfig
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InvalidConfigError
-from minilm_cache.needs import ObjectiveName
-from minilm_cache.regular_files import first_bytes
+from minilm_cache.objectives.spec import OBJECTIVES, LayerMap, ObjectiveName, ObjectiveSpec
 from minilm_cache.storage_schema.base import StoredModel
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.problems import refuse_costly
 from minilm_cache.store.durable import is_vacant, storage_errors, write_file
+from minilm_cache.store.regular_files import first_bytes
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.folder import RunFolder, arch_slug, is_run
 from minilm_cache.train.sampler import StepPlan
-
-RUN_FILE = "run.json"
-LOG_FILE = "log.jsonl"
-RUN_LOCK = ".run.lock"
-
 
 _MAX_RECORD_BYTES: Final = 2**20
 MAX_LOG_BYTES: Final = 2**28
@@ -109,6 +105,15 @@ class RunIdentity(StoredModel):
         }
         return cls(**{**shared, **found})
 
+    @property
+    def spec(self) -> ObjectiveSpec:
+        """The row of the objective."""
+        return OBJECTIVES[self.objective]
+
+    def describes_layers(self) -> str:
+        """Return what of a teacher students learned from."""
+        return self.spec.describes_layers(self.layer_map, self.teacher_layer)
+
     def name(self) -> str:
         """Return a folder name: shapes for people, a hash for the rest."""
         shapes = "_".join(map(arch_slug, self.arch))
@@ -154,7 +159,7 @@ class RunRecord(_Record):
     def _students_are_the_runs(self) -> "RunRecord":
         if tuple(one.arch for one in self.students) != self.identity.arch:
             raise ValueError("students are not those of the identity")
-        if self.identity.objective in {"minilm", "minilmv2"}:
+        if self.identity.spec.is_relational:
             kinds = {str(kind) for kind in RelationKind}
             for one in self.students:
                 if not {*(one.held_out_before or ()), *(one.held_out_after or ())} <= kinds:
@@ -175,21 +180,16 @@ class LogLine(BaseModel):
     of the first releases have the parts alone."""
 
 
-def arch_slug(arch: str) -> str:
-    """Return a shape as part of a path."""
-    return arch.replace(":", "-")
-
-
 def measure_in_words(identity: RunIdentity, record: StudentRecord) -> str:
     """Return what the held-out figures of a student are."""
-    if identity.objective in {"minilm", "minilmv2"}:
+    if identity.spec.is_relational:
         return f"KL({record.target}, student), nats,"
     return f"Losses of {identity.objective}"
 
 
 def write_record(folder: Path, record: RunRecord) -> None:
     """Write `run.json`, durably."""
-    write_file(folder / RUN_FILE, record.model_dump_json(indent=1).encode())
+    write_file(RunFolder(path=folder).record, record.model_dump_json(indent=1).encode())
 
 
 def load_record(folder: Path) -> RunRecord:
@@ -199,10 +199,10 @@ def load_record(folder: Path) -> RunRecord:
         InvalidConfigError: the folder holds no run.
         IdentityMismatchError: the record is damaged.
     """
-    file = folder / RUN_FILE
+    file = RunFolder(path=folder).record
     if not file.exists():
         raise InvalidConfigError(
-            f"{folder} is no run: {RUN_FILE} is not there. Give a folder that train made."
+            f"{folder} is no run: {file.name} is not there. Give a folder that train made."
         )
     try:
         content = first_bytes(file, _MAX_RECORD_BYTES + 1)
@@ -225,8 +225,8 @@ def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
     Raises:
         IdentityMismatchError: the folder holds another run, or something else.
     """
-    if not (folder / RUN_FILE).exists():
-        if folder.is_dir() and not is_vacant(folder, beside=folder / RUN_LOCK):
+    if not is_run(folder):
+        if folder.is_dir() and not is_vacant(folder, beside=RunFolder(path=folder).lock):
             raise IdentityMismatchError(f"{folder} is not empty and holds no run. Choose another --out.")
         return None
     found = load_record(folder)
@@ -263,9 +263,9 @@ def _step_of(line: str) -> float:
 class TrainingLog:
     """`log.jsonl`: lines up to the checkpoint that a run resumes from are kept, later ones are dropped."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: RunFolder, first_step: int) -> None:
         """Open the log of a run that goes on at `first_step`."""
-        self._path = path = folder / LOG_FILE
+        self._path = path = folder.log
         lines = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in lines if _step_of(line) <= first_step]
         with storage_errors("write", path):

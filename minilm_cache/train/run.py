@@ -9,36 +9,28 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.config import TrainConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, StorageError
+from minilm_cache.models.arch import StudentShape, parse_arch
+from minilm_cache.models.student import build_student, student_config
+from minilm_cache.models.tap import TappedModel
+from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.store.durable import refuse_file, storage_errors
 from minilm_cache.store.remote import is_url
-from minilm_cache.tap import TappedModel
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
+from minilm_cache.train.config import DEFAULT_EPOCHS, TrainConfig
+from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
 from minilm_cache.train.initial import initial_weights
-from minilm_cache.train.loop import RunFolder, TrainingLoop
-from minilm_cache.train.objectives.choose import Objective, choose_objective
+from minilm_cache.train.loop import TrainingLoop
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.record import (
-    RUN_LOCK,
-    RunIdentity,
-    RunRecord,
-    StudentRecord,
-    arch_slug,
-    read_record,
-    write_record,
-)
+from minilm_cache.train.record import RunIdentity, RunRecord, StudentRecord, read_record, write_record
 from minilm_cache.train.sampler import StepPlan, plan_steps
-from minilm_cache.train.student import StudentShape, build_student, parse_arch, student_config
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, precision_of
-
-DEFAULT_EPOCHS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +46,10 @@ class TrainResult:
 
     def student_path(self, arch: str) -> Path:
         """Return the folder of a student."""
-        return student_folder(self.path, arch)
+        return RunFolder(path=self.path).student(arch)
 
 
-def student_folder(run: Path, arch: str) -> Path:
-    """Return the folder of a student of a run."""
-    return run / "students" / arch_slug(arch)
-
-
-def train(  # noqa: PLR0913 - what is trained, where, and who is told: each a thing of its own
+def train_students(  # noqa: PLR0913 - what is trained, where, and who is told: each a thing of its own
     config: TrainConfig,
     cache_place: str | Path,
     out: Path | None,
@@ -113,10 +100,16 @@ def _train(  # noqa: PLR0913 - as `train`
 ) -> TrainResult:
     progress = progress if ranks.is_first else Silent()
     manifest = cache.manifest
-    objective = choose_objective(config, cache)
+    objective = choose_objective(config, cache, arch=config.arch)
     heads = manifest.identity.relation_heads
     shapes = [
-        parse_arch(arch, heads, objective.wanted.relation_heads, config.objective) for arch in config.arch
+        parse_arch(
+            arch,
+            heads,
+            split_into=objective.wanted.relation_heads,
+            compares_heads=config.spec.compares_heads,
+        )
+        for arch in config.arch
     ]
     steps = num_steps(config, manifest)
     layers = objective.wanted.layers
@@ -159,7 +152,7 @@ def _alone(path: Path, ranks: Ranks) -> Iterator[None]:
     if not ranks.is_first:
         yield
         return
-    lock = FileLock(path / RUN_LOCK)
+    lock = FileLock(RunFolder(path=path).lock)
     with storage_errors("write", path):
         path.mkdir(parents=True, exist_ok=True)
         try:
@@ -171,7 +164,7 @@ def _alone(path: Path, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     finally:
-        (path / RUN_LOCK).unlink(missing_ok=True)
+        RunFolder(path=path).lock.unlink(missing_ok=True)
         lock.release()
 
 
@@ -319,7 +312,7 @@ class _Run:
             for student in students:
                 if student.diverged_at is None:
                     trainer = mine.get(student.arch) or self._fetched(student.arch, state)
-                    folder = student_folder(self.folder.path, student.arch)
+                    folder = self.folder.student(student.arch)
                     save_student(folder, trainer, self.cache.reader, self.identity, student)
         done = {"complete": True, "train_s": state.train_s, "bytes_read": state.bytes_read}
         complete = record.model_copy(update={**done, "students": students})

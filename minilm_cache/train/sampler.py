@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from minilm_cache.config import TrainConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.storage_schema.manifest import CacheManifest, ShardRange
+from minilm_cache.train.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,16 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minilm_cache.config import TrainConfig
-from minilm_cache.dropout import draw_faster
-from minilm_cache.loss import Method
-from minilm_cache.relations import key_mask
-from minilm_cache.tap import Reading, TappedModel
-from minilm_cache.train.batches import UNITS, StudentBatch, Unit
-from minilm_cache.train.objectives.base import Losses, StudentObjective
-from minilm_cache.train.objectives.choose import Objective
+from minilm_cache.models.arch import StudentShape
+from minilm_cache.models.dropout import draw_faster
+from minilm_cache.models.tap import Reading, TappedModel
+from minilm_cache.objectives.base import Losses, StudentObjective
+from minilm_cache.objectives.batch import UNITS, StudentBatch, Unit
+from minilm_cache.objectives.check import Objective
+from minilm_cache.relations.loss import Method
+from minilm_cache.relations.scores import key_mask
+from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.student import StudentShape
 
 _OF_PROJECTIONS = 2**32 - 1
 """Part of a step that is never taken: what an objective's own weights are drawn with."""

@@ -19,8 +19,9 @@ from minilm_cache.cache import CachedSequence
 from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.topk import TopKCodec
-from minilm_cache.relations import key_mask, to_dense
-from minilm_cache.states import SparseLabels
+from minilm_cache.relations.rows import to_dense
+from minilm_cache.relations.scores import key_mask
+from minilm_cache.relations.states import SparseLabels
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
 from tests.support import World, save_teacher, write_corpus

@@ -18,18 +18,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from minilm_cache.cache import open_cache
-from minilm_cache.config import TrainConfig
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.report.provenance import provenance
-from minilm_cache.runs import TrainedRun
+from minilm_cache.report.runs import TrainedRun
 from minilm_cache.storage_schema.manifest import CommitRecord
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.pull import Fetcher, pull
 from minilm_cache.store.push import push
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.store.remote import open_store
-from minilm_cache.train.run import train
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import train_students
 from tests.conftest import Command
 from tests.support import World, pushed, save_teacher, write_corpus, write_document
 
@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
     world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt"))
     world.dump()
     recipe = TrainConfig(arch=("1x16",), steps=2, batch_size=4, device="cpu")
-    train(recipe, world.root / "cache", world.root / "run", world.home)
+    train_students(recipe, world.root / "cache", world.root / "run", world.home)
     return world
 
 
@@ -313,7 +313,7 @@ def test_12_cards_show_names_as_they_are(world: World) -> None:
     manifest["labels"]["teacher"] = "<img src=x onerror=alert(1)> [click](javascript:alert(1)) \u009b31m"
     write_document(cache / "manifest.json", manifest)
     recipe = TrainConfig(arch=("1x16",), steps=1, batch_size=2, device="cpu")
-    student = train(recipe, cache, world.root / "run", world.home).student_path("1x16")
+    student = train_students(recipe, cache, world.root / "run", world.home).student_path("1x16")
     for card in ((student / "README.md").read_text(), cache_card(open_cache(cache).manifest)):
         body = card.split("---\n", 2)[2]
         assert "<img" not in body

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minilm_cache.config import TrainConfig
-from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import TeacherError
-from minilm_cache.fingerprint import digest_bytes
-from minilm_cache.model_files import weights_sha256
-from minilm_cache.pretrained import load_model, locate_teacher
+from minilm_cache.models.files import weights_sha256
+from minilm_cache.models.load import load_model, locate_teacher
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.reader import read_manifest
-from minilm_cache.train.run import train
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import train_students
 from tests.conftest import Command
 from tests.integration.test_hostile import replace_in_manifest
 from tests.support import World, write_document
@@ -180,7 +180,7 @@ def test_9_a_students_tokenizer_asks_for_no_code(world: World) -> None:
     }
     replace_in_manifest(cache, "teacher/tokenizer_config.json", json.dumps(hostile).encode())
     recipe = TrainConfig(arch=("1x16",), steps=1, batch_size=2, device="cpu")
-    student = train(recipe, cache, world.root / "run", world.home).student_path("1x16")
+    student = train_students(recipe, cache, world.root / "run", world.home).student_path("1x16")
     saved = json.loads((student / "tokenizer_config.json").read_text())
     assert saved.keys().isdisjoint({"auto_map", "chat_template", "tokenizer_class"})
     assert {name: saved[name] for name in saved} == {

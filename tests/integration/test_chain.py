@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from minilm_cache.cache import open_cache
-from minilm_cache.chain import run_chain, stages
-from minilm_cache.config import ChainConfig, TrainConfig, make_config
-from minilm_cache.dump.run import dump
+from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import ShouldStop
 from minilm_cache.store.reader import read_manifest
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.workflows.chain import run_chain, stages
+from minilm_cache.workflows.config import ChainConfig
 from tests.conftest import Command
 from tests.integration.test_processes import COMMAND
 from tests.support import World
@@ -24,8 +25,8 @@ from tests.support import World
 
 def chain_config(world: World, *, compare_direct: bool = True, **changes: object) -> ChainConfig:
     """Return a chain of one assistant and two students."""
-    recipe = make_config(
-        TrainConfig, arch=("1x16", "1x32"), steps=12, batch_size=4, lr=5e-3, checkpoint_steps=4, device="cpu"
+    recipe = TrainConfig(
+        arch=("1x16", "1x32"), steps=12, batch_size=4, lr=5e-3, checkpoint_steps=4, device="cpu"
     )
     return ChainConfig(
         dump=world.config(**changes), assistants=("2x32",), train=recipe, compare_direct=compare_direct
@@ -226,7 +227,7 @@ def test_a_moved_chain_goes_on(world: World, command: Command) -> None:
 
 
 def test_a_pulled_cache_is_complete_whatever_its_shards(world: World, command: Command) -> None:
-    dump(world.config(shard_tokens=512), world.root / "cache", world.home)
+    dump_cache(world.config(shard_tokens=512), world.root / "cache", world.home)
     store = world.root / "store"
     command("push", world.root / "cache", store)
     for _ in range(2):

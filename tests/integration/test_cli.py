@@ -5,10 +5,7 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -16,16 +13,7 @@ from transformers import AutoConfig, AutoModel
 
 from minilm_cache import __version__
 from minilm_cache.cli.console import TerminalProgress, print_error, print_table
-from minilm_cache.cli.dump import dump
-from minilm_cache.cli.embeddings import embeddings
-from minilm_cache.cli.evaluate import evaluate
 from minilm_cache.cli.main import run
-from minilm_cache.cli.speed import speed
-from minilm_cache.cli.train import train
-from minilm_cache.config import DumpConfig, FrozenSettings, TrainConfig
-from minilm_cache.evaluate.embeddings import EmbeddingsConfig
-from minilm_cache.evaluate.settings import EvaluateConfig
-from minilm_cache.evaluate.speed import SpeedConfig
 from tests.conftest import Command
 from tests.support import World, dump_arguments, save_teacher, tiny_model, tiny_tokenizer
 
@@ -73,7 +61,7 @@ def test_commands_say_what_they_chose(world: World, command: Command) -> None:
 def test_a_corpus_that_is_not_given_is_python_docs_and_said_aloud(
     world: World, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minilm_cache.dump.corpus._python_docs", lambda: iter(["ba be bi"] * 9))
+    monkeypatch.setattr("minilm_cache.corpus.load._python_docs", lambda: iter(["ba be bi"] * 9))
     code, _, err = command("dump", "--teacher", world.teacher, "--max-length", 16, "--k", 4)
 
     assert code == 0
@@ -303,29 +291,6 @@ def test_heads_that_do_not_divide(world: World, command: Command) -> None:
         code=2,
         says=("--arch 3x385", "does not divide by 4 heads", "3x384 or 3x388"),
     )
-
-
-def test_default_settings_are_those_of_the_configuration() -> None:
-    """Typer and pydantic each state defaults; they must not drift apart.
-
-    What a preset may set has no default in the command, which says the configuration's in its help.
-    """
-    said_aloud = {"corpus", "rank", "world_size"}  # what the command chooses, or the environment
-    commands: list[tuple[Callable[..., None], type[FrozenSettings]]] = [
-        *((dump, DumpConfig), (train, TrainConfig), (evaluate, EvaluateConfig)),
-        *((speed, SpeedConfig), (embeddings, EmbeddingsConfig)),
-    ]
-    for function, model in commands:
-        for name, parameter in signature(function).parameters.items():
-            field = model.model_fields.get(name)
-            if field is not None and not field.is_required() and name not in said_aloud:
-                if parameter.default is None and isinstance(field.default, tuple):
-                    continue  # what may be repeated is said in words
-                if parameter.default is None and field.default is not None:
-                    (option,) = get_args(parameter.annotation)[1:]
-                    assert option.help.endswith(f"[default: {field.default}]"), name
-                else:
-                    assert parameter.default == field.default, name
 
 
 # Caches

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
-from minilm_cache.dump.corpus import load_corpus
+from minilm_cache.corpus.load import load_corpus
 from minilm_cache.errors import CorpusError
 from tests.support import write_hub
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minilm_cache.config import TrainConfig
-from minilm_cache.train.record import arch_slug
-from minilm_cache.train.run import train
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.folder import arch_slug
+from minilm_cache.train.run import train_students
 from tests.integration.test_train import settings
 from tests.support import World, save_teacher, write_corpus
 
@@ -43,7 +43,7 @@ def alone(world: World, out: Path, **changes: object) -> Path:
     config: TrainConfig = settings(
         **{"arch": ARCHS, "batch_size": 8, "steps": STEPS, "max_grad_norm": 0.01, **changes}
     )
-    return train(config, world.root / "cache", out, world.home).path
+    return train_students(config, world.root / "cache", out, world.home).path
 
 
 def curve(run: Path) -> list[float]:

@@ -11,8 +11,8 @@ import zarr
 from transformers import AutoModel, AutoTokenizer
 
 from minilm_cache import open_cache
-from minilm_cache.config import DumpConfig, make_config
-from minilm_cache.dump.run import dump
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import (
     CacheIncompleteError,
     IdentityMismatchError,
@@ -20,6 +20,7 @@ from minilm_cache.errors import (
     InvalidConfigError,
     ShardBusyError,
 )
+from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.writer import CacheWriter
@@ -97,11 +98,11 @@ def test_a_resumed_dump_is_byte_for_byte_an_uninterrupted_one(world: World, call
     expected = arrays_of(world.dump("whole").path)
     path = world.root / "parts"
     with pytest.raises(InterruptedRunError, match=r"Run the same command again to go on\.$"):
-        dump(world.config(), path, world.home, should_stop=stop_after(calls))
+        dump_cache(world.config(), path, world.home, should_stop=stop_after(calls))
     with pytest.raises(CacheIncompleteError, match="shards are committed"):
         open_cache(path)
     committed = {file.name: file.read_bytes() for file in (path / "commits").glob("*.json")}
-    result = dump(world.config(), path, world.home)
+    result = dump_cache(world.config(), path, world.home)
 
     assert arrays_of(path) == expected
     assert result.shards_kept == len(committed)
@@ -151,7 +152,7 @@ def test_repeating_a_dump_repairs_damaged_shards(world: World, damage: str) -> N
 def test_a_shard_has_one_writer(world: World) -> None:
     path = world.root / "cache"
     with pytest.raises(InterruptedRunError):
-        dump(world.config(), path, world.home, should_stop=lambda: True)
+        dump_cache(world.config(), path, world.home, should_stop=lambda: True)
     config = world.config()
     manifest = manifest_of(path)
     attachments = {name: (path / name).read_bytes() for name in manifest.files if name.startswith("teacher/")}
@@ -159,10 +160,10 @@ def test_a_shard_has_one_writer(world: World) -> None:
     lock = writer.claim(0)
     try:
         with pytest.raises(ShardBusyError, match=r"shard 0 .* is being written by another process"):
-            dump(config, path, world.home)
+            dump_cache(config, path, world.home)
     finally:
         lock.release()
-    dump(config, path, world.home)
+    dump_cache(config, path, world.home)
 
 
 def test_a_committed_shard_is_not_written_twice(world: World) -> None:
@@ -172,7 +173,7 @@ def test_a_committed_shard_is_not_written_twice(world: World) -> None:
     world.dump(rank=1, world_size=2)
     before = {file.name: file.read_bytes() for file in (path / "commits").iterdir()}
     everything = _Overtaken(path, world)
-    dump(world.config(), path, world.home, should_stop=everything)
+    dump_cache(world.config(), path, world.home, should_stop=everything)
 
     assert arrays_of(path) == expected
     assert {name: (path / "commits" / name).read_bytes() for name in before} == before
@@ -190,7 +191,7 @@ class _Overtaken:
         if not self.overtaken:
             self.overtaken = True
             for rank in range(1, 4):
-                dump(self._world.config(rank=2 * rank, world_size=8), self._path, self._world.home)
+                dump_cache(self._world.config(rank=2 * rank, world_size=8), self._path, self._world.home)
         return False
 
 
@@ -248,7 +249,7 @@ def test_a_folder_of_another_cache_is_refused_and_left_alone(
 def test_no_resume_refuses_a_folder_that_exists(world: World) -> None:
     path = world.dump().path
     with pytest.raises(IdentityMismatchError, match="exists"):
-        dump(world.config(), path, world.home, resume=False)
+        dump_cache(world.config(), path, world.home, resume=False)
 
 
 def test_the_fingerprint_names_content_and_nothing_else(world: World) -> None:
@@ -262,7 +263,7 @@ def test_the_fingerprint_names_content_and_nothing_else(world: World) -> None:
 
 
 def test_the_default_folder_is_in_the_home_and_named_by_content(world: World) -> None:
-    result = dump(world.config(), None, world.home)
+    result = dump_cache(world.config(), None, world.home)
 
     assert (
         result.path == world.home / "caches" / f"teacher-corpus.txt-topk-{result.manifest.fingerprint[:12]}"
@@ -329,6 +330,6 @@ def test_more_positions_than_the_teacher_has_are_refused(world: World) -> None:
 def test_settings_out_of_range_are_refused(changes: dict[str, object], message: str) -> None:
     settings = {"teacher": "t", "max_length": 32, **changes}
     with pytest.raises(InvalidConfigError) as caught:
-        make_config(DumpConfig, **settings)
+        validated(DumpConfig, settings)
 
     assert message in str(caught.value)

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from minilm_cache.cache import open_cache
-from minilm_cache.config import DumpConfig, TrainConfig
-from minilm_cache.dump.run import dump
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import (
     CacheCorruptError,
     CacheIncompleteError,
@@ -24,10 +24,11 @@ from minilm_cache.errors import (
     ShardBusyError,
     StorageError,
 )
-from minilm_cache.fingerprint import digest_bytes
 from minilm_cache.storage_schema.identity import DenseParameters, TopKParameters, VectorsParameters
+from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
+from minilm_cache.train.config import TrainConfig
 from tests.conftest import Command
 from tests.integration.test_dump import arrays_of, manifest_of, stop_after
 from tests.support import World, save_teacher, write_corpus, write_document
@@ -115,12 +116,12 @@ def test_damage_is_found_and_mended(
         for arguments in (("verify", "--full", cache), ("train", cache, "--arch", "1x32")):
             command.fails(*arguments, code=3 if "verify" in arguments else 1, says=name)
         with pytest.raises(MiniLMCacheError, match=r"manifest\.json|is no cache"):
-            dump(world.config(), cache, world.home)
+            dump_cache(world.config(), cache, world.home)
         return
     code, out, err = command("verify", "--full", cache, "--json")
     assert code == 3, err
     assert name in {found["path"] for found in json.loads(out)["damage"]}
-    dump(world.config(), cache, world.home)
+    dump_cache(world.config(), cache, world.home)
     assert arrays_of(cache) == arrays_of(sound)
     assert command("verify", "--full", cache)[0] == 0
 
@@ -137,7 +138,7 @@ def test_a_manifest_of_another_dump_fits_nothing(
         open_cache(cache)
     command.fails("verify", cache, code=3, says="damaged")
     with pytest.raises(MiniLMCacheError, match="holds another cache"):
-        dump(world.config(), cache, world.home)
+        dump_cache(world.config(), cache, world.home)
 
 
 def read_everything(path: Path) -> None:
@@ -160,7 +161,7 @@ def test_a_record_that_lies_about_its_tokens_is_redone(
     write_document(cache / "commits/00001.json", record)
     code, out, _ = command("verify", "--full", cache, "--json")
     assert (code, json.loads(out)["shards_to_redo"]) == (3, [1])
-    assert dump(world.config(), cache, world.home).shards_written == 1
+    assert dump_cache(world.config(), cache, world.home).shards_written == 1
     assert command("verify", "--full", cache)[0] == 0
 
 
@@ -177,7 +178,7 @@ def test_a_figure_that_changed_in_the_manifest_is_damage(world: World, command: 
 
 def test_dumps_of_two_settings_into_one_folder_are_not_mixed(world: World) -> None:
     with pytest.raises(InterruptedRunError):
-        dump(world.config(), world.root / "cache", world.home, should_stop=stop_after(3))
+        dump_cache(world.config(), world.root / "cache", world.home, should_stop=stop_after(3))
     before = {file: file.read_bytes() for file in (world.root / "cache").rglob("*") if file.is_file()}
     for change in ({"k": 5}, {"seed": 1}, {"max_length": 16}, {"shard_tokens": 512}, {"codec": "dense"}):
         with pytest.raises(MiniLMCacheError, match="holds another cache, which differs in"):
@@ -227,7 +228,7 @@ def test_a_reader_during_a_dump_sees_committed_shards_only(world: World) -> None
                     np.testing.assert_array_equal(rows, whole.shard(number).rows[name])
         return False
 
-    dump(world.config(), path, world.home, should_stop=look)
+    dump_cache(world.config(), path, world.home, should_stop=look)
     assert set(seen) >= set(range(5))
 
 
@@ -315,7 +316,7 @@ def test_an_error_that_is_kept_keeps_no_lock(world: World, monkeypatch: pytest.M
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr("minilm_cache.dump.teacher.Teacher.read", fail)
+        patched.setattr("minilm_cache.models.teacher.Teacher.read", fail)
         with pytest.raises(RuntimeError) as kept:
             world.dump()
     assert world.dump().manifest.complete

@@ -15,8 +15,8 @@ import torch
 
 from minilm_cache import open_cache
 from minilm_cache.errors import MiniLMCacheError
-from minilm_cache.fingerprint import digest_bytes
-from minilm_cache.states import SparseLabels
+from minilm_cache.relations.states import SparseLabels
+from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import commit_path
 from tests.support import World, save_teacher
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.cache import open_cache
+from minilm_cache.corpus.load import Corpus, load_corpus
+from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump import run as dumping
-from minilm_cache.dump.corpus import Corpus, load_corpus
-from minilm_cache.dump.manifest import identify
+from minilm_cache.dump.identity import identify
 from minilm_cache.dump.recheck import recheck
-from minilm_cache.dump.run import dump
-from minilm_cache.dump.sequences import SequenceTable
+from minilm_cache.dump.run import dump_cache
 from minilm_cache.progress import Silent
 from minilm_cache.storage_schema.identity import CorpusIdentity, Packing
 from minilm_cache.store.reader import read_manifest
@@ -182,7 +182,7 @@ def test_a_cache_of_the_first_releases_keeps_its_split(world: World, monkeypatch
         patched.setattr(dumping, "identify", lambda c, t, d, split=None: identify(c, t, d, None))
         old = world.dump(codec="vectors").manifest
     again = world.dump(codec="vectors")
-    more = dump(
+    more = dump_cache(
         world.config(codec="vectors", hidden="last"),
         world.root / "more",
         world.home,

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from minilm_cache.dump.run import dump
+from minilm_cache.dump.run import dump_cache
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.record import load_record
-from minilm_cache.train.run import train
+from minilm_cache.train.run import train_students
 from tests.integration.test_dump import arrays_of
 from tests.integration.test_train import settings as train_settings
 from tests.support import World
@@ -25,12 +25,12 @@ TRAIN_KILLS = 20
 
 def run_dump(world: World, out: Path, begun: Any, settings: dict[str, Any]) -> None:
     begun.set()
-    dump(world.config(**settings), out, world.home)
+    dump_cache(world.config(**settings), out, world.home)
 
 
 def run_training(world: World, out: Path, begun: Any, settings: dict[str, Any]) -> None:
     begun.set()
-    train(train_settings(**settings), world.root / "cache", out, world.home)
+    train_students(train_settings(**settings), world.root / "cache", out, world.home)
 
 
 class Killer:

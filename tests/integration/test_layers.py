@@ -15,7 +15,7 @@ from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.shards import encode_pcodec_shard
-from minilm_cache.train.run import train
+from minilm_cache.train.run import train_students
 from tests.conftest import Command
 from tests.integration.test_dump import manifest_of
 from tests.integration.test_hostile import replace_in_shard
@@ -181,5 +181,5 @@ def test_only_the_layer_asked_for_is_read(world: World) -> None:
     assert set(reader.shard(0, [codes_path(2)]).rows) == {"tokens", codes_path(2)}
     with pytest.raises(CacheCorruptError, match="vectors/0/codes/c/0/0 is damaged"):
         reader.shard(0)
-    result = train(train_settings(steps=2), path, world.root / "run", world.home)
+    result = train_students(train_settings(steps=2), path, world.root / "run", world.home)
     assert result.record.complete

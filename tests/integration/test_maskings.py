@@ -10,14 +10,14 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from minilm_cache.cache import open_cache, row_checker
-from minilm_cache.config import TrainConfig
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.objectives.check import choose_objective
 from minilm_cache.progress import Silent
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.store.reader import Shard
 from minilm_cache.store.verify import verify
 from minilm_cache.train.batches import BatchReader
-from minilm_cache.train.objectives.choose import choose_objective
+from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.sampler import plan_steps
 from tests.integration.test_states import outputs, relative, world_of
 
@@ -40,7 +40,7 @@ def test_epochs_take_the_masked_readings_in_turn(tmp_path: Path) -> None:
             said = outputs(model, one.ids[0])["hidden"][3]
             assert relative(said, states.hidden[name][0]) < 0.2
     config = TrainConfig(arch=("2x32",), objective="distilbert", batch_size=1, steps=1)
-    wanted = choose_objective(config, cache).wanted
+    wanted = choose_objective(config, cache, arch=config.arch).wanted
     num_train = cache.manifest.num_train
     stream = BatchReader(cache, wanted, 0, CPU).train_batches(plan_steps(config, cache.manifest), 0)
     seen: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
@@ -72,7 +72,7 @@ def test_an_epoch_reads_its_own_reading_alone(tmp_path: Path) -> None:
         return shard(number, paths)
 
     cache.reader.shard = reading  # type: ignore[method-assign]
-    wanted = choose_objective(config, cache).wanted
+    wanted = choose_objective(config, cache, arch=config.arch).wanted
     stream = BatchReader(cache, wanted, 0, CPU).train_batches(plan_steps(config, cache.manifest), 0)
     with closing(stream):
         for _ in islice(stream, 3 * cache.manifest.num_train):

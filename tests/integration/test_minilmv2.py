@@ -9,13 +9,13 @@ from transformers import AutoModel
 from minilm_cache import open_cache
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.relations import Vectors
-from minilm_cache.tap import Reading
+from minilm_cache.models.tap import Reading
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.objectives.layers import LayerPair
+from minilm_cache.objectives.relations import RelationObjective
+from minilm_cache.relations.scores import Vectors
 from minilm_cache.train.batches import BatchReader
-from minilm_cache.train.objectives.choose import choose_objective
-from minilm_cache.train.objectives.layers import LayerPair
-from minilm_cache.train.objectives.relations import RelationObjective
-from minilm_cache.train.run import train
+from minilm_cache.train.run import train_students
 from tests.integration.test_train import settings as train_settings
 from tests.support import World
 
@@ -25,7 +25,7 @@ def test_minilmv2_is_plain_torch_on_heads_split_anew(world: World, relation_head
     """Q-Q, K-K and V-V of a teacher of width 32 and a student of width 16, any number of relation heads."""
     cache = open_cache(world.dump(codec="vectors").path)
     config = train_settings(objective="minilmv2", relation_heads=relation_heads)
-    objective = choose_objective(config, cache)
+    objective = choose_objective(config, cache, arch=config.arch)
     heads = relation_heads or 4
     reader = BatchReader(cache, objective.wanted, 0, torch.device("cpu"))
     batch = next(iter(reader.held_out_batches(1, 1)))
@@ -51,7 +51,7 @@ def test_minilmv2_is_plain_torch_on_heads_split_anew(world: World, relation_head
 def test_minilmv2_trains_students_with_heads_of_their_own(world: World) -> None:
     cache = world.dump(codec="vectors").path
     config = train_settings(arch=("2x16:h2", "1x32"), steps=40, objective="minilmv2", relation_heads=8)
-    result = train(config, cache, world.root / "run", world.home)
+    result = train_students(config, cache, world.root / "run", world.home)
 
     for student in result.record.students:
         assert student.held_out_before is not None
@@ -80,6 +80,6 @@ def test_minilmv2_says_what_does_not_fit(
     cache = world.dump(**codec).path
     config = train_settings(objective="minilmv2", **changes)
     with pytest.raises(InvalidConfigError) as caught:
-        train(config, cache, world.root / "run", world.home)
+        train_students(config, cache, world.root / "run", world.home)
 
     assert message in str(caught.value)

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from minilm_cache.dump.teacher import Teacher
-from minilm_cache.pretrained import locate_teacher
+from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.teacher import Teacher
 from tests.conftest import Command
 from tests.support import VOCABULARY, World, save_teacher
 

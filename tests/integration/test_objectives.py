@@ -9,20 +9,21 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.config import TrainConfig
-from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.live import with_live_targets
-from minilm_cache.pretrained import TeacherSource
-from minilm_cache.runs import TrainedRun
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.load import TeacherSource
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.batch import StudentBatch, WantedTargets
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.objectives.layers import map_layers
+from minilm_cache.report.runs import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.train.batches import BatchReader, StudentBatch, WantedTargets
-from minilm_cache.train.objectives.choose import choose_objective
-from minilm_cache.train.objectives.layers import map_layers
+from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import build_trainers
-from minilm_cache.train.student import parse_arch
 from minilm_cache.train.trainer import StudentTrainer
+from minilm_cache.workflows.live import with_live_targets
 from tests.conftest import Command
 from tests.support import World
 
@@ -64,8 +65,8 @@ def settings(changes: dict[str, object]) -> TrainConfig:
 
 def trainer_of(config: TrainConfig, cache: Cache) -> StudentTrainer:
     """Return the student at its beginning."""
-    objective = choose_objective(config, cache)
-    shape = parse_arch("2x32", 4, objective.wanted.relation_heads)
+    objective = choose_objective(config, cache, arch=config.arch)
+    shape = parse_arch("2x32", 4, split_into=objective.wanted.relation_heads)
     (trainer,) = build_trainers(config, cache, [shape], objective, 40, Ranks.alone(CPU))
     return trainer
 
@@ -107,7 +108,7 @@ def test_the_loss_is_that_of_a_plainly_written_twin(layered: World, choice: str)
     changes, kinds = CHOICES[choice]
     config = settings(changes)
     cache = open_cache(layered.root / "cache")
-    objective = choose_objective(config, cache)
+    objective = choose_objective(config, cache, arch=config.arch)
     reader = BatchReader(cache, WantedTargets(kinds=()), 0, CPU)
     teacher = Teacher(TeacherSource(name="t", folder=layered.teacher), CPU, objective.wanted.layers)
     (live,) = islice(with_live_targets(reader.held_out_batches(4, 4), teacher, objective.wanted), 1)

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, BertConfig
 
-from minilm_cache.costs import CostConfig, estimate, operations
 from minilm_cache.dump.plan import plan
 from minilm_cache.errors import InterruptedRunError
+from minilm_cache.models.size import model_size
 from minilm_cache.progress import Silent
-from minilm_cache.sizes import model_size
+from minilm_cache.train.config import CostConfig
+from minilm_cache.train.cost import estimate, operations
 from tests.conftest import Command
 from tests.support import TINY, VOCABULARY, World, save_teacher, write_corpus
 

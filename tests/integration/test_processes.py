@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from minilm_cache.dump.run import dump
+from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import InterruptedRunError
 from tests.integration.test_dump import arrays_of, stop_after
 from tests.support import World, dump_arguments
@@ -112,7 +112,7 @@ def test_an_interrupted_training_keeps_its_state_and_goes_on(world: World) -> No
 def test_a_file_system_that_refuses_is_one_line(world: World) -> None:
     """A limit on file sizes stands in for a full disk: the same failure of the same calls."""
     with pytest.raises(InterruptedRunError):
-        dump(world.config(k=6), world.root / "cache", world.home, should_stop=stop_after(4))
+        dump_cache(world.config(k=6), world.root / "cache", world.home, should_stop=stop_after(4))
     committed = {file: file.read_bytes() for file in (world.root / "cache/commits").iterdir()}
     code, err = Process(world, *dump_arguments(world), limit_bytes=2500).end()
 

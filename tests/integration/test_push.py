@@ -14,9 +14,9 @@ from minilm_cache.errors import (
     IdentityMismatchError,
     InterruptedRunError,
 )
-from minilm_cache.fingerprint import digest_bytes
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store.catalogue import catalogue
+from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import cache_name, commit_path
 from minilm_cache.store.pull import pull
 from minilm_cache.store.push import push

@@ -19,16 +19,16 @@ from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
 from transformers import AutoModel
 
-from minilm_cache.chain import run_chain
-from minilm_cache.config import TrainConfig
 from minilm_cache.errors import CacheCorruptError
+from minilm_cache.models.student import teacher_config
 from minilm_cache.report.maps import Example, ModelMaps, packed
 from minilm_cache.report.plots import map_figure
 from minilm_cache.report.provenance import train_command
-from minilm_cache.runs import TrainedRun
+from minilm_cache.report.runs import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.train.run import train
-from minilm_cache.train.student import teacher_config
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import train_students
+from minilm_cache.workflows.chain import run_chain
 from tests.conftest import Command
 from tests.integration.test_chain import chain_config
 from tests.support import VOCABULARY, World, save_teacher, write_corpus
@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
     world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt"))
     world.dump()
     recipe = TrainConfig(arch=("1x16", "2x32"), steps=20, batch_size=4, lr=5e-3, device="cpu")
-    train(recipe, world.root / "cache", world.root / "run", world.home)
+    train_students(recipe, world.root / "cache", world.root / "run", world.home)
     return world
 
 
@@ -213,7 +213,7 @@ def test_names_from_strangers_are_text(tmp_path: Path, command: Command, browser
     world = World(tmp_path, teacher, corpus)
     world.dump()
     recipe = TrainConfig(arch=("1x16",), steps=10, batch_size=4, device="cpu")
-    train(recipe, world.root / "cache", world.root / "run", world.home)
+    train_students(recipe, world.root / "cache", world.root / "run", world.home)
     file, _ = page(world, command, "--teacher", teacher, "--text", HOSTILE, "--title", HOSTILE)
     browser.get(file.as_uri())
 
@@ -314,7 +314,7 @@ def test_the_command_of_a_run_in_parts_makes_the_same_again(
     recipe = TrainConfig(
         arch=("1x16",), steps=6, batch_size=8, accumulate=4, streams=2, max_grad_norm=0.5, device="cpu"
     )
-    train(recipe, trained.root / "cache", tmp_path / "run", trained.home)
+    train_students(recipe, trained.root / "cache", tmp_path / "run", trained.home)
     words = shlex.split(train_command(TrainedRun.open(tmp_path / "run")))
     assert command(*words[1:], "--device", "cpu", "--out", tmp_path / "again")[0] == 0
     weights = "students/1x16/model.safetensors"

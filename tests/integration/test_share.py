@@ -9,7 +9,6 @@ import torch
 from huggingface_hub import HfFileSystem
 
 from minilm_cache import open_cache
-from minilm_cache.dump.teacher import Teacher
 from minilm_cache.errors import (
     CacheCorruptError,
     CacheNotFoundError,
@@ -18,13 +17,14 @@ from minilm_cache.errors import (
     InvalidConfigError,
     StorageError,
 )
+from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store.catalogue import catalogue
 from minilm_cache.store.layout import commit_path
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.pull import pull
 from minilm_cache.store.remote import open_store
-from minilm_cache.train.run import train
+from minilm_cache.train.run import train_students
 from tests.conftest import Command
 from tests.integration.test_dump import arrays_of, manifest_of, stop_after
 from tests.integration.test_train import assert_same, weights
@@ -61,8 +61,8 @@ def test_a_cache_goes_the_whole_way_through_a_store(
     assert "0 copied, 6 were there" in command("pull", url, "--out", elsewhere)[1]
     assert "0 copied, 6 were there" in command("push", cache, store)[1]
 
-    offline = train(train_settings(steps=4), cache, world.root / "local", world.home)
-    remote = train(train_settings(steps=4), url, world.root / "remote", world.home)
+    offline = train_students(train_settings(steps=4), cache, world.root / "local", world.home)
+    remote = train_students(train_settings(steps=4), url, world.root / "remote", world.home)
     for arch, found in weights(remote).items():
         assert_same(found, weights(offline)[arch])
 

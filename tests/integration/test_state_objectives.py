@@ -15,17 +15,18 @@ from pydantic import ValidationError
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.config import TrainConfig
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.needs import FORMS, NEEDS
-from minilm_cache.runs import TrainedRun
-from minilm_cache.train.batches import UNITS, BatchReader, StudentBatch
-from minilm_cache.train.objectives.choose import choose_objective
-from minilm_cache.train.objectives.layers import map_layers
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.objectives.batch import UNITS, StudentBatch
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.objectives.layers import map_layers
+from minilm_cache.objectives.spec import OBJECTIVES
+from minilm_cache.report.runs import TrainedRun
+from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.run import build_trainers, train
+from minilm_cache.train.run import build_trainers, train_students
 from minilm_cache.train.sampler import plan_steps
-from minilm_cache.train.student import parse_arch
 from minilm_cache.train.trainer import StudentTrainer
 from tests.conftest import Command
 from tests.support import World, save_teacher, write_corpus
@@ -72,8 +73,8 @@ def settings(objective: str, **changes: object) -> TrainConfig:
 
 def trainer_of(config: TrainConfig, cache: Cache) -> tuple[StudentTrainer, StudentBatch]:
     """Return the student at its beginning, and a batch of held-out sequences."""
-    objective = choose_objective(config, cache)
-    shape = parse_arch(config.arch[0], 4, objective=config.objective)
+    objective = choose_objective(config, cache, arch=config.arch)
+    shape = parse_arch(config.arch[0], 4, compares_heads=config.spec.compares_heads)
     (trainer,) = build_trainers(config, cache, [shape], objective, 60, Ranks.alone(CPU))
     (batch,) = islice(BatchReader(cache, objective.wanted, 0, CPU).held_out_batches(4, 4), 1)
     return trainer, batch
@@ -94,7 +95,7 @@ UNTRAINED = {
 def test_the_loss_is_that_of_a_plainly_written_twin(
     words: World, classes: World, objective: str, form: str | None
 ) -> None:
-    if form is not None and objective not in FORMS:
+    if form is not None and not OBJECTIVES[objective].has_forms:
         with pytest.raises(ValidationError, match="--form does not go with"):
             settings(objective, form=form)
         return
@@ -171,12 +172,12 @@ def test_every_objective_trains_from_one_cache(
 def test_a_run_stopped_and_resumed_learns_the_same_projections(words: World, tmp_path: Path) -> None:
     config = settings("tinybert", steps=8, checkpoint_steps=4, keep_checkpoints=2)
     cache = words.root / "cache"
-    whole = train(config, cache, tmp_path / "whole", tmp_path)
+    whole = train_students(config, cache, tmp_path / "whole", tmp_path)
     steps = iter(range(100))
     stops = lambda: next(steps) >= 5  # noqa: E731
     with pytest.raises(Exception, match="interrupted"):
-        train(config, cache, tmp_path / "cut", tmp_path, should_stop=stops)
-    cut = train(config, cache, tmp_path / "cut", tmp_path)
+        train_students(config, cache, tmp_path / "cut", tmp_path, should_stop=stops)
+    cut = train_students(config, cache, tmp_path / "cut", tmp_path)
 
     assert cut.record.students == whole.record.students
     for name in ("step-00000004", "step-00000008"):
@@ -185,7 +186,7 @@ def test_a_run_stopped_and_resumed_learns_the_same_projections(words: World, tmp
             assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.parametrize("objective", [name for name in NEEDS if name != "minilm"])
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "minilm"])
 def test_a_cache_that_lacks_something_names_the_flags_that_add_it(
     shared_world: World, command: Command, objective: str
 ) -> None:
@@ -195,7 +196,7 @@ def test_a_cache_that_lacks_something_names_the_flags_that_add_it(
         code=2,
         says=f"--objective {objective} needs",
     )
-    needs = NEEDS[objective]
+    needs = OBJECTIVES[objective].needs
     if needs.vectors:
         assert "--codec vectors" in line
     for option, is_needed in (
@@ -309,7 +310,7 @@ def test_parts_of_a_step_are_the_step(classes: World, records: World, objective:
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
         plan = plan_steps(config, cache.manifest)
-        reader = BatchReader(cache, choose_objective(config, cache).wanted, 0, CPU)
+        reader = BatchReader(cache, choose_objective(config, cache, arch=config.arch).wanted, 0, CPU)
         trainer.begin(0)
         trainer.model.eval()
         for batch in reader.train_batches(plan, 0):
@@ -345,7 +346,7 @@ def test_sequences_without_a_token_to_mask_do_no_harm(records: World, command: C
 
 def test_the_log_has_the_loss_that_is_trained(words: World, tmp_path: Path) -> None:
     config = settings("distilbert", steps=10, eval_steps=5)
-    result = train(config, words.root / "cache", tmp_path / "run", tmp_path)
+    result = train_students(config, words.root / "cache", tmp_path / "run", tmp_path)
     lines = [json.loads(line) for line in (result.path / "log.jsonl").read_text().splitlines()]
     told = [line["students"]["2x32"] for line in lines if "students" in line]
     for one in told:

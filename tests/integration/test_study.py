@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.config import TrainConfig
 from minilm_cache.errors import DivergedError, InterruptedRunError
-from minilm_cache.results import curves_table, students_table, summary_table
-from minilm_cache.runs import TrainedRun
-from minilm_cache.study.run import run_study
-from minilm_cache.study.spec import read_study
-from minilm_cache.train.run import TrainResult, train
+from minilm_cache.report.runs import TrainedRun
+from minilm_cache.report.tables import curves_table, students_table, summary_table
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import TrainResult, train_students
+from minilm_cache.workflows.study import run_study
+from minilm_cache.workflows.study_spec import read_study
 from tests.conftest import Command
 from tests.integration.test_chain import after
 from tests.support import World, save_teacher, write_corpus
@@ -90,7 +90,7 @@ def test_shapes_of_one_cache_and_seed_went_through_one_pass(world: World) -> Non
     rows = result.students.to_pylist()
     alone = TrainConfig(arch=("1x16",), steps=6, batch_size=4, seed=0, checkpoint_steps=3, device="cpu")
     path = world.root / "alone"
-    train(alone, world.root / "study/caches/sampled", path, world.home)
+    train_students(alone, world.root / "study/caches/sampled", path, world.home)
     (one,) = students_table([TrainedRun.open(path)]).to_pylist()
 
     both = [row for row in rows if (row["cache"], row["seed"]) == ("sampled", 0)]
@@ -154,7 +154,7 @@ def test_objectives_may_have_their_own_relation_heads(world: World) -> None:
 def test_tables_are_arrow_tables_for_notebooks(world: World) -> None:
     world.dump()
     config = TrainConfig(arch=("1x16", "1x16:s3"), steps=20, batch_size=4, eval_steps=10, device="cpu")
-    train(config, world.root / "cache", world.root / "run", world.home)
+    train_students(config, world.root / "cache", world.root / "run", world.home)
     run = TrainedRun.open(world.root / "run")
     curves = curves_table(run).to_pylist()
     students = students_table([run])
@@ -242,10 +242,10 @@ def test_a_document_that_is_not_there_or_no_mapping(world: World, command: Comma
 
 def test_a_preset_brings_its_objective(world: World) -> None:
     caches = " {coded: {codec: vectors, max_kl: 0.05}}"
-    train = "\n  preset: minilmv2-large"
-    passes = read_study(document(world, caches=caches, train=train)).passes
+    train_students = "\n  preset: minilmv2-large"
+    passes = read_study(document(world, caches=caches, train=train_students)).passes
     assert {(one.config.objective, one.config.relation_heads) for one in passes} == {("minilmv2", 64)}
-    passes = read_study(document(world, caches=caches, train=train, objective=" [minilm]")).passes
+    passes = read_study(document(world, caches=caches, train=train_students, objective=" [minilm]")).passes
     assert {one.config.objective for one in passes} == {"minilm"}
 
 
@@ -280,9 +280,9 @@ def test_a_pass_whose_students_diverge_is_left_out(
     def diverging(config: TrainConfig, *arguments: Any, **others: Any) -> TrainResult:
         if config.seed == 1:
             raise DivergedError("student 1x16 diverged.")
-        return train(config, *arguments, **others)
+        return train_students(config, *arguments, **others)
 
-    monkeypatch.setattr("minilm_cache.study.run.train", diverging)
+    monkeypatch.setattr("minilm_cache.workflows.study.train_students", diverging)
     code, out, err = command("study", document(world), "--json")
 
     assert code == 0

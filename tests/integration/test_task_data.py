@@ -9,9 +9,9 @@ import pytest
 from datasets import ClassLabel, Dataset
 
 from minilm_cache.errors import CorpusError
-from minilm_cache.evaluate.spans import read_span_task
+from minilm_cache.evaluate.glue import Source, read_text_task
+from minilm_cache.evaluate.squad import read_span_task
 from minilm_cache.evaluate.tasks import TASKS, SpanTask, TextTask
-from minilm_cache.evaluate.texts import Source, read_text_task
 from minilm_cache.progress import Silent
 from tests.conftest import Command
 from tests.support import save_teacher, write_hub

@@ -11,16 +11,18 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from minilm_cache.cache import open_cache
-from minilm_cache.config import TrainConfig, make_config
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
-from minilm_cache.train.batches import UNITS, BatchReader
-from minilm_cache.train.objectives.choose import choose_objective
-from minilm_cache.train.presets import PRESETS, with_preset
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.objectives.batch import UNITS
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.settings import validated
+from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.presets import presets, with_preset
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import read_record
-from minilm_cache.train.run import TrainResult, build_trainers, train
+from minilm_cache.train.run import TrainResult, build_trainers, train_students
 from minilm_cache.train.sampler import plan_steps
-from minilm_cache.train.student import parse_arch
 from minilm_cache.train.trainer import StudentTrainer
 from tests.conftest import Command
 from tests.integration.test_processes import Process
@@ -33,7 +35,7 @@ NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropo
 
 def go(world: World, name: str = "run", **changes: Any) -> TrainResult:
     """Train on the world's cache."""
-    return train(settings(**changes), world.root / "cache", world.root / name, world.home)
+    return train_students(settings(**changes), world.root / "cache", world.root / name, world.home)
 
 
 def lines(result: TrainResult, kind: str) -> list[dict[str, Any]]:
@@ -45,7 +47,7 @@ def trainer_of(world: World, arch: str = "2x16", **changes: Any) -> tuple[Studen
     """Return a student and what reads batches for it."""
     cache = open_cache(world.root / "cache")
     config = settings(arch=(arch,), **changes)
-    objective = choose_objective(config, cache)
+    objective = choose_objective(config, cache, arch=config.arch)
     shapes = [parse_arch(arch, cache.manifest.identity.relation_heads)]
     (trainer,) = build_trainers(config, cache, shapes, objective, 12, CPU)
     return trainer, BatchReader(cache, objective.wanted, 0, CPU.device)
@@ -91,9 +93,9 @@ def test_a_resumed_run_finds_its_best_weights_again(world: World) -> None:
     cache = world.dump().path
     options = settings(steps=40, lr=0.3, warmup=0.0, eval_steps=8)
     with pytest.raises(InterruptedRunError):
-        train(options, cache, world.root / "run", world.home, should_stop=stop_after(27))
-    resumed = train(options, cache, world.root / "run", world.home)
-    whole = train(options, cache, world.root / "whole", world.home)
+        train_students(options, cache, world.root / "run", world.home, should_stop=stop_after(27))
+    resumed = train_students(options, cache, world.root / "run", world.home)
+    whole = train_students(options, cache, world.root / "whole", world.home)
     assert resumed.record.students == whole.record.students
     for arch, expected in weights(whole).items():
         assert_same(weights(resumed)[arch], expected)
@@ -275,9 +277,9 @@ def test_presets_are_printed_and_overridden(world: World, command: Command) -> N
     assert with_preset("minilmv2", given).keys().isdisjoint({"relation_heads", "steps"})
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_every_preset_is_a_valid_setting(name: str) -> None:
-    config = make_config(TrainConfig, arch=("6x768",), **PRESETS[name].settings)
+    config = validated(TrainConfig, {"arch": ("6x768",), **presets()[name].settings})
     assert round(config.warmup * (config.steps or 0)) == 4000
 
 
@@ -311,7 +313,7 @@ def test_the_parts_of_a_step_are_the_same_whoever_does_them(
 def test_records_of_the_first_releases_stay_as_they_were(shared_world: World, tmp_path: Path) -> None:
     """What came later is left out where it says nothing, so old runs keep their names and go on."""
     config = settings(arch=("1x16",), steps=2)
-    result = train(config, shared_world.root / "cache", tmp_path / "run", tmp_path)
+    result = train_students(config, shared_world.root / "cache", tmp_path / "run", tmp_path)
     identity = json.loads((tmp_path / "run/run.json").read_text())["identity"]
 
     assert identity.keys().isdisjoint({"form", "dealing", "patience", "temperature", "ground_truth"})

@@ -18,19 +18,19 @@ from torch import Tensor
 from transformers import AutoModel
 
 from minilm_cache import open_cache
-from minilm_cache.codecs.calibrate import calibrate, measured_kl, split_sample
+from minilm_cache.codecs.fit_vectors import calibrate, measured_kl, split_sample
 from minilm_cache.codecs.transform import TransformCode, quantise
 from minilm_cache.codecs.vectors import VectorsCodec, concatenate
-from minilm_cache.dump.run import dump
+from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError, InvalidConfigError
-from minilm_cache.pretrained import locate_teacher
+from minilm_cache.models.load import locate_teacher
 from minilm_cache.progress import Silent
-from minilm_cache.relations import TeacherSignal, Vectors, key_mask, relation_probs
+from minilm_cache.relations.scores import TeacherSignal, Vectors, key_mask, relation_probs
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest, LayerCalibration
 from minilm_cache.store.creation import creating
-from minilm_cache.train.run import train
+from minilm_cache.train.run import train_students
 from tests.conftest import Command
 from tests.integration.test_dump import arrays_of, manifest_of, stop_after
 from tests.integration.test_hostile import replace_in_manifest, replace_in_shard, shard_file
@@ -199,8 +199,8 @@ def test_a_resumed_dump_is_byte_for_byte_an_uninterrupted_one(world: World, reac
     config = world.config(codec="vectors")
     parts = world.root / "parts"
     with pytest.raises(InterruptedRunError, match=r"of 6 shards of .* are committed"):
-        dump(config, parts, world.home, should_stop=(parts / reached).exists)
-    dump(config, parts, world.home)
+        dump_cache(config, parts, world.home, should_stop=(parts / reached).exists)
+    dump_cache(config, parts, world.home)
 
     assert arrays_of(world.root / "parts") == expected
 
@@ -209,11 +209,11 @@ def test_a_kill_before_the_codec_was_written_is_not_in_the_way(world: World) -> 
     expected = arrays_of(world.dump("whole", codec="vectors").path)
     config = world.config(codec="vectors")
     with pytest.raises(InterruptedRunError):
-        dump(
+        dump_cache(
             config, world.root / "parts", world.home, should_stop=(world.root / "parts/manifest.json").exists
         )
     (world.root / "parts/vectors/2/basis/c/0/0").unlink()
-    dump(config, world.root / "parts", world.home)
+    dump_cache(config, world.root / "parts", world.home)
 
     assert arrays_of(world.root / "parts") == expected
 
@@ -222,7 +222,9 @@ def test_a_kill_before_the_codec_was_written_is_not_in_the_way(world: World) -> 
 def test_fitting_the_codec_can_be_interrupted(world: World, calls: int) -> None:
     """While the teacher runs over the sample, and while steps are tried."""
     with pytest.raises(InterruptedRunError, match="while fitting the codec: nothing was written"):
-        dump(world.config(codec="vectors"), world.root / "cache", world.home, should_stop=stop_after(calls))
+        dump_cache(
+            world.config(codec="vectors"), world.root / "cache", world.home, should_stop=stop_after(calls)
+        )
     assert not (world.root / "cache").exists()
 
 
@@ -234,8 +236,8 @@ def test_a_rank_waits_for_the_one_that_fits_the_codec(world: World) -> None:
         with creating(path, Silent(), stop.is_set):
             assert not (path / "manifest.json").exists()
             later = world.config(codec="vectors", rank=1, world_size=2, batch_size=3)
-            waiting = threads.submit(dump, later, path, world.home)
-            given_up = threads.submit(dump, later, path, world.home, should_stop=lambda: True)
+            waiting = threads.submit(dump_cache, later, path, world.home)
+            given_up = threads.submit(dump_cache, later, path, world.home, should_stop=lambda: True)
             with pytest.raises(InterruptedRunError, match="this one wrote nothing"):
                 given_up.result()
             assert not waiting.done()
@@ -257,7 +259,7 @@ def test_info_says_what_vectors_hold(world: World, command: Command) -> None:
 
 def test_students_train_from_vectors(world: World) -> None:
     cache = world.dump(codec="vectors").path
-    result = train(train_settings(steps=60), cache, world.root / "run", world.home)
+    result = train_students(train_settings(steps=60), cache, world.root / "run", world.home)
     for student in result.record.students:
         assert student.held_out_before is not None
         assert student.held_out_after is not None

@@ -14,13 +14,14 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from minilm_cache.codecs.base import RelationCodec, Rows
-from minilm_cache.codecs.chain import build_codec
+from minilm_cache.codecs.build import build_codec
 from minilm_cache.codecs.dense import DenseCodec
+from minilm_cache.codecs.packed_bytes import byte_sums, has_zero_byte
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
 from minilm_cache.codecs.topk import LARGEST_RATIO, PPS_RATIO, TopKCodec
-from minilm_cache.codecs.words import byte_sums, has_zero_byte
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
-from minilm_cache.relations import SparseRows, key_mask, to_dense
+from minilm_cache.relations.rows import SparseRows, to_dense
+from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.identity import (
     DenseParameters,
     RelationKind,

@@ -10,20 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minilm_cache.config import TrainConfig
-from minilm_cache.relations import DenseRows, Targets, Vectors, mean_row_entropy
-from minilm_cache.states import DenseLabels, MaskedSequences, States, WantedStates
+from minilm_cache.models.tap import Reading
+from minilm_cache.objectives.base import StudentFacts, StudentObjective
+from minilm_cache.objectives.batch import Counts, StudentBatch, WantedTargets
+from minilm_cache.objectives.bert_pkd import Patience, PatientObjective
+from minilm_cache.objectives.distilbert import DistilBertObjective
+from minilm_cache.objectives.layers import LayerPair
+from minilm_cache.objectives.mlm_kd import MaskedObjective
+from minilm_cache.objectives.mobilebert import MobileBertObjective
+from minilm_cache.objectives.tinybert import PredictionObjective, TinyBertObjective
+from minilm_cache.relations.rows import DenseRows, Targets
+from minilm_cache.relations.scores import Vectors, mean_row_entropy
+from minilm_cache.relations.states import DenseLabels, MaskedSequences, States, WantedStates
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import StateFamily, StateName
-from minilm_cache.tap import Reading
-from minilm_cache.train.batches import Counts, StudentBatch, WantedTargets
-from minilm_cache.train.objectives.base import StudentFacts, StudentObjective
-from minilm_cache.train.objectives.bert_pkd import Patience, PatientObjective
-from minilm_cache.train.objectives.distilbert import DistilBertObjective
-from minilm_cache.train.objectives.layers import LayerPair
-from minilm_cache.train.objectives.mlm_kd import MaskedObjective
-from minilm_cache.train.objectives.mobilebert import MobileBertObjective
-from minilm_cache.train.objectives.tinybert import PredictionObjective, TinyBertObjective
+from minilm_cache.train.config import TrainConfig
 
 BATCH, LENGTH, WIDTH, HEADS, WORDS, CLASSES = 3, 7, 16, 4, 23, 3
 FACTS = StudentFacts(num_layers=2, hidden_size=WIDTH, vector_width=WIDTH)

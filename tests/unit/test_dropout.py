@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from minilm_cache.dropout import CpuDropout, attention_with_dropout, draw_faster, kept
+from minilm_cache.models.dropout import CpuDropout, attention_with_dropout, draw_faster, kept
 
 
 def test_elements_are_dropped_with_the_probability_and_the_rest_scaled() -> None:

@@ -7,19 +7,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minilm_cache.loss import MAX_SCORES_BYTES, Method, choose_method, relation_loss
-from minilm_cache.relations import (
+from minilm_cache.relations.loss import MAX_SCORES_BYTES, Method, choose_method, relation_loss
+from minilm_cache.relations.rows import (
     DenseRows,
     RowTargets,
     SparseRows,
     Targets,
     VectorRows,
-    Vectors,
     densify,
-    mean_row_entropy,
-    split_heads,
     to_dense,
 )
+from minilm_cache.relations.scores import Vectors, mean_row_entropy, split_heads
 from minilm_cache.storage_schema.identity import RelationKind
 
 LENGTHS = torch.tensor([40, 23, 1])

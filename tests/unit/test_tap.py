@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from minilm_cache.errors import TeacherError
-from minilm_cache.pretrained import load_model, locate_teacher
-from minilm_cache.relations import key_mask, relation_probs
+from minilm_cache.models.load import load_model, locate_teacher
+from minilm_cache.models.tap import ATTENTION, TappedModel
+from minilm_cache.relations.scores import key_mask, relation_probs
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.tap import ATTENTION, TappedModel
 from tests.support import TINY, VOCABULARY, tiny_model
 
 LENGTHS = torch.tensor([20, 13, 1])

@@ -1,0 +1,131 @@
+"""Tables that several commands print."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from minilm_cache.cli.console import print_table
+from minilm_cache.storage_schema.identity import VectorsParameters
+from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.train.record import RunIdentity, StudentRecord, measure_in_words
+from minilm_cache.wording import number_text
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def max_kl_in_words(manifest: CacheManifest) -> str | None:
+    """Return whether `--max-kl` holds on held-out sequences, and by how much not; None with other codecs."""
+    ratio, codec = manifest.kl_over_max, manifest.identity.codec
+    if ratio is None or not isinstance(codec, VectorsParameters):
+        return None
+    worst = f"worst KL {ratio * codec.max_kl:.4f} nats on {manifest.measured_on}"
+    if ratio <= 1:
+        return f"{worst}, within --max-kl {codec.max_kl:g}"
+    return (
+        f"{worst}, {100 * (ratio - 1):.1f} % above --max-kl {codec.max_kl:g}, which holds on the sequences "
+        "that the code was checked with"
+    )
+
+
+def fidelity_table(manifest: CacheManifest) -> None:
+    """Print how faithful a complete cache is."""
+    measured = manifest.measured
+    assert measured is not None
+    rows = []
+    for one in measured.fidelity:
+        for kind, found in one.relations.items():
+            forward = found.kl_teacher_to_stored
+            rows.append(
+                [
+                    f"{kind}" if len(measured.fidelity) == 1 else f"{kind} {one.layer}",
+                    "infinite: sparse" if forward is None else f"{forward:.4f}",
+                    f"{found.kl_stored_to_teacher:.4f}",
+                    f"{found.mass_kept:.3f}",
+                    f"{found.cross_entropy_bias:+.4f}",
+                ]
+            )
+    print_table(
+        f"Fidelity on {measured.fidelity_sequences} {manifest.measured_on} (nats); "
+        f"{measured.bytes_per_token:.1f} bytes per token",
+        ["relation", "KL(teacher, stored)", "KL(stored, teacher)", "mass kept", "CE bias"],
+        rows,
+    )
+    if measured.states:
+        print_table(
+            "Beside relations, on the same sequences",
+            ["state", "bytes per token", "relative error", "CE bias, nats"],
+            [
+                [
+                    one.path,
+                    f"{one.bytes_per_token:.1f}",
+                    "" if one.relative_error is None else f"{one.relative_error:.4f}",
+                    "" if one.cross_entropy_bias is None else f"{one.cross_entropy_bias:+.4f}",
+                ]
+                for one in measured.states
+            ],
+        )
+
+
+def students_table(students: Sequence[StudentRecord], identity: RunIdentity) -> None:
+    """Print what training has made of students."""
+    print_table(
+        f"{measure_in_words(identity, students[0])} on held-out sequences, before -> after",
+        ["student", "parameters", *_measured(students[0])],
+        [[student.arch, f"{student.num_parameters:,}", *_changes(student)] for student in students],
+    )
+
+
+def _measured(student: StudentRecord) -> list[str]:
+    """Return the relations that the students of a run were looked at for."""
+    return sorted(student.held_out_before) if student.held_out_before else ["KL"]
+
+
+def _changes(student: StudentRecord) -> list[str]:
+    before, after = student.held_out_before, student.held_out_after
+    if student.diverged_at is not None:
+        return [f"diverged, stopped at step {student.diverged_at}"]
+    if before is None or after is None:
+        return ["nothing held out"]
+    return [f"{before[kind]:.4f} -> {after[kind]:.4f}" for kind in sorted(after)]
+
+
+def print_summary(summary: "pa.Table") -> None:
+    """Print means over seeds, as `results.summary_table` gives them."""
+    measured = [
+        name.removesuffix("_stddev")
+        for name in summary.column_names
+        if name.endswith("_stddev") and summary[name.removesuffix("_stddev")].null_count < len(summary)
+    ]
+    print_table(
+        "KL on held-out sequences, nats, mean over seeds +- standard deviation; "
+        "seconds are a student's share of its pass",
+        [
+            *("cache", "objective", "student", "parameters", "layers'", "MFLOPs/token", "speed"),
+            *("KL to", *map(_heading, measured)),
+            *("seeds", "bytes of pass", "seconds", "cost"),
+        ],
+        [_cells(row, measured) for row in summary.to_pylist()],
+    )
+
+
+def _heading(column: str) -> str:
+    return "masked tokens as the teacher" if column == "masked_agreement" else f"KL, {column[3:]}"
+
+
+def _cells(row: dict[str, Any], measured: list[str]) -> list[str]:
+    flops = row["flops_per_token"]
+    kls = []
+    for column in measured:
+        spread = row[f"{column}_stddev"]
+        kls.append(number_text(row[column]) + ("" if spread is None else f" +- {spread:.4f}"))
+    return [
+        *(row["cache"], row["objective"], row["arch"]),
+        *(number_text(row[name], 0) for name in ("num_parameters", "transformer_parameters")),
+        number_text(None if flops is None else flops / 1e6, 1),
+        *(number_text(row["speedup"], 1), row["kl_to"]),
+        *kls,
+        str(row["seeds"]),
+        number_text(row["bytes_read"], 0),
+        number_text(row["own_train_s"], 1),
+        number_text(row["cost"]),
+    ]

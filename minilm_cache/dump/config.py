@@ -1,0 +1,290 @@
+"""What a dump is made from: teacher, text, codec, states."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic.config import JsonDict
+
+from minilm_cache.objectives.spec import Form, needs_of, objective_names
+from minilm_cache.settings import (
+    CorpusSettings,
+    DeviceSettings,
+    FrozenSettings,
+    SequenceSettings,
+    TeacherSettings,
+)
+from minilm_cache.storage_schema.identity import MAX_LAYERS
+from minilm_cache.storage_schema.states import MAX_READINGS
+
+Chosen = Literal["last", "all"] | tuple[int, ...]
+"""The teacher's last layer or hidden state, all of them, or these."""
+MIN_SHARD_TOKENS = 64
+DEFAULT_K = 16
+"""Entries per row: students are within 0.3 % of dense targets after one epoch, within 1.6 % on their training
+text after 20 (benchmarks/student_quality.py, benchmarks/many_epochs.py)."""
+DEFAULT_MAX_KL = 0.005
+"""Nats: after 20 epochs students are within 0.5 % of dense targets (benchmarks/many_epochs.py)."""
+DEFAULT_MAX_ERROR = 0.1
+"""Relative error of hidden states: losses come within 1 % of the teacher's (docs/objectives.md)."""
+DEFAULT_LABEL_K = 32
+_DETECTED: Final[JsonDict] = {"default": "detected from torchrun or SLURM"}
+
+
+def _read_numbers(value: object, most: int) -> object:
+    """Return numbers given as `2,5,8` or as a list, ascending, and the words `last` and `all` as they are."""
+    if value in ("last", "all", None):
+        return value
+    parts = value.split(",") if isinstance(value, str) else value
+    numbers = [str(part).strip() for part in parts] if isinstance(parts, Sequence) else []
+    if not all(number.isdecimal() and int(number) <= most for number in numbers):
+        numbers = []
+    if not numbers or len(set(map(int, numbers))) < len(numbers):
+        raise ValueError(
+            f"give last, all, or different numbers from 0 to {most} with commas between them, like 2,5,8"
+        )
+    return tuple(sorted(map(int, numbers)))
+
+
+class TextSettings(SequenceSettings):
+    """How text becomes sequences."""
+
+    packing: Literal["packed", "records"] = "packed"
+    """Join documents to full length (`packed`), or make one sequence of each document (`records`)."""
+
+
+class CodecSettings(FrozenSettings):
+    """How relations are stored."""
+
+    group = "Relations"
+    codec: Literal["topk", "vectors", "dense"] = "vectors"
+    """How relations are stored. With `--k`, `--select` or `--tail` the default is `topk`."""
+    max_kl: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="Mean KL of each relation that codec `vectors` may have, nats. "
+        f"None means {DEFAULT_MAX_KL}.",
+    )
+    layers: Chosen = "last"
+    """Layers to store: `last`, `all`, or numbers from 0 on like 2,5,8. Several need codec `vectors`."""
+    k: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description=f"Entries per row of codec `topk`. None means {DEFAULT_K}."
+    )
+    select: Literal["pps", "largest"] | None = None
+    """Which entries codec `topk` keeps: an unbiased sample (`pps`) or the largest. None means `pps`."""
+    tail: Literal["uniform", "renormalise"] | None = None
+    """What stands for the entries that `--select largest` leaves out. None means `uniform`."""
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _read_layers(cls, value: object) -> object:
+        return _read_numbers(value, MAX_LAYERS - 1)
+
+    @model_validator(mode="after")
+    def _options_go_with_the_codec(self) -> "CodecSettings":
+        for option in ("k", "select", "tail"):
+            if self.codec != "topk" and getattr(self, option) is not None:
+                raise ValueError(f"--{option} goes with --codec topk, not with {self.codec}")
+        if self.codec != "vectors" and self.max_kl is not None:
+            raise ValueError(f"--max-kl goes with --codec vectors, not with {self.codec}")
+        if self.tail is not None and self.select != "largest":
+            raise ValueError("--tail goes with --select largest, and only with it")
+        several = self.layers == "all" or (self.layers != "last" and len(self.layers) > 1)
+        if several and self.codec != "vectors":
+            raise ValueError(f"several --layers go with --codec vectors, not with {self.codec}")
+        return self
+
+
+class StateSettings(FrozenSettings):
+    """What is stored in addition to relations."""
+
+    group = "States"
+    hidden: Chosen | None = None
+    """Hidden states of every token to store: `last`, `all`, or numbers. 0 is the output of the embeddings, n
+    that of the n-th layer."""
+    masked_hidden: Chosen | None = None
+    """Hidden states of every token of sequences that are read with tokens masked: `last`, `all`, or
+    numbers."""
+    first_hidden: Chosen | None = None
+    """Hidden states of each sequence's first token, [CLS], alone: `last`, `all`, or numbers."""
+    max_error: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="Relative error that hidden states of every token may have. "
+        f"None means {DEFAULT_MAX_ERROR}.",
+    )
+    labels: bool = False
+    """Store soft labels of masked tokens."""
+    label_tokens: Literal["masked", "all"] | None = None
+    """Tokens that have soft labels. None means `masked`, and `all` with `--for distilbert`."""
+    maskings: Annotated[int, Field(ge=1, le=MAX_READINGS)] | None = None
+    """Masked readings of each sequence, which the epochs of a training take in turn. None means 1."""
+    label_k: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description=f"Entries of each label. None means {DEFAULT_LABEL_K}."
+    )
+    label_temperature: Annotated[float, Field(gt=0, le=100)] | None = None
+    """What the teacher's logits are divided by before the softmax of labels. None means 1, and 2 with `--for
+    distilbert`."""
+    logits: bool = False
+    """Store the logits of a teacher that classifies sequences."""
+
+    @field_validator("hidden", "masked_hidden", "first_hidden", mode="before")
+    @classmethod
+    def _read_hidden(cls, value: object) -> object:
+        return _read_numbers(value, MAX_LAYERS)
+
+    @model_validator(mode="after")
+    def _states_fit_together(self) -> "StateSettings":
+        for name in ("label_k", "label_temperature", "label_tokens"):
+            if getattr(self, name) is not None and not self.labels:
+                raise ValueError(f"--{name.replace('_', '-')} goes with --labels, and only with it")
+        if self.maskings is not None and not (self.labels or self.masked_hidden is not None):
+            raise ValueError("--maskings goes with --labels and --masked-hidden, and only with them")
+        if self.max_error is not None and self.hidden is None and self.masked_hidden is None:
+            raise ValueError("--max-error goes with --hidden and --masked-hidden, and only with them")
+        if self.logits and (self.labels or self.masked_hidden is not None):
+            raise ValueError(
+                "--logits goes without --labels and --masked-hidden: a teacher that classifies sequences has "
+                "no head for masked tokens"
+            )
+        return self
+
+
+class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings):
+    """Settings of a dump: everything but the folder that it is written to."""
+
+    group = "Writing"
+    serve: Annotated[tuple[str, ...], Field(alias="for", exclude=True)] = ()
+    """Objectives that the cache is to serve, like minilm,tinybert,mlm-kd: what they need is stored."""
+    shard_tokens: Annotated[int, Field(ge=MIN_SHARD_TOKENS, le=2**26)] | None = None
+    """Tokens per shard, a power of two. None means 262144, or fewer where a shard would decode to over 256
+    MiB."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Sequences per forward pass of the teacher."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the order of documents and of what codec `topk` draws."""
+    rank: Annotated[int, Field(ge=0, json_schema_extra=_DETECTED)] = 0
+    """Number of this process, counted from 0: it writes the shards whose number is `rank` modulo
+    `world_size`."""
+    world_size: Annotated[int, Field(ge=1, json_schema_extra=_DETECTED)] = 1
+    """Number of processes that write this cache."""
+
+    @property
+    def needs_vectors(self) -> bool:
+        """Whether the objectives to serve need codec `vectors`."""
+        return needs_of(self.serve).vectors
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_objectives(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Read `for`, the objectives that the cache is to serve, as the settings that they need."""
+        given = {name: value for name, value in values.items() if value is not None}
+        served = objective_names(given.pop("for", given.pop("serve", ())))
+        needs = needs_of(served)
+        if "codec" not in given and not needs.vectors and {"k", "select", "tail"} & given.keys():
+            given["codec"] = "topk"
+        if given.get("codec", "vectors") != "vectors" and needs.vectors:
+            raise ValueError(f"--for asks for codec vectors; leave out --codec {given['codec']}")
+        return {**needs.settings(), **given, "for": served}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "DumpConfig":
+        if self.logits and self.packing != "records":
+            raise ValueError("--logits goes with --packing records: an answer is about one document")
+        if self.k is not None and self.k > self.max_length:
+            raise ValueError(
+                f"--k {self.k} is above --max-length {self.max_length}: a row has no more entries"
+            )
+        if self.max_tokens is not None and self.max_tokens < self.max_length:
+            raise ValueError(
+                f"--max-tokens {self.max_tokens} is below --max-length {self.max_length}: not one sequence"
+            )
+        if self.rank >= self.world_size:
+            raise ValueError(f"--rank {self.rank} is not below --world-size {self.world_size}")
+        if self.shard_tokens is not None and self.shard_tokens & (self.shard_tokens - 1):
+            raise ValueError(f"--shard-tokens {self.shard_tokens} is not a power of two")
+        if self.shard_tokens is not None and self.shard_tokens < self.max_length:
+            raise ValueError(f"--shard-tokens {self.shard_tokens} is below --max-length {self.max_length}")
+        return self
+
+
+class VerifyConfig(DeviceSettings):
+    """Settings of a verification."""
+
+    group = "Verification"
+    full: bool = False
+    """Read and hash every byte, and decode every array."""
+    teacher: str | None = None
+    """Run this teacher again on a sample, and compare. None means that no teacher is run."""
+    corpus: str | None = None
+    """With `--teacher`: the text that the cache should be of. None means that tokens are not compared."""
+    text_column: str | None = None
+    """Column of the records that holds the text. None means `text`."""
+
+    @model_validator(mode="after")
+    def _options_go_with_a_teacher(self) -> "VerifyConfig":
+        if self.teacher is None and (self.corpus, self.text_column, self.device) != (None, None, None):
+            raise ValueError("--corpus, --text-column and --device go with --teacher, and only with it")
+        return self
+
+
+class HeadConfig(TeacherSettings, SequenceSettings):
+    """Settings of the fit of a head for masked tokens."""
+
+    group = "Fit"
+    epochs: Annotated[int, Field(ge=1)] = 3
+    """Passes over the text, each with other tokens masked."""
+    batch_size: Annotated[int, Field(ge=1)] = 8
+    """Sequences per step."""
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
+    """Learning rate of AdamW at the beginning; it falls linearly to 0."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of weights, order and masks."""
+
+
+class AugmentConfig(TeacherSettings, CorpusSettings):
+    """Settings of the augmentation of a corpus (TinyBERT, arXiv 1909.10351, algorithm 1)."""
+
+    group = "Augmentation"
+    corpus: str
+    """The text: a file, a folder, or `hf:ID[:CONFIG][:SPLIT]`; each record is a document."""
+    copies: Annotated[int, Field(ge=1, le=1000)] = 20
+    """Copies of each document, N_a in the paper; copies that are equal are kept once."""
+    candidates: Annotated[int, Field(ge=1, le=1000)] = 15
+    """Words that may replace a word, K in the paper."""
+    replace: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """Probability that a word is replaced, p_t in the paper."""
+    form: Form = "authors"
+    """The authors' published code (`authors`), which leaves out English stop words and words with letters
+    other than a to z, reads the document itself as a second segment, and keeps capitals; or algorithm 1 as
+    printed (`paper`)."""
+    max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
+    """Tokens that the model reads of a document; words beyond them are not replaced."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of what is drawn."""
+
+
+class TruncateConfig(TeacherSettings):
+    """Settings of a teacher that is cut down to some of its layers."""
+
+    group = "Layers"
+    layers: str
+    """Layers to keep, counted from 0, with commas between them, like 0,1,2."""
+
+
+PLANNED = frozenset({"codec", "k", "max_kl", "select", "tail", "rank", "world_size", "shard_tokens"})
+"""Settings of a dump that a plan chooses itself."""
+
+
+class PlanConfig(FrozenSettings):
+    """Which settings a plan compares, on how much text."""
+
+    group = "Plan"
+    k: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = (8, 16)
+    """Entries per row of codec `topk` to compare; may be repeated."""
+    max_kl: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.02, 0.015, 0.005)
+    """Mean KL of each relation of codec `vectors` to compare, nats; may be repeated."""
+    dense: bool = True
+    """Compare codec `dense`, too, the exact reference."""
+    sample_tokens: Annotated[int, Field(ge=512)] = 65_536
+    """Tokens that are really dumped, about."""
+    max_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Choose the most faithful setting of at most this many bytes. None means that none is chosen."""

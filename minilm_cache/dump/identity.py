@@ -1,0 +1,232 @@
+"""What a dump will write, decided before anything is written: identity, name, shards, files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from minilm_cache import __version__
+from minilm_cache.codecs.topk import PPS_RATIO, scale_ratio
+from minilm_cache.corpus.load import Corpus
+from minilm_cache.corpus.masking import SHARE, mask_token
+from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.dump.config import (
+    DEFAULT_K,
+    DEFAULT_LABEL_K,
+    DEFAULT_MAX_ERROR,
+    DEFAULT_MAX_KL,
+    Chosen,
+    DumpConfig,
+)
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.storage_schema.arrays import array_specs
+from minilm_cache.storage_schema.identity import (
+    CacheIdentity,
+    CodecParameters,
+    DenseParameters,
+    Packing,
+    RelationKind,
+    TopKParameters,
+    VectorsParameters,
+)
+from minilm_cache.storage_schema.manifest import (
+    MAX_MANIFEST_BYTES,
+    MAX_RECORD_BYTES,
+    CacheManifest,
+    Calibration,
+    Labels,
+)
+from minilm_cache.storage_schema.metadata import zarr_documents
+from minilm_cache.storage_schema.states import Masking, SoftLabels, StatesIdentity
+from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.layout import (
+    MAX_SHARD_BYTES,
+    default_shard_tokens,
+    shard_bytes,
+    split_into_shards,
+)
+from minilm_cache.wording import printable
+
+RELATIONS = (RelationKind.ATTENTION, RelationKind.VALUE)
+CALIBRATION_TOKENS = 2**15
+STATE_CALIBRATION_TOKENS = 2**13
+_LEAST_CLASSES = 2
+_SHARD_BYTES = 96
+"""Bytes of a shard's range in a manifest, at most."""
+_RECORD_FILE_BYTES = 240
+"""Bytes of a file's path and digest in a commit record, at most."""
+_MANIFEST_SPARE = 2**20
+"""Bytes of a manifest that are left for everything but its shards."""
+
+
+def identify(
+    config: DumpConfig, teacher: Teacher, corpus: Corpus, split: Literal["documents"] | None = "documents"
+) -> CacheIdentity:
+    """Return what determines the content of the cache.
+
+    Args:
+        config: what to dump.
+        teacher: that says it.
+        corpus: the text.
+        split: how text is held out; None as the first releases did, for caches that they began.
+    """
+    parameters = codec_parameters(config)
+    return CacheIdentity(
+        teacher=teacher.identity,
+        tokenizer_sha256=teacher.tokenizer_sha256,
+        corpus=corpus.identity_for(split),
+        packing=Packing(
+            mode=config.packing,
+            max_length=config.max_length,
+            max_tokens=config.max_tokens,
+            seed=config.seed,
+            split=split,
+        ),
+        layers=teacher.layers,
+        relation_heads=teacher.identity.num_heads,
+        relations=() if isinstance(parameters, VectorsParameters) else RELATIONS,
+        codec=parameters,
+        states=_states(config, teacher),
+    )
+
+
+def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
+    """Return what is stored beside relations; none: nothing is."""
+    hidden = _numbers("--hidden", config.hidden, teacher)
+    masked = _numbers("--masked-hidden", config.masked_hidden, teacher)
+    first = _numbers("--first-hidden", config.first_hidden, teacher)
+    if not (hidden or masked or first or config.labels or config.logits):
+        return None
+    if config.logits and (teacher.model.config.num_labels or 0) < _LEAST_CLASSES:
+        raise InvalidConfigError(
+            f"--logits: teacher {teacher.name} gives one number, a regression, and answers are distributions "
+            "over classes. Give a teacher that classifies."
+        )
+    is_masked, is_coded = bool(masked) or config.labels, bool(hidden or masked)
+    return StatesIdentity(
+        hidden=hidden,
+        masked_hidden=masked,
+        first=first,
+        max_error=(config.max_error or DEFAULT_MAX_ERROR) if is_coded else None,
+        calibration_tokens=STATE_CALIBRATION_TOKENS if is_coded else None,
+        masking=(
+            Masking(
+                share=SHARE,
+                mask_token=mask_token(teacher.tokenizer),
+                seed=config.seed,
+                readings=None if config.maskings == 1 else config.maskings,
+            )
+            if is_masked
+            else None
+        ),
+        labels=(
+            SoftLabels(
+                k=config.label_k or DEFAULT_LABEL_K,
+                temperature=config.label_temperature or 1.0,
+                weight_ratio=PPS_RATIO,
+                tokens="all" if config.label_tokens == "all" else None,
+            )
+            if config.labels
+            else None
+        ),
+        num_classes=teacher.model.config.num_labels if config.logits else None,
+    )
+
+
+def _numbers(option: str, chosen: Chosen | None, teacher: Teacher) -> tuple[int, ...]:
+    """Return numbers of hidden states.
+
+    Raises:
+        InvalidConfigError: the teacher has no such state.
+    """
+    last = teacher.num_layers
+    if chosen is None:
+        return ()
+    if isinstance(chosen, str):
+        return (last,) if chosen == "last" else tuple(range(last + 1))
+    if chosen[-1] > last:
+        raise InvalidConfigError(
+            f"{option} {chosen[-1]}: teacher {teacher.name} has hidden states 0 (the output of its "
+            f"embeddings) to {last}. Choose among them."
+        )
+    return chosen
+
+
+def codec_parameters(config: DumpConfig) -> CodecParameters:
+    """Return the codec asked for, its defaults filled in."""
+    if config.codec == "dense":
+        return DenseParameters()
+    if config.codec == "vectors":
+        return VectorsParameters(
+            max_kl=config.max_kl or DEFAULT_MAX_KL, calibration_tokens=CALIBRATION_TOKENS
+        )
+    select = config.select or "pps"
+    return TopKParameters(
+        k=min(DEFAULT_K, config.max_length) if config.k is None else config.k,
+        select=select,
+        tail=(config.tail or "uniform") if select == "largest" else None,
+        weight_ratio=scale_ratio(select),
+        seed=config.seed,
+    )
+
+
+def name_labels(config: DumpConfig) -> Labels:
+    """Return the names that a cache carries for people."""
+    return Labels(
+        teacher=_label(config.teacher),
+        corpus=_label(config.corpus),
+        created_by=f"minilm-cache {__version__}",
+        text_column=None if config.text_column is None else printable(config.text_column)[:512],
+        revision=None if config.revision is None else printable(config.revision)[:512],
+    )
+
+
+def _label(name: str) -> str:
+    """Return a name for people: of a path only its end, since caches travel and paths tell of machines."""
+    return printable(Path(name).resolve().name or "root")[:64]
+
+
+def plan_manifest(
+    config: DumpConfig,
+    identity: CacheIdentity,
+    calibration: Calibration | None,
+    sequences: SequenceTable,
+    attachments: Mapping[str, bytes],
+) -> CacheManifest:
+    """Return the manifest that the dump will fill: everything but what is measured."""
+    shard_tokens = config.shard_tokens or default_shard_tokens(identity, calibration)
+    if shard_bytes(identity, calibration, shard_tokens) > MAX_SHARD_BYTES:
+        raise InvalidConfigError(
+            f"a shard of {shard_tokens} tokens would decode to more than {MAX_SHARD_BYTES >> 20} MiB. "
+            "Choose smaller --shard-tokens (not with --add: dump anew), or a codec that stores less."
+        )
+    shards = split_into_shards(sequences.lengths, shard_tokens)
+    contents = zarr_documents(identity, calibration, len(shards), shard_tokens) | dict(attachments)
+    files = {path: digest_bytes(content) for path, content in contents.items()}
+    most = (MAX_MANIFEST_BYTES - _MANIFEST_SPARE) // _SHARD_BYTES
+    if len(shards) > most:
+        raise InvalidConfigError(
+            f"{len(shards)} shards of {shard_tokens} tokens are more than the {most} that a manifest can "
+            f"name. Choose --shard-tokens {2 * shard_tokens} or more."
+        )
+    num_files = len(array_specs(identity, calibration)) + 1
+    if num_files * _RECORD_FILE_BYTES > MAX_RECORD_BYTES:
+        raise InvalidConfigError(
+            f"each shard would have {num_files} files, more than "
+            f"{MAX_RECORD_BYTES // _RECORD_FILE_BYTES}, which a commit record can name. Store fewer layers, "
+            "hidden states or --maskings."
+        )
+    return CacheManifest(
+        fingerprint=identity.fingerprint(),
+        complete=False,
+        labels=name_labels(config),
+        identity=identity,
+        num_tokens=int(sequences.lengths.sum()),
+        num_sequences=len(sequences.lengths),
+        num_held_out=sequences.num_held_out,
+        held_out_by=sequences.held_out_by,
+        shard_tokens=shard_tokens,
+        shards=shards,
+        calibration=calibration,
+        files=files,
+    )

@@ -1,0 +1,198 @@
+"""A head for masked tokens, for teachers that have none: fitted to a corpus, the encoder left as it is.
+
+Sentence encoders, and many encoders on the hub, come without the head that they were pre-trained with; soft
+labels need one. What it says is as good as what the frozen encoder kept of masked language modelling.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.masking import SHARE, Masker, mask_token
+from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.dump.config import HeadConfig
+from minilm_cache.errors import CorpusError, DivergedError, InterruptedRunError, TeacherError
+from minilm_cache.models.device import choose_device
+from minilm_cache.models.load import load_tokenizer, load_weights, locate_teacher
+from minilm_cache.models.padding import pad
+from minilm_cache.models.saving import saving
+from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.teacher import check_length
+from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.relations.scores import key_mask
+from minilm_cache.relations.states import MaskedSequences
+from minilm_cache.storage_schema.identity import Packing
+from minilm_cache.storage_schema.states import Masking
+from minilm_cache.store.durable import new_folder, refuse_existing
+
+_MAX_CHECKED = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedHead:
+    """What fitting has come to."""
+
+    path: Path
+    steps: int
+    accuracy: float
+    """Share of masked tokens of held-out sequences that the model tells."""
+    cross_entropy: float
+    """Of these tokens, nats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    lengths: Tensor
+    ids: Tensor
+    masked: MaskedSequences
+
+
+def fit_head(
+    config: HeadConfig,
+    out: Path,
+    *,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = never_stop,
+) -> FittedHead:
+    """Fit a head for masked tokens to a frozen encoder, and write both as one model folder.
+
+    Args:
+        config: what to fit, and to which text.
+        out: the folder, which must not exist.
+        progress: told of tokens done.
+        should_stop: asked before each step; nothing is written then.
+
+    Raises:
+        TeacherError: it has such a head, or is no encoder.
+        CorpusError: there is too little text.
+        InterruptedRunError: it was asked to stop.
+        DivergedError: the loss is no number.
+        StorageError: the folder exists, or cannot be written.
+    """
+    progress = progress or Silent()
+    refuse_existing(out)
+    source = locate_teacher(config.teacher, config.revision)
+    device = choose_device(config.device)
+    tokenizer = load_tokenizer(source.folder)
+    torch.manual_seed(config.seed)
+    model, lacking = load_weights(source.folder, "tokens")
+    if not lacking:
+        raise TeacherError(f"{source.folder} has a head for masked tokens already: dump with it as it is.")
+    tapped = TappedModel(model).to(device)
+    check_length(tapped, source.name, tokenizer.cls_token_id, config.max_length)
+    tapped.tap((), head="tokens")
+    corpus = load_corpus(config.corpus, config.text_column)
+    packing = Packing(
+        mode="packed",
+        max_length=config.max_length,
+        max_tokens=config.max_tokens,
+        seed=config.seed,
+        split="documents",
+    )
+    sequences = SequenceTable(corpus, tokenizer, packing)
+    num_train = len(sequences.lengths) - sequences.num_held_out
+    if num_train < config.batch_size:
+        raise CorpusError(
+            f"corpus {config.corpus} has {num_train} training sequences, fewer than --batch-size "
+            f"{config.batch_size}. Give more text."
+        )
+    masking = Masking(share=SHARE, mask_token=mask_token(tokenizer), seed=config.seed)
+    masker = Masker.of(masking, tokenizer)
+    reader = _MaskedReader(sequences, masker, tokenizer.pad_token_id, device)
+    steps = config.epochs * (num_train // config.batch_size)
+    progress.start("fit head", steps * config.batch_size, "sequences")
+    _train(tapped, reader.epochs(num_train, config), config.lr, steps, progress, should_stop)
+    held_out = range(num_train, min(len(sequences.lengths), num_train + _MAX_CHECKED))
+    cross_entropy, accuracy = _measure(tapped, reader, held_out or range(num_train - 1, num_train), config)
+    with saving("write", out), new_folder(out) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text(
+            f"# {source.name} with a head for masked tokens\n\nThe encoder is {source.name}, unchanged. The "
+            f"head was fitted by minilm-cache to {config.corpus} ({steps} steps of {config.batch_size} "
+            f"sequences); it tells {accuracy:.1%} of masked held-out tokens.\n"
+        )
+    return FittedHead(path=out, steps=steps, accuracy=accuracy, cross_entropy=cross_entropy)
+
+
+def _train(
+    model: TappedModel,
+    batches: Iterator[_Batch],
+    lr: float,
+    steps: int,
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> None:
+    """Train whatever is not the encoder's."""
+    encoder = model.model.base_model.requires_grad_(requires_grad=False)
+    shared = {id(weight) for weight in encoder.parameters()}
+    own = [weight for weight in model.parameters() if id(weight) not in shared]
+    optimizer = torch.optim.AdamW(own, lr=lr)
+    for step, batch in enumerate(batches):
+        if should_stop():
+            raise InterruptedRunError("interrupted: nothing was written. Run the same command again.")
+        for group in optimizer.param_groups:
+            group["lr"] = lr * (1 - step / steps)
+        loss, _ = _loss(model, batch)
+        if not bool(loss.isfinite()):
+            raise DivergedError(f"the loss is no number at step {step}. Lower --lr.")
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        progress.advance(len(batch.ids))
+
+
+@dataclass(frozen=True, slots=True)
+class _MaskedReader:
+    """Sequences as they are read masked."""
+
+    sequences: SequenceTable
+    masker: Masker
+    pad_token: int
+    device: torch.device
+
+    def epochs(self, num_train: int, config: HeadConfig) -> Iterator[_Batch]:
+        """Yield the batches of every epoch, each masked anew."""
+        generator = torch.Generator().manual_seed(config.seed)
+        for epoch in range(config.epochs):
+            order = torch.randperm(num_train, generator=generator)
+            for some in order.split(config.batch_size):
+                if len(some) == config.batch_size:
+                    yield self.batch(some.tolist(), epoch * num_train)
+
+    def batch(self, numbers: list[int], shift: int = 0) -> _Batch:
+        """Return sequences, masked by their numbers plus a shift."""
+        rows = [torch.from_numpy(self.sequences.read(one, one + 1).ids[0]) for one in numbers]
+        ids, lengths = pad(rows, self.pad_token)
+        masked = self.masker.mask(ids.to(self.device), [one + shift for one in numbers], lengths.tolist())
+        return _Batch(lengths=lengths.to(self.device), ids=ids.to(self.device), masked=masked)
+
+
+def _loss(model: TappedModel, batch: _Batch) -> tuple[Tensor, Tensor]:
+    """Return the mean cross-entropy of chosen tokens, and the logits."""
+    mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
+    logits = model(batch.masked.ids, mask, batch.masked.chosen).logits
+    told = batch.ids[batch.masked.chosen]
+    return F.cross_entropy(logits, told, reduction="sum") / max(len(told), 1), logits
+
+
+@torch.no_grad()
+def _measure(
+    model: TappedModel, reader: _MaskedReader, numbers: range, config: HeadConfig
+) -> tuple[float, float]:
+    """Return cross-entropy and accuracy on some sequences."""
+    model.eval()
+    total, right, count = 0.0, 0, 0
+    for first in range(numbers.start, numbers.stop, config.batch_size):
+        batch = reader.batch(list(range(first, min(first + config.batch_size, numbers.stop))))
+        loss, logits = _loss(model, batch)
+        told = batch.ids[batch.masked.chosen]
+        total += float(loss) * len(told)
+        right += int((logits.argmax(-1) == told).sum())
+        count += len(told)
+    return total / max(count, 1), right / max(count, 1)

@@ -1,0 +1,128 @@
+"""Student shapes: what `--arch` says, and whether it fits."""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from minilm_cache.errors import InvalidConfigError
+
+_PATTERN: Final = re.compile(r"(\d{1,4})x(\d{1,6})((?::(?:ff|h|e|b|s)\d{1,6})*)")
+_OPTION: Final = re.compile(r":(ff|h|e|b|s)(\d+)")
+_MAX_LAYERS: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudentShape:
+    """`LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sN]`."""
+
+    arch: str
+    """As the user wrote it; names the student."""
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    embedding_size: int
+    """Below hidden_size: a factorised embedding."""
+    bottleneck_size: int | None
+    """Width inside layers, below hidden_size, the width between them; none: no bottlenecks."""
+    seed: int | None
+    """Of its initial weights and dropout; none: the run's."""
+
+
+def parse_arch(
+    arch: str, relation_heads: int, *, split_into: int | None = None, compares_heads: bool = True
+) -> StudentShape:
+    """Read a student shape.
+
+    Args:
+        arch: `3x384`, `4x312:ff1200`, `12x384:e128`, ...; without `ff`: 4 x hidden, without `h`: the
+            cache's relation heads, without `e`: hidden, without `b`: no bottlenecks (with it `ff` and `e` are
+            measured by it), without `s`: the run's seed.
+        relation_heads: of the cache.
+        split_into: relation heads that the objective splits vectors into. None means that it splits none.
+        compares_heads: whether the objective compares heads with heads.
+
+    Raises:
+        InvalidConfigError: it is no shape, or its heads do not fit.
+    """
+    match = _PATTERN.fullmatch(arch)
+    if match is None:
+        raise _no_shape(arch)
+    layers, hidden = int(match[1]), int(match[2])
+    pairs = _OPTION.findall(match[3])
+    options = {name: int(number) for name, number in pairs}
+    if len(options) < len(pairs):
+        raise InvalidConfigError(f"--arch {arch} gives one of ff, h, e, b and s twice.")
+    shape = StudentShape(
+        arch=arch,
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_size=options.get("ff", 4 * options.get("b", hidden)),
+        num_heads=options.get("h", relation_heads),
+        embedding_size=options.get("e", options.get("b", hidden)),
+        bottleneck_size=options.get("b"),
+        seed=options.get("s"),
+    )
+    _check_shape(shape)
+    if compares_heads:
+        _check_heads(shape, relation_heads, split_into)
+    return shape
+
+
+def num_layers_of(arch: str) -> int:
+    """Return the layers of a shape.
+
+    Raises:
+        InvalidConfigError: it is none.
+    """
+    match = _PATTERN.fullmatch(arch)
+    if match is None:
+        raise _no_shape(arch)
+    return int(match[1])
+
+
+def _no_shape(arch: str) -> InvalidConfigError:
+    return InvalidConfigError(
+        f"--arch {arch}: write LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sN], as 3x384 or 4x312:ff1200."
+    )
+
+
+def _check_shape(shape: StudentShape) -> None:
+    arch, heads = shape.arch, shape.num_heads
+    inside = shape.hidden_size if shape.bottleneck_size is None else shape.bottleneck_size
+    if 0 in {shape.num_layers, shape.hidden_size, shape.ffn_size, heads, shape.embedding_size, inside}:
+        raise InvalidConfigError(f"--arch {arch}: every size must be at least 1.")
+    if shape.num_layers > _MAX_LAYERS:
+        raise InvalidConfigError(f"--arch {arch}: more than {_MAX_LAYERS} layers.")
+    if shape.hidden_size % heads:
+        below = shape.hidden_size - shape.hidden_size % heads
+        fitting = [size for size in (below, below + heads) if size]
+        raise InvalidConfigError(
+            f"--arch {arch}: hidden size {shape.hidden_size} does not divide by {heads} heads. "
+            f"Take {' or '.join(f'{shape.num_layers}x{size}' for size in fitting)}."
+        )
+    if inside > shape.hidden_size or inside % heads:
+        raise InvalidConfigError(
+            f"--arch {arch}: a bottleneck of {inside} is above hidden size {shape.hidden_size}, or does not "
+            f"divide by {heads} heads. Take another :b."
+        )
+    if shape.embedding_size > shape.hidden_size:
+        raise InvalidConfigError(
+            f"--arch {arch}: embedding size {shape.embedding_size} is above hidden size {shape.hidden_size}."
+        )
+
+
+def _check_heads(shape: StudentShape, relation_heads: int, split_into: int | None) -> None:
+    arch, heads = shape.arch, shape.num_heads
+    if split_into is None and heads != relation_heads:
+        raise InvalidConfigError(
+            f"--arch {arch}: {heads} heads, but the cache holds relations of {relation_heads} heads, and the "
+            f"objective compares head with head. Leave out :h{heads}, or use --objective minilmv2 with a "
+            "cache of codec vectors."
+        )
+    width = shape.bottleneck_size or shape.hidden_size
+    if split_into is not None and width % split_into:
+        raise InvalidConfigError(
+            f"--arch {arch}: width {width} does not divide by {split_into} relation heads. "
+            "Give other --relation-heads."
+        )

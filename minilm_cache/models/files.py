@@ -1,0 +1,160 @@
+"""What is read of a model's folder: exactly the weights that are hashed, and a configuration within bounds.
+
+A folder may come from a stranger. Its index of weights may point elsewhere, its configuration may name
+another file, ask for code, or describe a model that fills memory before anything is compared.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from minilm_cache.errors import MiniLMCacheError, TeacherError, first_line
+from minilm_cache.store.fingerprint import sha256_files
+from minilm_cache.store.regular_files import first_bytes
+
+CONFIG: Final = "config.json"
+_WEIGHTS: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_ADAPTER: Final = "adapter_config.json"
+_MAX_JSON_BYTES: Final = 2**23
+_OTHER_WEIGHTS: Final = frozenset({"quantization_config", "transformers_weights", "compression_config"})
+"""Keys that choose another file of weights, or another form of them."""
+_LIMITS: Final = {
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "num_layers", "num_hidden_groups"), 2**10),
+    **dict.fromkeys(("num_attention_heads", "n_heads", "num_key_value_heads"), 2**10),
+    **dict.fromkeys(("hidden_size", "dim", "d_model", "embedding_size", "head_dim"), 2**16),
+    **dict.fromkeys(("intermediate_size", "hidden_dim"), 2**20),
+    **dict.fromkeys(("max_position_embeddings", "max_2d_position_embeddings"), 2**20),
+    **dict.fromkeys(("type_vocab_size", "num_labels"), 2**16),
+    "vocab_size": 2**24,
+}
+"""The greatest sizes that a model may have."""
+_MOST_NUMBER: Final = 2**24
+"""Greatest whole number that any other key of a configuration may have."""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights that transformers loads from a folder, which is what is hashed.
+
+    Raises:
+        TeacherError: the folder holds none, or its index names files elsewhere or files that are not there.
+    """
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if not (folder / _INDEX).is_file():
+        raise TeacherError(_no_weights(folder))
+    index = read_json(folder / _INDEX)
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise TeacherError(f"{folder / _INDEX} has no weight_map. Save the model again.")
+    found = sorted({str(name) for name in names.values()})
+    for name in found:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise TeacherError(
+                f"{folder / _INDEX} names {name!r}, which is no plain name of a .safetensors file in this "
+                "folder. Save the model again where you trust it."
+            )
+        if not (folder / name).is_file():
+            raise TeacherError(f"{folder / name} is missing, and {_INDEX} names it. Fetch the model again.")
+    return [folder / name for name in found]
+
+
+def _no_weights(folder: Path) -> str:
+    pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.ckpt")]), None)
+    if pickled is None:
+        return f"{folder} holds no weights: neither {_WEIGHTS} nor {_INDEX}. Give a model's folder."
+    return (
+        f"{folder} has its weights only as {pickled.name}, a pickle that may run code when it is read. "
+        "Convert it where you trust it: AutoModel.from_pretrained(OLD).save_pretrained(NEW), then give NEW."
+    )
+
+
+def weights_sha256(folder: Path) -> str:
+    """Return one SHA-256 (hex) for the weights that are loaded from a folder.
+
+    Raises:
+        TeacherError: as `weight_files`.
+    """
+    return sha256_files(weight_files(folder))
+
+
+def read_config_file(folder: Path) -> dict[str, Any]:
+    """Return what `config.json` of a folder says of a model, within bounds, without what is not taken.
+
+    Raises:
+        TeacherError: there is none, it is no JSON object, or a size is out of bounds.
+    """
+    if not (folder / CONFIG).exists():
+        raise TeacherError(f"{folder} holds no model: {CONFIG} is not there. Give a model's folder.")
+    if (folder / _ADAPTER).exists():
+        raise TeacherError(
+            f"{folder} holds an adapter ({_ADAPTER}), whose base model lies elsewhere. Merge the two, and "
+            "give the folder of the whole model."
+        )
+    content = read_json(folder / CONFIG)
+    problem = out_of_bounds(content)
+    if problem is None and not isinstance(content.get("model_type"), str):
+        problem = "model_type, the model's family, is not there"
+    if problem is not None:
+        raise TeacherError(f"{folder / CONFIG}: {problem}. Give another model.")
+    return {key: value for key, value in content.items() if key not in _OTHER_WEIGHTS}
+
+
+def described(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what describes a model, without what would choose its code, its attention or its weights."""
+    refused = {"auto_map", *_OTHER_WEIGHTS}
+    return {key: value for key, value in content.items() if not key.startswith("_") and key not in refused}
+
+
+def out_of_bounds(content: Mapping[str, Any]) -> str | None:
+    """Return which size of a configuration no model of this project has; None where all are in bounds."""
+    for key, value in content.items():
+        most = _LIMITS.get(key, _MOST_NUMBER)
+        is_size = key in _LIMITS
+        if isinstance(value, bool) or value is None:
+            continue
+        if is_size and not isinstance(value, int):
+            return f"{key} is {str(value)[:20]!r}, and should be a whole number"
+        least = 1 if is_size and key != "type_vocab_size" else -most
+        if isinstance(value, int) and not least <= value <= most:
+            return f"{key} is {str(value)[:20]}, and should be between {least} and {most}"
+    labels = content.get("id2label")
+    if labels is not None and (not isinstance(labels, dict) or len(labels) > _LIMITS["num_labels"]):
+        return "id2label is no table of names, or far too long"
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a model's folder.
+
+    Raises:
+        TeacherError: it is too long, no regular file, or no JSON object.
+    """
+    try:
+        content = first_bytes(path, _MAX_JSON_BYTES + 1, follow_links=True)
+        if len(content) > _MAX_JSON_BYTES:
+            raise TeacherError(f"{path} is longer than {_MAX_JSON_BYTES >> 20} MiB. Give another model.")
+        found = json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise TeacherError(f"cannot read {path}: {first_line(error)}. Save the model again.") from error
+    if not isinstance(found, dict):
+        raise TeacherError(f"cannot read {path}: it is no JSON object. Save the model again.")
+    return found
+
+
+@contextmanager
+def library_errors(doing: str) -> Iterator[None]:
+    """Turn whatever transformers and the libraries below it raise on a bad folder into a TeacherError.
+
+    They raise what happens to go wrong in them, from KeyError to ZeroDivisionError, so this catches all.
+    """
+    try:
+        yield
+    except MiniLMCacheError:
+        raise
+    except MemoryError as error:
+        raise TeacherError(f"{doing}: there is too little memory for what its files describe.") from error
+    except Exception as error:
+        raise TeacherError(f"{doing}: {first_line(error)}. Save it again, or give another one.") from error

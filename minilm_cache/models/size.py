@@ -1,0 +1,145 @@
+"""What a student costs in use: weights, floating point operations, tokens per second beside its teacher."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Final
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedConfig
+
+from minilm_cache.errors import CacheCorruptError
+from minilm_cache.models.load import check_positions
+from minilm_cache.models.student import build_model
+
+_TURNS: Final = 5
+_BATCH_SIZE: Final = 8
+_MAX_PARAMETERS: Final = 2**32
+"""Of a model that is built for its speed: a stranger's configuration must not fill memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Of a whole encoder."""
+
+    embedding_parameters: int
+    """Weights of embedding tables (words, positions, token types), which cost memory and no time."""
+    transformer_parameters: int
+    """Weights of the layers (MiniLM, Wang et al. 2020, arXiv 2002.10957, table 4 tells both apart)."""
+    num_parameters: int
+    """All weights; with norms, projections and the pooler outside layers."""
+    flops_per_token: float
+    """Of a forward pass, 2 for each multiplication and addition, attention over the sequence counted."""
+    stopped_flops_per_token: float
+    """Of the layers up to the last one's queries, keys and values, where training stops."""
+
+
+def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
+    """Return the size of an encoder from its configuration; no weights are made.
+
+    Args:
+        config: of the model.
+        length: tokens of the sequence that floating point operations are counted over.
+
+    Raises:
+        CacheCorruptError: the configuration describes no model.
+        InvalidConfigError: the model has fewer positions.
+    """
+    with torch.device("meta"):
+        model = build_model(config, "eager").eval()
+        ids = torch.zeros((1, length), dtype=torch.int64)
+        counter = FlopCounterMode(display=False)
+        with torch.no_grad(), counter:
+            check_positions(
+                lambda ids: model(input_ids=ids), config, f"a model of the family {config.model_type}", ids
+            )
+    tables = [module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding)]
+    name, layers = _layers(model, config.num_hidden_layers)
+    counts = counter.get_flop_counts()
+    by_layer = [
+        sum(counts[f"{type(model).__name__}.{name}.{number}"].values()) for number in range(len(layers))
+    ]
+    vectors = 3 * 2 * getattr(config, "true_hidden_size", config.hidden_size) ** 2
+    return ModelSize(
+        embedding_parameters=sum(tables),
+        transformer_parameters=sum(map(_num_weights, layers)),
+        num_parameters=_num_weights(model),
+        flops_per_token=counter.get_total_flops() / length,
+        stopped_flops_per_token=sum(by_layer[:-1]) / length + vectors,
+    )
+
+
+def _layers(model: nn.Module, depth: int) -> tuple[str, nn.ModuleList]:
+    """Return the layers of an encoder, the outermost list of so many modules, and their name."""
+    lists = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList)]
+    return next(pair for pair in lists if len(pair[1]) == depth)
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A model whose speed is asked for."""
+
+    config: PreTrainedConfig
+    length: int
+    """Tokens of each sequence."""
+
+
+def inference_rates(models: Mapping[str, Timed], device: torch.device) -> dict[str, float]:
+    """Return the tokens per second of encoders' forward passes, medians over turns taken one after the other.
+
+    Weights are drawn at random, which changes no time. Batches of 8 sequences; sdpa attention.
+
+    Args:
+        models: by name.
+        device: where they run.
+
+    Raises:
+        CacheCorruptError: a configuration describes no model, or one of more than 4 G weights.
+    """
+    built = {name: _random_model(timed, device) for name, timed in models.items()}
+    ids = {
+        name: torch.zeros((_BATCH_SIZE, timed.length), dtype=torch.int64, device=device)
+        for name, timed in models.items()
+    }
+    passes = {name: partial(model, input_ids=ids[name]) for name, model in built.items()}
+    seconds = seconds_in_turns(passes, device, _TURNS)
+    return {name: _BATCH_SIZE * models[name].length / taken for name, taken in seconds.items()}
+
+
+@torch.no_grad()
+def seconds_in_turns(
+    passes: Mapping[str, Callable[[], object]], device: torch.device, turns: int
+) -> dict[str, float]:
+    """Return the seconds that each pass takes, medians over turns taken one after the other, but the first.
+
+    Args:
+        passes: by name.
+        device: where they compute.
+        turns: that are measured.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    for _ in range(turns + 1):
+        for name, run in passes.items():
+            started = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds[name].append(time.perf_counter() - started)
+    return {name: median(taken[1:]) for name, taken in seconds.items()}
+
+
+def _random_model(timed: Timed, device: torch.device) -> nn.Module:
+    with torch.device("meta"):
+        found = _num_weights(build_model(timed.config, "sdpa"))
+    if found > _MAX_PARAMETERS:
+        raise CacheCorruptError(f"a configuration asks for {found:,} weights. Fetch the cache again.")
+    model: nn.Module = build_model(timed.config, "sdpa").eval()
+    return model.to(device)

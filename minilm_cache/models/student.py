@@ -1,0 +1,254 @@
+"""Student shapes, and models built from them and the teacher's configuration alone."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from minilm_cache.errors import CacheCorruptError, InvalidConfigError
+from minilm_cache.models.arch import StudentShape
+from minilm_cache.models.device import enough_memory
+from minilm_cache.models.files import described, out_of_bounds
+from minilm_cache.models.load import HEADS
+from minilm_cache.models.tap import ATTENTION, Head
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
+
+_FACTORISED: Final = {"bert": "electra", "electra": "electra"}
+"""Family that computes the same with an embedding size of its own."""
+_BOTTLENECKED: Final = ("bert", "mobilebert")
+"""Families whose students may have bottlenecks: those that read text alike."""
+_OF_THE_TEXT: Final = (
+    "vocab_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "pad_token_id",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "initializer_range",
+)
+_FFN_FIELDS: Final = ("intermediate_size", "hidden_dim")
+_OF_THE_TEACHER: Final = frozenset({"model_type", "architectures", "id2label", "label2id", "num_labels"})
+"""Keys of a teacher's configuration that are not a student's: its family is known, labels are its own."""
+_MOST_WEIGHTS: Final = 4
+"""How many times as many weights as its sizes suggest a model may have: a stranger's must not fill memory."""
+_BAD_CONFIG: Final = (
+    StrictDataclassError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    KeyError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What transformers raises on configurations that describe no model."""
+
+
+def student_config(shape: StudentShape, teacher_config: bytes, manifest: CacheManifest) -> PreTrainedConfig:
+    """Return the configuration of a student: the teacher's, with its own sizes.
+
+    Args:
+        shape: its sizes.
+        teacher_config: `teacher/config.json` of the cache, untrusted.
+        manifest: of the cache.
+
+    Raises:
+        InvalidConfigError: the family has no such shape.
+        CacheCorruptError: the configuration is not the one of the teacher that the manifest names.
+    """
+    content = _read_teacher_config(teacher_config, manifest)
+    return shape_config(shape, content, manifest.identity.teacher.model_type)
+
+
+def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -> PreTrainedConfig:
+    """Return a teacher's configuration with the sizes of a shape.
+
+    Args:
+        shape: sizes.
+        content: of the teacher's configuration.
+        family: the teacher's.
+
+    Raises:
+        InvalidConfigError: the family has no such shape.
+        CacheCorruptError: the configuration describes no model.
+    """
+    kept = _taken(content)
+    if shape.bottleneck_size is not None:
+        return _bottleneck_config(shape, shape.bottleneck_size, kept, family)
+    if shape.embedding_size != shape.hidden_size:
+        if family not in _FACTORISED:
+            raise InvalidConfigError(
+                f"--arch {shape.arch}: family {family!r} has no factorised embedding; "
+                f"{', '.join(_FACTORISED)} have. Leave out :e{shape.embedding_size}."
+            )
+        family = _FACTORISED[family]
+    if kept.get("layer_types"):
+        # Like MiniLM's own layer, the student's last ones play the part of the teacher's last ones.
+        kept["layer_types"] = _last_layer_types(kept["layer_types"], shape)
+    fields = [name for name in _FFN_FIELDS if name in kept]
+    if not fields:
+        raise InvalidConfigError(f"--arch {shape.arch}: family {family!r} has no size of the FFN to set.")
+    sizes = {
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        fields[0]: shape.ffn_size,
+    }
+    if family in _FACTORISED.values():
+        sizes["embedding_size"] = shape.embedding_size
+    own_names = CONFIG_MAPPING[family].attribute_map
+    kept |= {own_names.get(name, name): size for name, size in sizes.items()}
+    try:
+        config = AutoConfig.for_model(family, **kept)
+    except _BAD_CONFIG as error:
+        raise _unusable(error) from error
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def _bottleneck_config(
+    shape: StudentShape, bottleneck: int, kept: Mapping[str, Any], family: str
+) -> PreTrainedConfig:
+    """Return the configuration of a student with bottlenecks: MobileBERT's layers, sized as the shape says.
+
+    What is the family's own (normalisation, activation, four feed-forward networks a layer) stays as
+    MobileBERT has it.
+    """
+    if family not in _BOTTLENECKED:
+        raise InvalidConfigError(
+            f"--arch {shape.arch}: family {family!r} has no layers with bottlenecks; "
+            f"{', '.join(_BOTTLENECKED)} have. Leave out :b{bottleneck}."
+        )
+    shared = {name: kept[name] for name in _OF_THE_TEXT if name in kept}
+    try:
+        config = AutoConfig.for_model(
+            "mobilebert",
+            **shared,
+            num_hidden_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_heads,
+            intermediate_size=shape.ffn_size,
+            intra_bottleneck_size=bottleneck,
+            embedding_size=shape.embedding_size,
+        )
+    except _BAD_CONFIG as error:
+        raise _unusable(error) from error
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def teacher_config(document: bytes, manifest: CacheManifest) -> PreTrainedConfig:
+    """Return the configuration of the teacher, as far as a cache tells it.
+
+    Args:
+        document: `teacher/config.json` of the cache, untrusted.
+        manifest: of the cache.
+
+    Raises:
+        CacheCorruptError: it is not the one of the teacher that the manifest names.
+    """
+    family = manifest.identity.teacher.model_type
+    try:
+        config = AutoConfig.for_model(family, **_read_teacher_config(document, manifest))
+    except _BAD_CONFIG as error:
+        raise _unusable(error) from error
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def _last_layer_types(types: list[str], shape: StudentShape) -> list[str]:
+    if shape.num_layers > len(types):
+        raise InvalidConfigError(
+            f"--arch {shape.arch}: more layers than the teacher's {len(types)}, whose kinds of attention "
+            "the student's layers repeat. Take fewer layers."
+        )
+    return types[-shape.num_layers :]
+
+
+def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, Any]:
+    """Read the teacher's configuration, without whatever asks for code or an attention of its own."""
+    teacher = manifest.identity.teacher
+    try:
+        content = json.loads(document)
+        problem = out_of_bounds(content)
+        if problem is not None:
+            raise _unusable(problem)
+        kept = _taken(content)
+        config = AutoConfig.for_model(teacher.model_type, **kept)
+        plausible = (
+            config.vocab_size == teacher.vocab_size
+            and config.num_attention_heads == teacher.num_heads
+            and config.hidden_size == teacher.hidden_size
+            and getattr(config, "num_hidden_layers", teacher.num_layers) == teacher.num_layers
+            and config.max_position_embeddings >= manifest.identity.packing.max_length
+            and 0 <= (config.pad_token_id or 0) < teacher.vocab_size
+        )
+    except _BAD_CONFIG as error:
+        raise _unusable(error) from error
+    if not plausible:
+        raise _unusable("it does not belong to the teacher that the manifest names")
+    return kept
+
+
+def _taken(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what describes a model, without what would choose its code, its attention or its labels."""
+    return {key: value for key, value in described(content).items() if key not in _OF_THE_TEACHER}
+
+
+def _unusable(reason: object) -> CacheCorruptError:
+    return CacheCorruptError(
+        f"{TEACHER_CONFIG} of the cache cannot be used: {reason}. Fetch the cache again or redo the dump."
+    )
+
+
+def build_student(config: PreTrainedConfig, seed: int, head: Head | None = None) -> PreTrainedModel:
+    """Return a student with initial weights drawn from the seed, ready to be tapped.
+
+    Args:
+        config: its configuration.
+        seed: of its weights.
+        head: that it has, too.
+
+    Raises:
+        CacheCorruptError: the configuration that the cache gave describes no model.
+    """
+    torch.manual_seed(seed)
+    return build_model(config, ATTENTION, head)
+
+
+def build_model(config: PreTrainedConfig, attention: str, head: Head | None = None) -> PreTrainedModel:
+    """Return a model of random weights with an implementation of attention, and perhaps a head.
+
+    Raises:
+        DeviceError: it is too large for memory.
+        CacheCorruptError: the configuration describes no model.
+    """
+    try:
+        _refuse_heavy(config, attention, head)
+        with enough_memory(torch.device("cpu"), "Take a smaller --arch"):
+            model = HEADS[head].from_config(
+                config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+            )
+    except _BAD_CONFIG as error:
+        raise _unusable(error) from error
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _refuse_heavy(config: PreTrainedConfig, attention: str, head: Head | None) -> None:
+    """Raise CacheCorruptError for a model of far more weights than its sizes suggest, before any is drawn."""
+    with torch.device("meta"):
+        model = HEADS[head].from_config(
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+        )
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    width = config.hidden_size
+    inner = next((getattr(config, name) for name in _FFN_FIELDS if hasattr(config, name)), 4 * width)
+    tables = (config.vocab_size + getattr(config, "max_position_embeddings", 0)) * width
+    suggested = tables + config.num_hidden_layers * width * (8 * width + 4 * inner)
+    if num_weights > _MOST_WEIGHTS * suggested + 2**24:
+        raise _unusable(f"it describes a model of {num_weights:,} weights, far more than its sizes suggest")

@@ -1,0 +1,270 @@
+"""Q, K, V of chosen layers out of any forward pass, teacher's or student's; hidden states and logits, too.
+
+The only file that knows transformers' internals. One attention function is registered with transformers'
+`AttentionInterface`, its mask function with `AttentionMaskInterface` (without it the mask is silently
+None). A recorder travels as a forward keyword to every attention call; after the last chosen one an
+exception ends the forward pass, caught inside `TappedModel.forward`, unless more is wanted of it. No model
+code is changed, and layers are found by counting calls, because families name and share their modules
+differently.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from minilm_cache.errors import TeacherError
+from minilm_cache.models.dropout import attention_with_dropout
+from minilm_cache.relations.scores import Vectors
+
+ATTENTION = "minilm_cache"
+"""Name of the attention implementation to load a model with."""
+
+
+_USE = "Use an encoder such as BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT or ModernBERT."
+
+
+class _Stop(Exception):  # noqa: N818 - not an error: it ends a forward pass early
+    """Everything asked for has been recorded."""
+
+
+Head = Literal["tokens", "sequences"]
+"""What a model's logits are of: masked tokens, each over the vocabulary, or sequences, over classes."""
+
+
+class Reading(NamedTuple):
+    """What a forward pass hands out."""
+
+    vectors: list[Vectors]
+    """Of each chosen layer, in the order chosen."""
+    hidden: dict[int, Float[Tensor, "batch length hidden"]]
+    """Chosen hidden states, as transformers numbers them: 0 is the output of the embeddings."""
+    logits: Float[Tensor, "rows classes"] | None
+    """Of the model's head: `(chosen tokens, vocabulary)`, or `(batch, classes)`; none: not wanted."""
+
+
+class _Recorder:
+    """What one forward pass's attention calls hand out."""
+
+    def __init__(self, layers: Sequence[int] | None, *, stops: bool = True) -> None:
+        """Record the attention calls numbered `layers`, then stop the forward pass; none: only count."""
+        self.layers = layers
+        self.stops = stops
+        self.num_calls = 0
+        self.vectors: dict[int, Vectors] = {}
+
+    def __call__(self, vectors: Vectors) -> None:
+        number = self.num_calls
+        self.num_calls += 1
+        if self.layers is None:
+            return
+        if number in self.layers:
+            self.vectors[number] = vectors
+            if self.stops and len(self.vectors) == len(self.layers):
+                raise _Stop
+
+
+def _tapped_attention(  # noqa: PLR0913 - the signature is transformers'
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    minilm_tap: _Recorder | None = None,
+    **kwargs: Any,  # noqa: ANN401 - whatever a family passes on
+) -> tuple[Tensor, Tensor | None]:
+    if minilm_tap is not None:
+        _refuse_inexact(module, query, key, kwargs)
+        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+        minilm_tap(Vectors(query, key, value, attention_mask, factor))
+    if dropout > 0 and query.device.type == "cpu" and not torch.compiler.is_compiling():
+        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attention_with_dropout(query, key, value, attention_mask, factor, dropout), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+
+
+def _refuse_inexact(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
+    """Refuse attention that is more than softmax(QK^T), or whose heads do not pair up."""
+    if kwargs.get("position_bias") is not None:
+        reason = "it adds a position bias to its scores"
+    elif kwargs.get("softcap") is not None:
+        reason = "it caps its scores"
+    elif key.shape[1] != query.shape[1]:
+        reason = "its keys have fewer heads than its queries"
+    elif getattr(module, "is_causal", False):
+        reason = "it is a decoder: its attention is causal"
+    else:
+        return
+    raise TeacherError(f"{type(module).__name__} cannot be tapped exactly: {reason}. {_USE}")
+
+
+AttentionInterface.register(ATTENTION, _tapped_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def refuse_untapped(model: PreTrainedModel) -> None:
+    """Raise TeacherError for a family that does not use the attention interface.
+
+    transformers takes the name of an implementation for such a family, too, and keeps its own attention.
+    """
+    served = type(model)._supports_attention_backend  # noqa: SLF001 - the only place that tells
+    if not served or model.config._attn_implementation != ATTENTION:  # noqa: SLF001 - likewise
+        raise TeacherError(
+            f"model family {model.config.model_type!r} does not use transformers' attention interface, "
+            f"so its Q, K, V cannot be tapped exactly. {_USE}"
+        )
+
+
+class TappedModel(nn.Module):
+    """A model whose forward pass returns Q, K, V of chosen layers and stops there, unless more is wanted."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Wrap a model loaded with `attn_implementation=ATTENTION`; its last layer is tapped.
+
+        It may have a head, for masked tokens or for classes.
+
+        Raises:
+            TeacherError: the family cannot be tapped exactly.
+        """
+        super().__init__()
+        refuse_untapped(model)
+        self.model = model
+        self.num_layers = _count_attention_calls(model)
+        self.layers: tuple[int, ...] = (self.num_layers - 1,)
+        self.hidden: tuple[int, ...] = ()
+        self.head: Head | None = None
+
+    def tap(
+        self, layers: Sequence[int], hidden: Sequence[int] = (), head: Head | None = None
+    ) -> "TappedModel":
+        """Choose what is handed out.
+
+        Args:
+            layers: attention calls, counted from 0.
+            hidden: hidden states, 0 for the output of the embeddings.
+            head: what logits are of, of a model that has such a head; none: no logits.
+        """
+        assert all(0 <= layer < self.num_layers for layer in layers)
+        assert all(0 <= number <= self.num_layers for number in hidden)
+        self.layers, self.hidden, self.head = tuple(layers), tuple(hidden), head
+        return self
+
+    def freeze_unused(self) -> "TappedModel":
+        """Freeze what is not needed for what is handed out: of Q, K, V what follows them, and the pooler."""
+        weights = [weight for weight in self.parameters() if weight.requires_grad]
+        self.eval()  # draws no dropout
+        ids = torch.zeros((1, 4), dtype=torch.int64, device=weights[0].device)
+        found = self(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
+        parts = [part for one in found.vectors for part in (one.query, one.key, one.value)]
+        parts += [*found.hidden.values(), *(() if found.logits is None else (found.logits,))]
+        total = torch.stack([part.sum() for part in parts]).sum()
+        for weight, gradient in zip(
+            weights, torch.autograd.grad(total, weights, allow_unused=True), strict=True
+        ):
+            weight.requires_grad_(gradient is not None)
+        return self
+
+    def checkpoint_layers(self) -> "TappedModel":
+        """Keep no activations inside layers: the backward pass computes them again."""
+        self.model.activation_checkpointing_enable({"use_reentrant": False})
+        return self
+
+    def compile_layers(self) -> "TappedModel":
+        """Compile each layer by torch.compile when it is first called; the tap stays outside."""
+        for modules in self.modules():
+            if isinstance(modules, nn.ModuleList):
+                for layer in modules:
+                    layer.compile()
+        return self
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        chosen: Bool[Tensor, "batch length"] | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> Reading:
+        """Run the model up to the last chosen layer's Q, K, V, or to its end where more is wanted.
+
+        Args:
+            input_ids: `(batch, length)` int64.
+            attention_mask: `(batch, length)`, 1 at tokens and 0 at padding.
+            chosen: tokens that a head for masked tokens is asked about; none: all.
+            token_type_ids: segment of each token, `(batch, length)`; None means one segment.
+        """
+        segments = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        recorder = _Recorder(self.layers, stops=not (self.hidden or self.head))
+        # Heads cost more than layers where a vocabulary is large.
+        model = self.model if self.head else self.model.base_model
+        try:
+            with _gathered(self.model, chosen if self.head == "tokens" else None):
+                output = model(
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    minilm_tap=recorder,
+                    output_hidden_states=bool(self.hidden),
+                    return_dict=True,
+                    **segments,
+                )
+        except _Stop:
+            return Reading([recorder.vectors[layer] for layer in self.layers], {}, None)
+        logits = output.logits.flatten(0, -2) if self.head else None
+        return Reading(
+            vectors=[recorder.vectors[layer] for layer in self.layers],
+            hidden={number: output.hidden_states[number] for number in self.hidden},
+            logits=logits,
+        )
+
+
+@contextmanager
+def _gathered(model: PreTrainedModel, chosen: Tensor | None) -> Iterator[None]:
+    """Hand a head the last hidden states of chosen tokens only; it looks at each of them alone."""
+    if chosen is None:
+        yield
+        return
+
+    def gather(_module: nn.Module, _inputs: object, output: Any) -> Any:  # noqa: ANN401 - of any family
+        output.last_hidden_state = output.last_hidden_state[chosen][None]
+        return output
+
+    hook = model.base_model.register_forward_hook(gather)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _count_attention_calls(model: PreTrainedModel) -> int:
+    """Count a forward pass's attention calls; module lists would miss layers that share one module."""
+    recorder = _Recorder(None)
+    device = next(model.parameters()).device
+    ids = torch.zeros((1, 4), dtype=torch.int64, device=device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), minilm_tap=recorder)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise _no_text_encoder(model, str(error).split("\n")[0]) from error
+    finally:
+        model.train(was_training)
+    if not recorder.num_calls:
+        raise _no_text_encoder(model, "no attention call reaches the tap")
+    return recorder.num_calls
+
+
+def _no_text_encoder(model: PreTrainedModel, reason: str) -> TeacherError:
+    return TeacherError(
+        f"model family {model.config.model_type!r} does not read token ids as a text encoder does "
+        f"({reason}). {_USE}"
+    )

@@ -1,0 +1,164 @@
+"""What every objective is: what it needs of a cache and of a student's forward pass, and a loss."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from minilm_cache.cache import Cache
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.tap import Head, Reading
+from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
+from minilm_cache.objectives.spec import ObjectiveConfig
+from minilm_cache.relations.loss import Method
+from minilm_cache.relations.scores import key_mask
+from minilm_cache.storage_schema.identity import TeacherIdentity
+
+Parts = Mapping[str, Float[Tensor, ""]]
+"""What a loss is made of, by name: of a relation KL(teacher || student), nats, mean over relation heads and
+valid rows; of others see the objective."""
+
+
+class Losses(NamedTuple):
+    """What an objective says of a batch."""
+
+    total: Float[Tensor, ""]
+    """What the gradient is taken of."""
+    parts: Parts
+    units: Mapping[str, Unit]
+    """What each part is a mean over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveRequest:
+    """The objective of a run, its students, and its cache."""
+
+    config: ObjectiveConfig
+    arch: tuple[str, ...]
+    """Shapes of the students."""
+    cache: Cache
+
+    @property
+    def teacher(self) -> TeacherIdentity:
+        """The teacher, by content."""
+        return self.cache.manifest.identity.teacher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudentFacts:
+    """What an objective must know of a student."""
+
+    num_layers: int
+    hidden_size: int
+    vector_width: int
+    """Of the values of a token, all heads."""
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, num_layers: int) -> "StudentFacts":
+        """Return them from a configuration."""
+        width = getattr(config, "true_hidden_size", config.hidden_size)
+        return cls(num_layers=num_layers, hidden_size=config.hidden_size, vector_width=width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudentNeeds:
+    """What is wanted of a student's forward pass."""
+
+    layers: tuple[int, ...] = ()
+    """Whose vectors are compared, ascending."""
+    hidden: tuple[int, ...] = ()
+    head: Head | None = None
+    is_masked: bool = False
+    """True: it reads sequences as they are masked."""
+    all_labels: bool = False
+    """True: logits are wanted at all tokens that have labels, not only at masked ones."""
+
+
+class StudentObjective(nn.Module, ABC):
+    """An objective for students of one shape; its weights, if it has any, are trained with the student."""
+
+    needs: StudentNeeds
+    weights: Mapping[str, float] = MappingProxyType({})
+    """Of parts in the loss; 1 where none is given."""
+    units: Mapping[str, Unit] = MappingProxyType({})
+    """What parts are means over; tokens where nothing is given."""
+
+    @abstractmethod
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
+        """Return what a student's answer to a batch costs; relations in a form of `relation_loss`."""
+
+    def losses(self, parts: Parts, shares: Mapping[Unit, float] | None = None) -> Losses:
+        """Return parts with their weighted sum.
+
+        Args:
+            parts: of a batch.
+            shares: what of a step's tokens, sequences, ... is in the batch; none: all.
+        """
+        units: dict[str, Unit] = {name: self.units.get(name, "tokens") for name in parts}
+        if shares is not None:
+            parts = {name: part * shares[units[name]] for name, part in parts.items()}
+        total = torch.stack([part * self.weights.get(name, 1.0) for name, part in parts.items()]).sum()
+        return Losses(total, parts, units)
+
+    def total_of(self, parts: Mapping[str, float]) -> float:
+        """Return the loss that these parts come to."""
+        return sum(value * self.weights.get(name, 1.0) for name, value in parts.items())
+
+
+class ObjectiveKind(ABC):
+    """One objective: what it needs, and how it is made for a student."""
+
+    @abstractmethod
+    def wanted(self, request: ObjectiveRequest) -> WantedTargets:
+        """Return what a cache must serve.
+
+        Raises:
+            InvalidConfigError: it cannot.
+        """
+
+    @abstractmethod
+    def build(
+        self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
+    ) -> StudentObjective:
+        """Return the objective of a student.
+
+        Raises:
+            InvalidConfigError: the student is not of a shape that can learn it.
+        """
+
+
+def projection(width: int, teacher_width: int, *, bias: bool = False) -> nn.Linear:
+    """Return a learned matrix from a student's width to its teacher's, perhaps with a bias."""
+    return nn.Linear(width, teacher_width, bias=bias)
+
+
+def token_mse(
+    student: Float[Tensor, "batch length width"],
+    teacher: Float[Tensor, "batch length width"],
+    valid: Bool[Tensor, "batch length"],
+) -> Float[Tensor, ""]:
+    """Return the mean squared error over valid tokens and dimensions, float32."""
+    with torch.autocast(student.device.type, enabled=False):
+        squares = (student.float() - teacher.float()).square().mean(-1)
+        return (squares * valid).sum() / valid.sum()
+
+
+def valid_tokens(batch: StudentBatch) -> Bool[Tensor, "batch length"]:
+    """Return True at tokens that are not padding."""
+    return key_mask(batch.lengths, batch.ids.shape[1])
+
+
+def same_width(what: str, student: StudentFacts, teacher: TeacherIdentity) -> None:
+    """Raise InvalidConfigError for a student whose hidden states have another width than the teacher's."""
+    if student.hidden_size != teacher.hidden_size:
+        raise InvalidConfigError(
+            f"--objective {what} compares hidden states as they are, and the student's width "
+            f"{student.hidden_size} is not the teacher's {teacher.hidden_size}. Take students of that width, "
+            "or hidden-mse or tinybert, which learn a projection."
+        )

@@ -1,0 +1,145 @@
+"""`bert-pkd`: the directions of intermediate hidden states at [CLS]."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.arch import num_layers_of
+from minilm_cache.models.tap import Reading
+from minilm_cache.objectives.base import (
+    ObjectiveKind,
+    ObjectiveRequest,
+    Parts,
+    StudentFacts,
+    StudentNeeds,
+    StudentObjective,
+    same_width,
+)
+from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
+from minilm_cache.objectives.layers import LayerPair, pairs_of
+from minilm_cache.objectives.spec import ObjectiveConfig
+from minilm_cache.objectives.tinybert import soft_cross_entropy
+from minilm_cache.relations.loss import Method
+from minilm_cache.relations.states import WantedStates
+from minilm_cache.storage_schema.states import StateFamily, StateName
+
+ALPHA = 0.7
+"""Share of the teacher's answers in the authors' run; the rest is of the task's labels, which no cache
+holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """Weights and normalisation of the loss."""
+
+    is_authors: bool
+    weight: float
+    """Weight beta of L_PT."""
+    temperature: float
+    """What logits are divided by."""
+
+    @classmethod
+    def of(cls, config: ObjectiveConfig) -> "Patience":
+        """Return what a run asks for; what it leaves open is as in the authors' run, or in the paper."""
+        is_authors = config.is_authors
+        weight, temperature = (500.0, 10.0) if is_authors else (100.0, 1.0)
+        return cls(
+            is_authors=is_authors,
+            weight=weight if config.patience is None else config.patience,
+            temperature=config.temperature or temperature,
+        )
+
+
+class PatientObjective(StudentObjective):
+    """L = alpha L_DS + beta L_PT (Patient KD, Sun et al. 2019, arXiv 1908.09355, eqs. 4, 7 and 8).
+
+    L_PT compares hidden states of [CLS], each divided by its length, at pairs of intermediate layers (the
+    last layers are left out, as in the paper: the answers come from them). L_DS compares answers, where the
+    cache has the teacher's logits: from a teacher that is not fine-tuned only L_PT remains. The cross-entropy
+    of the task's own labels is what fine-tuning does afterwards.
+
+    `authors`, their published code: L_PT is a mean squared error, over dimensions, too, so beta = 500 weighs
+    as it does in their grid (10, 100, 500, 1000); L_DS is T^2 times the mean over sequences and classes of
+    the KL of answers at temperature T = 10, with alpha = 0.7. `paper`: L_PT sums over dimensions (eq. 7),
+    L_DS is the cross-entropy at T = 1 (eq. 4), alpha = 1, beta = 100.
+    """
+
+    units: Mapping[str, Unit] = MappingProxyType({"patient": "sequences", "prediction": "sequences"})
+
+    def __init__(self, pairs: Sequence[LayerPair], patience: Patience, num_classes: int | None) -> None:
+        """Compare these pairs of layers, and answers of so many classes; None means no answers."""
+        super().__init__()
+        self._pairs, self._patience = tuple(pairs), patience
+        square = patience.temperature**2
+        answers = ALPHA * square / (num_classes or 1) if patience.is_authors else square
+        self.weights = {"patient": patience.weight, "prediction": answers}
+        self.needs = StudentNeeds(
+            hidden=tuple(pair.student + 1 for pair in pairs),
+            head=None if num_classes is None else "sequences",
+        )
+
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
+        """Return the loss; parts are `patient` and, with logits, `prediction`, nats, means over sequences."""
+        del method
+        with torch.autocast(batch.ids.device.type, enabled=False):
+            away = [
+                (
+                    F.normalize(reading.hidden[pair.student + 1][:, 0].float(), dim=-1)
+                    - F.normalize(
+                        batch.states.hidden[StateName(StateFamily.FIRST, pair.teacher + 1)].float(), dim=-1
+                    )
+                ).square()
+                for pair in self._pairs
+            ]
+            squares = torch.stack(away)
+            patient = squares.mean() if self._patience.is_authors else squares.sum(-1).mean()
+        parts = {"patient": patient}
+        own, teacher = reading.logits, batch.states.logits
+        if own is not None and teacher is not None:
+            temperature = self._patience.temperature
+            parts["prediction"] = soft_cross_entropy(own, teacher, temperature)
+            if self._patience.is_authors:
+                parts["prediction"] = parts["prediction"] - soft_cross_entropy(teacher, teacher, temperature)
+        return parts
+
+
+class BertPkd(ObjectiveKind):
+    """Hidden states of [CLS] of intermediate layers, and logits where there are some."""
+
+    def wanted(self, request: ObjectiveRequest) -> WantedTargets:
+        """Return those of the layers that students are mapped to."""
+        depths = {num_layers_of(arch) for arch in request.arch}
+        layers = sorted({pair.teacher for depth in depths for pair in _intermediate(request, depth)})
+        names = tuple(StateName(StateFamily.FIRST, layer + 1) for layer in layers)
+        return WantedTargets(
+            kinds=(), states=WantedStates(hidden=names, logits=_num_classes(request) is not None)
+        )
+
+    def build(
+        self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
+    ) -> PatientObjective:
+        """Return the objective of a student as wide as the teacher."""
+        del wanted
+        same_width("bert-pkd", student, request.teacher)
+        return PatientObjective(
+            _intermediate(request, student.num_layers), Patience.of(request.config), _num_classes(request)
+        )
+
+
+def _intermediate(request: ObjectiveRequest, num_layers: int) -> list[LayerPair]:
+    pairs = pairs_of(request, num_layers)[:-1]
+    if not pairs:
+        raise InvalidConfigError(
+            "--objective bert-pkd compares intermediate layers, and a student or its --layer-map "
+            f"{request.config.layer_map} has none. Take students of 2 layers or more."
+        )
+    return pairs
+
+
+def _num_classes(request: ObjectiveRequest) -> int | None:
+    states = request.cache.manifest.identity.states
+    return None if states is None else states.num_classes

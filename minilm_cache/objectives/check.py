@@ -1,0 +1,155 @@
+"""From the name of an objective to what students learn, if the cache can serve it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pkgutil import resolve_name
+
+from minilm_cache.cache import Cache
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.tap import Head, TappedModel
+from minilm_cache.objectives.base import ObjectiveKind, ObjectiveRequest, StudentFacts, StudentObjective
+from minilm_cache.objectives.batch import WantedTargets
+from minilm_cache.objectives.relations import relations_of
+from minilm_cache.objectives.spec import ObjectiveConfig
+from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.storage_schema.states import StateFamily, StatesIdentity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """The objective of a run, and what its cache serves for it."""
+
+    request: ObjectiveRequest
+    wanted: WantedTargets
+
+    @property
+    def num_classes(self) -> int | None:
+        """Classes of the teacher's answers. None means that the cache holds no answers."""
+        states = self.request.cache.manifest.identity.states
+        return None if states is None else states.num_classes
+
+    @property
+    def head(self) -> Head | None:
+        """The head that students need. None means no head."""
+        states = self.wanted.states
+        return "tokens" if states.masked else "sequences" if states.logits else None
+
+    def of(self, model: TappedModel) -> StudentObjective:
+        """Return the objective of one student.
+
+        Raises:
+            InvalidConfigError: the student is not of a shape that can learn it.
+        """
+        student = StudentFacts.of(model.model.config, model.num_layers)
+        return _kind(self.request.config).build(self.request, self.wanted, student)
+
+
+def _kind(config: ObjectiveConfig) -> ObjectiveKind:
+    kind = resolve_name(config.spec.kind)()
+    assert isinstance(kind, ObjectiveKind)
+    return kind
+
+
+def choose_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[str]) -> Objective:
+    """Return the objective of a run, if the cache can serve it.
+
+    Args:
+        config: which objective, and how.
+        cache: what it is served from.
+        arch: shapes of the students.
+
+    Raises:
+        InvalidConfigError: the cache does not hold the layers, the relations or the states, or heads do not
+            fit.
+    """
+    manifest = cache.manifest
+    request = ObjectiveRequest(config=config, arch=tuple(arch), cache=cache)
+    wanted = _kind(config).wanted(request)
+    check_codec(config, manifest.identity.codec.name)
+    _check_layers(config, cache, wanted)
+    _check_states(config, manifest.identity.states, wanted)
+    if wanted.relation_heads is not None:
+        _check_relation_heads(wanted.relation_heads, manifest, wanted.layers[-1])
+    return Objective(request=request, wanted=wanted)
+
+
+def check_codec(config: ObjectiveConfig, codec: str) -> None:
+    """Raise InvalidConfigError for an objective that needs what no cache of this codec holds."""
+    if codec == "vectors":
+        return
+    stored = {RelationKind.ATTENTION, RelationKind.VALUE}
+    missing = []
+    if config.spec.is_relational:
+        kinds = relations_of(
+            config.objective,
+            value_relation=config.value_relation,
+            query_key_relations=config.query_key_relations,
+        )
+        missing = [kind for kind in kinds if kind not in stored]
+    what = f"the {' and '.join(missing)} relation" if missing else "queries, keys and values"
+    if missing or config.spec.needs.vectors:
+        raise InvalidConfigError(
+            f"--objective {config.objective} needs {what}, which a cache of codec {codec} does not hold. "
+            f"Dump one with --codec vectors{_flags(config)}."
+        )
+
+
+def _flags(config: ObjectiveConfig) -> str:
+    """Return the option of a dump for an objective that needs more than the last layer's relations."""
+    return "" if config.spec.is_relational else f" --for {config.objective}"
+
+
+def _check_layers(config: ObjectiveConfig, cache: Cache, wanted: WantedTargets) -> None:
+    missing = [str(layer) for layer in wanted.layers if layer not in cache.layers]
+    if not missing:
+        return
+    needs = f"needs layer {', '.join(missing)} of the teacher"
+    asked = f"--objective {config.objective} {needs}"
+    if config.teacher_layer is not None:
+        asked = f"--teacher-layer {config.teacher_layer}"
+    elif config.layer_map != "last":
+        asked = f"--layer-map {config.layer_map} {needs}"
+    every = ",".join(map(str, sorted({*cache.layers, *wanted.layers})))
+    raise InvalidConfigError(
+        f"{asked}: the cache holds layer {', '.join(map(str, cache.layers))}. Choose one of them, or "
+        f"dump a cache with --codec vectors --layers {every}{_added(cache, config)}."
+    )
+
+
+def _added(cache: Cache, config: ObjectiveConfig) -> str:
+    flags = _flags(config)
+    is_kept = cache.manifest.identity.codec.name == "vectors"
+    return flags + (f" --add {cache.reader.root}" if is_kept else "")
+
+
+def _check_states(config: ObjectiveConfig, stored: StatesIdentity | None, wanted: WantedTargets) -> None:
+    """Raise InvalidConfigError for states that the cache lacks, naming what would add them."""
+    stored_names = () if stored is None else stored.coded
+    options: dict[str, list[int]] = {}
+    names = {StateFamily.HIDDEN: "--hidden", StateFamily.MASKED: "--masked-hidden"}
+    for name in wanted.states.hidden:
+        is_first = name.family is StateFamily.FIRST
+        there = (stored.first if stored else ()) if is_first else ()
+        if name not in stored_names and name.number not in there:
+            options.setdefault(names.get(name.family, "--first-hidden"), []).append(name.number)
+    missing = [f"{option} {','.join(map(str, numbers))}" for option, numbers in options.items()]
+    if wanted.states.masked and (stored is None or stored.labels is None):
+        missing.append("--labels")
+    if wanted.states.logits and (stored is None or stored.num_classes is None):
+        missing.append("--logits")
+    if missing:
+        raise InvalidConfigError(
+            f"--objective {config.objective} needs states that this cache does not hold. Add them: "
+            f"`minilm-cache dump` with the settings of this cache, --add THIS-CACHE and {' '.join(missing)} "
+            f"(or --for {config.objective})."
+        )
+
+
+def _check_relation_heads(heads: int, manifest: CacheManifest, layer: int) -> None:
+    assert manifest.calibration is not None
+    width = manifest.identity.relation_heads * manifest.calibration.of_layer(layer).head_size
+    if width % heads:
+        raise InvalidConfigError(
+            f"--relation-heads {heads}: the teacher's width {width} does not divide by it. Take a divisor."
+        )

@@ -1,0 +1,117 @@
+"""`distilbert`: soft labels, masked tokens and the direction of hidden states."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.tap import Reading
+from minilm_cache.objectives.base import (
+    ObjectiveKind,
+    ObjectiveRequest,
+    Parts,
+    StudentFacts,
+    StudentNeeds,
+    StudentObjective,
+    same_width,
+    valid_tokens,
+)
+from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
+from minilm_cache.objectives.mlm_kd import masked_token_loss, soft_label_loss, temperature_of
+from minilm_cache.relations.loss import Method
+from minilm_cache.relations.states import WantedStates
+from minilm_cache.storage_schema.states import StateFamily, StateName
+
+SOFT, MASKED, COSINE = 5.0, 2.0, 1.0
+"""Weights of the three losses in the authors' training."""
+
+
+class DistilBertObjective(StudentObjective):
+    """L = 5 t^2 L_ce + 2 L_mlm + L_cos (DistilBERT, Sanh et al. 2019, arXiv 1910.01108, section 3).
+
+    L_ce is the cross-entropy under the teacher's soft labels, both at temperature t (2 in the paper; the
+    cache's here), L_mlm that of the masked tokens themselves, L_cos one minus the cosine of the last hidden
+    states, mean over valid tokens. All of them read the sequence masked. The authors' code takes L_ce at
+    every token that is not padding (`restrict_ce_to_mask` is off) and subtracts the teacher's entropy, which
+    has no gradient; the form `paper` takes it at masked tokens alone. The student begins with every other
+    layer of the teacher: `--init teacher-layers`.
+    """
+
+    def __init__(
+        self, student: StudentFacts, name: StateName, temperature: float, *, everywhere: bool
+    ) -> None:
+        """Compare the student's last hidden state with one of the teacher's.
+
+        Args:
+            student: its shape.
+            name: the teacher's hidden state.
+            temperature: of the labels.
+            everywhere: whether soft labels are compared at all tokens, or at masked ones alone.
+        """
+        super().__init__()
+        self._everywhere = everywhere
+        self.units: Mapping[str, Unit] = {
+            "soft_labels": "tokens" if everywhere else "chosen",
+            "masked_lm": "chosen",
+        }
+        self.weights = {"soft_labels": SOFT * temperature**2, "masked_lm": MASKED, "cosine": COSINE}
+        self.needs = StudentNeeds(
+            hidden=(student.num_layers,), head="tokens", is_masked=True, all_labels=everywhere
+        )
+        self._name = name
+
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
+        """Return the loss; parts are `soft_labels` and `masked_lm`, nats, and `cosine`."""
+        del method
+        cosine = _cosine(
+            reading.hidden[self.needs.hidden[0]], batch.states.hidden[self._name], valid_tokens(batch)
+        )
+        return {
+            "soft_labels": soft_label_loss(reading, batch, everywhere=self._everywhere),
+            "masked_lm": masked_token_loss(reading, batch, everywhere=self._everywhere),
+            "cosine": cosine,
+        }
+
+
+class DistilBert(ObjectiveKind):
+    """Soft labels, and the last hidden states of the masked sequence."""
+
+    def wanted(self, request: ObjectiveRequest) -> WantedTargets:
+        """Return what the teacher says of masked sequences.
+
+        Raises:
+            InvalidConfigError: the cache has labels of masked tokens alone, and the form asks for more.
+        """
+        states = request.cache.manifest.identity.states
+        labels = None if states is None else states.labels
+        if request.config.is_authors and labels is not None and labels.tokens != "all":
+            raise InvalidConfigError(
+                "--objective distilbert compares soft labels of all tokens, as its authors' code does, and "
+                "this cache has those of masked tokens alone. Take --form paper, or dump with --label-tokens "
+                "all."
+            )
+        return WantedTargets(kinds=(), states=WantedStates(hidden=(_last(request),), masked=True))
+
+    def build(
+        self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
+    ) -> DistilBertObjective:
+        """Return the objective of a student as wide as the teacher."""
+        del wanted
+        same_width("distilbert", student, request.teacher)
+        return DistilBertObjective(
+            student, _last(request), temperature_of(request), everywhere=request.config.is_authors
+        )
+
+
+def _last(request: ObjectiveRequest) -> StateName:
+    return StateName(StateFamily.MASKED, request.teacher.num_layers)
+
+
+def _cosine(student: Tensor, teacher: Tensor, valid: Tensor) -> Float[Tensor, ""]:
+    """Return one minus the cosine of hidden states, mean over valid tokens."""
+    with torch.autocast(student.device.type, enabled=False):
+        away = 1 - F.cosine_similarity(student.float(), teacher.float(), dim=-1)
+        return (away * valid).sum() / valid.sum()

@@ -1,0 +1,67 @@
+"""`hidden-mse`: the last hidden states in place of the value relation."""
+
+from minilm_cache.models.tap import Reading
+from minilm_cache.objectives.base import (
+    ObjectiveKind,
+    ObjectiveRequest,
+    Parts,
+    StudentFacts,
+    StudentNeeds,
+    StudentObjective,
+    projection,
+    token_mse,
+    valid_tokens,
+)
+from minilm_cache.objectives.batch import StudentBatch, WantedTargets
+from minilm_cache.objectives.layers import mapped_layers
+from minilm_cache.relations.loss import Method, relation_loss
+from minilm_cache.relations.states import WantedStates
+from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.states import StateFamily, StateName
+
+
+class HiddenObjective(StudentObjective):
+    """L = L_AT + MSE(H_S W, H_T): the ablation of MiniLM's supplementary table 7 (arXiv 2002.10957).
+
+    L_AT is eq. 6, the KL of attention distributions. H are the hidden states that the last layers put out; W,
+    from the student's width to the teacher's, is learned with the student. The squared error is a mean over
+    valid tokens and dimensions.
+    """
+
+    def __init__(self, student: StudentFacts, name: StateName, teacher_width: int) -> None:
+        """Compare the student's last hidden state with one of the teacher's."""
+        super().__init__()
+        self.needs = StudentNeeds(layers=(student.num_layers - 1,), hidden=(student.num_layers,))
+        self._name = name
+        self.projection = projection(student.hidden_size, teacher_width)
+
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
+        """Return the loss; parts are `attention`, nats, and `hidden_mse`."""
+        attention = batch.targets[0][RelationKind.ATTENTION]
+        kl = relation_loss(reading.vectors[0], RelationKind.ATTENTION, attention, batch.lengths, method)
+        own = self.projection(reading.hidden[self.needs.hidden[0]])
+        error = token_mse(own, batch.states.hidden[self._name], valid_tokens(batch))
+        return {"attention": kl, "hidden_mse": error}
+
+
+class HiddenMse(ObjectiveKind):
+    """Attention distributions of the last layer, and the hidden states that it puts out."""
+
+    def wanted(self, request: ObjectiveRequest) -> WantedTargets:
+        """Return those of the teacher's last layer."""
+        return WantedTargets(
+            kinds=(RelationKind.ATTENTION,),
+            layers=mapped_layers(request),
+            states=WantedStates(hidden=(_last(request),)),
+        )
+
+    def build(
+        self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
+    ) -> HiddenObjective:
+        """Return the objective of a student of this width."""
+        del wanted
+        return HiddenObjective(student, _last(request), request.teacher.hidden_size)
+
+
+def _last(request: ObjectiveRequest) -> StateName:
+    return StateName(StateFamily.HIDDEN, mapped_layers(request)[-1] + 1)

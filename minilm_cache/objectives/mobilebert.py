@@ -1,0 +1,127 @@
+"""`mobilebert`: feature maps and attention, layer by layer, for students with bottlenecks."""
+
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.tap import Reading
+from minilm_cache.objectives.base import (
+    ObjectiveKind,
+    ObjectiveRequest,
+    Parts,
+    StudentFacts,
+    StudentNeeds,
+    StudentObjective,
+    same_width,
+    token_mse,
+    valid_tokens,
+)
+from minilm_cache.objectives.batch import StudentBatch, WantedTargets
+from minilm_cache.relations.loss import Method, relation_loss
+from minilm_cache.relations.states import WantedStates
+from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.states import StateFamily, StateName
+
+AUTHORS_WEIGHTS: Final = {"feature_map_mse": 100.0, "mean_mse": 5000.0, "variance_l1": 5.0}
+"""Weights that the README of the authors' code gives; of attention 1."""
+_EPSILON: Final = 1e-12
+"""What the authors' normalisation adds to a variance."""
+
+
+class MobileBertObjective(StudentObjective):
+    """L = 1/L sum over layers of (L_FMT + L_AT) (MobileBERT, Sun et al. 2020, arXiv 2004.02984, section 3.4).
+
+    L_FMT is the mean squared error of the hidden states that a layer puts out (eq. 1), L_AT the KL of its
+    attention distributions, mean over heads and rows (eq. 2). Student and teacher have as many layers, each
+    as wide between layers: a student of `LxH:bN` has bottlenecks of width N inside. All layers learn
+    together, the paper's joint transfer; its pre-training distillation is `mlm-kd --ground-truth 0.5`, begun
+    from this student (`--init`).
+
+    `authors`, their published code and the weights of its README: both feature maps are normalised over their
+    dimensions, without scale or bias, before they are compared, and weigh 100; the squared difference of
+    their means over dimensions weighs 5000, the absolute difference of their variances 5, attention 1. (Their
+    code compares the mean and variance of each layer with those of all the teacher's layers, by a name in the
+    plural where one layer's was meant; here each is compared with its own.) `paper`: the plain squared error,
+    weight 1.
+    """
+
+    def __init__(self, num_layers: int, *, is_authors: bool) -> None:
+        """Compare every layer with its own."""
+        super().__init__()
+        self._is_authors = is_authors
+        self.weights = AUTHORS_WEIGHTS if is_authors else {}
+        self.needs = StudentNeeds(layers=tuple(range(num_layers)), hidden=tuple(range(1, num_layers + 1)))
+
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
+        """Return the loss, means over layers.
+
+        Parts are `feature_map_mse` and `attention`, nats, and of form `authors` `mean_mse` and `variance_l1`.
+        """
+        valid = valid_tokens(batch)
+        pairs = [
+            (reading.hidden[number], batch.states.hidden[_state(number)]) for number in self.needs.hidden
+        ]
+        layers = [feature_maps(own, teacher, valid, is_authors=self._is_authors) for own, teacher in pairs]
+        maps = {name: torch.stack([layer[name] for layer in layers]).mean() for name in layers[0]}
+        attention = [
+            relation_loss(own, RelationKind.ATTENTION, targets[RelationKind.ATTENTION], batch.lengths, method)
+            for own, targets in zip(reading.vectors, batch.targets, strict=True)
+        ]
+        return {**maps, "attention": torch.stack(attention).mean()}
+
+
+def feature_maps(
+    own: Float[Tensor, "batch length width"],
+    teacher: Float[Tensor, "batch length width"],
+    valid: Bool[Tensor, "batch length"],
+    *,
+    is_authors: bool,
+) -> dict[str, Float[Tensor, ""]]:
+    """Return how far the hidden states that one layer puts out are from the teacher's."""
+    if not is_authors:
+        return {"feature_map_mse": token_mse(own, teacher, valid)}
+    with torch.autocast(own.device.type, enabled=False):
+        own, teacher = own.float(), teacher.float()
+        width = own.shape[-1:]
+        normed, teachers = (F.layer_norm(part, width, eps=_EPSILON) for part in (own, teacher))
+        away = (own.var(-1, correction=0) - teacher.var(-1, correction=0)).abs()
+        return {
+            "feature_map_mse": token_mse(normed, teachers, valid),
+            "mean_mse": token_mse(own.mean(-1, keepdim=True), teacher.mean(-1, keepdim=True), valid),
+            "variance_l1": (away * valid).sum() / valid.sum(),
+        }
+
+
+class MobileBert(ObjectiveKind):
+    """Attention distributions of every layer, and the hidden states that they put out."""
+
+    def wanted(self, request: ObjectiveRequest) -> WantedTargets:
+        """Return those of all layers."""
+        depth = request.teacher.num_layers
+        return WantedTargets(
+            kinds=(RelationKind.ATTENTION,),
+            layers=tuple(range(depth)),
+            states=WantedStates(hidden=tuple(_state(number) for number in range(1, depth + 1))),
+        )
+
+    def build(
+        self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
+    ) -> MobileBertObjective:
+        """Return the objective of a student as deep, and as wide between layers, as the teacher."""
+        del wanted
+        same_width("mobilebert", student, request.teacher)
+        if student.num_layers != request.teacher.num_layers:
+            raise InvalidConfigError(
+                f"--objective mobilebert compares layer with layer: the student has {student.num_layers}, "
+                f"the teacher {request.teacher.num_layers}. Take as many, with bottlenecks: "
+                f"{request.teacher.num_layers}x{request.teacher.hidden_size}:b{request.teacher.hidden_size // 4}."
+            )
+        return MobileBertObjective(student.num_layers, is_authors=request.config.is_authors)
+
+
+def _state(number: int) -> StateName:
+    return StateName(StateFamily.HIDDEN, number)

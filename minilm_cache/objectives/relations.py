@@ -1,0 +1,104 @@
+"""`minilm` and `minilmv2`: relations of a layer, or of several."""
+
+from collections.abc import Sequence
+
+import torch
+
+from minilm_cache.models.tap import Reading
+from minilm_cache.objectives.base import (
+    ObjectiveKind,
+    ObjectiveRequest,
+    Parts,
+    StudentFacts,
+    StudentNeeds,
+    StudentObjective,
+)
+from minilm_cache.objectives.batch import StudentBatch, WantedTargets
+from minilm_cache.objectives.layers import LayerPair, mapped_layers, pairs_of
+from minilm_cache.relations.loss import Method, relation_loss
+from minilm_cache.relations.scores import split_heads
+from minilm_cache.storage_schema.identity import RelationKind
+
+
+class RelationObjective(StudentObjective):
+    """The sum over relations of KL(teacher || student), mean over relation heads and valid rows, nats.
+
+    `minilm`: L = L_AT + L_VR, attention distributions and value relations of one layer of the teacher, its
+    last where nothing else is asked for (MiniLM, Wang et al. 2020, arXiv 2002.10957, eq. 10); without the
+    value relation it is the ablation of table 5, with query and key relations that of the authors' response.
+    `minilmv2`: query, key and value relations, heads split anew (MiniLMv2, Wang et al. 2021, arXiv
+    2012.15828). With a layer map other than `last` it is the mean over pairs of layers (tables 7 and 8 of
+    MiniLM). The student sees every column that is not padding; where the teacher's own mask hid columns, its
+    rows have no mass there.
+    """
+
+    def __init__(self, wanted: WantedTargets, pairs: Sequence[LayerPair]) -> None:
+        """Compare these pairs of layers."""
+        super().__init__()
+        self.needs = StudentNeeds(layers=tuple(pair.student for pair in pairs))
+        self._wanted = wanted
+        self._targets = tuple(wanted.layers.index(pair.teacher) for pair in pairs)
+
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
+        """Return the loss; a part is the KL of a relation."""
+        heads = self._wanted.relation_heads
+        split = [one if heads is None else split_heads(one, heads) for one in reading.vectors]
+        parts = {}
+        for kind in self._wanted.kinds:
+            losses = [
+                relation_loss(own, kind, batch.targets[target][kind], batch.lengths, method)
+                for own, target in zip(split, self._targets, strict=True)
+            ]
+            parts[str(kind)] = torch.stack(losses).mean()
+        return parts
+
+
+class Relations(ObjectiveKind):
+    """Objectives of relations alone."""
+
+    def wanted(self, request: ObjectiveRequest) -> WantedTargets:
+        """Return relations of the mapped layers."""
+        config = request.config
+        heads = split_into(
+            config.objective, config.relation_heads, request.cache.manifest.identity.relation_heads
+        )
+        return WantedTargets(
+            kinds=relations_of(
+                config.objective,
+                value_relation=config.value_relation,
+                query_key_relations=config.query_key_relations,
+            ),
+            relation_heads=heads,
+            layers=mapped_layers(request),
+        )
+
+    def build(
+        self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
+    ) -> RelationObjective:
+        """Return the objective of a student of this depth."""
+        return RelationObjective(wanted, pairs_of(request, student.num_layers))
+
+
+def relations_of(
+    objective: str, *, value_relation: bool = True, query_key_relations: bool = False
+) -> tuple[RelationKind, ...]:
+    """Return the relations that students of an objective are compared by."""
+    if objective == "minilmv2":
+        return (RelationKind.QUERY, RelationKind.KEY, RelationKind.VALUE)
+    kinds = [RelationKind.ATTENTION]
+    if value_relation:
+        kinds.append(RelationKind.VALUE)
+    if query_key_relations:
+        kinds += [RelationKind.QUERY, RelationKind.KEY]
+    return tuple(kinds)
+
+
+def split_into(objective: str, relation_heads: int | None, teacher_heads: int) -> int | None:
+    """Return the relation heads that an objective splits vectors into; none: it compares attention heads.
+
+    Args:
+        objective: its name.
+        relation_heads: as asked for; none: the teacher's.
+        teacher_heads: of the teacher's attention.
+    """
+    return relation_heads or teacher_heads if objective == "minilmv2" else None

@@ -1,0 +1,177 @@
+"""`tinybert`: attention scores, hidden states and embeddings; `tinybert-prediction`: answers of a classifier.
+
+TinyBERT (Jiao et al. 2020, arXiv 1909.10351). General distillation is `tinybert` from a cache of a
+pre-trained teacher. The task-specific stage is `tinybert` from a cache of a fine-tuned teacher over augmented
+text, then `tinybert-prediction` from the same cache, begun from the student of the first (`--init`).
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from minilm_cache.models.tap import Reading
+from minilm_cache.objectives.base import (
+    ObjectiveKind,
+    ObjectiveRequest,
+    Parts,
+    StudentFacts,
+    StudentNeeds,
+    StudentObjective,
+    projection,
+    token_mse,
+    valid_tokens,
+)
+from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
+from minilm_cache.objectives.layers import LayerPair, mapped_layers, pairs_of
+from minilm_cache.relations.loss import Method
+from minilm_cache.relations.scores import Vectors, key_mask, widened
+from minilm_cache.relations.states import WantedStates
+from minilm_cache.storage_schema.states import StateFamily, StateName
+
+
+class TinyBertObjective(StudentObjective):
+    """L = L_embd + sum over pairs of layers of (L_hidn + L_attn), eq. 11 without its prediction layer.
+
+    L_attn = 1/h sum_i MSE(A_i^S, A_i^T) over heads (eq. 7), A the attention scores before the softmax;
+    L_hidn = MSE(H^S W_h, H^T) (eq. 8); L_embd = MSE(E^S W_e, E^T) (eq. 9). W_h, one for all layers, and W_e
+    are learned with the student. The authors' code has one learned map with a bias for layers and embeddings
+    alike; the form `paper` has two matrices. Squared errors are means over what is not padding: rows and
+    columns of scores, tokens and dimensions of states (the authors' means count padding, too).
+    """
+
+    def __init__(
+        self,
+        wanted: WantedTargets,
+        pairs: Sequence[LayerPair],
+        student: StudentFacts,
+        teacher_width: int,
+        *,
+        shared: bool,
+    ) -> None:
+        """Compare these pairs of layers, and the outputs of the embeddings.
+
+        Args:
+            wanted: what the cache serves.
+            pairs: of layers.
+            student: its shape.
+            teacher_width: of the teacher's hidden states.
+            shared: whether one map with a bias serves layers and embeddings, or a matrix each.
+        """
+        super().__init__()
+        self.units = {"attention_mse": "pairs"}
+        self._pairs = tuple(pairs)
+        self._places = tuple(wanted.layers.index(pair.teacher) for pair in pairs)
+        self.needs = StudentNeeds(
+            layers=tuple(pair.student for pair in pairs),
+            hidden=(0, *(pair.student + 1 for pair in pairs)),
+        )
+        self.hidden_projection = projection(student.hidden_size, teacher_width, bias=shared)
+        self.embedding_projection = None if shared else projection(student.hidden_size, teacher_width)
+
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
+        """Return the loss; parts are `embedding_mse`, `hidden_mse` and `attention_mse`, sums over layers."""
+        del method
+        valid, told = valid_tokens(batch), batch.states.hidden
+        of_embeddings = self.embedding_projection or self.hidden_projection
+        embedding = token_mse(of_embeddings(reading.hidden[0]), told[StateName(StateFamily.HIDDEN, 0)], valid)
+        hidden = [
+            token_mse(
+                self.hidden_projection(reading.hidden[pair.student + 1]),
+                told[StateName(StateFamily.HIDDEN, pair.teacher + 1)],
+                valid,
+            )
+            for pair in self._pairs
+        ]
+        attention = [
+            score_mse(own, batch.vectors[place], batch.lengths)
+            for own, place in zip(reading.vectors, self._places, strict=True)
+        ]
+        return {
+            "embedding_mse": embedding,
+            "hidden_mse": torch.stack(hidden).sum(),
+            "attention_mse": torch.stack(attention).sum(),
+        }
+
+
+class TinyBert(ObjectiveKind):
+    """Vectors of the mapped layers, and the hidden states that they and the embeddings put out."""
+
+    def wanted(self, request: ObjectiveRequest) -> WantedTargets:
+        """Return those of the layers that students are mapped to."""
+        layers = mapped_layers(request)
+        names = [StateName(StateFamily.HIDDEN, number) for number in (0, *(layer + 1 for layer in layers))]
+        return WantedTargets(kinds=(), layers=layers, vectors=True, states=WantedStates(hidden=tuple(names)))
+
+    def build(
+        self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
+    ) -> TinyBertObjective:
+        """Return the objective of a student of this shape."""
+        pairs = pairs_of(request, student.num_layers)
+        width = request.teacher.hidden_size
+        return TinyBertObjective(wanted, pairs, student, width, shared=request.config.is_authors)
+
+
+class PredictionObjective(StudentObjective):
+    """L_pred = CE(z^T / t, z^S / t), t = 1 (eq. 10): soft cross-entropy of a classifier's logits, nats.
+
+    The authors' code takes the mean over classes, too: their loss is this one divided by the classes.
+    """
+
+    needs = StudentNeeds(head="sequences")
+    units: Mapping[str, Unit] = MappingProxyType({"prediction": "sequences"})
+
+    def __init__(self, temperature: float, divisor: int) -> None:
+        """Compare logits at a temperature, and divide the loss."""
+        super().__init__()
+        self._temperature = temperature
+        self.weights = {"prediction": 1 / divisor}
+
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
+        """Return the loss; its part is `prediction`."""
+        del method
+        assert reading.logits is not None
+        assert batch.states.logits is not None
+        return {"prediction": soft_cross_entropy(reading.logits, batch.states.logits, self._temperature)}
+
+
+class Prediction(ObjectiveKind):
+    """Logits of a teacher that classifies sequences."""
+
+    def wanted(self, request: ObjectiveRequest) -> WantedTargets:
+        """Return the logits."""
+        del request
+        return WantedTargets(kinds=(), states=WantedStates(logits=True))
+
+    def build(
+        self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
+    ) -> PredictionObjective:
+        """Return the objective, the same for all students."""
+        del wanted, student
+        states = request.cache.manifest.identity.states
+        assert states is not None
+        classes = (states.num_classes or 1) if request.config.is_authors else 1
+        return PredictionObjective(request.config.temperature or 1.0, classes)
+
+
+def soft_cross_entropy(
+    student: Float[Tensor, "batch classes"], teacher: Float[Tensor, "batch classes"], temperature: float
+) -> Float[Tensor, ""]:
+    """Return the cross-entropy of a student's logits under the teacher's distribution, nats, mean of rows.
+
+    Both are divided by the temperature first.
+    """
+    with torch.autocast(student.device.type, enabled=False):
+        target = (teacher.float() / temperature).softmax(-1)
+        return -(target * (student.float() / temperature).log_softmax(-1)).sum(-1).mean()
+
+
+def score_mse(student: Vectors, teacher: Vectors, lengths: Tensor) -> Float[Tensor, ""]:
+    """Return the mean squared error of attention scores over heads, and over rows and columns of tokens."""
+    with torch.autocast(student.query.device.type, enabled=False):
+        own, told = ((widened(one.query) * one.scaling) @ widened(one.key).mT for one in (student, teacher))
+        valid = key_mask(lengths, own.shape[-1])
+        both = (valid[:, None, :, None] & valid[:, None, None, :]).expand_as(own)
+        return ((own - told).square() * both).sum() / both.sum()

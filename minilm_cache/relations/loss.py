@@ -1,0 +1,257 @@
+"""The KL of relations with its gradient in the student's vectors, in three forms that agree.
+
+Losses are in nats. With S the student's scores and P the teacher's row,
+KL(P || softmax S) = -H(P) - sum_j P_j S_j + LSE(S), and its gradient in S is softmax(S) - P.
+
+- `dense`: scores as a matrix, and that gradient written by hand, so that the backward pass needs one
+  matrix; a fraction of the time that `F.kl_div` takes (benchmarks/relation_loss.py).
+- `sdpa`: no matrix of length x length. With sg the stop of gradients, q and K the student's two sides of
+  the scores, the gradient of
+      sum over rows r of w_r / sqrt(d) * q_r . [SDPA(sg q, sg K, K)_r - (P K)_r]
+  is exactly that of sum over r of w_r KL(P_r || softmax S_r), by the product rule. P K is another SDPA
+  where the teacher's vectors are stored, a gather where its rows are sparse, a product where they are
+  dense. Its value is not the KL, so that one is computed on some of the rows.
+"""
+
+from typing import Any, Final, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from minilm_cache.relations.rows import (
+    DenseRows,
+    RowTargets,
+    SparseRows,
+    Targets,
+    VectorRows,
+    densify,
+    to_dense,
+)
+from minilm_cache.relations.scores import (
+    Vectors,
+    key_mask,
+    mean_row_entropy,
+    relation_scores,
+    row_mask,
+    sides,
+    softmax_and_lse,
+)
+from minilm_cache.storage_schema.identity import RelationKind
+
+Method = Literal["dense", "sdpa"]
+
+MAX_SCORES_BYTES: Final = 2**28
+"""Of one relation of a batch, as float32: above it nothing of that size is made."""
+LONG: Final = 384
+"""Tokens of a sequence from which on `sdpa` is the faster form on a CPU (benchmarks/relation_loss.py)."""
+_SHOWN_ROWS: Final = 32
+"""Of each sequence: rows whose KL is computed where the gradient does without it."""
+
+
+def choose_method(batch: int, heads: int, length: int) -> Method:
+    """Return the form that suits a relation of this size."""
+    return "dense" if length < LONG and scores_bytes(batch, heads, length) <= MAX_SCORES_BYTES else "sdpa"
+
+
+def scores_bytes(batch: int, heads: int, length: int) -> int:
+    """Return the bytes of one relation's scores, float32."""
+    return 4 * batch * heads * length**2
+
+
+def relation_loss(
+    vectors: Vectors,
+    kind: RelationKind,
+    targets: Targets,
+    lengths: Int[Tensor, " batch"],
+    method: Method | None = None,
+) -> Float[Tensor, ""]:
+    """Return KL(teacher || student) of one relation, nats, with its gradient in the student's vectors.
+
+    The mean over relation heads and valid rows (MiniLM, arXiv 2002.10957, eqs. 6 and 9). The gradient is
+    exact in every form. So is the value in form `dense`; in form `sdpa` it is the mean over up to 32 rows of
+    each sequence, and of sparse rows that estimate the teacher's, whose own entropy says nothing, the cross
+    entropy of those rows less the mean entropy of all.
+
+    Args:
+        vectors: of the student, split into relation heads.
+        kind: which relation.
+        targets: of the teacher.
+        lengths: valid positions of each sequence.
+        method: form; none: the one that suits the size.
+    """
+    batch, heads, length, _ = vectors.query.shape
+    if (method or choose_method(batch, heads, length)) == "dense":
+        mask = key_mask(lengths, length)[:, None, None, :]
+        return relation_kl(relation_scores(vectors, kind, mask), targets, lengths)
+    with torch.autocast(vectors.query.device.type, enabled=False):
+        surrogate = _surrogate(vectors, kind, targets.rows, lengths)
+        with torch.no_grad():
+            shown = _shown_kl(vectors, kind, targets, lengths)
+        loss: Tensor = surrogate - surrogate.detach() + shown
+        return loss
+
+
+def _surrogate(vectors: Vectors, kind: RelationKind, rows: RowTargets, lengths: Tensor) -> Tensor:
+    """Return what has the gradient of the KL, and another value."""
+    left, right, scaling = sides(vectors, kind)
+    valid = key_mask(lengths, left.shape[-2])
+    own = _attend(left.detach(), right.detach(), right, valid[:, None, None, :], scaling)
+    weight = valid[:, None, :, None].to(left.dtype) * scaling / (lengths.sum() * left.shape[1])
+    return (weight * left * (own - _expected(rows, right, valid, lengths))).sum()
+
+
+def _attend(left: Tensor, right: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Return softmax(left right^T * scaling) values.
+
+    Fused kernels want one head size, a multiple of 8; zeros change no product, nor the columns asked for.
+    """
+    size = values.shape[-1]
+    common = -(-max(left.shape[-1], size) // 8) * 8
+    left, right, values = (F.pad(part, (0, common - part.shape[-1])) for part in (left, right, values))
+    return F.scaled_dot_product_attention(left, right, values, attn_mask=mask, scale=scaling)[..., :size]
+
+
+def _expected(
+    rows: RowTargets, right: Tensor, valid: Bool[Tensor, "batch length"], lengths: Tensor
+) -> Float[Tensor, "batch heads length size"]:
+    """Return P K: for each row, the student's right-hand vectors weighed by the teacher's row."""
+    if isinstance(rows, DenseRows):
+        return rows.probs.to(right.dtype) @ right
+    if isinstance(rows, VectorRows):
+        left, teachers, scaling = sides(rows.vectors, rows.kind)
+        return _attend(left, teachers, right, row_mask(rows.vectors, rows.kind, lengths), scaling)
+    batch, heads, length, size = right.shape
+    first = torch.arange(batch * heads, device=right.device).view(batch, heads, 1, 1) * length
+    table = right.reshape(-1, size)
+    index = (rows.index + first).flatten(0, 2)
+    weights = rows.weight.to(right.dtype).flatten(0, 2)
+    found = F.embedding_bag(index, table, mode="sum", per_sample_weights=weights).view(right.shape)
+    if rows.base is None:
+        return found
+    everywhere = (right * valid[:, None, :, None]).sum(-2, keepdim=True)
+    return found + rows.base[..., None].to(right.dtype) * everywhere
+
+
+def _shown_kl(vectors: Vectors, kind: RelationKind, targets: Targets, lengths: Tensor) -> Tensor:
+    """Return the mean KL over some rows of each sequence."""
+    left, right, scaling = sides(vectors, kind)
+    length = left.shape[-2]
+    shown = torch.arange(0, length, -(-length // _SHOWN_ROWS), device=left.device)
+    valid = key_mask(lengths, length)
+    scores = (left[:, :, shown] * scaling) @ right.transpose(-1, -2)
+    log_student = scores.masked_fill(~valid[:, None, None, :], torch.finfo(scores.dtype).min).log_softmax(-1)
+    probs = _shown_rows(targets.rows, shown, lengths, length)
+    crossed = -(probs * log_student).sum(-1)
+    weight = valid[:, None, shown] / (valid[:, shown].sum() * left.shape[1])
+    entropy: Tensor
+    if targets.entropy is None or not isinstance(targets.rows, SparseRows):
+        entropy = (torch.special.entr(probs).sum(-1) * weight).sum()
+    else:
+        entropy = (targets.entropy * lengths).sum() / lengths.sum()
+    found: Tensor = (crossed * weight).sum() - entropy
+    return found
+
+
+def _shown_rows(
+    rows: RowTargets, shown: Tensor, lengths: Tensor, length: int
+) -> Float[Tensor, "batch heads shown length"]:
+    if isinstance(rows, VectorRows):
+        left, right, scaling = sides(rows.vectors, rows.kind)
+        mask = row_mask(rows.vectors, rows.kind, lengths)
+        mask = mask if mask.shape[-2] == 1 else mask[..., shown, :]
+        scores = (left[:, :, shown] * scaling) @ right.transpose(-1, -2)
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
+    columns = key_mask(lengths, length)[:, None, None, :]
+    if isinstance(rows, DenseRows):
+        return rows.probs[:, :, shown] * columns
+    weight = rows.weight[:, :, shown]
+    probs = torch.zeros((*weight.shape[:-1], length), dtype=weight.dtype, device=weight.device)
+    probs.scatter_add_(-1, rows.index[:, :, shown], weight)
+    return probs if rows.base is None else probs + rows.base[:, :, shown, None] * columns
+
+
+def relation_kl(
+    scores: Float[Tensor, "batch heads query key"], targets: Targets, lengths: Int[Tensor, " batch"]
+) -> Float[Tensor, ""]:
+    """Return KL(teacher || student) of one relation, nats, with its gradient in the student's scores.
+
+    The mean over relation heads and valid rows of
+    KL(P || softmax S) = -H(P) - sum_j P_j S_j + LSE(S) (MiniLM, eqs. 6 and 9). With sparse unbiased rows
+    it is an unbiased estimate. -H(P) has no gradient; it makes the value a true KL.
+
+    Args:
+        scores: of the student, from `relation_scores`, padded columns masked.
+        targets: of the teacher.
+        lengths: valid positions of each sequence.
+    """
+    valid = key_mask(lengths, scores.shape[-1])
+    row_weight = valid[:, None, :] / (lengths.sum() * scores.shape[1])
+    rows, entropy = targets.rows, targets.entropy
+    if isinstance(rows, VectorRows):
+        rows, entropy = densify(rows, lengths)
+    if entropy is None:
+        entropy = mean_row_entropy(to_dense(rows, lengths, scores.shape[-1]), lengths)
+    with torch.autocast(scores.device.type, enabled=False):
+        return _cross_entropy(scores, rows, valid, row_weight) - (entropy * lengths).sum() / lengths.sum()
+
+
+def _cross_entropy(
+    scores: Tensor, rows: DenseRows | SparseRows, valid: Bool[Tensor, "batch size"], row_weight: Tensor
+) -> Tensor:
+    if isinstance(rows, DenseRows):
+        crossed: Tensor = _DenseCrossEntropy.apply(scores, rows.probs, row_weight)  # type: ignore[no-untyped-call]
+    else:
+        crossed = _SparseCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            scores, rows.index, rows.weight, rows.base, valid, row_weight
+        )
+    return crossed
+
+
+class _DenseCrossEntropy(torch.autograd.Function):
+    """Sum over rows of row_weight * (LSE(S) - P . S); dS = row_weight * (softmax(S) - P)."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, target: Tensor, row_weight: Tensor) -> Tensor:  # noqa: ANN401
+        probs, lse = softmax_and_lse(scores)
+        ctx.save_for_backward(probs, target, row_weight)
+        expected = torch.einsum("...k,...k->...", target, scores)
+        return ((lse - expected) * row_weight).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        probs, target, row_weight = ctx.saved_tensors
+        # In place: autograd refuses a second backward pass through what has been changed.
+        return probs.sub_(target).mul_((row_weight * grads[0])[..., None]), None, None
+
+
+class _SparseCrossEntropy(torch.autograd.Function):
+    """As `_DenseCrossEntropy`, for P = base on valid columns plus the weights of the entries."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd functions take their inputs by position
+        ctx: Any,  # noqa: ANN401
+        scores: Tensor,
+        index: Tensor,
+        weight: Tensor,
+        base: Tensor | None,
+        valid: Tensor,
+        row_weight: Tensor,
+    ) -> Tensor:
+        probs, lse = softmax_and_lse(scores)
+        expected = (scores.gather(-1, index) * weight).sum(-1)
+        if base is not None:
+            expected += base * torch.einsum("bhqk,bk->bhq", scores, valid.to(scores.dtype))
+        ctx.save_for_backward(probs, index, weight, base, valid, row_weight)
+        return ((lse - expected) * row_weight).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        probs, index, weight, base, valid, row_weight = ctx.saved_tensors
+        scale = (row_weight * grads[0])[..., None]
+        gradient = probs.mul_(scale)
+        gradient.scatter_add_(-1, index, -weight * scale)
+        if base is not None:
+            gradient -= (base[..., None] * scale) * valid[:, None, None, :]
+        return gradient, None, None, None, None, None

@@ -1,0 +1,128 @@
+"""How close trained students are to a teacher that runs now: exact KLs on a cache's held-out sequences.
+
+A run's own figures are to what its cache holds, and after a teacher assistant to the assistant; these are to
+one teacher, so students of several caches, and of several stages, can be set beside each other.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from minilm_cache.cache import Cache
+from minilm_cache.errors import IdentityMismatchError
+from minilm_cache.models.load import load_model
+from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.base import Losses
+from minilm_cache.objectives.batch import StudentBatch, WantedTargets
+from minilm_cache.objectives.check import Objective
+from minilm_cache.relations.scores import key_mask
+from minilm_cache.relations.states import WantedStates
+from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
+from minilm_cache.train.trainer import read
+from minilm_cache.workflows.live import with_live_targets
+
+_BATCH_SIZE = 16
+
+
+def load_student(folder: Path, device: torch.device) -> TappedModel:
+    """Load a trained student, without dropout, tapped at its last layer.
+
+    Raises:
+        TeacherError: the folder holds no such model.
+    """
+    return TappedModel(load_model(folder)).eval().requires_grad_(requires_grad=False).to(device)
+
+
+def is_teacher_of(teacher: Teacher, cache: Cache) -> bool:
+    """Return whether a cache holds this teacher's relations."""
+    expected = cache.manifest.identity
+    return teacher.identity == expected.teacher and teacher.tokenizer_sha256 == expected.tokenizer_sha256
+
+
+def check_is_teacher_of(teacher: Teacher, cache: Cache) -> None:
+    """Raise IdentityMismatchError for another teacher than the one whose relations a cache holds."""
+    if not is_teacher_of(teacher, cache):
+        expected = cache.manifest.identity.teacher
+        raise IdentityMismatchError(
+            f"teacher {teacher.name} (weights {teacher.identity.weights_sha256[:12]}) is not the one of "
+            f"{cache.reader.root} ({cache.manifest.labels.teacher}, weights {expected.weights_sha256[:12]}). "
+            "Give the teacher that the cache was dumped from."
+        )
+
+
+def live_held_out_kl(
+    cache: Cache, teacher: Teacher, objective: Objective, students: Sequence[Path]
+) -> list[HeldOutLosses] | list[None]:
+    """Return each student's KL(teacher || student), nats, on held-out sequences; none: nothing is held out.
+
+    Args:
+        cache: whose held-out sequences are read, at most 256.
+        teacher: that the cache was dumped from.
+        objective: says which relations, of which layer, split into how many heads.
+        students: their folders.
+
+    Raises:
+        IdentityMismatchError: it is another teacher.
+        TeacherError: a folder holds no student.
+    """
+    check_is_teacher_of(teacher, cache)
+    manifest = cache.manifest
+    if not manifest.num_held_out:
+        return [None] * len(students)
+    wanted = objective.wanted
+    teacher.tap(wanted.layers or manifest.identity.layers[-1:])
+    looks = [_look(load_student(folder, teacher.device), objective) for folder in students]
+    reader = BatchReader(cache, WantedTargets(kinds=()), teacher.tokenizer.pad_token_id, teacher.device)
+    tokens = reader.held_out_batches(batch_size(wanted, manifest, _BATCH_SIZE), MAX_SEQUENCES)
+    return held_out_losses(looks, with_live_targets(tokens, teacher, wanted))
+
+
+def _look(student: TappedModel, objective: Objective) -> Callable[[StudentBatch], Losses]:
+    own = objective.of(student)
+    student.tap(own.needs.layers, own.needs.hidden, own.needs.head)
+
+    def look(batch: StudentBatch) -> Losses:
+        return own.losses(own(read(student, own, batch), batch, "dense"))
+
+    return look
+
+
+@torch.no_grad()
+def masked_agreement(cache: Cache, teacher: Teacher, students: Sequence[Path]) -> list[float]:
+    """Return how often students tell masked tokens as the teacher does, on held-out sequences.
+
+    The share of chosen tokens where a student's likeliest token is that of the teacher, run anew: labels are
+    a sample, whose likeliest token is another.
+
+    Args:
+        cache: with masked readings; at most 256 of its held-out sequences are read.
+        teacher: that the cache was dumped from, loaded with its head for masked tokens.
+        students: folders of models with such a head.
+
+    Raises:
+        IdentityMismatchError: it is another teacher.
+        TeacherError: a folder holds no such model.
+    """
+    check_is_teacher_of(teacher, cache)
+    models = [
+        TappedModel(load_model(folder, "tokens")).eval().to(teacher.device).tap((), head="tokens")
+        for folder in students
+    ]
+    wanted = WantedTargets(kinds=(), states=WantedStates(masked=True))
+    reader = BatchReader(cache, wanted, teacher.tokenizer.pad_token_id, teacher.device)
+    same, count = [0] * len(models), 0
+    for batch in reader.held_out_batches(_BATCH_SIZE, MAX_SEQUENCES):
+        masked = batch.states.masked
+        assert masked is not None
+        found = teacher.read(masked.ids, batch.lengths, head="tokens", chosen=masked.chosen, layers=())
+        assert found.logits is not None
+        told = found.logits.argmax(-1)
+        count += len(told)
+        mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
+        for at, model in enumerate(models):
+            logits = model(masked.ids, mask, masked.chosen).logits
+            same[at] += int((logits.argmax(-1) == told).sum())
+    return [one / max(count, 1) for one in same]

@@ -1,0 +1,62 @@
+"""A report from the folders of runs to its table and its page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from minilm_cache.models.device import choose_device
+from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.progress import Progress, Silent
+from minilm_cache.report.config import ReportConfig
+from minilm_cache.report.maps import Wanted
+from minilm_cache.report.page import Report, check_page, write_report
+from minilm_cache.report.runs import open_runs
+from minilm_cache.report.tables import students_table
+from minilm_cache.settings import cache_home
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportResult:
+    """A page and the table behind it."""
+
+    report: Report
+    students: pa.Table
+    """A row for each student (`report.tables.students_table`)."""
+
+
+def report_runs(
+    folders: Sequence[Path],
+    config: ReportConfig,
+    *,
+    out: Path,
+    home: Path | None = None,
+    progress: Progress | None = None,
+) -> ReportResult:
+    """Write one self-contained page about runs.
+
+    Args:
+        folders: folders of runs, chains or studies.
+        config: what the page shows.
+        out: file of the page.
+        home: folder of what is kept of caches at URLs. None means `~/.cache/minilm-cache`.
+        progress: shows what is being measured. None means that nothing is shown.
+
+    Raises:
+        MiniLMCacheError: see `minilm_cache.errors`.
+    """
+    wanted = Wanted(sequences=config.sequence, texts=config.text) if config.sequence or config.text else None
+    check_page(out, wanted, has_teacher=config.teacher is not None)
+    resolved = dict.fromkeys(path.resolve() for path in folders)
+    runs = [run for path in resolved for run in open_runs(path, config.cache, home or cache_home(None))]
+    teacher = None
+    if config.teacher is not None:
+        teacher = Teacher(locate_teacher(config.teacher), choose_device(config.device))
+    (progress or Silent()).note(f"measuring {sum(len(run.students) for run in runs)} students")
+    students = students_table(runs, teacher, device=config.device)
+    report = write_report(
+        out, runs, students, teacher=teacher, wanted=wanted, title=config.title, paths=config.paths
+    )
+    return ReportResult(report=report, students=students)

@@ -1,0 +1,193 @@
+"""Complete runs, opened again with the caches that they are from."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from transformers import PreTrainedConfig
+
+from minilm_cache.cache import Cache, open_cache
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.student import student_config, teacher_config
+from minilm_cache.objectives.check import Objective, choose_objective
+from minilm_cache.objectives.relations import split_into
+from minilm_cache.objectives.spec import ObjectiveConfig
+from minilm_cache.settings import cache_home
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
+from minilm_cache.store.remote import is_url, without_secrets
+from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
+from minilm_cache.train.record import RunRecord, StudentRecord, load_record
+
+TEACHER_CACHE: Final = "0-teacher"
+"""Folder of the cache in a chain that all its students are compared with."""
+_OF_THE_OBJECTIVE: Final = {
+    "arch",
+    "objective",
+    "relation_heads",
+    "query_key_relations",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRun:
+    """A complete run and the cache that it is from."""
+
+    path: Path
+    record: RunRecord
+    cache: Cache
+    reference: Cache
+    """Whose teacher the students are compared with: the run's own cache, or in a chain the first one."""
+    layer: int | None
+    """Of the reference's teacher that they are compared with; none: its last."""
+    name: str
+    """Of the cache in tables and pictures."""
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        cache_place: str | None = None,
+        home: Path | None = None,
+        *,
+        name: str | None = None,
+        reference: Path | None = None,
+        reference_layer: int | None = None,
+    ) -> "TrainedRun":
+        """Open a run.
+
+        Args:
+            path: its folder.
+            cache_place: folder or URL of its cache; None means the folder where it was when the run began.
+            home: folder of what is kept of caches at URLs; none: `~/.cache/minilm-cache`.
+            name: of the cache, in tables; none: the end of its place.
+            reference: cache whose teacher the students are compared with; none: that of the run.
+            reference_layer: of that teacher; none: its last.
+
+        Raises:
+            InvalidConfigError: there is no run, or its cache is at a URL that nobody has named.
+            IdentityMismatchError: it is not complete, or the cache is another one.
+            MiniLMCacheError: the cache cannot be opened.
+        """
+        folder = Path(path)
+        record = load_record(folder)
+        if not record.complete:
+            raise IdentityMismatchError(
+                f"run {folder} is not complete. Finish it with the command that began it; it resumes."
+            )
+        place = cache_place or record.cache
+        if cache_place is None and is_url(place):
+            raise InvalidConfigError(
+                f"run {folder} says that its cache is at {without_secrets(place)}, and no URL from a run is "
+                "opened unasked. Give it by --cache if you trust it."
+            )
+        cache = open_cache(place, home or cache_home(None))
+        if cache.manifest.fingerprint != record.identity.fingerprint:
+            raise IdentityMismatchError(
+                f"{place} is not the cache that run {folder} was trained from "
+                f"(fingerprint {record.identity.fingerprint[:12]}). Give that one by --cache."
+            )
+        other = cache if reference is None else open_cache(reference)
+        own = other.manifest.fingerprint == cache.manifest.fingerprint
+        return cls(
+            path=folder,
+            record=record,
+            cache=cache,
+            reference=other,
+            layer=record.identity.teacher_layer if own else reference_layer,
+            name=name or Path(place.rstrip("/")).name,
+        )
+
+    @property
+    def is_compared_with_own(self) -> bool:
+        """True where students are compared with the teacher whose relations they learned."""
+        return self.reference.manifest.fingerprint == self.cache.manifest.fingerprint
+
+    @property
+    def students(self) -> list[StudentRecord]:
+        """Students that have weights: those that did not diverge."""
+        return [one for one in self.record.students if one.diverged_at is None]
+
+    @property
+    def objective(self) -> Objective:
+        """What they are compared by: relations of a layer, whatever they learned.
+
+        Of `minilmv2` those that it learned; of every other objective attention distributions and value
+        relations, and with them query and key relations where they were learned.
+        """
+        identity = self.record.identity
+        asked = identity.model_dump(include=_OF_THE_OBJECTIVE)
+        if identity.objective != "minilmv2":
+            asked["objective"] = "minilm"
+        arch = asked.pop("arch")
+        config = ObjectiveConfig.model_validate({**asked, "teacher_layer": self.layer})
+        return choose_objective(config, self.reference, arch=arch)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence, at most."""
+        return self.reference.manifest.identity.packing.max_length
+
+    def folder(self, student: StudentRecord) -> Path:
+        """Return a student's folder."""
+        return RunFolder(path=self.path).student(student.arch)
+
+    def config(self, student: StudentRecord) -> PreTrainedConfig:
+        """Return a student's configuration, from its cache and its shape."""
+        manifest = self.cache.manifest
+        identity, heads = self.record.identity, manifest.identity.relation_heads
+        split = split_into(identity.objective, identity.relation_heads, heads)
+        shape = parse_arch(student.arch, heads, split_into=split, compares_heads=identity.spec.compares_heads)
+        return student_config(shape, self.cache.reader.attachment(TEACHER_CONFIG), manifest)
+
+    def has_teachers_heads(self, student: StudentRecord) -> bool:
+        """Return whether a student's relations can be compared with the teacher's, head by head."""
+        split = self.objective.wanted.relation_heads is not None
+        heads = self.reference.manifest.identity.relation_heads
+        return split or self.config(student).num_attention_heads == heads
+
+    @property
+    def teacher_config(self) -> PreTrainedConfig:
+        """The configuration of the teacher that students are compared with."""
+        return teacher_config(self.reference.reader.attachment(TEACHER_CONFIG), self.reference.manifest)
+
+
+def open_runs(path: Path, cache_place: str | None, home: Path) -> list[TrainedRun]:
+    """Open a run, or every complete run of a chain or a study.
+
+    Args:
+        path: folder of a run, a chain or a study.
+        cache_place: folder or URL of the cache of a run, or the URL that runs of a study may name; None means
+            the folders where their caches were when they began.
+        home: folder of what is kept of caches at URLs.
+
+    Raises:
+        InvalidConfigError: there is no run, or a place is given for the several caches of several runs.
+        MiniLMCacheError: as `TrainedRun.open`.
+    """
+    inner = sorted(file.parent for file in path.glob(f"runs/*/{RUN_FILE}"))
+    if is_run(path) or not inner:
+        return [TrainedRun.open(path, cache_place, home)]
+    if cache_place is not None and not is_url(cache_place):
+        raise InvalidConfigError(
+            f"--cache goes with a run, and {path} holds several. Leave it out, or give the URL that they "
+            "name."
+        )
+    first = path / "caches" / TEACHER_CACHE
+    reference = first if first.is_dir() else None
+    found = []
+    layer: int | None = None
+    for run in inner:
+        record = load_record(run)
+        if not record.complete:
+            continue
+        # The folder may have been moved since; its caches have moved with it.
+        moved = path / "caches" / Path(record.cache).name
+        place = str(moved) if moved.is_dir() else record.cache
+        trusted = None if is_url(place) and place != cache_place else place
+        opened = TrainedRun.open(run, trusted, home, reference=reference)
+        layer = opened.layer if opened.is_compared_with_own else layer
+        found.append(opened)
+    if not found:
+        raise InvalidConfigError(f"no run in {path} is complete. Finish it with the command that began it.")
+    return [one if one.is_compared_with_own else replace(one, layer=layer) for one in found]

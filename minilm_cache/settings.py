@@ -1,0 +1,109 @@
+"""Settings: frozen models, validated whenever they are made or changed; and the folder of caches and runs.
+
+A field states its type, its bounds and its default, and the docstring below it is its help text: commands
+derive their options from these (`minilm_cache.cli.options`). The class that declares a field is its group in
+`--help`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from minilm_cache.errors import InvalidConfigError
+
+Settings = TypeVar("Settings", bound="FrozenSettings")
+DEFAULT_LOCAL_BYTES = 2**34
+"""Bytes of shards of a cache at a URL that are kept on a machine."""
+
+
+class FrozenSettings(BaseModel):
+    """Base of settings: frozen, unknown names refused."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_by_alias=True,
+        validate_by_name=True,
+    )
+    group: ClassVar[str] = "Options"
+    """Heading in `--help` of the options that this class declares."""
+
+    def with_changes(self: Settings, **changes: object) -> Settings:
+        """Return these settings with some of them changed, validated again.
+
+        Raises:
+            InvalidConfigError: a value is out of range, or settings contradict each other.
+        """
+        return validated(type(self), self.model_dump() | changes)
+
+
+class DeviceSettings(FrozenSettings):
+    """Where to compute."""
+
+    group = "Computing"
+    device: str | None = None
+    """torch device to compute on. None means a GPU where there is one."""
+
+
+class ModelSettings(DeviceSettings):
+    """Models from a hub, and where to run them."""
+
+    group = "Model"
+    revision: str | None = None
+    """Revision of a model from the hub. None means its main branch."""
+
+
+class TeacherSettings(ModelSettings):
+    """Which teacher is read."""
+
+    group = "Model"
+    teacher: str
+    """The teacher: `mini`, `bert-base`, `bert-large`, `xlm-r-base`, a folder, or a hub id."""
+
+
+class CorpusSettings(FrozenSettings):
+    """Which text is read."""
+
+    group = "Text"
+    corpus: str = "python-docs"
+    """The text: `python-docs`, a .txt/.jsonl/.csv/.parquet file, a folder, or `hf:ID[:CONFIG][:SPLIT]`."""
+    text_column: str | None = None
+    """Column of the records that holds the text. None means `text`."""
+
+
+class SequenceSettings(CorpusSettings):
+    """How much of a text is read, in sequences of which length."""
+
+    max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
+    """Most tokens of a sequence, special tokens included."""
+    max_tokens: Annotated[int, Field(ge=4)] | None = None
+    """Most tokens to read in all. None means the whole corpus."""
+
+
+def validated(model: type[Settings], values: Mapping[str, Any]) -> Settings:
+    """Build settings from values by name.
+
+    Raises:
+        InvalidConfigError: a value is out of range, or settings contradict each other. The message names the
+            option.
+    """
+    try:
+        return model(**values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        message = problem["msg"].removeprefix("Value error, ")
+        if not problem["loc"]:
+            raise InvalidConfigError(message + ".") from error
+        option = "--" + str(problem["loc"][0]).replace("_", "-")
+        message = message[0].lower() + message[1:]
+        given = problem["input"]
+        value = ", ".join(map(str, given)) if isinstance(given, tuple | list) else given
+        raise InvalidConfigError(f"{option} {value}: {message}.") from error
+
+
+def cache_home(override: str | None) -> Path:
+    """Return the folder of caches and runs: the override, or `~/.cache/minilm-cache` where it is None."""
+    return Path(override).expanduser() if override else Path.home() / ".cache" / "minilm-cache"

@@ -1,0 +1,132 @@
+"""What a training is made from, apart from its cache and the folder of its run."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from minilm_cache.objectives.spec import ObjectiveConfig
+from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings
+
+DEFAULT_EPOCHS = 5.0
+
+
+class StudentSettings(FrozenSettings):
+    """Which students are trained."""
+
+    group = "Students"
+    arch: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Shape of a student, LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sSEED]; repeat it for several students, which
+    are trained in one pass."""
+
+
+class RecipeSettings(FrozenSettings):
+    """How students are optimised."""
+
+    group = "Recipe"
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps. None means as many as `--epochs` takes."""
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
+        None,
+        description=f"Passes over the sequences of the cache. None means {DEFAULT_EPOCHS:g}, unless "
+        "`--steps` is given.",
+    )
+    batch_size: Annotated[int, Field(ge=1)] = 16
+    """Sequences per step, summed over all processes."""
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
+    """Peak learning rate of AdamW."""
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the steps over which the learning rate rises; then it falls linearly to 0."""
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
+    """Weight decay of AdamW."""
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Greatest norm of a student's gradient; longer ones are scaled down to it. None means no limit."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of initial weights, dropout and order."""
+    buffer_shards: Annotated[int, Field(ge=1)] = 4
+    """Shards whose sequences are shuffled together."""
+    init: str = "random"
+    """What students begin with: `random`, `teacher-layers`, or the folder of a model or of a run."""
+    init_teacher: str | None = None
+    """The teacher whose layers `--init teacher-layers` takes: a name, a folder or a hub id. None means that
+    no layers are taken."""
+
+
+class ComputeSettings(DeviceSettings):
+    """Where and how steps are computed."""
+
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Precision of matrix products; relations and losses are always float32. None means bfloat16 on a GPU,
+    else float32."""
+    accumulate: Annotated[int, Field(ge=1)] = 1
+    """Parts that each process cuts its share of a step into, to save memory; their gradients are added."""
+    gradient_checkpointing: bool = False
+    """Compute activations inside layers again in the backward pass instead of keeping them."""
+    compiled: Annotated[bool, Field(json_schema_extra={"flag": "--compile"})] = False
+    """Compile layers by torch.compile."""
+    place: Literal["data", "students"] = "data"
+    """What the processes of torchrun divide among themselves."""
+    streams: Annotated[int, Field(ge=1)] | None = None
+    """Streams that an epoch's sequences are dealt to. None means one for each process."""
+    local_bytes: Annotated[int, Field(ge=1)] = DEFAULT_LOCAL_BYTES
+    """Bytes of shards that are kept on this machine, of a cache at a URL."""
+
+
+class RunSettings(FrozenSettings):
+    """What a run keeps and shows while it trains."""
+
+    group = "Run"
+    checkpoint_steps: Annotated[int, Field(ge=1)] = 500
+    """Steps between checkpoints."""
+    keep_checkpoints: Annotated[int, Field(ge=0)] = 0
+    """Newest checkpoints that stay when the run is over; 0 means that one is kept while it trains, and none
+    afterwards."""
+    eval_steps: Annotated[int, Field(ge=1)] | None = None
+    """Steps between evaluations on held-out sequences; the best weights become the student. None means an
+    evaluation at the end alone."""
+    max_hours: Annotated[float, Field(gt=0)] | None = None
+    """Hours of training after which a run stops with exit code 130 and keeps its state. None means no
+    limit."""
+    tracker: Literal["none", "tensorboard", "trackio", "wandb", "mlflow"] = "none"
+    """Experiment tracker to report to, in addition to log.jsonl."""
+
+
+class TrainConfig(StudentSettings, ObjectiveConfig, RecipeSettings, ComputeSettings, RunSettings):
+    """Settings of a training: everything but the cache and the folder of the run."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "TrainConfig":
+        if (self.init == "teacher-layers") != (self.init_teacher is not None):
+            raise ValueError("--init teacher-layers and --init-teacher go together")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("--steps and --epochs exclude each other")
+        if self.compiled and self.gradient_checkpointing:
+            raise ValueError("--compile and --gradient-checkpointing exclude each other")
+        doubled = sorted({arch for arch in self.arch if self.arch.count(arch) > 1})
+        if doubled:
+            raise ValueError(f"--arch {doubled[0]} is given twice")
+        return self
+
+
+class CostConfig(FrozenSettings):
+    """Trainings whose cost is estimated."""
+
+    group = "Training to estimate"
+    arch: tuple[str, ...] = ()
+    """Shape of a student whose training is estimated; may be repeated. None means no estimate."""
+    preset: str | None = None
+    """Recipe that says how many steps of how many sequences a training takes. None means `--epochs`."""
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    """Passes over the corpus that a training takes. None means those of the recipe."""
+    tflops: Annotated[float, Field(ge=1e-6, allow_inf_nan=False)] | None = None
+    """Operations per second of the machine that the estimate is for, in 10^12. None means the rate that the
+    teacher reaches here."""
+
+    @model_validator(mode="after")
+    def _of_students(self) -> "CostConfig":
+        if not self.arch and (self.preset, self.epochs, self.tflops) != (None, None, None):
+            raise ValueError("--preset, --epochs and --tflops go with --arch: give a shape, or none of them")
+        if self.preset is not None and self.epochs is not None:
+            raise ValueError("--preset and --epochs both say how long training is: give one of them")
+        if self.arch and self.preset is None and self.epochs is None:
+            raise ValueError("--arch goes with --preset or --epochs, which say how long training is")
+        return self

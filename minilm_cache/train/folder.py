@@ -1,0 +1,54 @@
+"""The layout of a run's folder: the only file that knows it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_FILE = "run.json"
+"""The run's record."""
+
+
+def arch_slug(arch: str) -> str:
+    """Return a shape as part of a path."""
+    return arch.replace(":", "-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """The files and folders of a run."""
+
+    path: Path
+    """The folder itself."""
+
+    @property
+    def record(self) -> Path:
+        """The run's record, `run.json`; a folder without it is no run."""
+        return self.path / RUN_FILE
+
+    @property
+    def log(self) -> Path:
+        """Training losses and held-out figures, a JSON object a line."""
+        return self.path / "log.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the process that trains here."""
+        return self.path / ".run.lock"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the states that a run resumes from."""
+        return self.path / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        """Folder of the weights with the least held-out loss so far."""
+        return self.path / "best"
+
+    def student(self, arch: str) -> Path:
+        """Return the folder of a trained student, a Hugging Face model."""
+        return self.path / "students" / arch_slug(arch)
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder holds a run."""
+    return RunFolder(path=folder).record.is_file()

@@ -1,0 +1,347 @@
+"""Teacher -> assistants -> students: each stage an ordinary cache or an ordinary run in one folder.
+
+A student much smaller than its teacher learns better from an assistant in between (MiniLM, Wang et al. 2020,
+arXiv 2002.10957, section 3.3 and table 3). A stage that is complete is not done again, and one that is not
+is taken up where it stopped, because dump and train do so; the chain adds only their order.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.device import choose_device
+from minilm_cache.models.load import locate_teacher, read_config
+from minilm_cache.models.student import shape_config
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.check import check_codec
+from minilm_cache.objectives.relations import split_into
+from minilm_cache.objectives.spec import OBJECTIVES, Needs
+from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.report.page import write_report
+from minilm_cache.report.runs import TEACHER_CACHE, TrainedRun
+from minilm_cache.report.tables import held_out_of, students_table
+from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
+from minilm_cache.store.creation import differing_values
+from minilm_cache.store.durable import storage_errors, write_file
+from minilm_cache.store.layout import MANIFEST, commit_path
+from minilm_cache.store.reader import read_manifest
+from minilm_cache.train.folder import RunFolder, arch_slug, is_run
+from minilm_cache.train.ranks import refuse_ranks
+from minilm_cache.train.record import load_record
+from minilm_cache.train.run import train_students
+from minilm_cache.train.sampler import check_parts
+from minilm_cache.workflows.config import ChainConfig
+
+CHAIN_FILE = "chain.json"
+SETTINGS_FILE = "settings.json"
+REPORT_FILE = "report.html"
+_MAX_SLUG: Final = 64
+_NEEDS: Final = (Needs(), Needs(vectors=True))
+"""Needs of objectives that learn relations alone, which every cache of a chain holds."""
+Way = Literal["assistant", "via assistants", "direct"]
+_OF_NO_RESULT: Final[dict[str, Any]] = {
+    "compare_direct": True,
+    "dump": {"device": True, "batch_size": True},
+    "train": {"arch": True, "device": True, "checkpoint_steps": True},
+}
+"""What does not make another chain: students may be added to one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One dump or one training."""
+
+    does: Literal["dump", "train"]
+    path: Path
+    """Of the cache or the run."""
+    source: str
+    """Teacher that is dumped, or cache that is trained from."""
+    arch: tuple[str, ...] = ()
+    """Students that are trained."""
+    way: Way = "assistant"
+    """What they are in the chain."""
+
+    def state(self) -> str:
+        """Return how far it has come: `complete`, `to do`, or what is there.
+
+        Raises:
+            MiniLMCacheError: what is there is damaged.
+        """
+        if self.does == "dump":
+            if not (self.path / MANIFEST).exists():
+                return "to do"
+            manifest = read_manifest(self.path)
+            committed = sum((self.path / commit_path(n)).is_file() for n in range(manifest.num_shards))
+            return "complete" if manifest.complete else f"{committed} of {manifest.num_shards} shards"
+        if not is_run(self.path):
+            return "to do"
+        return "complete" if load_record(self.path).complete else "begun"
+
+
+class ChainStudent(BaseModel):
+    """One student at the end of a chain, or an assistant within."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    arch: str
+    seed: int
+    way: Way
+    num_parameters: int | None
+    """None: it diverged."""
+    held_out_kl: dict[RelationKind, float] | None
+    """KL(teacher || student), nats, to the chain's first teacher; none: nothing held out, or it diverged."""
+
+
+class ChainRecord(BaseModel):
+    """What a complete chain says of itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal["minilm-cache chain 1"] = "minilm-cache chain 1"
+    teacher: str
+    assistants: tuple[str, ...]
+    caches: tuple[str, ...]
+    """Folders below the chain's, the teacher's cache first."""
+    runs: tuple[str, ...]
+    students: tuple[ChainStudent, ...]
+    gains: dict[str, float]
+    """For each student trained both ways, its KL via assistants over its KL direct."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainResult:
+    """What a chain has come to."""
+
+    path: Path
+    record: ChainRecord
+
+
+def chain_folder(config: ChainConfig, home: Path) -> Path:
+    """Return where a chain lies if nothing else is asked for, named by its settings."""
+    shapes = _slug(config.assistants)
+    return home / "chains" / f"{shapes}-{canonical_sha256(_settings(config))[:12]}"
+
+
+def _settings(config: ChainConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude=_OF_NO_RESULT)
+
+
+def _slug(arch: Sequence[str]) -> str:
+    """Return shapes as part of a path, told apart by a hash where they are many."""
+    joined = "_".join(map(arch_slug, arch))
+    return joined if len(joined) <= _MAX_SLUG else f"{joined[:_MAX_SLUG]}-{canonical_sha256(list(arch))[:8]}"
+
+
+def stages(config: ChainConfig, folder: Path) -> tuple[Stage, ...]:
+    """Return the stages of a chain, in order."""
+    caches, runs = folder / "caches", folder / "runs"
+    first = caches / TEACHER_CACHE
+    found = [Stage(does="dump", path=first, source=config.dump.teacher)]
+    for number, assistant in enumerate(config.assistants, 1):
+        name = f"{number}-{arch_slug(assistant)}"
+        last = found[-1].path
+        found += [
+            Stage(does="train", path=runs / name, source=str(last), arch=(assistant,)),
+            Stage(
+                does="dump", path=caches / name, source=str(RunFolder(path=runs / name).student(assistant))
+            ),
+        ]
+    shapes = _slug(config.train.arch)
+    arch, last = config.train.arch, found[-1].path
+    ways: list[tuple[Path, Path, Way]] = [(runs / f"students-{shapes}", last, "via assistants")]
+    if config.compare_direct:
+        ways.append((runs / f"direct-{shapes}", first, "direct"))
+    found += [
+        Stage(does="train", path=path, source=str(cache), arch=arch, way=way) for path, cache, way in ways
+    ]
+    return tuple(found)
+
+
+def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
+    """Raise what a later stage would raise on its settings, before hours are spent.
+
+    Returns:
+        The settings, with the relation heads that every stage splits into written out.
+
+    Raises:
+        InvalidConfigError: a shape does not fit the teacher's heads or family, or the objective the codec.
+        IdentityMismatchError: the folder holds another chain.
+        TeacherError: the teacher is not there.
+    """
+    refuse_ranks("a chain", "`chain --dry-run` shows")
+    choose_device(config.train.device)
+    check_parts(config.train)
+    check_codec(config.train, config.dump.codec)
+    if config.train.spec.needs not in _NEEDS:
+        fitting = " or ".join(name for name, spec in OBJECTIVES.items() if spec.needs in _NEEDS)
+        raise InvalidConfigError(
+            f"--objective {config.train.objective}: a chain's students learn relations. Take "
+            f"{fitting}, or dump and train stage by stage."
+        )
+    if config.train.init != "random":
+        raise InvalidConfigError(
+            f"--init {config.train.init}: the students of a chain begin with random weights. Leave it out, or "
+            "dump and train stage by stage."
+        )
+    if config.train.layer_map != "last":
+        raise InvalidConfigError("a chain's students learn from last layers. Leave out --layer-map.")
+    source = locate_teacher(config.dump.teacher, config.dump.revision, without_weights=True)
+    taught = read_config(source)
+    heads = taught.num_attention_heads
+    split = split_into(config.train.objective, config.train.relation_heads, heads)
+    for arch in (*config.assistants, *config.train.arch):
+        shape = parse_arch(arch, heads, split_into=split)
+        if shape.num_heads != heads and arch in config.assistants:
+            raise InvalidConfigError(
+                f"--assistant {arch}: an assistant has its teacher's {heads} heads, so that students after "
+                f"it are those without it. Leave out :h{shape.num_heads}."
+            )
+        own = shape_config(shape, taught.to_dict(), taught.model_type)
+        if arch in config.assistants:
+            taught = own
+    settled = config.model_copy(update={"train": config.train.model_copy(update={"relation_heads": split})})
+    _check_folder(settled, folder)
+    return settled
+
+
+def _check_folder(config: ChainConfig, folder: Path) -> None:
+    """Raise IdentityMismatchError where a folder holds a chain of other settings."""
+    file = folder / SETTINGS_FILE
+    if not file.exists():
+        return
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise IdentityMismatchError(f"{file} is damaged. Choose another --out.") from error
+    differing = list(differing_values(found, _settings(config)))
+    if differing:
+        raise IdentityMismatchError(
+            f"{folder} holds another chain, which differs in {', '.join(differing)}. Choose another --out."
+        )
+
+
+def run_chain(
+    config: ChainConfig,
+    folder: Path,
+    home: Path,
+    *,
+    cache_store: str | None = None,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = never_stop,
+) -> ChainResult:
+    """Go through the stages that are left, then compare the students with the teacher.
+
+    Args:
+        config: what to dump and train.
+        folder: of the chain.
+        home: folder of what is kept of caches at URLs.
+        cache_store: URL of a store where the caches are looked for before a teacher runs.
+        progress: told of each stage.
+        should_stop: asked between steps.
+
+    Raises:
+        MiniLMCacheError: see `minilm_cache.errors`; what is complete is kept whatever happens.
+    """
+    progress = progress or Silent()
+    config = check_chain(config, folder)
+    with storage_errors("write", folder):
+        write_file(folder / SETTINGS_FILE, json.dumps(_settings(config), indent=1).encode())
+    todo = stages(config, folder)
+    first = todo[0].path
+    for number, stage in enumerate(todo, 1):
+        what = ", ".join(stage.arch) or stage.source
+        progress.note(f"stage {number} of {len(todo)}: {stage.does} {what} ({stage.state()})")
+        if stage.does == "train":
+            layer = config.train.teacher_layer if stage.source == str(first) else None
+            settings = config.train.model_copy(update={"arch": stage.arch, "teacher_layer": layer})
+            train_students(
+                settings, stage.source, stage.path, home, progress=progress, should_stop=should_stop
+            )
+            continue
+        dump_cache(
+            _dump_settings(config, stage, first),
+            stage.path,
+            home,
+            cache_store=cache_store,
+            tokens_of=None if stage.path == first else first,
+            progress=progress,
+            should_stop=should_stop,
+        )
+    return ChainResult(path=folder, record=_finish(config, folder, todo, progress))
+
+
+def _dump_settings(config: ChainConfig, stage: Stage, first: Path) -> DumpConfig:
+    """Return how a stage is dumped: assistants over the teacher's sequences, in the same shards."""
+    update: dict[str, Any] = {}
+    if stage.path != first:
+        shard_tokens = read_manifest(first).shard_tokens
+        update = {"teacher": stage.source, "layers": "last", "revision": None, "shard_tokens": shard_tokens}
+    if (stage.path / MANIFEST).exists() and read_manifest(stage.path).complete:
+        update["shard_tokens"] = None  # as they are: it may have been pulled
+    return config.dump.model_copy(update=update)
+
+
+def _finish(config: ChainConfig, folder: Path, done: Sequence[Stage], progress: Progress) -> ChainRecord:
+    """Compare every student with the first teacher; write the record and the page."""
+    trainings = [stage for stage in done if stage.does == "train"]
+    runs = [
+        TrainedRun.open(
+            stage.path, stage.source, reference=done[0].path, reference_layer=config.train.teacher_layer
+        )
+        for stage in trainings
+    ]
+    progress.note("comparing students with the teacher")
+    source = locate_teacher(config.dump.teacher, config.dump.revision)
+    teacher = Teacher(source, choose_device(config.dump.device), config.dump.layers)
+    table = students_table(runs, teacher, device=config.dump.device)
+    ways = {stage.path.name: stage.way for stage in trainings}
+    students = tuple(
+        ChainStudent(
+            arch=row["arch"],
+            seed=row["seed"],
+            way=ways[row["run"]],
+            num_parameters=row["num_parameters"],
+            held_out_kl=held_out_of(row),
+        )
+        for row in table.to_pylist()
+    )
+    gains = _gains(students)
+    record = ChainRecord(
+        teacher=config.dump.teacher,
+        assistants=config.assistants,
+        caches=tuple(str(one.path.relative_to(folder)) for one in done if one.does == "dump"),
+        runs=tuple(str(one.path.relative_to(folder)) for one in trainings),
+        students=students,
+        gains=gains,
+    )
+    with storage_errors("write", folder / CHAIN_FILE):
+        write_file(folder / CHAIN_FILE, record.model_dump_json(indent=1).encode())
+        write_report(
+            folder / REPORT_FILE, runs, table, teacher=teacher, title=folder.name, remarks=remarks(gains)
+        )
+    return record
+
+
+def _gains(students: Sequence[ChainStudent]) -> dict[str, float]:
+    def sums(way: Way) -> dict[str, float]:
+        own = [one for one in students if one.way == way and one.held_out_kl]
+        return {f"{one.arch}:s{one.seed}": sum((one.held_out_kl or {}).values()) for one in own}
+
+    via, direct = sums("via assistants"), sums("direct")
+    return {name: via[name] / direct[name] for name in via if name in direct}
+
+
+def remarks(gains: Mapping[str, float]) -> list[str]:
+    """Return what assistants are worth, in words."""
+    return [
+        f"{name} via assistants has {ratio:.4f} times the KL that it has straight from the teacher"
+        for name, ratio in gains.items()
+    ]

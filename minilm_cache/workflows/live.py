@@ -1,0 +1,31 @@
+"""The teacher as it answers now, in place of a cache: the online opponent of comparisons and benchmarks."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.batch import StudentBatch, WantedTargets
+from minilm_cache.relations.rows import DenseRows, Targets
+from minilm_cache.relations.scores import TeacherSignal, mean_row_entropy, split_heads
+from minilm_cache.storage_schema.identity import RelationKind
+
+
+def with_live_targets(
+    batches: Iterable[StudentBatch], teacher: Teacher, wanted: WantedTargets
+) -> Iterator[StudentBatch]:
+    """Yield the same sequences with the teacher's dense relations, from a forward pass for each batch.
+
+    They are those of the layers that it is tapped at; `wanted` says which relations, and how many heads.
+    """
+    for batch in batches:
+        signals = teacher.signals(batch.ids, batch.lengths)
+        yield replace(batch, targets=tuple(_targets(signal, wanted) for signal in signals))
+
+
+def _targets(signal: TeacherSignal, wanted: WantedTargets) -> dict[RelationKind, Targets]:
+    if wanted.relation_heads is not None:
+        signal = TeacherSignal(split_heads(signal.vectors, wanted.relation_heads), signal.lengths)
+    return {
+        kind: Targets(DenseRows(signal.probs(kind)), mean_row_entropy(signal.probs(kind), signal.lengths))
+        for kind in wanted.kinds
+    }

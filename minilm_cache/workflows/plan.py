@@ -1,0 +1,95 @@
+"""What a dump and trainings from it would cost: the settings to compare, a sample of each, one answer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minilm_cache.dump.config import DumpConfig, PlanConfig
+from minilm_cache.dump.plan import Plan, PlannedSetting, plan
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.settings import validated
+from minilm_cache.train.config import CostConfig
+from minilm_cache.train.cost import Costs, estimate, operations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """A plan, the costs of trainings, and the setting to take."""
+
+    plan: Plan
+    costs: Costs
+    best: PlannedSetting | None
+    """The most faithful setting within the bytes allowed. None means that no limit was given, or that
+    nothing is so small."""
+
+
+def settings_to_compare(dump: Mapping[str, Any], config: PlanConfig) -> list[DumpConfig]:
+    """Return the settings of the dumps that a plan compares.
+
+    Args:
+        dump: settings that all of them share, by name, without those of `PLANNED`.
+        config: the codecs to compare.
+
+    Raises:
+        InvalidConfigError: a value is out of range, or settings contradict each other.
+    """
+    shared = validated(DumpConfig, {**dump, "codec": "vectors"})
+    # Only codec vectors stores several layers: the others are then measured on the last one.
+    several = shared.layers == "all" or len(shared.layers) > 1
+    others = {**dump, "layers": "last"} if several and shared.layers != "last" else dict(dump)
+    compared: list[Mapping[str, Any]] = [
+        {**dump, "codec": "vectors", "max_kl": bound} for bound in config.max_kl
+    ]
+    if not shared.needs_vectors:
+        ks = config.k if "k" in config.model_fields_set else [min(k, shared.max_length) for k in config.k]
+        compared = [{**others, "codec": "topk", "k": k} for k in sorted(set(ks))] + compared
+        compared += [{**others, "codec": "dense"}] if config.dense else []
+    return [validated(DumpConfig, values) for values in compared]
+
+
+def plan_dump(
+    dump: Mapping[str, Any],
+    config: PlanConfig | None = None,
+    *,
+    cost: CostConfig | None = None,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = never_stop,
+) -> PlanResult:
+    """Dump a sample with each setting, and say what the whole would cost and be worth.
+
+    Args:
+        dump: settings of `DumpConfig` that all dumps share, by name.
+        config: the codecs to compare. None means the defaults.
+        cost: trainings whose cost is estimated. None means none of them.
+        progress: shows tokens done. None means that nothing is shown.
+        should_stop: called before each batch; True stops.
+
+    Raises:
+        MiniLMCacheError: see `minilm_cache.errors`.
+    """
+    config, cost = config or PlanConfig(), cost or CostConfig()
+    configs = settings_to_compare(dump, config)
+    first = configs[0]
+    work = operations(cost, first.teacher, revision=first.revision, length=first.max_length)
+    measured = plan(configs, config.sample_tokens, progress=progress or Silent(), should_stop=should_stop)
+    costs = estimate(
+        cost,
+        work,
+        num_tokens=measured.num_tokens,
+        length=first.max_length,
+        teacher_tokens_per_s=measured.teacher_tokens_per_s,
+    )
+    best = None if config.max_bytes is None else measured.best_within(config.max_bytes)
+    return PlanResult(plan=measured, costs=costs, best=best)
+
+
+def refuse_too_large(result: PlanResult, config: PlanConfig) -> None:
+    """Raise InvalidConfigError where a plan was limited to fewer bytes than any setting takes."""
+    if config.max_bytes is None or result.best is not None:
+        return
+    least = min(result.plan.settings, key=lambda setting: setting.total_bytes)
+    raise InvalidConfigError(
+        f"--max-bytes {config.max_bytes}: nothing is so small; the least is {least.words} with "
+        f"{least.total_bytes:,} bytes. Give more, or dump fewer --max-tokens."
+    )

@@ -1,0 +1,224 @@
+"""A study from its document to its table and page: caches, then passes, then results.
+
+What can share a pass does: all shapes of one cache, one objective and one seed are trained from each batch
+together. Caches and runs are ordinary ones, below the study's folder; complete ones are not done again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+from transformers import PreTrainedConfig
+
+from minilm_cache.cache import Cache, open_cache
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.errors import DivergedError, InvalidConfigError
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.device import choose_device
+from minilm_cache.models.load import locate_teacher, read_config
+from minilm_cache.models.student import shape_config, teacher_config
+from minilm_cache.models.tap import Head
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.check import check_codec, choose_objective
+from minilm_cache.objectives.relations import split_into
+from minilm_cache.objectives.spec import ObjectiveConfig
+from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.report.compare import is_teacher_of, masked_agreement
+from minilm_cache.report.page import write_report
+from minilm_cache.report.runs import TrainedRun
+from minilm_cache.report.tables import students_table, summary_table
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
+from minilm_cache.store.durable import storage_errors
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.ranks import refuse_ranks
+from minilm_cache.train.run import train_students
+from minilm_cache.train.sampler import check_parts
+from minilm_cache.workflows.study_spec import Study
+
+PARQUET_FILE = "students.parquet"
+CSV_FILE = "students.csv"
+SUMMARY_FILE = "summary.csv"
+REPORT_FILE = "report.html"
+_OF_ITS_OBJECTIVE = {"epochs", "init_teacher", "eval_steps", *ObjectiveConfig.model_fields}
+"""Settings of a pass that the steps after it do not share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyResult:
+    """What a study has come to."""
+
+    path: Path
+    students: pa.Table
+    """A row for each student of each seed (`results.students_table`)."""
+    summary: pa.Table
+    """Means and deviations over seeds (`results.summary_table`)."""
+
+    @property
+    def report(self) -> Path:
+        """The page."""
+        return self.path / REPORT_FILE
+
+
+def run_study(
+    study: Study,
+    folder: Path,
+    home: Path,
+    *,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = never_stop,
+) -> StudyResult:
+    """Do what is left of a study, then write its table and its page.
+
+    Args:
+        study: what to do.
+        folder: of the study.
+        home: folder of what is kept of caches at URLs.
+        progress: told of each cache and pass.
+        should_stop: asked between steps.
+
+    Raises:
+        MiniLMCacheError: see `minilm_cache.errors`; what is complete is kept whatever happens.
+    """
+    progress = progress or Silent()
+    _check_shapes(study, home)
+    places = _dump_caches(study, folder, home, progress, should_stop)
+    runs = []
+    for number, one in enumerate(study.passes, 1):
+        progress.note(f"pass {number} of {len(study.passes)}: {one.name}")
+        path = folder / "runs" / one.name
+        try:
+            train_students(
+                one.config, places[one.cache], path, home, progress=progress, should_stop=should_stop
+            )
+        except DivergedError as error:
+            progress.note(f"{error} The study goes on without this pass.")
+            continue
+        runs.append(TrainedRun.open(path, places[one.cache], home, name=one.cache))
+    if not runs:
+        raise DivergedError(f"every student of {study.source.path} diverged. Lower lr under train.")
+    teacher = _teacher(study)
+    agreements = _agreements(study, runs, teacher, folder, home, progress, should_stop)
+    progress.note("measuring sizes, speed and closeness to the teacher")
+    students = students_table(
+        runs,
+        teacher,
+        device=study.passes[0].config.device,
+        price_per_hour=study.price_per_hour,
+        agreements=agreements,
+    )
+    summary = summary_table(students)
+    with storage_errors("write results in", folder):
+        pq.write_table(students, folder / PARQUET_FILE)
+        pa_csv.write_csv(students, folder / CSV_FILE)
+        pa_csv.write_csv(summary, folder / SUMMARY_FILE)
+    shown = teacher if teacher is not None and is_teacher_of(teacher, runs[0].reference) else None
+    write_report(folder / REPORT_FILE, runs, students, teacher=shown, title=study.source.path.stem)
+    return StudyResult(path=folder, students=students, summary=summary)
+
+
+def _agreements(  # noqa: PLR0913 - what is trained, where, and who is told
+    study: Study,
+    runs: Sequence[TrainedRun],
+    teacher: Teacher | None,
+    folder: Path,
+    home: Path,
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> dict[tuple[str, str], float]:
+    """Let the students of every run take the same steps of `mlm-kd`, and ask them for masked tokens."""
+    if study.agreement_steps is None or teacher is None:
+        return {}
+    configs = {one.name: one.config for one in study.passes}
+    found: dict[tuple[str, str], float] = {}
+    for run in runs:
+        progress.note(f"agreement on masked tokens: {run.path.name}")
+        config = configs[run.path.name]
+        arch = tuple(one.arch for one in run.students)
+        changes = {"objective": "mlm-kd", "arch": arch, "init": str(run.path), "steps": study.agreement_steps}
+        kept = config.model_dump(exclude=_OF_ITS_OBJECTIVE)
+        own = TrainConfig.model_validate({**kept, **changes})
+        path = folder / "masked" / f"{study.agreement_steps}-{run.path.name}"
+        try:
+            result = train_students(
+                own, run.record.cache, path, home, progress=progress, should_stop=should_stop
+            )
+        except DivergedError as error:
+            progress.note(f"{error} The study goes on without this agreement.")
+            continue
+        learned = [one.arch for one in result.record.students if one.diverged_at is None]
+        told = masked_agreement(run.cache, teacher, [result.student_path(one) for one in learned])
+        found |= {(run.path.name, one): share for one, share in zip(learned, told, strict=True)}
+    return found
+
+
+def _check_shapes(study: Study, home: Path) -> None:
+    """Raise for shapes, objectives and devices that do not fit, before hours are spent."""
+    refuse_ranks("a study", "it has made, or `minilm-cache dump` makes for `{cache: FOLDER}`")
+    for name, cache in study.caches.items():
+        opened: Cache | None = None
+        if isinstance(cache, DumpConfig):
+            source = locate_teacher(cache.teacher, cache.revision, without_weights=True)
+            config, codec = read_config(source), cache.codec
+            heads = config.num_attention_heads
+        else:
+            opened = open_cache(cache, home)
+            config = teacher_config(opened.reader.attachment(TEACHER_CONFIG), opened.manifest)
+            codec, heads = opened.manifest.identity.codec.name, opened.manifest.identity.relation_heads
+            states = opened.manifest.identity.states
+            if study.agreement_steps is not None and (states is None or states.labels is None):
+                study.source.fail(("agreement_steps",), f"cache {name} holds no labels; leave this out")
+        for one in study.passes:
+            if one.cache == name:
+                _check_pass(study, one.config, config, codec, heads)
+                if opened is not None:
+                    choose_objective(one.config, opened, arch=one.config.arch)
+
+
+def _check_pass(
+    study: Study, training: TrainConfig, teacher: PreTrainedConfig, codec: str, heads: int
+) -> None:
+    choose_device(training.device)
+    try:
+        check_codec(training, codec)
+        check_parts(training)
+    except InvalidConfigError as error:
+        study.source.fail(("train",), str(error))
+    split = split_into(training.objective, training.relation_heads, heads)
+    for arch in training.arch:
+        try:
+            shape = parse_arch(arch, heads, split_into=split, compares_heads=training.spec.compares_heads)
+            shape_config(shape, teacher.to_dict(), teacher.model_type)
+        except InvalidConfigError as error:
+            location = ("arch", study.arch.index(arch)) if arch in study.arch else ("objective",)
+            study.source.fail(location, str(error))
+
+
+def _dump_caches(
+    study: Study, folder: Path, home: Path, progress: Progress, should_stop: ShouldStop
+) -> dict[str, str]:
+    """Return the place of every cache, those that are not there dumped, with token files shared."""
+    places = {}
+    first: Path | None = None
+    for name, cache in study.caches.items():
+        if isinstance(cache, str):
+            places[name] = cache
+            continue
+        path = folder / "caches" / name
+        progress.note(f"cache {name}")
+        dump_cache(cache, path, home, tokens_of=first, progress=progress, should_stop=should_stop)
+        first = first or path
+        places[name] = str(path)
+    return places
+
+
+def _teacher(study: Study) -> Teacher | None:
+    """Return the teacher that the study names."""
+    if study.teacher is None:
+        return None
+    name, revision = study.teacher
+    head: Head | None = None if study.agreement_steps is None else "tokens"
+    return Teacher(locate_teacher(name, revision), choose_device(study.passes[0].config.device), head=head)

@@ -1,0 +1,133 @@
+"""A YAML document of which every mistake is told with its line and key."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import yaml
+from pydantic import ValidationError
+
+from minilm_cache.errors import InvalidConfigError, first_line
+from minilm_cache.settings import Settings
+from minilm_cache.store.regular_files import first_bytes
+
+_MAX_BYTES: Final = 2**20
+Location = tuple[str | int, ...]
+"""Keys and indices from the document's root to a value."""
+
+
+class Source:
+    """A YAML document, and the lines of its keys."""
+
+    def __init__(self, path: Path) -> None:
+        """Read a document.
+
+        Raises:
+            InvalidConfigError: it cannot be read, is no YAML, or gives a key twice.
+        """
+        self.path = path
+        try:
+            content = first_bytes(path, _MAX_BYTES + 1, follow_links=True)
+            text = content.decode("utf-8") if len(content) <= _MAX_BYTES else ""
+            _refuse_costly(path, text, len(content))
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
+            self.content = yaml.safe_load(text)
+        except InvalidConfigError:
+            raise
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidConfigError(f"cannot read {path}: {first_line(error)}. Check the path.") from error
+        except (RecursionError, ValueError) as error:
+            raise InvalidConfigError(
+                f"{path}: a value in it cannot be read: {first_line(error)}. Mend it, or put it in quotes."
+            ) from error
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            line = "" if mark is None else f", line {mark.line + 1}"
+            problem = getattr(error, "problem", None) or first_line(error)
+            raise InvalidConfigError(f"{path}{line}: this is no YAML: {problem}. Mend it.") from error
+        if not isinstance(root, yaml.MappingNode):
+            raise InvalidConfigError(f"{path}: a study is a mapping of keys to values. See the README.")
+        self._root: yaml.Node = root
+        for node in _mappings(root):
+            keys = [key.value for key, _ in node.value]
+            doubled = next((key for key, _ in node.value if keys.count(key.value) > 1), None)
+            if doubled is not None:
+                line = f"line {doubled.start_mark.line + 1}"
+                raise InvalidConfigError(
+                    f"{path}, {line}, {doubled.value}: this key is given twice. Keep one."
+                )
+
+    def resolve(self, path: str) -> Path:
+        """Return a path of the document, which is relative to where the document lies."""
+        return self.path.parent / Path(path).expanduser()
+
+    def fail(self, location: Location, problem: str) -> NoReturn:
+        """Raise InvalidConfigError that names the file, the line and the key."""
+        line, node = self._root.start_mark.line, self._root
+        for part in location:
+            found = _child(node, part)
+            if found is None:
+                break
+            line, node = found
+        key = ".".join(map(str, location)) or "the document"
+        raise InvalidConfigError(f"{self.path}, line {line + 1}, {key}: {problem.rstrip('. ')}.")
+
+    def check(
+        self, model: type[Settings], values: Mapping[str, Any], locate: Mapping[str, Location]
+    ) -> Settings:
+        """Build settings from values of the document.
+
+        Args:
+            model: the settings.
+            values: by name.
+            locate: where in the document each name's mapping lies; the key "" for what has no name.
+
+        Raises:
+            InvalidConfigError: with the line and key of the first mistake.
+        """
+        try:
+            return model(**values)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            loc = problem["loc"]
+            message = problem["msg"].removeprefix("Value error, ")
+            if not loc:
+                self.fail(locate[""], message)
+            base = locate.get(str(loc[0]), locate[""])
+            self.fail((*base, *loc), message[0].lower() + message[1:])
+
+
+def _refuse_costly(path: Path, text: str, num_bytes: int) -> None:
+    """Raise InvalidConfigError for a text that would fill memory.
+
+    An alias may stand for itself, and a few aliases for billions of values.
+    """
+    if num_bytes > _MAX_BYTES:
+        raise InvalidConfigError(f"{path} is longer than {_MAX_BYTES >> 10} KiB. Give a study.")
+    alias = next((event for event in yaml.parse(text) if isinstance(event, yaml.AliasEvent)), None)
+    if alias is not None:
+        line = "" if alias.start_mark is None else f", line {alias.start_mark.line + 1}"
+        raise InvalidConfigError(
+            f"{path}{line}: a study has no aliases (*{alias.anchor}). Write the value again."
+        )
+
+
+def _child(node: yaml.Node, part: str | int) -> tuple[int, yaml.Node] | None:
+    """Return the line and the value of a key or an index."""
+    if isinstance(node, yaml.MappingNode):
+        return next(
+            ((key.start_mark.line, value) for key, value in node.value if key.value == str(part)), None
+        )
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part].start_mark.line, node.value[part]
+    return None
+
+
+def _mappings(node: yaml.Node) -> Iterator[yaml.MappingNode]:
+    if isinstance(node, yaml.MappingNode):
+        yield node
+        for _, value in node.value:
+            yield from _mappings(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _mappings(value)

@@ -1,0 +1,100 @@
+"""Is a cache what was committed, and does its teacher still say the same? The answer in one verdict."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from minilm_cache.cache import open_cache, row_checker
+from minilm_cache.corpus.load import load_corpus
+from minilm_cache.dump.config import VerifyConfig
+from minilm_cache.dump.recheck import Recheck, recheck
+from minilm_cache.errors import VerificationError
+from minilm_cache.progress import Progress, Silent
+from minilm_cache.store.verify import Verdict, default_threads, verify
+
+_LISTED = 10
+"""Most shards that a message names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What looking at a cache has shown."""
+
+    path: Path
+    verdict: Verdict
+    again: Recheck | None
+    """How far the teacher is from the cache. None means that no teacher was run."""
+
+    @property
+    def shards_to_redo(self) -> list[int]:
+        """Numbers of the shards to dump again, ascending."""
+        damaged = {damage.shard for damage in self.verdict.damage if damage.shard is not None}
+        return sorted(damaged.union(self.again.damaged_shards if self.again is not None else ()))
+
+    def raise_if_wrong(self) -> None:
+        """Raise the first thing that is wrong.
+
+        Raises:
+            VerificationError: the cache is damaged, or is not what its teacher and corpus give.
+        """
+        if self.again is not None:
+            _raise_if_other(self.path, self.again)
+        if not self.verdict.damage:
+            return
+        first = self.verdict.damage[0]
+        where = "" if first.shard is None else f" of shard {first.shard}"
+        raise VerificationError(
+            f"{self.path} is damaged in {len(self.verdict.damage)} of its files, the first is "
+            f"{first.path}{where}: {first.reason.rstrip('.')}. {self._remedy}"
+        )
+
+    @property
+    def _remedy(self) -> str:
+        if self.verdict.complete is None:
+            return "Fetch the cache again, or dump it anew into another folder: what it is cannot be guessed."
+        shards = self.shards_to_redo
+        listed = ", ".join(map(str, shards[:_LISTED])) + (", ..." if len(shards) > _LISTED else "")
+        redo = f", which writes shard {listed} again" if shards else ""
+        return f"Repeat the `minilm-cache dump` command of this cache{redo}, or fetch the cache again."
+
+
+def verify_cache(
+    path: Path, config: VerifyConfig | None = None, *, progress: Progress | None = None
+) -> Verification:
+    """Compare a cache with what was committed, and with its teacher where one is named.
+
+    Args:
+        path: folder of the cache.
+        config: what to compare. None means sizes of files.
+        progress: shows files and sequences done. None means that nothing is shown.
+
+    Raises:
+        MiniLMCacheError: there is no cache, or the teacher cannot be run. Damage is in the result.
+    """
+    config, progress = config or VerifyConfig(), progress or Silent()
+    verdict = verify(
+        path, full=config.full, num_threads=default_threads(), progress=progress, check_rows=row_checker
+    )
+    if config.teacher is None or verdict.damage:
+        return Verification(path=path, verdict=verdict, again=None)
+    text = None if config.corpus is None else load_corpus(config.corpus, config.text_column)
+    again = recheck(open_cache(path), config.teacher, text, config.device, progress)
+    return Verification(path=path, verdict=verdict, again=again)
+
+
+def _raise_if_other(path: Path, again: Recheck) -> None:
+    if again.identity:
+        raise VerificationError(
+            f"{path} was not made with this: {', '.join(again.identity)} differ. Give the teacher and the "
+            "corpus that `minilm-cache info` shows, or do not trust this cache."
+        )
+    if again.wrong_states:
+        raise VerificationError(
+            f"{path} holds other states than this teacher says: {', '.join(again.wrong_states)}. Do not "
+            "trust this cache: dump it anew, or fetch it from who made it."
+        )
+    if again.damaged_shards:
+        shards = ", ".join(map(str, again.damaged_shards))
+        raise VerificationError(
+            f"{path} holds other relations or tokens than this teacher and corpus give, in shard {shards} of "
+            "the sample. Do not trust this cache: dump it anew, or fetch it from who made it."
+        )
