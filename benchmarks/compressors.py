@@ -83,7 +83,10 @@ def mini_codes(teacher: Teacher) -> Array:
         return found
 
     codec = calibrate(signals(0, 256), signals(256, 320), MAX_KL, layer=teacher.layers[-1]).codec
-    parts = [codec.encode(signal, ())[codec.codes_path] for signal in signals(320, 320 + NUM_TOKENS // 128)]
+    parts = [
+        codec.encode(signal, (), lengths=signal.lengths)[codec.codes_path]
+        for signal in signals(320, 320 + NUM_TOKENS // 128)
+    ]
     return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
@@ -94,7 +97,12 @@ def main() -> None:
     for length in LENGTHS:
         relations, lengths = mini_relations(teacher, length, NUM_TOKENS)
         codec = TopKCodec(max_length=length, k=K)
-        sized = [sizes(codec.encode(relations[kind], kind, range(len(lengths)), lengths)) for kind in KINDS]
+        sized = [
+            sizes(
+                codec.encode_relation(relations[kind], kind, sequences=range(len(lengths)), lengths=lengths)
+            )
+            for kind in KINDS
+        ]
         table[str(length)] = {
             name: round(sum(one[name] for one in sized) / int(lengths.sum()), 1) for name in sized[0]
         }

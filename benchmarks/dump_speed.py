@@ -13,8 +13,8 @@ from transformers import AutoModel
 from benchmarks.inputs import KINDS, mini_teacher
 from benchmarks.plots import plot_dump_speed
 from benchmarks.report import write_result
-from minilm_cache.codecs.base import SignalCodec
-from minilm_cache.codecs.build import store_relations
+from minilm_cache.codecs.base import RelationCodec
+from minilm_cache.codecs.build import build_codec
 from minilm_cache.codecs.fit_vectors import calibrate
 from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
@@ -42,16 +42,16 @@ def main() -> None:
     lengths = torch.full((BATCH,), LENGTH)
     samples = [signal for number in range(6) for signal in teacher.signals(batch(number), lengths)]
     fitted = calibrate(samples[:4], samples[4:], MAX_KL, layer=teacher.layers[-1]).codec
-    codecs: dict[str, SignalCodec] = {"vectors": fitted}
+    codecs: dict[str, RelationCodec] = {"vectors": fitted}
     for name in ("topk", "dense"):
         parameters = codec_parameters(DumpConfig.model_validate({"teacher": "mini", "codec": name}))
         assert not isinstance(parameters, VectorsParameters)
-        codecs[name] = store_relations(parameters, LENGTH, KINDS)
+        codecs[name] = build_codec(parameters, LENGTH, KINDS)
 
-    def dump_with(codec: SignalCodec) -> Callable[[torch.Tensor], None]:
+    def dump_with(codec: RelationCodec) -> Callable[[torch.Tensor], None]:
         def run(ids: torch.Tensor) -> None:
             (signal,) = teacher.signals(ids, lengths)
-            codec.encode(signal, range(BATCH))
+            codec.encode(signal, range(BATCH), lengths=signal.lengths)
             if codec is not fitted:
                 for kind in KINDS:
                     mean_row_entropy(signal.probs(kind), lengths)

@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from minilm_cache.codecs.base import SignalCodec
+from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.build import layer_codec
 from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.codecs.transform import TransformCode
 from minilm_cache.errors import CacheIncompleteError, MiniLMCacheError
-from minilm_cache.relations.rows import RowTargets, to_dense
+from minilm_cache.relations.rows import RowTargets, WantedRelations, to_dense
 from minilm_cache.relations.states import States
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home
 from minilm_cache.storage_schema.arrays import all_small_arrays
@@ -37,7 +37,9 @@ class Cache:
         self.reader = reader
         identity, calibration = reader.manifest.identity, reader.manifest.calibration
         codes = read_codes(reader.root, reader.manifest)
-        self.codecs = {layer: layer_codec(identity, calibration, layer, codes) for layer in identity.layers}
+        self.codecs = {
+            layer: layer_codec(identity, calibration, layer=layer, codes=codes) for layer in identity.layers
+        }
         self.states_codec: StatesCodec | None = None
         """Of what is stored beside relations; none: nothing is."""
         if identity.states is not None:
@@ -56,7 +58,7 @@ class Cache:
         return self.manifest.identity.layers
 
     @property
-    def codec(self) -> SignalCodec:
+    def codec(self) -> RelationCodec:
         """Of the last layer that is stored."""
         return self.codecs[self.layers[-1]]
 
@@ -123,11 +125,11 @@ class CachedSequence:
         if layer is not None and layer not in layers:
             raise ValueError(f"this cache holds no layer {layer}, but {', '.join(map(str, layers))}")
         codec = self._cache.codecs[layers[-1] if layer is None else layer]
-        if chosen not in codec.kinds:
+        if chosen not in codec.everything.kinds:
             raise ValueError(f"this cache holds no {chosen} relation")
-        lengths = torch.tensor([len(self._rows["tokens"])])
-        rows = {path: torch.from_numpy(self._rows[path][None]) for path in codec.paths([chosen])}
-        return codec.decode(rows, [chosen], lengths)[chosen]
+        lengths, wanted = torch.tensor([len(self._rows["tokens"])]), WantedRelations((chosen,))
+        rows = {path: torch.from_numpy(self._rows[path][None]) for path in codec.paths(wanted)}
+        return codec.decode(rows, wanted, lengths=lengths)[chosen]
 
     def states(self, reading: int = 0) -> States:
         """Return what is stored in addition to relations, a batch of one: hidden states, labels, logits.
@@ -145,7 +147,7 @@ class CachedSequence:
             raise ValueError(f"no reading {reading}: this cache holds {codec.parameters.num_readings}")
         paths = ("tokens", *codec.paths(codec.everything))
         rows = {path: torch.from_numpy(self._rows[codec.stored_path(path, reading)][None]) for path in paths}
-        return codec.decode(rows, codec.everything, torch.tensor([len(self._rows["tokens"])]))
+        return codec.decode(rows, codec.everything, lengths=torch.tensor([len(self._rows["tokens"])]))
 
 
 def row_checker(reader: CacheReader) -> Callable[[Shard], None]:
@@ -161,13 +163,16 @@ def row_checker(reader: CacheReader) -> Callable[[Shard], None]:
 def _check_rows(cache: Cache, shard: Shard) -> None:
     lengths = torch.from_numpy(np.repeat(shard.lengths, shard.lengths))
     for codec in cache.codecs.values():
-        codec.check({path: torch.from_numpy(shard.rows[path]) for path in codec.paths(codec.kinds)}, lengths)
+        codec.check(
+            {path: torch.from_numpy(shard.rows[path]) for path in codec.paths(codec.everything)}, lengths
+        )
     states = cache.states_codec
     if states is not None:
         paths = states.paths(states.everything)
         for reading in range(states.parameters.num_readings):
             states.check(
-                {path: torch.from_numpy(shard.rows[states.stored_path(path, reading)]) for path in paths}
+                {path: torch.from_numpy(shard.rows[states.stored_path(path, reading)]) for path in paths},
+                lengths,
             )
 
 

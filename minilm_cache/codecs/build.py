@@ -1,20 +1,14 @@
-"""From the manifest's codec section to the codec, and from one relation to all that are stored."""
+"""From a manifest to its codecs: the only place that asks which codec a cache has."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from jaxtyping import Int
-from torch import Tensor
-
-from minilm_cache.codecs.base import RelationCodec, Rows, SignalCodec
+from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.dense import DenseCodec
+from minilm_cache.codecs.rows import ROW_RELATIONS, RowsCodec
 from minilm_cache.codecs.topk import LARGEST_RATIO, PPS_RATIO, TopKCodec
 from minilm_cache.codecs.transform import TransformCode
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import UnsupportedFormatError
-from minilm_cache.relations.rows import RowTargets
-from minilm_cache.relations.scores import TeacherSignal
-from minilm_cache.storage_schema.arrays import relation_arrays, relation_path
 from minilm_cache.storage_schema.identity import (
     CacheIdentity,
     DenseParameters,
@@ -25,16 +19,21 @@ from minilm_cache.storage_schema.identity import (
 from minilm_cache.storage_schema.manifest import Calibration, layer_folder
 
 
-def build_codec(parameters: TopKParameters | DenseParameters, max_length: int) -> RelationCodec:
-    """Return the codec that a manifest names.
+def build_codec(
+    parameters: TopKParameters | DenseParameters,
+    max_length: int,
+    kinds: tuple[RelationKind, ...] = ROW_RELATIONS,
+) -> RowsCodec:
+    """Return the codec of a cache that stores rows of these relations.
 
     Raises:
         UnsupportedFormatError: its weight scale is not one of this release's.
     """
     if isinstance(parameters, DenseParameters):
-        return DenseCodec(max_length=max_length)
+        return DenseCodec(max_length=max_length, kinds=kinds)
     codec = TopKCodec(
         max_length=max_length,
+        kinds=kinds,
         k=parameters.k,
         select=parameters.select,
         tail=parameters.tail,
@@ -48,87 +47,26 @@ def build_codec(parameters: TopKParameters | DenseParameters, max_length: int) -
     return codec
 
 
-def store_relations(
-    parameters: TopKParameters | DenseParameters, max_length: int, kinds: tuple[RelationKind, ...]
-) -> "StoredRelations":
-    """Return the codec of a cache that stores these relations.
-
-    Raises:
-        UnsupportedFormatError: its weight scale is not one of this release's.
-    """
-    names = relation_arrays(parameters, max_length)
-    return StoredRelations(codec=build_codec(parameters, max_length), kinds=kinds, names=names)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRelations:
-    """Relations stored one beside the other, each with the same codec."""
-
-    codec: RelationCodec
-    kinds: tuple[RelationKind, ...]
-    names: tuple[str, ...]
-    """Arrays of a relation: `gap`, `weight`, ..."""
-
-    @property
-    def is_unbiased(self) -> bool:
-        """As its codec is."""
-        return self.codec.is_unbiased
-
-    def paths(self, kinds: Sequence[RelationKind]) -> tuple[str, ...]:
-        """Return the arrays of these relations."""
-        return tuple(relation_path(kind, name) for kind in kinds for name in self.names)
-
-    def encode(self, signal: TeacherSignal, sequences: Sequence[int]) -> Rows:
-        """Return the rows of every relation."""
-        return {
-            relation_path(kind, name): values
-            for kind in self.kinds
-            for name, values in self.codec.encode(signal.probs(kind), kind, sequences, signal.lengths).items()
-        }
-
-    def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
-        """Raise CacheCorruptError for values that `encode` never writes."""
-        for kind in self.kinds:
-            self.codec.check({name: rows[relation_path(kind, name)] for name in self.names}, lengths)
-
-    def decode(
-        self,
-        rows: Mapping[str, Tensor],
-        kinds: Sequence[RelationKind],
-        lengths: Int[Tensor, " batch"],
-        relation_heads: int | None = None,
-    ) -> dict[RelationKind, RowTargets]:
-        """Return relations as targets, of the heads they were stored with.
-
-        Raises:
-            CacheCorruptError: values that `encode` never writes.
-        """
-        assert relation_heads is None, "stored rows cannot be split anew"
-        return {
-            kind: self.codec.decode({name: rows[relation_path(kind, name)] for name in self.names}, lengths)
-            for kind in kinds
-        }
-
-
 def layer_codec(
     identity: CacheIdentity,
     calibration: Calibration | None,
+    *,
     layer: int,
     codes: Mapping[str, TransformCode],
-) -> SignalCodec:
+) -> RelationCodec:
     """Return the codec that a layer is written with.
 
     Args:
-        identity: of the cache.
-        calibration: of codes.
-        layer: of the teacher.
-        codes: by the folder of their arrays.
+        identity: the identity of the cache.
+        calibration: how codes were fitted. None means that the cache has none.
+        layer: layer of the teacher, counted from 0.
+        codes: fitted codes, by the folder of their arrays.
 
     Raises:
-        UnsupportedFormatError: a newer release wrote it.
+        UnsupportedFormatError: a newer release wrote the cache.
     """
     if not isinstance(identity.codec, VectorsParameters):
-        return store_relations(identity.codec, identity.packing.max_length, identity.relations)
+        return build_codec(identity.codec, identity.packing.max_length, identity.relations)
     assert calibration is not None
     fitted = calibration.of_layer(layer)
     return VectorsCodec(

@@ -11,16 +11,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minilm_cache.codecs.base import Rows
+from minilm_cache.codecs.rows import RowsCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.relations.rows import DenseRows
 from minilm_cache.storage_schema.identity import DenseParameters, RelationKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DenseCodec:
+class DenseCodec(RowsCodec):
     """Every column of every row; rows are padded to `max_length` columns."""
-
-    max_length: int
 
     @property
     def parameters(self) -> DenseParameters:
@@ -32,10 +31,11 @@ class DenseCodec:
         """The stored row is the teacher's row, up to rounding."""
         return True
 
-    def encode(
+    def encode_relation(
         self,
         probs: Float[Tensor, "batch heads query key"],
         kind: RelationKind,
+        *,
         sequences: Sequence[int],
         lengths: Int[Tensor, " batch"],
     ) -> Rows:
@@ -44,7 +44,7 @@ class DenseCodec:
         padded = torch.nn.functional.pad(probs.half(), (0, self.max_length - probs.shape[-1]))
         return {"probability": padded.transpose(1, 2).cpu().numpy()}
 
-    def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
+    def check_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
         """Raise CacheCorruptError for values that are no probabilities."""
         del lengths
         least, greatest = rows["probability"].aminmax()
@@ -54,7 +54,7 @@ class DenseCodec:
                 "the cache again, or fetch it from who made it."
             )
 
-    def decode(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> DenseRows:
+    def decode_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> DenseRows:
         """Return the rows as float32, cut to the batch's padded length.
 
         Raises:
@@ -63,5 +63,5 @@ class DenseCodec:
         probability = rows["probability"][..., : rows["probability"].shape[1]].transpose(1, 2).float()
         valid = torch.arange(probability.shape[-1], device=lengths.device) < lengths[:, None]
         probability = probability.where(valid[:, None, :, None], 0)
-        self.check({"probability": probability}, lengths)
+        self.check_relation({"probability": probability}, lengths)
         return DenseRows(probability)

@@ -232,7 +232,7 @@ def measured_kl(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> dict[R
     rows = 0
     for signal in signals:
         valid = key_mask(signal.lengths, signal.vectors.query.shape[2])[:, None, :]
-        (codes,) = codec.encode(signal, ()).values()
+        (codes,) = codec.encode(signal, (), lengths=signal.lengths).values()
         stored = codec.vectors(torch.from_numpy(codes).to(signal.lengths.device))
         rows += int(signal.lengths.sum()) * codec.num_heads
         for kind in KINDS:
@@ -245,7 +245,7 @@ def measured_kl(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> dict[R
 
 def _bits(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> float:
     """Return the entropy of a token's codes, each component by itself, bits."""
-    encoded = [codec.encode(signal, ())[codec.codes_path] for signal in signals]
+    encoded = [codec.encode(signal, (), lengths=signal.lengths)[codec.codes_path] for signal in signals]
     codes = torch.cat(
         [
             torch.from_numpy(part)[key_mask(signal.lengths.cpu(), part.shape[1])]

@@ -85,17 +85,9 @@ class StatesCodec:
         """Return where an array of the first masked reading lies in another one; others lie where they do."""
         return reading_path(path, reading) if path in masked_paths(self.parameters) else path
 
-    def encode(
-        self, states: States, sequences: Sequence[int], lengths: Int[Tensor, " batch"], reading: int = 0
-    ) -> Rows:
-        """Return the rows of a padded batch; whole numbers are int64 where their arrays hold less.
-
-        Args:
-            states: what the teacher says.
-            sequences: numbers of the sequences in the cache; they seed what is drawn.
-            lengths: valid positions of each sequence.
-            reading: number of the masked reading that the states are of.
-        """
+    def encode(self, content: States, sequences: Sequence[int], *, lengths: Int[Tensor, " batch"]) -> Rows:
+        """Return the rows of a padded batch; whole numbers are int64 where their arrays hold less."""
+        states, reading = content, content.reading
         length = int(lengths.max())
         found: dict[str, np.ndarray] = {}
         for name, values in states.hidden.items():
@@ -147,12 +139,9 @@ class StatesCodec:
             found.append(generator.random(count, dtype=np.float32))
         return torch.from_numpy(np.concatenate(found))[:, None]
 
-    def check(self, rows: Mapping[str, Tensor]) -> None:
-        """Raise CacheCorruptError for values that `encode` never writes.
-
-        Args:
-            rows: path of an array to `(tokens, ...)`, of everything that is stored.
-        """
+    def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
+        """Raise CacheCorruptError for values that `encode` never writes."""
+        del lengths
         for name in self.parameters.coded:
             refuse_codes(rows[_array(name)])
         numbers = [rows[_array(name)] for name in self.everything.hidden if name.family is StateFamily.FIRST]
@@ -165,7 +154,9 @@ class StatesCodec:
             if self.parameters.labels is not None:
                 self._entries(rows, torch.ones_like(chosen) if self._labels_all else chosen)
 
-    def decode(self, rows: Mapping[str, Tensor], wanted: WantedStates, lengths: Tensor) -> States:
+    def decode(
+        self, rows: Mapping[str, Tensor], wanted: WantedStates, *, lengths: Int[Tensor, " batch"]
+    ) -> States:
         """Return states, on the device that `rows` are on.
 
         Args:

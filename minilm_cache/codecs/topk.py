@@ -31,6 +31,7 @@ from torch import Tensor
 from minilm_cache.codecs.base import NOT_OURS, PART_ENTRIES, Rows
 from minilm_cache.codecs.packed_bytes import byte_sums, has_zero_byte
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
+from minilm_cache.codecs.rows import RowsCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.relations.rows import SparseRows
 from minilm_cache.storage_schema.arrays import MAX_ONE_BYTE_LENGTH
@@ -58,10 +59,9 @@ class Entries(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopKCodec:
+class TopKCodec(RowsCodec):
     """k entries per row; see the module's docstring."""
 
-    max_length: int
     k: int = 16
     select: Literal["pps", "largest"] = "pps"
     tail: Literal["uniform", "renormalise"] | None = None
@@ -84,16 +84,17 @@ class TopKCodec:
     def _scale(self) -> LogScale:
         return LogScale(ratio=scale_ratio(self.select))
 
-    def encode(
+    def encode_relation(
         self,
         probs: Float[Tensor, "batch heads query key"],
         kind: RelationKind,
+        *,
         sequences: Sequence[int],
         lengths: Int[Tensor, " batch"],
     ) -> Rows:
         """Return `gap`, `weight` and, above length 256, `gap_high`: uint8, `(batch, length, heads, k)`."""
         if self.select == "pps":
-            draws = self._draws(kind, sequences, lengths, probs.shape).to(probs.device)
+            draws = self._draws(kind, sequences, lengths=lengths, shape=probs.shape).to(probs.device)
             # A part at a time, that fits into the processor's cache.
             part = max(1, PART_ENTRIES // probs[0].numel())
             parts = zip(probs.split(part), draws.split(part), strict=True)
@@ -108,7 +109,7 @@ class TopKCodec:
         return {name: row.to(torch.uint8).transpose(1, 2).cpu().numpy() for name, row in rows.items()}
 
     def _draws(
-        self, kind: RelationKind, sequences: Sequence[int], lengths: Tensor, shape: torch.Size
+        self, kind: RelationKind, sequences: Sequence[int], *, lengths: Tensor, shape: torch.Size
     ) -> Float[Tensor, "batch heads query 1"]:
         """One uniform number per row, a pure function of seed, relation, sequence, head and row.
 
@@ -121,8 +122,8 @@ class TopKCodec:
             draws[at, :, :length, 0] = generator.random((length, shape[1]), dtype=np.float32).T
         return torch.from_numpy(draws)
 
-    def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
-        """Raise CacheCorruptError for what `decode` would; several times as fast."""
+    def check_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
+        """Raise CacheCorruptError for what `decode_relation` would; several times as fast."""
         for first in range(0, len(lengths), _CHECKED_TOKENS):
             part = slice(first, first + _CHECKED_TOKENS)
             gap, weight = rows["gap"][part].numpy(), rows["weight"][part].numpy()
@@ -135,7 +136,7 @@ class TopKCodec:
             if self.select == "pps" and not has_zero_byte(weight).all():
                 raise CacheCorruptError(f"a stored row has no slot. {NOT_OURS}")
 
-    def decode(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> SparseRows:
+    def decode_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> SparseRows:
         """Return entries as `(batch, heads, length, k)`: int64 columns, float32 weights.
 
         Raises:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minilm_cache.codecs.base import Rows
 from minilm_cache.codecs.transform import TransformCode, refuse_codes
-from minilm_cache.relations.rows import RowTargets, VectorRows
+from minilm_cache.relations.rows import RowTargets, VectorRows, WantedRelations
 from minilm_cache.relations.scores import TeacherSignal, Vectors, split_heads
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
@@ -64,18 +64,20 @@ class VectorsCodec:
         return False
 
     @property
-    def kinds(self) -> tuple[RelationKind, ...]:
+    def everything(self) -> WantedRelations:
         """Every relation."""
-        return tuple(RelationKind)
+        return WantedRelations(tuple(RelationKind))
 
-    def paths(self, kinds: Sequence[RelationKind]) -> tuple[str, ...]:
+    def paths(self, wanted: WantedRelations) -> tuple[str, ...]:
         """Return `codes_path`, unless nothing is wanted."""
-        return (self.codes_path,) if kinds else ()
+        return (self.codes_path,) if wanted.kinds else ()
 
-    def encode(self, signal: TeacherSignal, sequences: Sequence[int]) -> Rows:
+    def encode(
+        self, content: TeacherSignal, sequences: Sequence[int], *, lengths: Int[Tensor, " batch"]
+    ) -> Rows:
         """Return the codes, `(batch, length, components)` int16; nothing is drawn."""
-        del sequences
-        return {self.codes_path: self.code.codes(concatenate(signal.vectors)).cpu().numpy()}
+        del sequences, lengths
+        return {self.codes_path: self.code.codes(concatenate(content.vectors)).cpu().numpy()}
 
     def vectors(self, codes: Int16[Tensor, "batch length components"]) -> Vectors:
         """Return queries, keys and values, float32, on the device of the codes."""
@@ -90,21 +92,17 @@ class VectorsCodec:
         refuse_codes(rows[self.codes_path])
 
     def decode(
-        self,
-        rows: Mapping[str, Tensor],
-        kinds: Sequence[RelationKind],
-        lengths: Int[Tensor, " batch"],
-        relation_heads: int | None = None,
+        self, rows: Mapping[str, Tensor], wanted: WantedRelations, *, lengths: Int[Tensor, " batch"]
     ) -> dict[RelationKind, RowTargets]:
         """Return relations as the vectors that they are computed from.
 
         Raises:
             CacheCorruptError: codes that `encode` never writes.
         """
-        if not kinds:
+        if not wanted.kinds:
             return {}
         self.check(rows, lengths)
         vectors = self.vectors(rows[self.codes_path])
-        if relation_heads is not None:
-            vectors = split_heads(vectors, relation_heads)
-        return {kind: VectorRows(vectors, kind) for kind in kinds}
+        if wanted.heads is not None:
+            vectors = split_heads(vectors, wanted.heads)
+        return {kind: VectorRows(vectors, kind) for kind in wanted.kinds}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from minilm_cache.codecs.base import SignalCodec
+from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
@@ -79,8 +79,8 @@ def with_shards_of(config: DumpConfig, donor: CacheReader) -> DumpConfig:
 
 
 def layers_to_write(
-    codecs: Sequence[SignalCodec], identity: CacheIdentity, donor: CacheReader | None
-) -> dict[int, SignalCodec]:
+    codecs: Sequence[RelationCodec], identity: CacheIdentity, donor: CacheReader | None
+) -> dict[int, RelationCodec]:
     """Return the codecs of layers whose relations are to be computed."""
     there = () if donor is None else donor.manifest.identity.layers
     return {layer: codec for layer, codec in zip(identity.layers, codecs, strict=True) if layer not in there}

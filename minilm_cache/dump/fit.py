@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minilm_cache.cache import read_codes
-from minilm_cache.codecs.base import SignalCodec
+from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.build import layer_codec
 from minilm_cache.codecs.fit_states import fit_state
 from minilm_cache.codecs.fit_vectors import INTERRUPTED, calibrate, split_sample
@@ -43,7 +43,7 @@ MIN_SEQUENCES = 4
 class FittedCodec:
     """Codecs and what the cache must hold for them."""
 
-    codecs: tuple[SignalCodec, ...]
+    codecs: tuple[RelationCodec, ...]
     """One for each tapped layer."""
     states: StatesCodec | None
     calibration: Calibration | None = None
@@ -183,7 +183,9 @@ class CodecFitter:
             for small in all_small_arrays(identity, calibration)
         }
         return FittedCodec(
-            codecs=tuple(layer_codec(identity, calibration, layer, codes) for layer in identity.layers),
+            codecs=tuple(
+                layer_codec(identity, calibration, layer=layer, codes=codes) for layer in identity.layers
+            ),
             states=states,
             calibration=calibration,
             attachments=attachments,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from minilm_cache import __version__
+from minilm_cache.codecs.rows import ROW_RELATIONS
 from minilm_cache.codecs.topk import PPS_RATIO, scale_ratio
 from minilm_cache.corpus.load import Corpus
 from minilm_cache.corpus.masking import SHARE, mask_token
@@ -25,7 +26,6 @@ from minilm_cache.storage_schema.identity import (
     CodecParameters,
     DenseParameters,
     Packing,
-    RelationKind,
     TopKParameters,
     VectorsParameters,
 )
@@ -47,7 +47,6 @@ from minilm_cache.store.layout import (
 )
 from minilm_cache.wording import printable
 
-RELATIONS = (RelationKind.ATTENTION, RelationKind.VALUE)
 CALIBRATION_TOKENS = 2**15
 STATE_CALIBRATION_TOKENS = 2**13
 _LEAST_CLASSES = 2
@@ -84,7 +83,7 @@ def identify(
         ),
         layers=teacher.layers,
         relation_heads=teacher.identity.num_heads,
-        relations=() if isinstance(parameters, VectorsParameters) else RELATIONS,
+        relations=() if isinstance(parameters, VectorsParameters) else ROW_RELATIONS,
         codec=parameters,
         states=_states(config, teacher),
     )

@@ -64,9 +64,10 @@ class SequenceReader:
         """
         plain = [name for name in wanted.hidden if name.family is not StateFamily.MASKED]
         head: Head | None = "sequences" if wanted.logits else None
-        states, signals = States(), list[TeacherSignal]()
+        states, signals = States(reading=reading), list[TeacherSignal]()
         if layers or plain or head:
-            states, signals = self._read_plain(ids, lengths, layers, plain, head)
+            plain_states, signals = self._read_plain(ids, lengths, layers, plain, head)
+            states = replace(plain_states, reading=reading)
         masked = [name for name in wanted.hidden if name.family is StateFamily.MASKED]
         if wanted.masked or masked:
             assert self.masker is not None

@@ -229,7 +229,7 @@ def _encode_anew(cache: Cache, teacher: Teacher, numbers: Sequence[int]) -> dict
     signals = teacher.signals(ids.to(teacher.device), lengths.to(teacher.device))
     rows: dict[str, npt.NDArray[np.generic]] = {"tokens": ids.numpy()}
     for layer, signal in zip(teacher.layers, signals, strict=True):
-        rows |= cache.codecs[layer].encode(signal, numbers)
+        rows |= cache.codecs[layer].encode(signal, numbers, lengths=signal.lengths)
     return {
         number: CachedSequence(cache, number, {path: values[at, :length] for path, values in rows.items()})
         for at, (number, length) in enumerate(zip(numbers, lengths.tolist(), strict=True))

@@ -10,7 +10,7 @@ import pyarrow as pa
 import torch
 from filelock import FileLock
 
-from minilm_cache.codecs.base import SignalCodec
+from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.config import DumpConfig
@@ -33,7 +33,7 @@ class ShardJob:
 
     config: DumpConfig
     reader: SequenceReader
-    codecs: Mapping[int, SignalCodec]
+    codecs: Mapping[int, RelationCodec]
     """By the layers whose relations are written."""
     states: StatesCodec | None
     wanted: WantedStates
@@ -113,17 +113,17 @@ class ShardJob:
                 batch.to(teacher.device), on_device, numbers, tuple(self.codecs), self.wanted
             )
             encoded = [
-                codec.encode(signal, numbers)
+                codec.encode(signal, numbers, lengths=on_device)
                 for codec, signal in zip(self.codecs.values(), signals, strict=True)
             ]
             if self.states is not None:
-                encoded.append(self.states.encode(states, numbers, on_device))
+                encoded.append(self.states.encode(states, numbers, lengths=on_device))
                 more = self.wanted.of_masked_reading()
                 for reading in range(1, self.states.parameters.num_readings if more else 1):
                     _, states = self.reader.read(
                         batch.to(teacher.device), on_device, numbers, (), more, reading
                     )
-                    encoded.append(self.states.encode(states, numbers, on_device, reading))
+                    encoded.append(self.states.encode(states, numbers, lengths=on_device))
             for path, values in [item for found in encoded for item in found.items() if item[0] in rows]:
                 for at, n in enumerate(chosen):
                     rows[path][starts[n] : starts[n] + lengths[n]] = values[at, : lengths[n]]

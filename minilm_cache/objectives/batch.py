@@ -7,7 +7,7 @@ from typing import Final, Literal, get_args
 from jaxtyping import Int
 from torch import Tensor
 
-from minilm_cache.relations.rows import Targets
+from minilm_cache.relations.rows import Targets, WantedRelations
 from minilm_cache.relations.scores import Vectors
 from minilm_cache.relations.states import States, WantedStates
 from minilm_cache.storage_schema.identity import RelationKind
@@ -59,3 +59,8 @@ class WantedTargets:
     vectors: bool = False
     """Queries, keys and values of these layers, too."""
     states: WantedStates = field(default_factory=WantedStates)
+
+    @property
+    def relations(self) -> WantedRelations:
+        """The relations wanted of each layer."""
+        return WantedRelations(self.kinds, self.relation_heads)

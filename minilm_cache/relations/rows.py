@@ -47,6 +47,15 @@ class VectorRows:
 RowTargets = DenseRows | SparseRows | VectorRows
 
 
+class WantedRelations(NamedTuple):
+    """Which relations are wanted of a layer."""
+
+    kinds: tuple[RelationKind, ...]
+    """The relations; empty means none of them."""
+    heads: int | None = None
+    """Heads to split vectors into. None means the heads of the teacher's attention."""
+
+
 class Targets(NamedTuple):
     """What the teacher says about one relation of a batch."""
 

@@ -69,8 +69,11 @@ class States:
     hidden: Mapping[StateName, Float[Tensor, "batch ..."]] = field(default_factory=dict)
     """`(batch, length, hidden)`; of family `first` `(batch, hidden)`."""
     masked: MaskedSequences | None = None
+    """Sequences as they are read with tokens masked. None means that they were not asked for."""
     logits: Float[Tensor, "batch classes"] | None = None
-    """Of a teacher that classifies sequences."""
+    """Logits of a teacher that classifies sequences. None means that they were not asked for."""
+    reading: int = 0
+    """Number of the masked reading that the states are of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

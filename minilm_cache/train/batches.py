@@ -81,7 +81,7 @@ class BatchReader:
         self._wanted = wanted
         self._codecs = [cache.codecs[layer] for layer in wanted.layers or cache.layers[-1:]]
         estimated = cache.manifest.identity.relations if cache.codec.is_unbiased else ()
-        paths = {path: None for codec in self._codecs for path in codec.paths(wanted.kinds)}
+        paths = {path: None for codec in self._codecs for path in codec.paths(wanted.relations)}
         if wanted.vectors:
             paths |= {codec.codes_path: None for codec in self._codecs if isinstance(codec, VectorsCodec)}
         if cache.states_codec is not None:
@@ -167,13 +167,10 @@ class BatchReader:
         rows = {path: self._to_device(values) for path, values in gathered.rows.items()}
         states, codec_of_states = States(), self._cache.states_codec
         try:
-            decoded = [
-                codec.decode(rows, self._wanted.kinds, lengths, self._wanted.relation_heads)
-                for codec in self._codecs
-            ]
+            decoded = [codec.decode(rows, self._wanted.relations, lengths=lengths) for codec in self._codecs]
             vectors = self._vectors(rows) if self._wanted.vectors else ()
             if codec_of_states is not None and self._wanted.states:
-                states = codec_of_states.decode(rows, self._wanted.states, lengths)
+                states = codec_of_states.decode(rows, self._wanted.states, lengths=lengths)
         except CacheCorruptError as error:
             raise CacheCorruptError(f"{self._cache.reader.root}: {error}") from error
         targets = tuple(

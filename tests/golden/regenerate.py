@@ -16,8 +16,8 @@ import torch
 
 from minilm_cache import open_cache
 from minilm_cache.cache import CachedSequence
-from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.dense import DenseCodec
+from minilm_cache.codecs.rows import RowsCodec
 from minilm_cache.codecs.topk import TopKCodec
 from minilm_cache.relations.rows import to_dense
 from minilm_cache.relations.scores import key_mask
@@ -27,7 +27,7 @@ from minilm_cache.storage_schema.manifest import CacheManifest
 from tests.support import World, save_teacher, write_corpus
 
 HERE = Path(__file__).parent
-CODECS: dict[str, RelationCodec] = {
+CODECS: dict[str, RowsCodec] = {
     "topk-pps": TopKCodec(max_length=12, k=4, seed=3),
     "topk-largest": TopKCodec(max_length=12, k=4, select="largest", tail="uniform"),
     "dense": DenseCodec(max_length=12),
@@ -41,8 +41,10 @@ def write_codec_bytes() -> None:
     scores = torch.randn(2, 2, 12, 12, generator=torch.Generator().manual_seed(0)) * 2
     probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     for name, codec in CODECS.items():
-        rows = codec.encode(probs, RelationKind.ATTENTION, [0, 1], lengths)
-        decoded = codec.decode({key: torch.from_numpy(values) for key, values in rows.items()}, lengths)
+        rows = codec.encode_relation(probs, RelationKind.ATTENTION, sequences=[0, 1], lengths=lengths)
+        decoded = codec.decode_relation(
+            {key: torch.from_numpy(values) for key, values in rows.items()}, lengths
+        )
         expected = to_dense(decoded, lengths, 12).numpy()
         folder = HERE / "codecs"
         folder.mkdir(exist_ok=True)
@@ -83,7 +85,7 @@ def write_cache(name: str, settings: dict[str, Any]) -> None:
     for number in range(len(cache)):
         sequence = cache[number]
         expected[f"ids_{number}"] = sequence.input_ids.numpy()
-        for kind in cache.codec.kinds:
+        for kind in cache.codec.everything.kinds:
             expected[f"{kind}_{number}"] = sequence.relation(kind).numpy()
         if cache.states_codec is not None:
             expected |= {f"{name}_{number}": values for name, values in states_of(sequence).items()}

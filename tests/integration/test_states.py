@@ -317,17 +317,18 @@ def test_rows_that_no_writer_writes_are_refused(stored: World, path: str, value:
     assert codec is not None
     shard = cache.reader.shard(0)
     rows = {name: torch.from_numpy(array.copy()) for name, array in shard.rows.items()}
-    codec.check(rows)
+    lengths = torch.from_numpy(shard.lengths.repeat(shard.lengths))
+    codec.check(rows, lengths)
     chosen = rows["labels/read"].to(torch.int64) != 2**16 - 2
     at = int(chosen.nonzero()[0]) if path.startswith("labels") else int(shard.starts[0])
     wide = rows[path].to(torch.float64)
     wide[at] = value
     rows[path] = wide.to(torch.int32) if path.startswith("labels") else wide.to(rows[path].dtype)
     with pytest.raises(CacheCorruptError, match=says):
-        codec.check(rows)
+        codec.check(rows, lengths)
     batch = {name: values[None, int(shard.starts[0]) :] for name, values in rows.items()}
     with pytest.raises(CacheCorruptError, match=says):
-        codec.decode(batch, codec.everything, torch.tensor([batch["tokens"].shape[1]]))
+        codec.decode(batch, codec.everything, lengths=torch.tensor([batch["tokens"].shape[1]]))
 
 
 def test_what_a_teacher_cannot_say_is_refused(tmp_path: Path, world: World, command: Command) -> None:

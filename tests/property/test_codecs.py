@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from minilm_cache.codecs.base import RelationCodec, Rows
+from minilm_cache.codecs.base import Rows
 from minilm_cache.codecs.build import build_codec
 from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.packed_bytes import byte_sums, has_zero_byte
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
+from minilm_cache.codecs.rows import RowsCodec
 from minilm_cache.codecs.topk import LARGEST_RATIO, PPS_RATIO, TopKCodec
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
 from minilm_cache.relations.rows import SparseRows, to_dense
@@ -26,7 +27,6 @@ from minilm_cache.storage_schema.identity import (
     DenseParameters,
     RelationKind,
     TopKParameters,
-    VectorsParameters,
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "codecs"
@@ -37,9 +37,9 @@ def as_tensors(rows: Rows) -> Mapping[str, Tensor]:
     return {name: torch.from_numpy(values) for name, values in rows.items()}
 
 
-def round_trip(codec: RelationCodec, probs: Tensor, lengths: Tensor) -> Tensor:
-    rows = codec.encode(probs, KIND, range(len(probs)), lengths)
-    return to_dense(codec.decode(as_tensors(rows), lengths), lengths, probs.shape[-1])
+def round_trip(codec: RowsCodec, probs: Tensor, lengths: Tensor) -> Tensor:
+    rows = codec.encode_relation(probs, KIND, sequences=range(len(probs)), lengths=lengths)
+    return to_dense(codec.decode_relation(as_tensors(rows), lengths), lengths, probs.shape[-1])
 
 
 @st.composite
@@ -64,15 +64,13 @@ TOPK = [
     TopKCodec(max_length=24, k=5, select="largest", tail="uniform"),
     TopKCodec(max_length=24, k=5, select="largest", tail="renormalise"),
 ]
-CODECS: list[RelationCodec] = [*TOPK, DenseCodec(max_length=24)]
+CODECS: list[RowsCodec] = [*TOPK, DenseCodec(max_length=24)]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @settings(max_examples=60, deadline=None)
 @given(relations())
-def test_rows_are_distributions_over_valid_columns(
-    codec: RelationCodec, relation: tuple[Tensor, Tensor]
-) -> None:
+def test_rows_are_distributions_over_valid_columns(codec: RowsCodec, relation: tuple[Tensor, Tensor]) -> None:
     probs, lengths = relation
     stored = round_trip(codec, probs, lengths)
     valid = key_mask(lengths, probs.shape[-1])
@@ -89,8 +87,8 @@ def test_rows_are_distributions_over_valid_columns(
 @given(relations())
 def test_every_row_has_exactly_k_entries(codec: TopKCodec, relation: tuple[Tensor, Tensor]) -> None:
     probs, lengths = relation
-    rows = codec.encode(probs, KIND, range(len(probs)), lengths)
-    decoded = codec.decode(as_tensors(rows), lengths)
+    rows = codec.encode_relation(probs, KIND, sequences=range(len(probs)), lengths=lengths)
+    decoded = codec.decode_relation(as_tensors(rows), lengths)
 
     assert isinstance(decoded, SparseRows)
     assert {name: values.shape[-1] for name, values in rows.items()} == {"gap": codec.k, "weight": codec.k}
@@ -99,13 +97,9 @@ def test_every_row_has_exactly_k_entries(codec: TopKCodec, relation: tuple[Tenso
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_repr_and_parameters_rebuild_a_codec(codec: RelationCodec) -> None:
-    names = {"TopKCodec": TopKCodec, "DenseCodec": DenseCodec}
-
-    assert eval(repr(codec), names) == codec  # noqa: S307 - of our own making
+def test_parameters_rebuild_a_codec(codec: RowsCodec) -> None:
     model = type(codec.parameters)
     parameters = model.model_validate_json(json.dumps(codec.parameters.model_dump(mode="json")))
-    assert not isinstance(parameters, VectorsParameters)
     assert build_codec(parameters, 24) == codec
 
 
@@ -124,8 +118,8 @@ def test_dense_is_off_by_float16_rounding_at_most(relation: tuple[Tensor, Tensor
 def test_largest_stores_exactly_the_top_k(relation: tuple[Tensor, Tensor], k: int) -> None:
     probs, lengths = relation
     codec = TopKCodec(max_length=24, k=k, select="largest", tail="renormalise")
-    rows = codec.encode(probs, KIND, range(len(probs)), lengths)
-    decoded = codec.decode(as_tensors(rows), lengths)
+    rows = codec.encode_relation(probs, KIND, sequences=range(len(probs)), lengths=lengths)
+    decoded = codec.decode_relation(as_tensors(rows), lengths)
     assert isinstance(decoded, SparseRows)
     code = torch.from_numpy(rows["weight"]).transpose(1, 2)
     oracle = np.sort(probs.numpy(), axis=-1)[..., ::-1]
@@ -206,12 +200,14 @@ def test_a_draw_depends_on_seed_relation_and_sequence_and_not_on_the_batch() -> 
     probs = torch.randn(4, 2, 24, 24, generator=torch.Generator().manual_seed(2)).softmax(-1)
     lengths = torch.full((4,), 24)
     codec = TopKCodec(max_length=24, k=5, seed=1)
-    whole = codec.encode(probs, KIND, [10, 11, 12, 13], lengths)
-    alone = codec.encode(probs[2:3], KIND, [12], lengths[2:3])
+    whole = codec.encode_relation(probs, KIND, sequences=[10, 11, 12, 13], lengths=lengths)
+    alone = codec.encode_relation(probs[2:3], KIND, sequences=[12], lengths=lengths[2:3])
     others = [
-        codec.encode(probs[2:3], KIND, [13], lengths[2:3]),
-        codec.encode(probs[2:3], RelationKind.VALUE, [12], lengths[2:3]),
-        TopKCodec(max_length=24, k=5, seed=2).encode(probs[2:3], KIND, [12], lengths[2:3]),
+        codec.encode_relation(probs[2:3], KIND, sequences=[13], lengths=lengths[2:3]),
+        codec.encode_relation(probs[2:3], RelationKind.VALUE, sequences=[12], lengths=lengths[2:3]),
+        TopKCodec(max_length=24, k=5, seed=2).encode_relation(
+            probs[2:3], KIND, sequences=[12], lengths=lengths[2:3]
+        ),
     ]
 
     assert np.array_equal(whole["gap"][2:3], alone["gap"])
@@ -223,14 +219,14 @@ def test_a_draw_depends_on_seed_relation_and_sequence_and_not_on_the_batch() -> 
 def test_values_that_are_never_written_are_an_error(damage: str) -> None:
     probs = torch.randn(1, 2, 24, 24).softmax(-1)
     codec = TopKCodec(max_length=24, k=5)
-    rows = dict(codec.encode(probs, KIND, [0], torch.tensor([24])))
+    rows = dict(codec.encode_relation(probs, KIND, sequences=[0], lengths=torch.tensor([24])))
     if damage == "column":
         rows["gap"][0, 3, 1, 4] = 200
     else:
         rows["weight"][0, 3, 1, 4] = 255
 
     with pytest.raises(CacheCorruptError, match="beyond its sequence or a weight that is none"):
-        codec.decode(as_tensors(rows), torch.tensor([24]))
+        codec.decode_relation(as_tensors(rows), torch.tensor([24]))
 
 
 @pytest.mark.parametrize("select", ["pps", "largest"])
@@ -238,8 +234,8 @@ def test_columns_of_long_rows_take_two_bytes(select: Literal["pps", "largest"]) 
     scores = torch.randn(1, 2, 600, 600, generator=torch.Generator().manual_seed(4))
     scores[..., :590] -= 12.0
     codec = TopKCodec(max_length=600, k=4, select=select, tail="uniform" if select == "largest" else None)
-    rows = codec.encode(scores.softmax(-1), KIND, [0], torch.tensor([600]))
-    decoded = codec.decode(as_tensors(rows), torch.tensor([600]))
+    rows = codec.encode_relation(scores.softmax(-1), KIND, sequences=[0], lengths=torch.tensor([600]))
+    decoded = codec.decode_relation(as_tensors(rows), torch.tensor([600]))
 
     assert isinstance(decoded, SparseRows)
     assert {name: values.dtype for name, values in rows.items()} == dict.fromkeys(
@@ -267,7 +263,9 @@ def test_golden_bytes_decode_to_the_rows_they_were_released_with(name: str) -> N
         TopKParameters if parameters["name"] == "topk" else DenseParameters
     )
     codec = build_codec(model.model_validate_json(json.dumps(parameters)), expected.shape[-1])
-    decoded = codec.decode({key: torch.from_numpy(values) for key, values in arrays.items()}, lengths)
+    decoded = codec.decode_relation(
+        {key: torch.from_numpy(values) for key, values in arrays.items()}, lengths
+    )
 
     torch.testing.assert_close(to_dense(decoded, lengths, expected.shape[-1]), expected, atol=0, rtol=1e-6)
 

@@ -1,0 +1,110 @@
+"""Relations stored one after the other, row by row: what codecs `topk` and `dense` have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from minilm_cache.codecs.base import Rows
+from minilm_cache.relations.rows import RowTargets, WantedRelations
+from minilm_cache.relations.scores import TeacherSignal
+from minilm_cache.storage_schema.arrays import relation_arrays, relation_path
+from minilm_cache.storage_schema.identity import DenseParameters, RelationKind, TopKParameters
+
+ROW_RELATIONS = (RelationKind.ATTENTION, RelationKind.VALUE)
+"""Relations that codecs of rows store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsCodec(ABC):
+    """A codec that stores the rows of each relation by themselves, all in one way."""
+
+    max_length: int
+    """Most tokens of a sequence."""
+    kinds: tuple[RelationKind, ...] = ROW_RELATIONS
+    """The relations that are stored."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> TopKParameters | DenseParameters:
+        """What the manifest says about this codec."""
+
+    @property
+    @abstractmethod
+    def is_unbiased(self) -> bool:
+        """Whether the expected stored row is the teacher's row, so that losses estimate the true KL."""
+
+    @abstractmethod
+    def encode_relation(
+        self,
+        probs: Float[Tensor, "batch heads query key"],
+        kind: RelationKind,
+        *,
+        sequences: Sequence[int],
+        lengths: Int[Tensor, " batch"],
+    ) -> Rows:
+        """Return the stored rows of one relation, by the names of its arrays.
+
+        Args:
+            probs: the teacher's relation; columns beyond a sequence's length are 0.
+            kind: which relation it is; with `sequences` it seeds what is drawn.
+            sequences: numbers of the sequences in the cache.
+            lengths: valid positions of each sequence.
+        """
+
+    @abstractmethod
+    def check_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
+        """Check the rows of one relation (`Codec.check`); `rows` are by the names of its arrays."""
+
+    @abstractmethod
+    def decode_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> RowTargets:
+        """Return the rows of one relation (`Codec.decode`); `rows` are by the names of its arrays."""
+
+    @property
+    def everything(self) -> WantedRelations:
+        """All relations that are stored."""
+        return WantedRelations(self.kinds)
+
+    def paths(self, wanted: WantedRelations) -> tuple[str, ...]:
+        """Return the paths of the arrays of these relations."""
+        return tuple(path for kind in wanted.kinds for path in self._arrays(kind).values())
+
+    def _arrays(self, kind: RelationKind) -> dict[str, str]:
+        """Return the paths of a relation's arrays, by their names."""
+        names = relation_arrays(self.parameters, self.max_length)
+        return {name: relation_path(kind, name) for name in names}
+
+    def encode(
+        self, content: TeacherSignal, sequences: Sequence[int], *, lengths: Int[Tensor, " batch"]
+    ) -> Rows:
+        """Return the rows of every relation."""
+        return {
+            relation_path(kind, name): values
+            for kind in self.kinds
+            for name, values in self.encode_relation(
+                content.probs(kind), kind, sequences=sequences, lengths=lengths
+            ).items()
+        }
+
+    def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
+        """Raise CacheCorruptError for values that `encode` never writes."""
+        for kind in self.kinds:
+            self.check_relation({name: rows[path] for name, path in self._arrays(kind).items()}, lengths)
+
+    def decode(
+        self, rows: Mapping[str, Tensor], wanted: WantedRelations, *, lengths: Int[Tensor, " batch"]
+    ) -> dict[RelationKind, RowTargets]:
+        """Return relations as targets, with the heads that they were stored with.
+
+        Raises:
+            CacheCorruptError: values that `encode` never writes.
+        """
+        assert wanted.heads is None, "stored rows cannot be split into other heads"
+        return {
+            kind: self.decode_relation(
+                {name: rows[path] for name, path in self._arrays(kind).items()}, lengths
+            )
+            for kind in wanted.kinds
+        }
