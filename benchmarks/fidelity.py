@@ -41,11 +41,11 @@ SETTINGS: dict[str, dict[str, object]] = {
 Row = dict[str, Any]
 
 
-def dumped(corpus: str, length: int, settings: dict[str, object], folder: Path) -> tuple[Cache, Row]:
+def dumped(corpus: str, length: int, *, settings: dict[str, object], folder: Path) -> tuple[Cache, Row]:
     """Dump, and return the cache and what it measured of itself."""
     base = {"teacher": "mini", "corpus": corpus, "max_length": length, "max_tokens": MAX_TOKENS}
     cache = open_cache(
-        dump_cache(DumpConfig.model_validate({**base, **settings}), folder / "cache", folder).path
+        dump_cache(DumpConfig.model_validate({**base, **settings}), out=folder / "cache", home=folder).path
     )
     measured = cache.manifest.measured
     assert measured is not None
@@ -112,7 +112,7 @@ def main(
         found = table.setdefault(str(length), {})
         for name, settings in SETTINGS.items():
             with TemporaryDirectory() as folder:
-                cache, found[name] = dumped(corpus, length, settings, Path(folder))
+                cache, found[name] = dumped(corpus, length, settings=settings, folder=Path(folder))
                 if name == "dense":
                     for bits in (8, 4):
                         found[f"layer's input, {bits} bits"] = layer_input(teacher, cache, bits)

@@ -39,7 +39,7 @@ CACHES = {
 Judgement = dict[str, dict[str, float]]
 
 
-def train_and_judge(cache: Cache, fresh: Cache, teacher: Teacher, seed: int, *, online: bool) -> Judgement:
+def train_and_judge(cache: Cache, fresh: Cache, *, teacher: Teacher, seed: int, online: bool) -> Judgement:
     """Train a student anew, and return its KLs on the text that it trained on and on fresh text."""
     steps = EPOCHS * cache.manifest.num_train // BATCH_SIZE
     config = TrainConfig(arch=(ARCH,), steps=steps, batch_size=BATCH_SIZE, seed=seed)
@@ -49,7 +49,9 @@ def train_and_judge(cache: Cache, fresh: Cache, teacher: Teacher, seed: int, *, 
         ("training text", cache, range(cache.manifest.num_train)),
         ("fresh text", fresh, range(fresh.manifest.num_train, len(fresh))),
     ):
-        reader = BatchReader(source, WantedTargets(kinds=()), teacher.tokenizer.pad_token_id, teacher.device)
+        reader = BatchReader(
+            source, WantedTargets(kinds=()), pad_token=teacher.tokenizer.pad_token_id, device=teacher.device
+        )
         found[name] = live_kl(trainer, reader.batches_of(numbers, 16), teacher)
     return found
 
@@ -79,18 +81,24 @@ def main() -> None:
         home = Path(folder)
         # The whole corpus, of whose order the last documents are held out; the few below are the first ones.
         whole = DumpConfig(teacher="mini", codec="vectors", max_kl=0.5)
-        fresh = open_cache(dump_cache(whole, home / "fresh", home).path)
+        fresh = open_cache(dump_cache(whole, out=home / "fresh", home=home).path)
         few = {"max_tokens": round(TRAIN_SEQUENCES * LENGTH / 0.97), "shard_tokens": 2**15}
         for name, settings in CACHES.items():
             own = DumpConfig(**{**settings.model_dump(exclude_none=True), **few})
-            cache = open_cache(dump_cache(own, home / name, home).path)
+            cache = open_cache(dump_cache(own, out=home / name, home=home).path)
             assert cache.manifest.measured is not None
             sizes[name] = round(cache.manifest.measured.bytes_per_token, 1)
             if not found:
-                found[name] = [train_and_judge(cache, fresh, teacher, s, online=False) for s in SEEDS]
-                found[ONLINE] = [train_and_judge(cache, fresh, teacher, s, online=True) for s in SEEDS]
+                found[name] = [
+                    train_and_judge(cache, fresh, teacher=teacher, seed=s, online=False) for s in SEEDS
+                ]
+                found[ONLINE] = [
+                    train_and_judge(cache, fresh, teacher=teacher, seed=s, online=True) for s in SEEDS
+                ]
             else:
-                found[name] = [train_and_judge(cache, fresh, teacher, s, online=False) for s in SEEDS]
+                found[name] = [
+                    train_and_judge(cache, fresh, teacher=teacher, seed=s, online=False) for s in SEEDS
+                ]
             write_result(  # after each, since all of them take half an hour
                 "many_epochs",
                 {

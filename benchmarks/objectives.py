@@ -27,7 +27,7 @@ def dumped(teacher: Path, folder: Path, add: Path | None = None, **settings: obj
     """Dump a sample with these settings, or add to one."""
     base = {"teacher": str(teacher), "max_tokens": MAX_TOKENS, **settings}
     path = folder / f"{len(list(folder.iterdir()))}"
-    return open_cache(dump_cache(DumpConfig.model_validate(base), path, folder, add=add).path)
+    return open_cache(dump_cache(DumpConfig.model_validate(base), out=path, home=folder, add=add).path)
 
 
 def states_of(cache: Cache) -> dict[str, Row]:

@@ -47,7 +47,7 @@ FROM_LAYERS = ("minilm", "minilmv2", "tinybert", "bert-pkd")
 """Objectives whose students begin with every other layer of the teacher, too."""
 
 
-def measured(cache: Path, teacher: Teacher, home: Path, name: str, **changes: object) -> dict[str, float]:
+def measured(cache: Path, teacher: Teacher, *, home: Path, name: str, **changes: object) -> dict[str, float]:
     """Train a student, and return the KL of its relations to the teacher, run anew, nats."""
     objective = name.split(",", maxsplit=1)[0]
     config = TrainConfig.model_validate(
@@ -60,8 +60,10 @@ def measured(cache: Path, teacher: Teacher, home: Path, name: str, **changes: ob
             **changes,
         }
     )
-    run = TrainedRun.open(train_students(config, cache, home / f"{name} {len(changes)}", home).path)
-    (found,) = live_held_out_kl(run.reference, teacher, run.objective, [run.folder(run.students[0])])
+    run = TrainedRun.open(train_students(config, cache, out=home / f"{name} {len(changes)}", home=home).path)
+    (found,) = live_held_out_kl(
+        run.reference, teacher, objective=run.objective, students=[run.folder(run.students[0])]
+    )
     assert found is not None
     return {kind: round(value, 4) for kind, value in found.items()}
 
@@ -74,7 +76,7 @@ def main() -> None:
         fit_head(HeadConfig(teacher="mini", max_tokens=2**17, epochs=1), model)
         served = {"for": ",".join(name for name, spec in OBJECTIVES.items() if not spec.needs.logits)}
         settings = {"teacher": str(model), "max_tokens": MAX_TOKENS, **served}
-        cache = dump_cache(DumpConfig.model_validate(settings), home / "cache", home).path
+        cache = dump_cache(DumpConfig.model_validate(settings), out=home / "cache", home=home).path
         measure_all(cache, model, home)
 
 
@@ -83,10 +85,10 @@ def measure_all(cache: Path, model: Path, home: Path) -> None:
     teacher = Teacher(locate_teacher(str(model)), choose_device("cpu"))
     found: dict[str, dict[str, Any]] = {}
     for name in RUNS:
-        found[name] = {"random": measured(cache, teacher, home, name)}
+        found[name] = {"random": measured(cache, teacher, home=home, name=name)}
         if name in FROM_LAYERS:
             begin = {"init": "teacher-layers", "init_teacher": str(model)}
-            found[name]["teacher-layers"] = measured(cache, teacher, home, name, **begin)
+            found[name]["teacher-layers"] = measured(cache, teacher, home=home, name=name, **begin)
         write_result(
             "objectives_trained",
             {"steps": STEPS, "batch_size": BATCH_SIZE, "tokens": MAX_TOKENS, "held_out_kl_nats": found},

@@ -54,9 +54,9 @@ def forms() -> list[dict[str, object]]:
                 relation_loss,
                 vectors,
                 RelationKind.VALUE,
-                Targets(row, entropy if codec == "topk" else None),
-                lengths,
-                form,
+                targets=Targets(row, entropy if codec == "topk" else None),
+                lengths=lengths,
+                method=form,
             )
             for codec, row in rows.items()
             for form in FORMS

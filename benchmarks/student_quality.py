@@ -25,11 +25,11 @@ from minilm_cache.objectives.check import choose_objective
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.heldout import MAX_SEQUENCES, held_out_losses
+from minilm_cache.train.live import with_live_targets
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import build_trainers
 from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.trainer import StudentTrainer
-from minilm_cache.workflows.live import with_live_targets
 
 ARCH = "3x192"
 STEPS = 300
@@ -57,9 +57,11 @@ def trained(config: TrainConfig, cache: Cache, teacher: Teacher, *, online: bool
     plan = plan_steps(config, cache.manifest)
     objective = choose_objective(config, cache, arch=config.arch)
     shape = parse_arch(config.arch[0], identity.relation_heads)
-    (trainer,) = build_trainers(config, cache, [shape], objective, steps, Ranks.alone(teacher.device))
+    (trainer,) = build_trainers(
+        config, cache, shapes=[shape], objective=objective, steps=steps, ranks=Ranks.alone(teacher.device)
+    )
     wanted = WantedTargets(kinds=()) if online else objective.wanted
-    reader = BatchReader(cache, wanted, teacher.tokenizer.pad_token_id, teacher.device)
+    reader = BatchReader(cache, wanted, pad_token=teacher.tokenizer.pad_token_id, device=teacher.device)
     with closing(reader.train_batches(plan, 0)) as stored:
         batches = with_live_targets(stored, teacher, WantedTargets(kinds=KINDS)) if online else stored
         for step in range(steps):
@@ -69,7 +71,9 @@ def trained(config: TrainConfig, cache: Cache, teacher: Teacher, *, online: bool
 
 def judged(trainer: StudentTrainer, cache: Cache, teacher: Teacher) -> dict[str, float]:
     """Return the held-out KL of each relation, to the live teacher's dense rows."""
-    reader = BatchReader(cache, WantedTargets(kinds=()), teacher.tokenizer.pad_token_id, teacher.device)
+    reader = BatchReader(
+        cache, WantedTargets(kinds=()), pad_token=teacher.tokenizer.pad_token_id, device=teacher.device
+    )
     tokens = reader.held_out_batches(16, MAX_SEQUENCES)
     return live_kl(trainer, tokens, teacher)
 
@@ -101,7 +105,7 @@ def main() -> None:
     sizes: dict[str, float] = {}
     with TemporaryDirectory() as folder:
         for name, settings in CACHES.items():
-            cache = open_cache(dump_cache(settings, Path(folder) / name, Path(folder)).path)
+            cache = open_cache(dump_cache(settings, out=Path(folder) / name, home=Path(folder)).path)
             assert cache.manifest.measured is not None
             sizes[name] = round(cache.manifest.measured.bytes_per_token, 1)
             if not found:

@@ -36,11 +36,11 @@ from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.live import with_live_targets
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import build_trainers
 from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.trainer import StudentTrainer
-from minilm_cache.workflows.live import with_live_targets
 
 CODECS = ("topk", "vectors")
 SHAPES = ("3x384", "4x384", "6x384", "12x384")
@@ -75,13 +75,15 @@ class Bench:
         config = DumpConfig(
             teacher=str(self.teacher), codec=codec, max_length=length, max_tokens=2**15, shard_tokens=2**12
         )
-        dump_cache(config, path, self.folder)
+        dump_cache(config, out=path, home=self.folder)
         return open_cache(path)
 
 
 def stream_of(cache: Cache, config: TrainConfig, wanted: WantedTargets) -> Any:  # noqa: ANN401 - a generator
     """Return the batches of a run, read from disk."""
-    return BatchReader(cache, wanted, 0, CPU).train_batches(plan_steps(config, cache.manifest), 0)
+    return BatchReader(cache, wanted, pad_token=0, device=CPU).train_batches(
+        plan_steps(config, cache.manifest), 0
+    )
 
 
 def trainers_of(cache: Cache, config: TrainConfig) -> list[StudentTrainer]:
@@ -89,7 +91,12 @@ def trainers_of(cache: Cache, config: TrainConfig) -> list[StudentTrainer]:
     heads = cache.manifest.identity.relation_heads
     shapes = [parse_arch(arch, heads) for arch in config.arch]
     return build_trainers(
-        config, cache, shapes, choose_objective(config, cache, arch=config.arch), 10**6, Ranks.alone(CPU)
+        config,
+        cache,
+        shapes=shapes,
+        objective=choose_objective(config, cache, arch=config.arch),
+        steps=10**6,
+        ranks=Ranks.alone(CPU),
     )
 
 
@@ -120,7 +127,7 @@ def offline(trainers: list[StudentTrainer], batches: Iterator[StudentBatch]) -> 
 
 
 def usual(
-    bench: Bench, cache: Cache, config: TrainConfig, batches: Iterator[StudentBatch]
+    bench: Bench, cache: Cache, *, config: TrainConfig, batches: Iterator[StudentBatch]
 ) -> Callable[[], int]:
     """Return a step of students, a teacher in the loop of each, the usual way."""
     heads = cache.manifest.identity.relation_heads
@@ -160,7 +167,7 @@ def ratios(bench: Bench, groups: Sequence[str] = GROUPS) -> dict[str, object]:
                 tokens_only = WantedTargets(kinds=())
                 live = with_live_targets(opened(cache, tokens_only), teacher, wanted)
                 ways["best online"] = offline(trainers_of(cache, config), live)
-                ways["usual online"] = usual(bench, cache, config, opened(cache, tokens_only))
+                ways["usual online"] = usual(bench, cache, config=config, batches=opened(cache, tokens_only))
                 found = rates(ways, 4.0 if batch_size == 8 else 8.0)
             name = f"{group}, batch {batch_size}"
             result[name] = {"tokens_per_s": {way: round(rate) for way, rate in found.items()}} | {
@@ -273,7 +280,7 @@ def peak_bytes(bench: Bench, way: str) -> int:
     kinds = choose_objective(config, cache, arch=config.arch).wanted
     with closing(stream_of(cache, config, kinds if way in CODECS else WantedTargets(kinds=()))) as batches:
         if way == "usual online":
-            step = usual(bench, cache, config, batches)
+            step = usual(bench, cache, config=config, batches=batches)
         elif way == "best online":
             teacher = Teacher(locate_teacher(str(bench.teacher)), CPU)
             step = offline(trainers_of(cache, config), with_live_targets(batches, teacher, kinds))

@@ -45,7 +45,7 @@ def main() -> None:
     found = {}
     for name, config in CODECS.items():
         with TemporaryDirectory() as folder:
-            path = dump_cache(config, Path(folder) / "cache", Path(folder)).path
+            path = dump_cache(config, out=Path(folder) / "cache", home=Path(folder)).path
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             seconds = turns(path)
             found[name] = {

@@ -18,7 +18,7 @@ def demo(json: JsonOption = False) -> None:
 
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        result = run_demo(home(), progress, should_stop)
+        result = run_demo(home=home(), progress=progress, should_stop=should_stop)
     manifest = result.dump.manifest
     record = result.train.record
     if json:

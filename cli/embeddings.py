@@ -48,7 +48,8 @@ def _print(scores: "list[EmbeddingScores]", config: EmbeddingsConfig) -> None:
     if saved:
         print_pairs(saved)
     print_table(
-        f"Embeddings of STS-B's pairs without fine-tuning, correlations times 100; teacher: {scores[0].model}",
+        "Embeddings of STS-B's pairs without fine-tuning, correlations times 100; "
+        f"teacher: {scores[0].model}",
         [
             *("model", "width", "Spearman, people", "Pearson, people", "Spearman, teacher"),
             *("cosines off by", "cosine with teacher's", *config.mteb),

@@ -65,20 +65,25 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = app(list(arguments), prog_name="minilm-cache", standalone_mode=False)
     except MiniLMCacheError as error:
-        return _fail(arguments, error.kind, str(error), error.exit_code)
+        return _fail(arguments, error.kind, message=str(error), exit_code=error.exit_code)
     except typer.TyperException as error:
         message = f"{error.format_message()} See `minilm-cache --help`."
-        return _fail(arguments, ErrorKind.INVALID_CONFIG, message, error.exit_code)
+        return _fail(arguments, ErrorKind.INVALID_CONFIG, message=message, exit_code=error.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         message = f"{where}{error.strerror or error}. Check the disk and permissions, then run it again."
-        return _fail(arguments, ErrorKind.STORAGE, message, 1)
+        return _fail(arguments, ErrorKind.STORAGE, message=message, exit_code=1)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail(arguments, ErrorKind.INTERRUPTED, "interrupted at once.", InterruptedRunError.exit_code)
+        return _fail(
+            arguments,
+            ErrorKind.INTERRUPTED,
+            message="interrupted at once.",
+            exit_code=InterruptedRunError.exit_code,
+        )
     return int(code or 0)
 
 
-def _fail(arguments: Sequence[str], kind: ErrorKind, message: str, exit_code: int) -> int:
+def _fail(arguments: Sequence[str], kind: ErrorKind, *, message: str, exit_code: int) -> int:
     print_error(message)
     if "--json" in arguments and kind is not ErrorKind.VERIFICATION_FAILED:
         with suppress(OSError):  # stdout itself may be what failed

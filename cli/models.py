@@ -9,7 +9,8 @@ from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, options
-from minilm_cache.dump.config import AugmentConfig, HeadConfig, TruncateConfig
+from minilm_cache.dump.config import AugmentConfig, HeadConfig
+from minilm_cache.models.config import TruncateConfig
 from minilm_cache.settings import validated
 
 OutOption = Annotated[Path, typer.Option(help="Folder of the model, which must not exist.")]
@@ -90,7 +91,7 @@ def truncate(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
 
     config = validated(TruncateConfig, given)
     quiet_libraries()
-    kept = run_truncate(config.teacher, config.revision, config.layers, out)
+    kept = run_truncate(config, out)
     if json:
         print_json({"model": str(out), "layers": kept})
         return

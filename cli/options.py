@@ -16,7 +16,7 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from minilm_cache.settings import FrozenSettings
+from minilm_cache.settings import FrozenSettings, flag_of
 
 Given = dict[str, Any]
 """Values of settings that were given on the command line, by the name of the field."""
@@ -110,7 +110,7 @@ def options(
 
 
 def _in_groups(model: type[FrozenSettings]) -> list[str]:
-    """Return the fields of settings, group by group; the model's own group is last, required fields are first."""
+    """Return the fields of settings by group, the model's own group last; in each, required fields first."""
     classes = [*model.__mro__[1:], model]
     groups = [one.group for one in classes if issubclass(one, FrozenSettings)]
     return sorted(
@@ -121,7 +121,7 @@ def _in_groups(model: type[FrozenSettings]) -> list[str]:
 
 def _group(model: type[FrozenSettings], field: str) -> str:
     """Return the heading of a field: the group of the class that declares it."""
-    declaring = next(one for one in model.__mro__ if field in one.__dict__.get("__annotations__", ()))
+    declaring = next(one for one in model.__mro__ if field in inspect.get_annotations(one))
     assert issubclass(declaring, FrozenSettings)
     return declaring.group
 
@@ -130,9 +130,7 @@ def _parameter(model: type[FrozenSettings], field: str, name: str) -> inspect.Pa
     """Return the option of a field, as a parameter that typer reads."""
     info = model.model_fields[field]
     kind, metavar = _option_type(info.annotation)
-    flag = _extra(info).get("flag", f"--{(info.alias or name).replace('_', '-')}")
-    if kind is bool and info.default is True:
-        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    flag = flag_of(name, info)
     option = typer.Option(flag, help=_help_text(info), metavar=metavar, rich_help_panel=_group(model, field))
     annotation = kind if info.is_required() else kind | None
     default = inspect.Parameter.empty if info.is_required() else None
@@ -165,12 +163,8 @@ def _help_text(info: FieldInfo) -> str:
     unset = _UNSET.search(text)
     if unset is not None:
         return f"{text[: unset.start()]} [default: {unset['default']}]"
-    default = _extra(info).get("default", None if info.is_required() else info.default)
+    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+    default = extra.get("default", None if info.is_required() else info.default)
     if default is None or default == () or isinstance(default, bool):
         return text
     return f"{text} [default: {', '.join(map(str, default)) if isinstance(default, tuple) else default}]"
-
-
-def _extra(info: FieldInfo) -> dict[str, Any]:
-    """Return what a field says of its option: `flag`, its name; `default`, what it is when not given."""
-    return dict(info.json_schema_extra) if isinstance(info.json_schema_extra, dict) else {}

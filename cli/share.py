@@ -19,6 +19,7 @@ StoreArgument = Annotated[
 def push(
     cache: Annotated[Path, typer.Argument(metavar="CACHE", help="Folder of the cache")],
     store: StoreArgument,
+    *,
     full: Annotated[
         bool, typer.Option("--full", help="Read files that are there and replace those that differ")
     ] = False,
@@ -33,8 +34,10 @@ def push(
     from minilm_cache.store.push import push as run_push  # noqa: PLC0415 - importing it takes seconds
 
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        done = run_push(cache, store, progress, should_stop, full=full)
-    _print_shared("url", done.place, done.manifest, (done.shards_copied, done.shards_kept), json)
+        done = run_push(cache, store, progress=progress, should_stop=should_stop, full=full)
+    _print_shared(
+        "url", done.place, manifest=done.manifest, shards=(done.shards_copied, done.shards_kept), json=json
+    )
 
 
 def pull(
@@ -50,8 +53,10 @@ def pull(
 
     target = out or home() / "caches" / url.rstrip("/").rsplit("/", 1)[-1]
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        done = run_pull(url, target, progress, should_stop)
-    _print_shared("cache", done.place, done.manifest, (done.shards_copied, done.shards_kept), json)
+        done = run_pull(url, target, progress=progress, should_stop=should_stop)
+    _print_shared(
+        "cache", done.place, manifest=done.manifest, shards=(done.shards_copied, done.shards_kept), json=json
+    )
 
 
 def merge(
@@ -66,7 +71,7 @@ def merge(
     from minilm_cache.store.merge import merge as run_merge  # noqa: PLC0415 - importing it takes seconds
 
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        done = run_merge(parts, out, progress, should_stop)
+        done = run_merge(parts, out, progress=progress, should_stop=should_stop)
     if json:
         found = {"shards_copied": done.shards_copied, "shards_missing": done.shards_missing}
         print_json({"cache": str(done.path), "shards": done.num_shards, **found})
@@ -138,7 +143,7 @@ def _described(manifest: CacheManifest) -> dict[str, object]:
 
 
 def _print_shared(
-    name: str, place: str, manifest: CacheManifest, shards: tuple[int, int], json: bool
+    name: str, place: str, *, manifest: CacheManifest, shards: tuple[int, int], json: bool
 ) -> None:
     copied, kept = shards
     if json:

@@ -26,7 +26,7 @@ def speed(
     ],
     json: JsonOption = False,
 ) -> None:
-    """Measure parameters, operations, latency and throughput of models, and compare them with the first one's.
+    """Measure parameters, operations, latency and throughput of models, against those of the first one.
 
     Models take turns on the same batches, so that ratios hold on a busy machine; times are medians.
 

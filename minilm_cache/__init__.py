@@ -1,18 +1,62 @@
-"""minilm-cache: run a teacher once, train many students offline from its cached relations."""
+"""minilm-cache: run a teacher once, train many students offline from its cached relations.
 
+from minilm_cache import DumpConfig, TrainConfig, dump_cache, open_cache, train_students
+
+dumped = dump_cache(DumpConfig(teacher="mini", max_tokens=300_000))
+trained = train_students(TrainConfig(arch=("3x384",), steps=300), dumped.path)
+open_cache(dumped.path)[0].relation("attention")
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minilm_cache.cache import Cache, CachedSequence, open_cache
+    from minilm_cache.dump.config import DumpConfig
+    from minilm_cache.dump.run import DumpResult, dump_cache
+    from minilm_cache.report.runs import Student, TrainedRun
+    from minilm_cache.report.tables import students_table
+    from minilm_cache.train.config import TrainConfig
+    from minilm_cache.train.run import TrainResult, train_students
 
-__all__ = ["Cache", "CachedSequence", "__version__", "open_cache"]
+_HOMES = {
+    "Cache": "cache",
+    "CachedSequence": "cache",
+    "DumpConfig": "dump.config",
+    "DumpResult": "dump.run",
+    "Student": "report.runs",
+    "TrainConfig": "train.config",
+    "TrainResult": "train.run",
+    "TrainedRun": "report.runs",
+    "dump_cache": "dump.run",
+    "open_cache": "cache",
+    "students_table": "report.tables",
+    "train_students": "train.run",
+}
+"""Modules of the public names, imported when one is used: `import minilm_cache` itself costs nothing."""
+__all__ = [
+    "Cache",
+    "CachedSequence",
+    "DumpConfig",
+    "DumpResult",
+    "Student",
+    "TrainConfig",
+    "TrainResult",
+    "TrainedRun",
+    "__version__",
+    "dump_cache",
+    "open_cache",
+    "students_table",
+    "train_students",
+]
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever is asked for
-    """Import the library on first use: `import minilm_cache` costs nothing."""
-    if name in __all__:
-        from minilm_cache import cache  # noqa: PLC0415 - deferred on purpose
-
-        return getattr(cache, name)
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the public names
+    if name in _HOMES:
+        return getattr(import_module(f"minilm_cache.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

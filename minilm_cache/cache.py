@@ -1,8 +1,9 @@
 """A cache as people use it: sequences with their ids and relations. See `open_cache`."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +20,13 @@ from minilm_cache.relations.rows import RowTargets, WantedRelations, to_dense
 from minilm_cache.relations.states import States
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home
 from minilm_cache.storage_schema.arrays import all_small_arrays
-from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.identity import RelationKind, codec_words
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.layout import shard_of
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.reader import CacheReader, Shard, read_manifest, read_small_array
 from minilm_cache.store.remote import is_url
+from minilm_cache.wording import html_table
 
 _SHARDS_KEPT = 2
 
@@ -47,6 +49,28 @@ class Cache:
             self.states_codec = StatesCodec.of(identity, coded)
         self._shards: OrderedDict[int, Shard] = OrderedDict()
 
+    def __repr__(self) -> str:
+        pairs = self._described()
+        return f"<Cache {pairs.pop('cache')}: {', '.join(f'{k} {v}' for k, v in pairs.items())}>"
+
+    def _repr_html_(self) -> str:
+        return html_table("Cache", self._described())
+
+    def _described(self) -> dict[str, object]:
+        """Return what it is, by names for people."""
+        manifest, measured = self.manifest, self.manifest.measured
+        return {
+            "cache": self.reader.root,
+            "teacher": manifest.labels.teacher,
+            "corpus": manifest.labels.corpus,
+            "codec": codec_words(manifest.identity.codec),
+            "layers": ", ".join(map(str, self.layers)),
+            "tokens": f"{manifest.num_tokens:,}",
+            "sequences": f"{manifest.num_sequences:,}, {manifest.num_held_out:,} of them held out",
+            "bytes per token": "unknown" if measured is None else f"{measured.bytes_per_token:.1f}",
+            "states": "none" if manifest.identity.states is None else manifest.identity.states.in_words,
+        }
+
     @property
     def manifest(self) -> CacheManifest:
         """All that describes the cache."""
@@ -66,13 +90,25 @@ class Cache:
         """Return the number of sequences, held-out ones counted."""
         return self.manifest.num_sequences
 
-    def __getitem__(self, number: int) -> "CachedSequence":
-        """Return a sequence; reads and checks its whole shard, and keeps the last two shards.
+    def __iter__(self) -> Iterator["CachedSequence"]:
+        """Yield every sequence, in order."""
+        return (self[number] for number in range(len(self)))
+
+    @overload
+    def __getitem__(self, number: int) -> "CachedSequence": ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list["CachedSequence"]: ...
+
+    def __getitem__(self, number: int | slice) -> "CachedSequence | list[CachedSequence]":
+        """Return a sequence, or those of a slice; reads and checks whole shards, and keeps the last two.
 
         Raises:
             IndexError: there is no such sequence.
             CacheCorruptError: its shard is damaged.
         """
+        if isinstance(number, slice):
+            return [self[one] for one in range(len(self))[number]]
         if not -len(self) <= number < len(self):
             raise IndexError(f"sequence {number} of a cache of {len(self)}")
         number %= len(self)
@@ -96,6 +132,28 @@ class CachedSequence:
         self.number = number
         self._cache = cache
         self._rows = rows
+
+    def __len__(self) -> int:
+        """Return the number of tokens, special tokens included."""
+        return len(self._rows["tokens"])
+
+    def __repr__(self) -> str:
+        pairs = self._described()
+        return f"<CachedSequence {pairs.pop('sequence')}: {', '.join(f'{k} {v}' for k, v in pairs.items())}>"
+
+    def _repr_html_(self) -> str:
+        return html_table("Sequence", self._described())
+
+    def _described(self) -> dict[str, object]:
+        """Return what it is, by names for people."""
+        is_held_out = self.number >= self._cache.manifest.num_train
+        return {
+            "sequence": self.number,
+            "tokens": len(self),
+            "relations": ", ".join(self._cache.codec.everything.kinds),
+            "layers": ", ".join(map(str, self._cache.layers)),
+            "used for": "evaluation, held out" if is_held_out else "training",
+        }
 
     @property
     def input_ids(self) -> Int[Tensor, " length"]:
@@ -189,7 +247,9 @@ def read_codes(root: Path, manifest: CacheManifest) -> dict[str, TransformCode]:
     return {folder: TransformCode(**own) for folder, own in arrays.items()}
 
 
-def open_cache(place: str | Path, home: Path | None = None, local_bytes: int = DEFAULT_LOCAL_BYTES) -> Cache:
+def open_cache(
+    place: str | Path, *, home: Path | None = None, local_bytes: int = DEFAULT_LOCAL_BYTES
+) -> Cache:
     """Open a finished cache.
 
     Args:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from minilm_cache.errors import InvalidConfigError
 
@@ -102,6 +103,13 @@ def validated(model: type[Settings], values: Mapping[str, Any]) -> Settings:
         given = problem["input"]
         value = ", ".join(map(str, given)) if isinstance(given, tuple | list) else given
         raise InvalidConfigError(f"{option} {value}: {message}.") from error
+
+
+def flag_of(name: str, field: FieldInfo) -> str:
+    """Return the option of a field, like `--max-length`; a switch that is on by default has `/--no-...`."""
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    flag = str(extra.get("flag", f"--{(field.alias or name).replace('_', '-')}"))
+    return f"{flag}/--no-{flag.removeprefix('--')}" if field.default is True else flag
 
 
 def cache_home(override: str | None) -> Path:

@@ -2,6 +2,7 @@
 
 import html
 import re
+from collections.abc import Mapping
 
 
 def number_text(value: int | float | None, digits: int = 4) -> str:
@@ -9,6 +10,16 @@ def number_text(value: int | float | None, digits: int = 4) -> str:
     if value is None:
         return "-"
     return f"{value:,.{digits}f}"
+
+
+def html_table(title: str, pairs: Mapping[str, object]) -> str:
+    """Return names and values as a table for notebooks; names from elsewhere are escaped."""
+    rows = "".join(
+        f"<tr><th style='text-align: left'>{html.escape(name)}</th>"
+        f"<td style='text-align: left'>{html.escape(printable(str(value)))}</td></tr>"
+        for name, value in pairs.items()
+    )
+    return f"<table><caption>{html.escape(title)}</caption>{rows}</table>"
 
 
 def printable(text: str) -> str:

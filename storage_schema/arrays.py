@@ -161,12 +161,14 @@ def _state_specs(
     if states.masking is not None:
         read = _read_dtype(vocab_size)
         said = "token id that a chosen token was read as; the greatest but one of its dtype: not chosen"
-        specs.append(_label_array(READ_PATH, read, None, said))
+        specs.append(_label_array(READ_PATH, read, entries=None, meaning=said))
     if states.labels is not None:
         tokens, k = token_dtype(vocab_size), states.labels.k
         none = "" if states.labels.tokens == "all" else "; 0 where not chosen"
-        specs.append(_label_array(INDEX_PATH, tokens, k, f"token id of the entry{none}"))
-        specs.append(_label_array(WEIGHT_PATH, "uint8", k, f"code of the entry's weight{none}"))
+        specs.append(_label_array(INDEX_PATH, tokens, entries=k, meaning=f"token id of the entry{none}"))
+        specs.append(
+            _label_array(WEIGHT_PATH, "uint8", entries=k, meaning=f"code of the entry's weight{none}")
+        )
     if states.num_classes is not None:
         specs.append(
             ArraySpec(
@@ -194,7 +196,7 @@ def masked_paths(states: StatesIdentity) -> frozenset[str]:
     return frozenset([*read, *labels, *hidden])
 
 
-def _label_array(path: str, dtype: DType, entries: int | None, meaning: str) -> ArraySpec:
+def _label_array(path: str, dtype: DType, *, entries: int | None, meaning: str) -> ArraySpec:
     return ArraySpec(
         path=path,
         dtype=dtype,
@@ -242,13 +244,13 @@ def small_arrays(identity: CacheIdentity, fitted: LayerCalibration) -> tuple[Sma
     """Return the arrays that codec `vectors` decodes and encodes a layer with."""
     width = 3 * identity.relation_heads * fitted.head_size
     what = "queries, keys and values, head by head"
-    return _code_arrays(layer_folder(fitted.layer), fitted.components, width, what)
+    return _code_arrays(layer_folder(fitted.layer), fitted.components, width=width, what=what)
 
 
 def state_small_arrays(identity: CacheIdentity, fitted: StateCalibration) -> tuple[SmallArray, ...]:
     """Return the arrays that a hidden state of every token is decoded and encoded with."""
     width = identity.teacher.hidden_size
-    return _code_arrays(fitted.name.folder, fitted.components, width, "hidden states")
+    return _code_arrays(fitted.name.folder, fitted.components, width=width, what="hidden states")
 
 
 def all_small_arrays(identity: CacheIdentity, calibration: Calibration | None) -> tuple[SmallArray, ...]:
@@ -260,7 +262,7 @@ def all_small_arrays(identity: CacheIdentity, calibration: Calibration | None) -
     return tuple(found)
 
 
-def _code_arrays(folder: str, components: int, width: int, what: str) -> tuple[SmallArray, ...]:
+def _code_arrays(folder: str, components: int, *, width: int, what: str) -> tuple[SmallArray, ...]:
     names, shape = ("component", "vector"), (components, width)
     table: tuple[tuple[str, DType, tuple[str, ...], tuple[int, ...], str], ...] = (
         ("basis", "float16", names, shape, "direction of each component, greatest entry 1"),

@@ -24,7 +24,7 @@ ZSTD_LEVEL: Final = 1
 
 
 def zarr_documents(
-    identity: CacheIdentity, calibration: Calibration | None, num_shards: int, shard_tokens: int
+    identity: CacheIdentity, calibration: Calibration | None, *, num_shards: int, shard_tokens: int
 ) -> dict[str, bytes]:
     """Return every `zarr.json` of a cache: path below the root, exact content."""
     documents = {"zarr.json": _json(_group({"minilm_cache": {"format_version": identity.format_version}}))}

@@ -157,7 +157,7 @@ class World:
 
     def dump(self, out: str = "cache", **changes: Any) -> DumpResult:
         """Make a cache."""
-        return dump_cache(self.config(**changes), self.root / out, self.home)
+        return dump_cache(self.config(**changes), out=self.root / out, home=self.home)
 
 
 def write_document(file: Path, document: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ def dump_arguments(world: World, *more: object, k: int | None = 6) -> list[objec
 
 def pushed(world: World, store: str) -> str:
     """Push the world's cache, and return its URL."""
-    return push(world.root / "cache", store, Silent(), never_stop).place
+    return push(world.root / "cache", store, progress=Silent(), should_stop=never_stop).place
 
 
 def write_hub(root: Path, configurations: dict[str, dict[str, Dataset]]) -> Path:

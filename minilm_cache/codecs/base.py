@@ -28,13 +28,13 @@ PART_ENTRIES = 2**21
 """Probabilities that are drawn from at once, 8 MiB: they stay in a processor's cache."""
 Rows = Mapping[str, npt.NDArray[np.generic]]
 """Stored rows: path of an array to `(batch, length, ...)`."""
-Content = TypeVar("Content", contravariant=True)
+Content_contra = TypeVar("Content_contra", contravariant=True)
 Wanted = TypeVar("Wanted")
-Decoded = TypeVar("Decoded", covariant=True)
+Decoded_co = TypeVar("Decoded_co", covariant=True)
 
 
 @runtime_checkable
-class Codec(Protocol[Content, Wanted, Decoded]):
+class Codec(Protocol[Content_contra, Wanted, Decoded_co]):
     """One way to store a part of what a teacher says. See the rules at the top of this module."""
 
     @property
@@ -46,7 +46,9 @@ class Codec(Protocol[Content, Wanted, Decoded]):
         """Return the paths of the arrays that this is decoded from."""
         ...
 
-    def encode(self, content: Content, sequences: Sequence[int], *, lengths: Int[Tensor, " batch"]) -> Rows:
+    def encode(
+        self, content: Content_contra, sequences: Sequence[int], *, lengths: Int[Tensor, " batch"]
+    ) -> Rows:
         """Return what is stored of a padded batch.
 
         Args:
@@ -70,7 +72,7 @@ class Codec(Protocol[Content, Wanted, Decoded]):
 
     def decode(
         self, rows: Mapping[str, Tensor], wanted: Wanted, *, lengths: Int[Tensor, " batch"]
-    ) -> Decoded:
+    ) -> Decoded_co:
         """Return what is wanted, on the device that `rows` are on.
 
         Args:

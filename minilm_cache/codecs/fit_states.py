@@ -38,7 +38,7 @@ def fit_state(
     best: tuple[TransformCode, float] | None = None
     for _ in range(_STEP_ROUNDS):
         step = math.sqrt(low * high)
-        code = fit_code(sample, mean, basis / step, basis * step)
+        code = fit_code(sample, mean, analysis=basis / step, synthesis=basis * step)
         error = relative_error(check, code.rows(code.codes(check)), mean)
         if error <= max_error * MARGIN:
             best, low = (code, error), step

@@ -72,11 +72,11 @@ def calibrate(
     """
     moments = _Moments(layer, fit, [*fit, *check] if longest is None else [longest, *fit, *check])
     weight = 1.0
-    best = _coarsest_step(moments, check, weight, max_kl, should_stop)
+    best = _coarsest_step(moments, check, weight=weight, max_kl=max_kl, should_stop=should_stop)
     for _ in range(_WEIGHT_ROUNDS):
         ratio = best.kl[RelationKind.VALUE] / max(best.kl[RelationKind.ATTENTION], 1e-9)
         weight *= min(max(ratio, 0.1), 10.0)
-        found = _coarsest_step(moments, check, weight, max_kl, should_stop)
+        found = _coarsest_step(moments, check, weight=weight, max_kl=max_kl, should_stop=should_stop)
         if _bits(found.codec, check) >= _bits(best.codec, check):
             break
         best = found
@@ -188,6 +188,7 @@ def _components(moments: _Moments, weight: float) -> tuple[Tensor, Tensor]:
 def _coarsest_step(
     moments: _Moments,
     check: Sequence[TeacherSignal],
+    *,
     weight: float,
     max_kl: float,
     should_stop: ShouldStop,
@@ -222,7 +223,7 @@ def _codec(moments: _Moments, analysis: Tensor, synthesis: Tensor) -> VectorsCod
         head_size=moments.head_size,
         scaling=moments.scaling,
         window=moments.window,
-        code=fit_code(moments.sample, moments.mean, analysis, synthesis),
+        code=fit_code(moments.sample, moments.mean, analysis=analysis, synthesis=synthesis),
     )
 
 

@@ -115,7 +115,7 @@ class StatesCodec:
         part = max(1, PART_ENTRIES // probs.shape[-1])
         scale = LogScale(ratio=self.parameters.labels.weight_ratio)
         drawn = [
-            sample_pps(some, k, own, scale)
+            sample_pps(some, k, draws=own, scale=scale)
             for some, own in zip(probs.split(part), draws.split(part), strict=True)
         ]
         index = torch.zeros((*masked.ids.shape, k), dtype=torch.int64, device=probs.device)

@@ -98,7 +98,7 @@ class TopKCodec(RowsCodec):
             # A part at a time, that fits into the processor's cache.
             part = max(1, PART_ENTRIES // probs[0].numel())
             parts = zip(probs.split(part), draws.split(part), strict=True)
-            found = [sample_pps(rows, self.k, drawn, self._scale) for rows, drawn in parts]
+            found = [sample_pps(rows, self.k, draws=drawn, scale=self._scale) for rows, drawn in parts]
             entries = Entries(*(torch.cat(each) for each in zip(*found, strict=True)))
         else:
             entries = select_largest(probs, self.k, self._scale)
@@ -154,7 +154,7 @@ class TopKCodec(RowsCodec):
         weight = self._scale.value(code)
         if self.select == "pps":
             return SparseRows(column, share_remainder(code, weight), None)
-        return _with_tail(column, code, weight, lengths, uniform=self.tail == "uniform")
+        return _with_tail(column, code, weight=weight, lengths=lengths, uniform=self.tail == "uniform")
 
 
 def _refuse_entries(*, beyond: bool, highest: int) -> None:
@@ -171,7 +171,7 @@ def scale_ratio(select: Literal["pps", "largest"]) -> float:
 
 
 def sample_pps(
-    probs: Float[Tensor, "*rows key"], k: int, draws: Float[Tensor, "*rows 1"], scale: LogScale
+    probs: Float[Tensor, "*rows key"], k: int, *, draws: Float[Tensor, "*rows 1"], scale: LogScale
 ) -> Entries:
     """Draw k entries of each row so that their expectation is the row (module docstring).
 
@@ -193,7 +193,7 @@ def sample_pps(
     num_kept = row.bincount(minlength=len(probs))
 
     slot = torch.arange(k, device=probs.device).expand(len(probs), k)
-    merged = _draw_slots(pool, slot, k - num_kept[:, None], draws) * _CODE_RANGE
+    merged = _draw_slots(pool, slot, num_slots=k - num_kept[:, None], draws=draws) * _CODE_RANGE
     # Kept entries take the places behind their row's slots.
     before = num_kept.cumsum(0) - num_kept
     place = k - num_kept[row] + torch.arange(len(row), device=row.device) - before[row]
@@ -219,6 +219,7 @@ def _least_kept(probs: Float[Tensor, "rows key"], k: int, scale: LogScale) -> Fl
 def _draw_slots(
     pool: Float[Tensor, "rows key"],
     slot: Int[Tensor, "rows k"],
+    *,
     num_slots: Int[Tensor, "rows 1"],
     draws: Float[Tensor, "rows 1"],
 ) -> Int[Tensor, "rows k"]:
@@ -261,7 +262,7 @@ def share_remainder(
     return torch.where(slot, share, weight)
 
 
-def _with_tail(column: Tensor, code: Tensor, weight: Tensor, lengths: Tensor, *, uniform: bool) -> SparseRows:
+def _with_tail(column: Tensor, code: Tensor, *, weight: Tensor, lengths: Tensor, uniform: bool) -> SparseRows:
     """Make rows of the largest entries sum to 1: with a uniform tail over the other columns, or without."""
     total = weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
     if not uniform:

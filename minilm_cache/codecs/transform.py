@@ -57,6 +57,7 @@ class TransformCode:
 def fit_code(
     sample: Float[Tensor, "rows width"],
     mean: Float[Tensor, " width"],
+    *,
     analysis: Float[Tensor, "components width"],
     synthesis: Float[Tensor, "components width"],
 ) -> TransformCode:

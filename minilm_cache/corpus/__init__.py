@@ -1,1 +1,1 @@
-"""TODO."""
+"""From text to sequences of token ids, whole or masked."""

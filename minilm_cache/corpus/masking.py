@@ -42,7 +42,7 @@ class Masker:
         return cls(masking=masking, special=special, ordinary=ordinary)
 
     def mask(
-        self, ids: torch.Tensor, numbers: list[int], lengths: list[int], reading: int = 0
+        self, ids: torch.Tensor, numbers: list[int], *, lengths: list[int], reading: int = 0
     ) -> MaskedSequences:
         """Return a padded batch as it is read masked, on the device of `ids`.
 
@@ -54,12 +54,12 @@ class Masker:
         """
         read, chosen = ids.cpu().numpy().copy(), np.zeros(ids.shape, dtype=np.bool_)
         for at, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
-            self._mask_one(read[at, :length], chosen[at, :length], number, reading)
+            self._mask_one(read[at, :length], chosen[at, :length], number=number, reading=reading)
         return MaskedSequences(
             ids=torch.from_numpy(read).to(ids.device), chosen=torch.from_numpy(chosen).to(ids.device)
         )
 
-    def _mask_one(self, read: Ids, chosen: npt.NDArray[np.bool_], number: int, reading: int) -> None:
+    def _mask_one(self, read: Ids, chosen: npt.NDArray[np.bool_], *, number: int, reading: int) -> None:
         """Mask one sequence in place."""
         counter = [0, reading, _STREAM, number]
         generator = np.random.Generator(np.random.Philox(key=self.masking.seed, counter=counter))

@@ -70,7 +70,7 @@ class SequenceTable:
         self._tokens = tokens.with_format("arrow")
         if len(order) == 0:
             raise CorpusError(f"corpus {corpus.name} is empty: no document has a token.")
-        everything = _Part(packing, self._room, order, counts)
+        everything = _Part(packing, self._room, order=order, counts=counts)
         self._parts, self.held_out_by = [everything], None
         if packing.split == "documents":
             self._parts = _split(everything, corpus.groups)
@@ -97,7 +97,9 @@ class SequenceTable:
         documents: list[Ids] = []
         for part in self._parts:
             if first < min(last, len(part.lengths)):
-                taken, numbers = part.read(first, min(last, len(part.lengths)), self._documents, self._sep)
+                taken, numbers = part.read(
+                    first, min(last, len(part.lengths)), documents=self._documents, separator=self._sep
+                )
                 bodies += taken
                 documents.append(numbers)
             first, last = max(0, first - len(part.lengths)), last - len(part.lengths)
@@ -114,7 +116,7 @@ class SequenceTable:
 class _Part:
     """Documents in an order, and the sequences that they make; the ends of parts are ends of sequences."""
 
-    def __init__(self, packing: Packing, room: int, order: Ids, counts: Ids) -> None:
+    def __init__(self, packing: Packing, room: int, *, order: Ids, counts: Ids) -> None:
         """Take documents.
 
         Args:
@@ -149,7 +151,7 @@ class _Part:
 
     def of(self, chosen: npt.NDArray[np.bool_]) -> "_Part":
         """Return these documents alone, `(documents,)`, in the same order."""
-        return _Part(self.packing, self.room, self.order[chosen], self.counts[chosen])
+        return _Part(self.packing, self.room, order=self.order[chosen], counts=self.counts[chosen])
 
     def kept(self) -> "_Part":
         """Return the documents, or the beginnings of documents, that sequences hold."""
@@ -158,10 +160,10 @@ class _Part:
         stop = int((self.lengths - 2).sum())
         starts = np.concatenate(([0], self.ends[:-1]))
         counts = np.minimum(self.counts, stop - starts)
-        return _Part(self.packing, self.room, self.order, counts).of(starts < stop)
+        return _Part(self.packing, self.room, order=self.order, counts=counts).of(starts < stop)
 
     def read(
-        self, first: int, last: int, documents: Callable[[Ids], list[Ids]], separator: int
+        self, first: int, last: int, *, documents: Callable[[Ids], list[Ids]], separator: int
     ) -> tuple[list[Ids], Ids]:
         """Return sequences, without special tokens at their ends, and the document that each begins with."""
         if self.packing.mode == "records":

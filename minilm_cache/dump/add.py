@@ -5,20 +5,11 @@ from pathlib import Path
 
 from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.states import StatesCodec
-from minilm_cache.dump.config import DumpConfig
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
-from minilm_cache.models.tap import Head
+from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.states import StatesIdentity
 from minilm_cache.store.reader import CacheReader
-
-
-def head_for(config: DumpConfig) -> Head | None:
-    """Return the head that a teacher must have for a dump."""
-    if config.logits:
-        return "sequences"
-    return "tokens" if config.labels else None
 
 
 def open_donor(add: Path, identity: CacheIdentity) -> CacheReader:
@@ -61,21 +52,6 @@ def _more_states(there: StatesIdentity | None, asked: StatesIdentity | None) -> 
     ]
     same = ("max_error", "calibration_tokens", "masking", "labels", "num_classes")
     return found + [name for name in same if getattr(there, name) not in (None, getattr(asked, name))]
-
-
-def with_shards_of(config: DumpConfig, donor: CacheReader) -> DumpConfig:
-    """Return settings with the shards of a cache that is added to.
-
-    Raises:
-        InvalidConfigError: others were asked for.
-    """
-    theirs = donor.manifest.shard_tokens
-    if config.shard_tokens not in (None, theirs):
-        raise InvalidConfigError(
-            f"--shard-tokens {config.shard_tokens}: {donor.root}, which is added to, has shards of {theirs} "
-            "tokens. Leave it out, or dump without --add."
-        )
-    return config.model_copy(update={"shard_tokens": theirs})
 
 
 def layers_to_write(

@@ -79,6 +79,7 @@ def audit_sequences(cache: Cache) -> range:
 def audit(
     stored: Callable[[int], CachedSequence],
     teacher: Teacher,
+    *,
     numbers: Sequence[int],
     batch_size: int,
     progress: Progress,

@@ -43,7 +43,7 @@ class _Rows:
 
 
 def audit_states(
-    cache: Cache, reader: SequenceReader, numbers: Sequence[int], batch_size: int
+    cache: Cache, reader: SequenceReader, *, numbers: Sequence[int], batch_size: int
 ) -> tuple[StateFidelity, ...]:
     """Run the teacher again on some sequences and compare with what was stored beside relations.
 
@@ -69,9 +69,11 @@ def audit_states(
         device = reader.teacher.device
         for reading in range(codec.parameters.num_readings):
             wanted = codec.everything if reading == 0 else codec.everything.of_masked_reading()
-            _, said = reader.read(ids.to(device), lengths.to(device), some, (), wanted, reading)
+            _, said = reader.read(
+                ids.to(device), lengths.to(device), numbers=some, layers=(), wanted=wanted, reading=reading
+            )
             for at, sequence in enumerate(sequences):
-                _compare(said, sequence.states(reading), at, int(lengths[at]), errors)
+                _compare(said, sequence.states(reading), at=at, length=int(lengths[at]), errors=errors)
             if said.masked is not None and said.masked.labels is not None:
                 stored = [one.states(reading).masked for one in sequences]
                 bias.append(_bias(said.masked, [one for one in stored if one is not None]))
@@ -87,7 +89,7 @@ def audit_states(
     )
 
 
-def _compare(said: States, stored: States, at: int, length: int, errors: dict[str, _Rows]) -> None:
+def _compare(said: States, stored: States, *, at: int, length: int, errors: dict[str, _Rows]) -> None:
     """Add one sequence of a batch to the errors of its states."""
     for name, values in said.hidden.items():
         is_first = name.family is StateFamily.FIRST

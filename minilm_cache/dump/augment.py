@@ -104,7 +104,7 @@ def augment(
     source = locate_teacher(config.teacher, config.revision)
     tokenizer = load_tokenizer(source.folder)
     model = TappedModel(load_model(source.folder, "tokens"))
-    check_length(model, source.name, tokenizer.cls_token_id, config.max_length)
+    check_length(model, source.name, token=tokenizer.cls_token_id, max_length=config.max_length)
     model.tap((), head="tokens")
     corpus = load_corpus(config.corpus, config.text_column)
     device = choose_device(config.device)

@@ -262,14 +262,6 @@ class AugmentConfig(TeacherSettings, CorpusSettings):
     """Seed of what is drawn."""
 
 
-class TruncateConfig(TeacherSettings):
-    """Settings of a teacher that is cut down to some of its layers."""
-
-    group = "Layers"
-    layers: str
-    """Layers to keep, counted from 0, with commas between them, like 0,1,2."""
-
-
 PLANNED = frozenset({"codec", "k", "max_kl", "select", "tail", "rank", "world_size", "shard_tokens"})
 """Settings of a dump that a plan chooses itself."""
 

@@ -158,7 +158,7 @@ class CodecFitter:
         for layer in self.identity.layers:
             there = known.layer(layer)
             if there is None:
-                found.append(self._fit_layer(layer, fit, check, codec.max_kl))
+                found.append(self._fit_layer(layer, fit, check=check, max_kl=codec.max_kl))
             else:
                 found.append((there, known.codes[layer_folder(layer)]))
         return found
@@ -198,7 +198,7 @@ class CodecFitter:
         return split_sample(num_train, int(np.searchsorted(ends, num_tokens)) + 1)
 
     def _fit_layer(
-        self, layer: int, fit: range, check: range, max_kl: float
+        self, layer: int, fit: range, *, check: range, max_kl: float
     ) -> tuple[LayerCalibration, TransformCode]:
         """Fit the code of one tapped layer; the sample's vectors of all layers would not fit into memory."""
         found = calibrate(
@@ -276,7 +276,7 @@ class CodecFitter:
         rows: dict[StateName, list[Tensor]] = {name: [] for name in names}
         wanted = WantedStates(hidden=tuple(names))
         for ids, lengths, some in self._batches(numbers):
-            _, states = self.reader.read(ids, lengths, some, (), wanted)
+            _, states = self.reader.read(ids, lengths, numbers=some, layers=(), wanted=wanted)
             valid = key_mask(lengths, ids.shape[1])
             for name in names:
                 rows[name].append(states.hidden[name][valid].cpu())

@@ -59,7 +59,7 @@ _MANIFEST_SPARE = 2**20
 
 
 def identify(
-    config: DumpConfig, teacher: Teacher, corpus: Corpus, split: Literal["documents"] | None = "documents"
+    config: DumpConfig, teacher: Teacher, *, corpus: Corpus, split: Literal["documents"] | None = "documents"
 ) -> CacheIdentity:
     """Return what determines the content of the cache.
 
@@ -188,6 +188,7 @@ def _label(name: str) -> str:
 def plan_manifest(
     config: DumpConfig,
     identity: CacheIdentity,
+    *,
     calibration: Calibration | None,
     sequences: SequenceTable,
     attachments: Mapping[str, bytes],
@@ -200,7 +201,9 @@ def plan_manifest(
             "Choose smaller --shard-tokens (not with --add: dump anew), or a codec that stores less."
         )
     shards = split_into_shards(sequences.lengths, shard_tokens)
-    contents = zarr_documents(identity, calibration, len(shards), shard_tokens) | dict(attachments)
+    contents = zarr_documents(
+        identity, calibration, num_shards=len(shards), shard_tokens=shard_tokens
+    ) | dict(attachments)
     files = {path: digest_bytes(content) for path, content in contents.items()}
     most = (MAX_MANIFEST_BYTES - _MANIFEST_SPARE) // _SHARD_BYTES
     if len(shards) > most:

@@ -84,7 +84,7 @@ def fit_head(
     if not lacking:
         raise TeacherError(f"{source.folder} has a head for masked tokens already: dump with it as it is.")
     tapped = TappedModel(model).to(device)
-    check_length(tapped, source.name, tokenizer.cls_token_id, config.max_length)
+    check_length(tapped, source.name, token=tokenizer.cls_token_id, max_length=config.max_length)
     tapped.tap((), head="tokens")
     corpus = load_corpus(config.corpus, config.text_column)
     packing = Packing(
@@ -106,9 +106,18 @@ def fit_head(
     reader = _MaskedReader(sequences, masker, tokenizer.pad_token_id, device)
     steps = config.epochs * (num_train // config.batch_size)
     progress.start("fit head", steps * config.batch_size, "sequences")
-    _train(tapped, reader.epochs(num_train, config), config.lr, steps, progress, should_stop)
+    _train(
+        tapped,
+        reader.epochs(num_train, config),
+        lr=config.lr,
+        steps=steps,
+        progress=progress,
+        should_stop=should_stop,
+    )
     held_out = range(num_train, min(len(sequences.lengths), num_train + _MAX_CHECKED))
-    cross_entropy, accuracy = _measure(tapped, reader, held_out or range(num_train - 1, num_train), config)
+    cross_entropy, accuracy = _measure(
+        tapped, reader, numbers=held_out or range(num_train - 1, num_train), config=config
+    )
     with saving("write", out), new_folder(out) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -123,6 +132,7 @@ def fit_head(
 def _train(
     model: TappedModel,
     batches: Iterator[_Batch],
+    *,
     lr: float,
     steps: int,
     progress: Progress,
@@ -169,7 +179,9 @@ class _MaskedReader:
         """Return sequences, masked by their numbers plus a shift."""
         rows = [torch.from_numpy(self.sequences.read(one, one + 1).ids[0]) for one in numbers]
         ids, lengths = pad(rows, self.pad_token)
-        masked = self.masker.mask(ids.to(self.device), [one + shift for one in numbers], lengths.tolist())
+        masked = self.masker.mask(
+            ids.to(self.device), [one + shift for one in numbers], lengths=lengths.tolist()
+        )
         return _Batch(lengths=lengths.to(self.device), ids=ids.to(self.device), masked=masked)
 
 
@@ -183,7 +195,7 @@ def _loss(model: TappedModel, batch: _Batch) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _measure(
-    model: TappedModel, reader: _MaskedReader, numbers: range, config: HeadConfig
+    model: TappedModel, reader: _MaskedReader, *, numbers: range, config: HeadConfig
 ) -> tuple[float, float]:
     """Return cross-entropy and accuracy on some sequences."""
     model.eval()

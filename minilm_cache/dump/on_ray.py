@@ -10,14 +10,20 @@ from pathlib import Path
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import DumpResult, dump_cache
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
-from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.settings import cache_home
 from minilm_cache.store.reader import read_manifest
 
 _POLL_S = 1.0
 
 
 def dump_on_ray(
-    config: DumpConfig, out: Path | None, home: Path, *, progress: Progress, should_stop: ShouldStop
+    config: DumpConfig,
+    *,
+    out: Path | None = None,
+    home: Path | None = None,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = never_stop,
 ) -> DumpResult:
     """Dump as `config.world_size` tasks of the cluster that RAY_ADDRESS names, or of one on this machine.
 
@@ -40,14 +46,15 @@ def dump_on_ray(
     except ImportError as error:
         raise InvalidConfigError("Ray is not installed. Run: pip install 'minilm-cache[ray]'") from error
     ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
+    progress = progress or Silent()
     num_gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
     task = ray.remote(_dump_rank).options(num_cpus=1, num_gpus=num_gpus, max_retries=-1)
-    everywhere = config.model_copy(
-        update={"teacher": _from_anywhere(config.teacher), "corpus": _from_anywhere(config.corpus)}
+    everywhere = config.with_changes(
+        teacher=_from_anywhere(config.teacher), corpus=_from_anywhere(config.corpus)
     )
     place = None if out is None else out.resolve()
     pending = [
-        task.remote(everywhere.model_copy(update={"rank": rank}), place, home.resolve())
+        task.remote(everywhere.with_changes(rank=rank), place, (home or cache_home(None)).resolve())
         for rank in range(config.world_size)
     ]
     progress.note(f"{config.world_size} ranks as tasks of Ray, each with {'a GPU' if num_gpus else 'a core'}")
@@ -78,7 +85,7 @@ def dump_on_ray(
 
 
 def _dump_rank(config: DumpConfig, out: Path | None, home: Path) -> DumpResult:
-    return dump_cache(config, out, home)
+    return dump_cache(config, out=out, home=home)
 
 
 def _from_anywhere(name: str) -> str:

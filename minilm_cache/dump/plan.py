@@ -17,7 +17,7 @@ from minilm_cache.codecs.fit_vectors import split_sample
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.audit import MAX_SEQUENCES
-from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.config import MIN_SHARD_TOKENS, DumpConfig
 from minilm_cache.dump.fit import MIN_SEQUENCES
 from minilm_cache.dump.identity import CALIBRATION_TOKENS, STATE_CALIBRATION_TOKENS, codec_parameters
 from minilm_cache.dump.run import dump_cache
@@ -91,7 +91,7 @@ class Plan:
 
 
 def plan(
-    configs: Sequence[DumpConfig], sample_tokens: int, progress: Progress, should_stop: ShouldStop
+    configs: Sequence[DumpConfig], sample_tokens: int, *, progress: Progress, should_stop: ShouldStop
 ) -> Plan:
     """Dump a sample with each setting.
 
@@ -106,7 +106,9 @@ def plan(
     """
     first = configs[0]
     layers = next((config.layers for config in configs if config.layers != "last"), "last")
-    teacher = Teacher(locate_teacher(first.teacher, first.revision), choose_device(first.device), layers)
+    teacher = Teacher(
+        locate_teacher(first.teacher, first.revision), choose_device(first.device), layers=layers
+    )
     teacher.check_length(first.max_length)
     corpus = load_corpus(first.corpus, first.text_column)
     packing = Packing(
@@ -131,7 +133,16 @@ def plan(
             )
             continue
         progress.note(f"sampling {codec_words(codec_parameters(config))}")
-        settings.append(_measure(config, sample, sequences, rate, progress, should_stop))
+        settings.append(
+            _measure(
+                config,
+                sample,
+                sequences=sequences,
+                teacher_rate=rate,
+                progress=progress,
+                should_stop=should_stop,
+            )
+        )
     if not settings:
         raise CorpusError(
             f"corpus {first.corpus} has {num_train} training sequences, too few for codec vectors, which is "
@@ -145,6 +156,7 @@ def plan(
 def _measure(
     config: DumpConfig,
     sample: int,
+    *,
     sequences: SequenceTable,
     teacher_rate: float,
     progress: Progress,
@@ -153,12 +165,12 @@ def _measure(
     clock = _Clock(progress)
     # Several shards, so that writing one while the teacher runs on the next is timed, too.
     shard_tokens = 2 ** max(math.ceil(math.log2(config.max_length)), math.floor(math.log2(sample)) - 3)
-    sampled = config.model_copy(update={"max_tokens": sample, "shard_tokens": max(shard_tokens, 64)})
+    sampled = config.with_changes(max_tokens=sample, shard_tokens=max(shard_tokens, MIN_SHARD_TOKENS))
     with TemporaryDirectory() as folder:
         path = Path(folder) / "cache"
         try:
             manifest = dump_cache(
-                sampled, path, Path(folder), progress=clock, should_stop=should_stop
+                sampled, out=path, home=Path(folder), progress=clock, should_stop=should_stop
             ).manifest
         except InterruptedRunError:
             raise InterruptedRunError(

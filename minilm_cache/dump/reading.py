@@ -47,6 +47,7 @@ class SequenceReader:
         self,
         ids: Int[Tensor, "batch length"],
         lengths: Int[Tensor, " batch"],
+        *,
         numbers: Sequence[int],
         layers: Sequence[int],
         wanted: WantedStates,
@@ -66,19 +67,20 @@ class SequenceReader:
         head: Head | None = "sequences" if wanted.logits else None
         states, signals = States(reading=reading), list[TeacherSignal]()
         if layers or plain or head:
-            plain_states, signals = self._read_plain(ids, lengths, layers, plain, head)
+            plain_states, signals = self._read_plain(ids, lengths, layers=layers, plain=plain, head=head)
             states = replace(plain_states, reading=reading)
         masked = [name for name in wanted.hidden if name.family is StateFamily.MASKED]
         if wanted.masked or masked:
             assert self.masker is not None
-            sequences = self.masker.mask(ids, list(numbers), lengths.tolist(), reading)
-            states = self._read_masked(states, sequences, lengths, masked, labels=wanted.masked)
+            sequences = self.masker.mask(ids, list(numbers), lengths=lengths.tolist(), reading=reading)
+            states = self._read_masked(states, sequences, lengths=lengths, names=masked, labels=wanted.masked)
         return signals, states
 
     def _read_plain(
         self,
         ids: Tensor,
         lengths: Tensor,
+        *,
         layers: Sequence[int],
         plain: Sequence[StateName],
         head: Head | None,
@@ -96,9 +98,9 @@ class SequenceReader:
         self,
         states: States,
         masked: MaskedSequences,
+        *,
         lengths: Tensor,
         names: Sequence[StateName],
-        *,
         labels: bool,
     ) -> States:
         assert self.states is not None

@@ -99,7 +99,7 @@ class Recheck:
 
 
 def recheck(
-    cache: Cache, teacher_name: str, corpus: Corpus | None, device: str | None, progress: Progress
+    cache: Cache, teacher_name: str, *, corpus: Corpus | None, device: str | None, progress: Progress
 ) -> Recheck:
     """Compare a cache with a teacher, and with a corpus where one is given.
 
@@ -148,7 +148,7 @@ def _state_differences(cache: Cache, teacher: Teacher) -> tuple[StateDifference,
     if states is None:
         return ()
     numbers = [number for some in _sample(cache).values() for number in some]
-    found = audit_states(cache, SequenceReader.of(teacher, states), numbers, _BATCH_SIZE)
+    found = audit_states(cache, SequenceReader.of(teacher, states), numbers=numbers, batch_size=_BATCH_SIZE)
     coded = {name.folder for name in states.coded}
     return tuple(
         StateDifference(path=one.path, found=one.relative_error, allowed=_bound(one.path in coded, states))
@@ -206,8 +206,12 @@ def _differences(cache: Cache, teacher: Teacher, progress: Progress) -> tuple[Sh
     found = []
     for shard, numbers in sample.items():
         anew = _encode_anew(cache, teacher, numbers)
-        found_now = audit(cache.__getitem__, teacher, numbers, len(numbers), progress).fidelity
-        floors = audit(anew.__getitem__, teacher, numbers, len(numbers), progress).fidelity
+        found_now = audit(
+            cache.__getitem__, teacher, numbers=numbers, batch_size=len(numbers), progress=progress
+        ).fidelity
+        floors = audit(
+            anew.__getitem__, teacher, numbers=numbers, batch_size=len(numbers), progress=progress
+        ).fidelity
         for now, floor, then in zip(found_now, floors, measured.fidelity, strict=True):
             found += [
                 ShardDifference(

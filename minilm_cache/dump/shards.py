@@ -62,13 +62,14 @@ class ShardJob:
                 if encoded is None:
                     lock.release()
                     raise self._interrupted()
-                pending = disk.submit(self._write, shard, *encoded, lock)
+                rows, table = encoded
+                pending = disk.submit(self._write, shard, rows, table=table, lock=lock)
             if pending is not None:
                 pending.result()
 
-    def _write(self, shard: int, rows: _Rows, table: pa.Table, lock: FileLock) -> None:
+    def _write(self, shard: int, rows: _Rows, *, table: pa.Table, lock: FileLock) -> None:
         try:
-            self.writer.write_shard(shard, rows, table, self.config.rank)
+            self.writer.write_shard(shard, rows, table=table, rank=self.config.rank)
         finally:
             lock.release()
 
@@ -110,7 +111,11 @@ class ShardJob:
             on_device = batch_lengths.to(teacher.device)
             numbers = (part.first_sequence + chosen).tolist()
             signals, states = self.reader.read(
-                batch.to(teacher.device), on_device, numbers, tuple(self.codecs), self.wanted
+                batch.to(teacher.device),
+                on_device,
+                numbers=numbers,
+                layers=tuple(self.codecs),
+                wanted=self.wanted,
             )
             encoded = [
                 codec.encode(signal, numbers, lengths=on_device)
@@ -121,7 +126,12 @@ class ShardJob:
                 more = self.wanted.of_masked_reading()
                 for reading in range(1, self.states.parameters.num_readings if more else 1):
                     _, states = self.reader.read(
-                        batch.to(teacher.device), on_device, numbers, (), more, reading
+                        batch.to(teacher.device),
+                        on_device,
+                        numbers=numbers,
+                        layers=(),
+                        wanted=more,
+                        reading=reading,
                     )
                     encoded.append(self.states.encode(states, numbers, lengths=on_device))
             for path, values in [item for found in encoded for item in found.items() if item[0] in rows]:

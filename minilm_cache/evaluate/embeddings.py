@@ -110,7 +110,11 @@ def compare_embeddings(
         path = paths[model.name]
         if path is not None:
             _save(encoder, path)
-        found.append(_scores(model.name, vectors, first, people, mteb_scores(encoder, tasks), path))
+        found.append(
+            _scores(
+                model.name, vectors, teacher=first, people=people, mteb=mteb_scores(encoder, tasks), path=path
+            )
+        )
     return found
 
 
@@ -159,6 +163,7 @@ def _save(encoder: SentenceTransformer, path: Path) -> None:
 def _scores(
     name: str,
     vectors: Vectors,
+    *,
     teacher: Vectors,
     people: Vectors,
     mteb: dict[str, float],

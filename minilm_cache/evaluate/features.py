@@ -117,9 +117,9 @@ class SpanAnswer:
 def span_answers(
     examples: Sequence[SpanExample],
     windows: Windows,
+    *,
     starts: npt.NDArray[np.float32],
     ends: npt.NDArray[np.float32],
-    *,
     has_unanswerable: bool,
 ) -> Mapping[str, SpanAnswer]:
     """Return the answer to each question, by identifier.

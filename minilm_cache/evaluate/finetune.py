@@ -113,9 +113,10 @@ def check_device(name: str | None) -> torch.device:
     return device
 
 
-def fine_tune(  # noqa: PLR0913 - what is tuned, on what, how, and who looks on
+def fine_tune(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
+    *,
     task: Task,
     track: Track[Any],
     identity: TrialIdentity,
@@ -211,6 +212,9 @@ def _told(task: Task, reading: _Reading, logits: list[npt.NDArray[np.float32]]) 
     if isinstance(task, SpanTask):
         assert reading.windows is not None
         unanswerable = task.has_unanswerable
-        return span_answers(reading.examples, reading.windows, *logits, has_unanswerable=unanswerable)
+        starts, ends = logits
+        return span_answers(
+            reading.examples, reading.windows, starts=starts, ends=ends, has_unanswerable=unanswerable
+        )
     told = logits[0][:, 0] if task.is_regression else logits[0].argmax(-1)
     return np.asarray(told, np.float64)

@@ -55,9 +55,9 @@ def read_text_task(task: TextTask, source: Source) -> list[Track[TextExample]]:
     return [
         Track(
             name="",
-            train=_read(task, source, "training", task.train),
-            dev={one.name: _read(task, source, "dev", one) for one in task.dev},
-            test={one.name: found for one in tests if (found := _read(task, source, "test", one))},
+            train=_read(task, source, kind="training", one=task.train),
+            dev={one.name: _read(task, source, kind="dev", one=one) for one in task.dev},
+            test={one.name: found for one in tests if (found := _read(task, source, kind="test", one=one))},
         )
     ]
 
@@ -68,11 +68,15 @@ def read_dev(task: TextTask, source: Source) -> list[TextExample]:
     Raises:
         CorpusError: as `read_text_task`.
     """
-    return [example for one in task.dev for example in _read(task, source, "dev", one)]
+    return [example for one in task.dev for example in _read(task, source, kind="dev", one=one)]
 
 
-def _read(task: TextTask, source: Source, kind: str, one: SetFile) -> list[TextExample]:
-    return _from_hub(task, source, one) if source.folder is None else _from_folder(task, source, kind, one)
+def _read(task: TextTask, source: Source, *, kind: str, one: SetFile) -> list[TextExample]:
+    return (
+        _from_hub(task, source, one)
+        if source.folder is None
+        else _from_folder(task, source, kind=kind, one=one)
+    )
 
 
 def task_folder(data: Path, title: str) -> Path:
@@ -83,14 +87,14 @@ def task_folder(data: Path, title: str) -> Path:
     return within if within.is_dir() else data
 
 
-def _from_folder(task: TextTask, source: Source, kind: str, one: SetFile) -> list[TextExample]:
+def _from_folder(task: TextTask, source: Source, *, kind: str, one: SetFile) -> list[TextExample]:
     """Read a set; a test set may be missing, which is no example."""
     assert source.folder is not None
     folder = task_folder(source.folder, task.title)
     file = find_file(folder, one.stem)
     if file is not None:
         table = read_table(file, one.columns, note=source.note if kind == "training" else None)
-        return _examples(task, table, str(file), task.texts, labelled=kind != "test")
+        return _examples(task, table, where=str(file), texts=task.texts, labelled=kind != "test")
     if kind == "test":
         return []
     raise CorpusError(
@@ -121,11 +125,11 @@ def _hub_examples(task: TextTask, found: Columns, where: str, *, labelled: bool)
             **dict(enumerate(task.labels)),
         }
         named[task.label] = [words.get(one, one) for one in named[task.label]]
-    return _examples(task, named, where, task.hub_texts or task.texts, labelled=labelled)
+    return _examples(task, named, where=where, texts=task.hub_texts or task.texts, labelled=labelled)
 
 
 def _examples(
-    task: TextTask, found: Columns, where: str, texts: Sequence[str], *, labelled: bool
+    task: TextTask, found: Columns, *, where: str, texts: Sequence[str], labelled: bool
 ) -> list[TextExample]:
     wanted = [*texts, task.label] if labelled else texts
     missing = next((name for name in wanted if not found.get(name)), None)
@@ -195,7 +199,7 @@ def _xnli_folder(task: TextTask, source: Source) -> tuple[Sets, Sets]:
         found = read_table(file)
         named = {_TRANSLATED_COLUMNS.get(name, name): values for name, values in found.items()}
         trains.setdefault(
-            file.name.split(".")[2], _examples(task, named, str(file), task.texts, labelled=True)
+            file.name.split(".")[2], _examples(task, named, where=str(file), texts=task.texts, labelled=True)
         )
     if not trains or not any(name.startswith("dev-") for name in scored):
         lacking = (
@@ -215,7 +219,7 @@ def _by_language(task: TextTask, folder: Path, name: str) -> Sets:
         labelled = name != "test" or read_lines(file)[0].count("\t") + 1 == len(_XTREME)
         table = read_table(file, _XTREME if labelled else _XTREME_UNLABELLED)
         language = file.stem.removeprefix(f"{name}-")
-        found[language] = _examples(task, table, str(file), task.texts, labelled=labelled)
+        found[language] = _examples(task, table, where=str(file), texts=task.texts, labelled=labelled)
     return found
 
 
@@ -225,7 +229,7 @@ def _from_column(task: TextTask, folder: Path, name: str) -> Sets:
     if file is None:
         return {}
     table = read_table(file)
-    examples = _examples(task, table, str(file), task.texts, labelled=True)
+    examples = _examples(task, table, where=str(file), texts=task.texts, labelled=True)
     languages = table.get("language", ())
     if len(languages) != len(examples):
         raise CorpusError(f"{file} has no column 'language'. Give xnli.{name}.tsv of XNLI-1.0.")

@@ -76,7 +76,7 @@ class Evaluated:
             )
         ids = torch.full((1, max_length), tokenizer.cls_token_id)
         with torch.no_grad():
-            check_positions(model, model.config, self.name, ids, option)
+            check_positions(model, model.config, name=self.name, ids=ids, option=option)
         return tokenizer
 
     def load(self, task: Task, seed: int) -> PreTrainedModel:

@@ -20,7 +20,7 @@ def predictions_file(task: Task, set_name: str) -> str:
     return f"{set_name}.json" if isinstance(task, SpanTask) else task.submission(set_name)
 
 
-def write_predictions(folder: Path, task: Task, track: Track[Any], told: Mapping[str, Told]) -> None:
+def write_predictions(folder: Path, task: Task, *, track: Track[Any], told: Mapping[str, Told]) -> None:
     """Write what a model tells of each set.
 
     GLUE: `index` and `prediction`, tab-separated, in files of the server's names; of dev sets, too. XNLI: a

@@ -69,8 +69,8 @@ class _Trial:
 def evaluate_models(
     config: EvaluateConfig,
     names: Sequence[str],
-    out: Path,
     *,
+    out: Path,
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> Evaluation:
@@ -102,13 +102,15 @@ def evaluate_models(
         for name in config.task
         for task, tracks in [_read(config, TASKS[name], watcher.progress)]
         for model in models
-        for trial in _trials(config, model, task, tracks, out)
+        for trial in _trials(config, model, task=task, tracks=tracks, out=out)
     ]
     records = []
     for number, trial in enumerate(trials, 1):
         watcher.stop_if_asked()
         record = _kept(trial, config)
-        records.append(record or _do(trial, config, device, watcher, f"{number} of {len(trials)}"))
+        records.append(
+            record or _do(trial, config, device=device, watcher=watcher, which=f"{number} of {len(trials)}")
+        )
     summaries = summarise(records)
     cards = [_card(model, summaries) for model in own] if config.card else []
     others = sum(record.versions != _versions() for record in records)
@@ -142,7 +144,7 @@ def _read(config: EvaluateConfig, task: Task, progress: Progress) -> tuple[Task,
 
 
 def _trials(
-    config: EvaluateConfig, model: Evaluated, task: Task, tracks: Sequence[Track[Any]], out: Path
+    config: EvaluateConfig, model: Evaluated, *, task: Task, tracks: Sequence[Track[Any]], out: Path
 ) -> Iterator[_Trial]:
     tokenizer = model.tokenizer(task.max_length)
     special = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id]
@@ -206,14 +208,22 @@ def _kept(trial: _Trial, config: EvaluateConfig) -> TrialRecord | None:
 
 
 def _do(
-    trial: _Trial, config: EvaluateConfig, device: torch.device, watcher: Watcher, which: str
+    trial: _Trial, config: EvaluateConfig, *, device: torch.device, watcher: Watcher, which: str
 ) -> TrialRecord:
     identity = trial.identity
     what = f"{trial.task.title}, {trial.model.title}, lr {identity.lr:g}, seed {identity.seed}"
     watcher = replace(watcher, doing=f"{what} ({which})")
     model = trial.model.load(trial.task, identity.seed)
     with enough_memory(device, "Take a lower --batch-size or --max-length"):
-        tuned = fine_tune(model, trial.tokenizer, trial.task, trial.track, identity, device, watcher)
+        tuned = fine_tune(
+            model,
+            trial.tokenizer,
+            task=trial.task,
+            track=trial.track,
+            identity=identity,
+            device=device,
+            watcher=watcher,
+        )
     track = trial.track
     scores = _scores(trial.task, track, tuned)
     record = TrialRecord(
@@ -226,7 +236,7 @@ def _do(
         headline=headline({name: scores[name] for name in track.dev}) if scores else None,
         versions=_versions(),
     )
-    _write(trial, config, tuned, record)
+    _write(trial, config, tuned=tuned, record=record)
     return record
 
 
@@ -235,10 +245,10 @@ def _scores(task: Task, track: Track[Any], tuned: Tuned) -> dict[str, Scores]:
         return {}
     sets = track.sets()
     labelled = {name: sets[name] for name in tuned.told if is_labelled(sets[name])}
-    return {name: _score(task, name, some, tuned.told[name]) for name, some in labelled.items()}
+    return {name: _score(task, name, examples=some, told=tuned.told[name]) for name, some in labelled.items()}
 
 
-def _score(task: Task, name: str, examples: Sequence[Any], told: Told) -> Scores:
+def _score(task: Task, name: str, *, examples: Sequence[Any], told: Told) -> Scores:
     if isinstance(task, SpanTask):
         assert not isinstance(told, np.ndarray)
         language = name.partition("-")[2] if task.by_language else None
@@ -247,7 +257,7 @@ def _score(task: Task, name: str, examples: Sequence[Any], told: Told) -> Scores
     return text_scores(task.metrics, np.asarray(told), labels)
 
 
-def _write(trial: _Trial, config: EvaluateConfig, tuned: Tuned, record: TrialRecord) -> None:
+def _write(trial: _Trial, config: EvaluateConfig, *, tuned: Tuned, record: TrialRecord) -> None:
     """Write a trial as one folder, whole or not at all."""
     keeps_model = config.keep_models or (trial.folder / MODEL).is_dir()
     before = trial.folder / PREDICTIONS
@@ -256,7 +266,7 @@ def _write(trial: _Trial, config: EvaluateConfig, tuned: Tuned, record: TrialRec
         if before.is_dir():  # of test sets that were asked for then, by the same trial
             shutil.copytree(before, folder / PREDICTIONS)
         (folder / PREDICTIONS).mkdir(exist_ok=True)
-        write_predictions(folder / PREDICTIONS, trial.task, trial.track, tuned.told or {})
+        write_predictions(folder / PREDICTIONS, trial.task, track=trial.track, told=tuned.told or {})
         if keeps_model and tuned.told is not None:
             tuned.model.save_pretrained(folder / MODEL)
             trial.tokenizer.save_pretrained(folder / MODEL)

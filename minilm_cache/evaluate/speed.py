@@ -89,14 +89,23 @@ def compare_speed(
             refuse_existing(config.onnx / model.slug, "--onnx")
         for model, weights in zip(models, loaded, strict=True):
             progress.note(f"exporting {model.name}")
-            run, differences[model.name] = _export(model, weights, config.onnx, device)
+            run, differences[model.name] = _export(model, weights, folder=config.onnx, device=device)
             runs[f"{ONNX} {model.name}"] = run
     dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
     torch_runs = {
         f"{TORCH} {model.name}": _forward(weights.to(device, dtype))
         for model, weights in zip(models, loaded, strict=True)
     }
-    passes = list(_passes({**torch_runs, **runs}, config, min(tokens), device, progress, should_stop))
+    passes = list(
+        _passes(
+            {**torch_runs, **runs},
+            config,
+            token=min(tokens),
+            device=device,
+            progress=progress,
+            should_stop=should_stop,
+        )
+    )
     sizes = {
         model.name: model_size(weights.config, longest) for model, weights in zip(models, loaded, strict=True)
     }
@@ -118,7 +127,7 @@ def _token(model: Evaluated, longest: int) -> int:
 
 
 def _export(
-    model: Evaluated, weights: PreTrainedModel, folder: Path, device: torch.device
+    model: Evaluated, weights: PreTrainedModel, *, folder: Path, device: torch.device
 ) -> tuple[Callable[[Tensor, Tensor], object], float]:
     from minilm_cache.evaluate.onnx import check_alike, export, session  # noqa: PLC0415 - an extra
 
@@ -139,6 +148,7 @@ def _forward(model: PreTrainedModel) -> Callable[[Tensor, Tensor], object]:
 def _passes(
     runs: Mapping[str, Callable[[Tensor, Tensor], object]],
     config: SpeedConfig,
+    *,
     token: int,
     device: torch.device,
     progress: Progress,

@@ -30,14 +30,14 @@ def read_span_task(task: SpanTask, source: Source) -> list[Track[SpanExample]]:
     train = _read_file(task, folder, task.train)
     if not any(example.answers for example in train):
         raise CorpusError(f"{folder / task.train} has no question with an answer: nothing can be learned.")
-    dev = _read_sets(task, folder, "dev", task.dev)
+    dev = _read_sets(task, folder, name="dev", file=task.dev)
     if not dev:
         raise CorpusError(f"{folder} has no {task.dev.format(lang='LANGUAGE')}. Give the official layout.")
-    test = {} if task.test is None else _read_sets(task, folder, "test", task.test)
+    test = {} if task.test is None else _read_sets(task, folder, name="test", file=task.test)
     return [Track(name="", train=train, dev=dev, test=test)]
 
 
-def _read_sets(task: SpanTask, folder: Path, name: str, file: str) -> dict[str, list[SpanExample]]:
+def _read_sets(task: SpanTask, folder: Path, *, name: str, file: str) -> dict[str, list[SpanExample]]:
     if not task.by_language:
         return {name: _read_file(task, folder, file)}
     files = {language: file.format(lang=language) for language in LANGUAGES}

@@ -49,6 +49,7 @@ def draw_faster(model: nn.Module) -> None:
 def attention_with_dropout(
     query: Float[Tensor, "batch heads length size"],
     key: Float[Tensor, "batch heads length size"],
+    *,
     value: Float[Tensor, "batch heads length size"],
     mask: Tensor | None,
     scaling: float,

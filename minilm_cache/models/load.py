@@ -161,7 +161,7 @@ def load_model(folder: Path, head: Head | None = None, attention: str = ATTENTIO
     Raises:
         TeacherError: the folder holds no such model.
     """
-    model, lacking = load_weights(folder, head, attention)
+    model, lacking = load_weights(folder, head, attention=attention)
     if head is not None and lacking:
         raise TeacherError(f"{folder} has no {_NO_HEAD[head]} ({min(lacking)} is not among its weights).")
     return model
@@ -178,13 +178,14 @@ def load_for_task(folder: Path, head: TaskHead, labels: Sequence[str] | None) ->
     Raises:
         TeacherError: the folder holds no model.
     """
-    model, _ = load_weights(folder, head, "sdpa", labels)
+    model, _ = load_weights(folder, head, attention="sdpa", labels=labels)
     return model
 
 
 def load_weights(
     folder: Path,
     head: TaskHead | None = None,
+    *,
     attention: str = ATTENTION,
     labels: Sequence[str] | None = None,
 ) -> tuple[PreTrainedModel, frozenset[str]]:
@@ -221,7 +222,7 @@ def load_weights(
     whole = HEADS[head].from_config(
         config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
     )
-    encoder, _ = load_weights(folder, None, attention)
+    encoder, _ = load_weights(folder, None, attention=attention)
     whole.base_model.load_state_dict(encoder.state_dict(), strict=False)
     return whole.eval(), lacking
 
@@ -245,6 +246,7 @@ def _of_head(head: TaskHead | None, labels: Sequence[str] | None) -> dict[str, o
 def check_positions(
     read: Callable[[Tensor], object],
     config: PreTrainedConfig,
+    *,
     name: str,
     ids: Tensor,
     option: str = "--max-length",

@@ -55,7 +55,10 @@ def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
         counter = FlopCounterMode(display=False)
         with torch.no_grad(), counter:
             check_positions(
-                lambda ids: model(input_ids=ids), config, f"a model of the family {config.model_type}", ids
+                lambda ids: model(input_ids=ids),
+                config,
+                name=f"a model of the family {config.model_type}",
+                ids=ids,
             )
     tables = [module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding)]
     name, layers = _layers(model, config.num_hidden_layers)

@@ -78,7 +78,7 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
     """
     kept = _taken(content)
     if shape.bottleneck_size is not None:
-        return _bottleneck_config(shape, shape.bottleneck_size, kept, family)
+        return _bottleneck_config(shape, shape.bottleneck_size, kept=kept, family=family)
     if shape.embedding_size != shape.hidden_size:
         if family not in _FACTORISED:
             raise InvalidConfigError(
@@ -111,7 +111,7 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
 
 
 def _bottleneck_config(
-    shape: StudentShape, bottleneck: int, kept: Mapping[str, Any], family: str
+    shape: StudentShape, bottleneck: int, *, kept: Mapping[str, Any], family: str
 ) -> PreTrainedConfig:
     """Return the configuration of a student with bottlenecks: MobileBERT's layers, sized as the shape says.
 

@@ -70,7 +70,7 @@ class _Recorder:
                 raise _Stop
 
 
-def _tapped_attention(  # noqa: PLR0913 - the signature is transformers'
+def _tapped_attention(  # noqa: PLR0917 - the signature is transformers'
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -82,18 +82,20 @@ def _tapped_attention(  # noqa: PLR0913 - the signature is transformers'
     **kwargs: Any,  # noqa: ANN401 - whatever a family passes on
 ) -> tuple[Tensor, Tensor | None]:
     if minilm_tap is not None:
-        _refuse_inexact(module, query, key, kwargs)
+        _refuse_inexact(module, query, key=key, kwargs=kwargs)
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         minilm_tap(Vectors(query, key, value, attention_mask, factor))
     if dropout > 0 and query.device.type == "cpu" and not torch.compiler.is_compiling():
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attention_with_dropout(query, key, value, attention_mask, factor, dropout), None
+        return attention_with_dropout(
+            query, key, value=value, mask=attention_mask, scaling=factor, probability=dropout
+        ), None
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
 
 
-def _refuse_inexact(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
+def _refuse_inexact(module: nn.Module, query: Tensor, *, key: Tensor, kwargs: dict[str, Any]) -> None:
     """Refuse attention that is more than softmax(QK^T), or whose heads do not pair up."""
     if kwargs.get("position_bias") is not None:
         reason = "it adds a position bias to its scores"
@@ -192,6 +194,7 @@ class TappedModel(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor,
         chosen: Bool[Tensor, "batch length"] | None = None,
+        *,
         token_type_ids: Tensor | None = None,
     ) -> Reading:
         """Run the model up to the last chosen layer's Q, K, V, or to its end where more is wanted.

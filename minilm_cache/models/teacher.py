@@ -31,6 +31,7 @@ class Teacher:
         self,
         source: TeacherSource,
         device: torch.device,
+        *,
         layers: str | Sequence[int] = "last",
         head: Head | None = None,
     ) -> None:
@@ -132,7 +133,7 @@ class Teacher:
 
     def check_length(self, max_length: int) -> None:
         """Raise InvalidConfigError if the teacher has fewer positions than a sequence."""
-        check_length(self._tapped, self.name, self.tokenizer.cls_token_id, max_length)
+        check_length(self._tapped, self.name, token=self.tokenizer.cls_token_id, max_length=max_length)
 
     @torch.no_grad()
     def signals(
@@ -181,7 +182,7 @@ class TeacherReading(NamedTuple):
 
 
 @torch.no_grad()
-def check_length(model: TappedModel, name: str, token: int, max_length: int) -> None:
+def check_length(model: TappedModel, name: str, *, token: int, max_length: int) -> None:
     """Raise InvalidConfigError if a model has fewer positions than a sequence.
 
     Args:
@@ -195,4 +196,4 @@ def check_length(model: TappedModel, name: str, token: int, max_length: int) -> 
         model(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
 
     longest = torch.full((1, max_length), token, device=next(model.parameters()).device)
-    check_positions(read, model.model.config, f"teacher {name}", longest)
+    check_positions(read, model.model.config, name=f"teacher {name}", ids=longest)

@@ -3,32 +3,35 @@
 from pathlib import Path
 
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.config import TruncateConfig
 from minilm_cache.models.load import keep_layers, load_model, load_tokenizer, locate_teacher
 from minilm_cache.models.saving import saving
 from minilm_cache.store.durable import new_folder, refuse_existing
 
 
-def truncate(name: str, revision: str | None, layers: str, out: Path) -> tuple[int, ...]:
-    """Write a model with some of its layers alone, and its tokenizer; return these layers.
+def truncate(config: TruncateConfig, out: Path) -> tuple[int, ...]:
+    """Write a model with only some of its layers, and its tokenizer.
 
     Args:
-        name: of the model, as `locate_teacher` takes it.
-        revision: of a model from the hub.
-        layers: numbers counted from 0, with commas between them.
+        config: the model, and the layers to keep.
         out: the folder, which must not exist.
 
+    Returns:
+        Numbers of the layers that were kept, counted from 0.
+
     Raises:
-        InvalidConfigError: it has no such layers, or the folder exists.
+        InvalidConfigError: the model has no such layers, or the folder exists.
         TeacherError: there is no such model.
         StorageError: the file system refused.
     """
-    source = locate_teacher(name, revision)
+    source = locate_teacher(config.teacher, config.revision)
     model, tokenizer = load_model(source.folder), load_tokenizer(source.folder)
     depth = model.config.num_hidden_layers
-    chosen = tuple(int(part) if part.strip().isdecimal() else depth for part in layers.split(","))
+    chosen = tuple(int(part) if part.strip().isdecimal() else depth for part in config.layers.split(","))
     if max(chosen) >= depth or len(set(chosen)) < len(chosen):
         raise InvalidConfigError(
-            f"--layers {layers}: give different numbers from 0 to {depth - 1}, with commas between them."
+            f"--layers {config.layers}: give different numbers from 0 to {depth - 1}, with commas between "
+            "them."
         )
     refuse_existing(out)
     with saving("write", out), new_folder(out) as folder:

@@ -38,7 +38,13 @@ class HiddenObjective(StudentObjective):
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `attention`, nats, and `hidden_mse`."""
         attention = batch.targets[0][RelationKind.ATTENTION]
-        kl = relation_loss(reading.vectors[0], RelationKind.ATTENTION, attention, batch.lengths, method)
+        kl = relation_loss(
+            reading.vectors[0],
+            RelationKind.ATTENTION,
+            targets=attention,
+            lengths=batch.lengths,
+            method=method,
+        )
         own = self.projection(reading.hidden[self.needs.hidden[0]])
         error = token_mse(own, batch.states.hidden[self._name], valid_tokens(batch))
         return {"attention": kl, "hidden_mse": error}

@@ -68,7 +68,13 @@ class MobileBertObjective(StudentObjective):
         layers = [feature_maps(own, teacher, valid, is_authors=self._is_authors) for own, teacher in pairs]
         maps = {name: torch.stack([layer[name] for layer in layers]).mean() for name in layers[0]}
         attention = [
-            relation_loss(own, RelationKind.ATTENTION, targets[RelationKind.ATTENTION], batch.lengths, method)
+            relation_loss(
+                own,
+                RelationKind.ATTENTION,
+                targets=targets[RelationKind.ATTENTION],
+                lengths=batch.lengths,
+                method=method,
+            )
             for own, targets in zip(reading.vectors, batch.targets, strict=True)
         ]
         return {**maps, "attention": torch.stack(attention).mean()}
@@ -114,11 +120,12 @@ class MobileBert(ObjectiveKind):
         """Return the objective of a student as deep, and as wide between layers, as the teacher."""
         del wanted
         same_width("mobilebert", student, request.teacher)
-        if student.num_layers != request.teacher.num_layers:
+        teacher = request.teacher
+        if student.num_layers != teacher.num_layers:
             raise InvalidConfigError(
                 f"--objective mobilebert compares layer with layer: the student has {student.num_layers}, "
-                f"the teacher {request.teacher.num_layers}. Take as many, with bottlenecks: "
-                f"{request.teacher.num_layers}x{request.teacher.hidden_size}:b{request.teacher.hidden_size // 4}."
+                f"the teacher {teacher.num_layers}. Take as many, with bottlenecks: "
+                f"{teacher.num_layers}x{teacher.hidden_size}:b{teacher.hidden_size // 4}."
             )
         return MobileBertObjective(student.num_layers, is_authors=request.config.is_authors)
 

@@ -46,7 +46,9 @@ class RelationObjective(StudentObjective):
         parts = {}
         for kind in self._wanted.kinds:
             losses = [
-                relation_loss(own, kind, batch.targets[target][kind], batch.lengths, method)
+                relation_loss(
+                    own, kind, targets=batch.targets[target][kind], lengths=batch.lengths, method=method
+                )
                 for own, target in zip(split, self._targets, strict=True)
             ]
             parts[str(kind)] = torch.stack(losses).mean()

@@ -317,7 +317,8 @@ class ObjectiveConfig(FrozenSettings):
     """What logits are divided by before they are compared, for `bert-pkd` and `tinybert-prediction`. None
     means 10 for `bert-pkd` (1 with `--form paper`) and 1 for `tinybert-prediction`."""
     ground_truth: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Share of the true tokens in the targets of `mlm-kd`; the rest are the teacher's labels. None means 0."""
+    """Share of the true tokens in the targets of `mlm-kd`; the teacher's labels are the rest. None means
+    0."""
     layer_map: LayerMap = "last"
     """Which layers of a student learn from which of the teacher; maps other than `last` need a cache of those
     layers. The default of `tinybert` and `bert-pkd` is `all`."""

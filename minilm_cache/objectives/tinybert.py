@@ -46,9 +46,9 @@ class TinyBertObjective(StudentObjective):
         self,
         wanted: WantedTargets,
         pairs: Sequence[LayerPair],
+        *,
         student: StudentFacts,
         teacher_width: int,
-        *,
         shared: bool,
     ) -> None:
         """Compare these pairs of layers, and the outputs of the embeddings.
@@ -111,7 +111,9 @@ class TinyBert(ObjectiveKind):
         """Return the objective of a student of this shape."""
         pairs = pairs_of(request, student.num_layers)
         width = request.teacher.hidden_size
-        return TinyBertObjective(wanted, pairs, student, width, shared=request.config.is_authors)
+        return TinyBertObjective(
+            wanted, pairs, student=student, teacher_width=width, shared=request.config.is_authors
+        )
 
 
 class PredictionObjective(StudentObjective):

@@ -41,7 +41,9 @@ class ValueObjective(StudentObjective):
         (own,), (teacher,) = reading.vectors, batch.vectors
         attention = batch.targets[0][RelationKind.ATTENTION]
         error = token_mse(self.projection(side_by_side(own)), side_by_side(teacher), valid_tokens(batch))
-        kl = relation_loss(own, RelationKind.ATTENTION, attention, batch.lengths, method)
+        kl = relation_loss(
+            own, RelationKind.ATTENTION, targets=attention, lengths=batch.lengths, method=method
+        )
         return {"attention": kl, "value_mse": error}
 
 

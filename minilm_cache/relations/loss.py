@@ -63,6 +63,7 @@ def scores_bytes(batch: int, heads: int, length: int) -> int:
 def relation_loss(
     vectors: Vectors,
     kind: RelationKind,
+    *,
     targets: Targets,
     lengths: Int[Tensor, " batch"],
     method: Method | None = None,
@@ -86,23 +87,23 @@ def relation_loss(
         mask = key_mask(lengths, length)[:, None, None, :]
         return relation_kl(relation_scores(vectors, kind, mask), targets, lengths)
     with torch.autocast(vectors.query.device.type, enabled=False):
-        surrogate = _surrogate(vectors, kind, targets.rows, lengths)
+        surrogate = _surrogate(vectors, kind, rows=targets.rows, lengths=lengths)
         with torch.no_grad():
-            shown = _shown_kl(vectors, kind, targets, lengths)
+            shown = _shown_kl(vectors, kind, targets=targets, lengths=lengths)
         loss: Tensor = surrogate - surrogate.detach() + shown
         return loss
 
 
-def _surrogate(vectors: Vectors, kind: RelationKind, rows: RowTargets, lengths: Tensor) -> Tensor:
+def _surrogate(vectors: Vectors, kind: RelationKind, *, rows: RowTargets, lengths: Tensor) -> Tensor:
     """Return what has the gradient of the KL, and another value."""
     left, right, scaling = sides(vectors, kind)
     valid = key_mask(lengths, left.shape[-2])
-    own = _attend(left.detach(), right.detach(), right, valid[:, None, None, :], scaling)
+    own = _attend(left.detach(), right.detach(), values=right, mask=valid[:, None, None, :], scaling=scaling)
     weight = valid[:, None, :, None].to(left.dtype) * scaling / (lengths.sum() * left.shape[1])
-    return (weight * left * (own - _expected(rows, right, valid, lengths))).sum()
+    return (weight * left * (own - _expected(rows, right, valid=valid, lengths=lengths))).sum()
 
 
-def _attend(left: Tensor, right: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
+def _attend(left: Tensor, right: Tensor, *, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
     """Return softmax(left right^T * scaling) values.
 
     Fused kernels want one head size, a multiple of 8; zeros change no product, nor the columns asked for.
@@ -114,14 +115,16 @@ def _attend(left: Tensor, right: Tensor, values: Tensor, mask: Tensor, scaling: 
 
 
 def _expected(
-    rows: RowTargets, right: Tensor, valid: Bool[Tensor, "batch length"], lengths: Tensor
+    rows: RowTargets, right: Tensor, *, valid: Bool[Tensor, "batch length"], lengths: Tensor
 ) -> Float[Tensor, "batch heads length size"]:
     """Return P K: for each row, the student's right-hand vectors weighed by the teacher's row."""
     if isinstance(rows, DenseRows):
         return rows.probs.to(right.dtype) @ right
     if isinstance(rows, VectorRows):
         left, teachers, scaling = sides(rows.vectors, rows.kind)
-        return _attend(left, teachers, right, row_mask(rows.vectors, rows.kind, lengths), scaling)
+        return _attend(
+            left, teachers, values=right, mask=row_mask(rows.vectors, rows.kind, lengths), scaling=scaling
+        )
     batch, heads, length, size = right.shape
     first = torch.arange(batch * heads, device=right.device).view(batch, heads, 1, 1) * length
     table = right.reshape(-1, size)
@@ -134,7 +137,7 @@ def _expected(
     return found + rows.base[..., None].to(right.dtype) * everywhere
 
 
-def _shown_kl(vectors: Vectors, kind: RelationKind, targets: Targets, lengths: Tensor) -> Tensor:
+def _shown_kl(vectors: Vectors, kind: RelationKind, *, targets: Targets, lengths: Tensor) -> Tensor:
     """Return the mean KL over some rows of each sequence."""
     left, right, scaling = sides(vectors, kind)
     length = left.shape[-2]
@@ -142,7 +145,7 @@ def _shown_kl(vectors: Vectors, kind: RelationKind, targets: Targets, lengths: T
     valid = key_mask(lengths, length)
     scores = (left[:, :, shown] * scaling) @ right.transpose(-1, -2)
     log_student = scores.masked_fill(~valid[:, None, None, :], torch.finfo(scores.dtype).min).log_softmax(-1)
-    probs = _shown_rows(targets.rows, shown, lengths, length)
+    probs = _shown_rows(targets.rows, shown, lengths=lengths, length=length)
     crossed = -(probs * log_student).sum(-1)
     weight = valid[:, None, shown] / (valid[:, shown].sum() * left.shape[1])
     entropy: Tensor
@@ -155,7 +158,7 @@ def _shown_kl(vectors: Vectors, kind: RelationKind, targets: Targets, lengths: T
 
 
 def _shown_rows(
-    rows: RowTargets, shown: Tensor, lengths: Tensor, length: int
+    rows: RowTargets, shown: Tensor, *, lengths: Tensor, length: int
 ) -> Float[Tensor, "batch heads shown length"]:
     if isinstance(rows, VectorRows):
         left, right, scaling = sides(rows.vectors, rows.kind)
@@ -194,11 +197,14 @@ def relation_kl(
     if entropy is None:
         entropy = mean_row_entropy(to_dense(rows, lengths, scores.shape[-1]), lengths)
     with torch.autocast(scores.device.type, enabled=False):
-        return _cross_entropy(scores, rows, valid, row_weight) - (entropy * lengths).sum() / lengths.sum()
+        return (
+            _cross_entropy(scores, rows, valid=valid, row_weight=row_weight)
+            - (entropy * lengths).sum() / lengths.sum()
+        )
 
 
 def _cross_entropy(
-    scores: Tensor, rows: DenseRows | SparseRows, valid: Bool[Tensor, "batch size"], row_weight: Tensor
+    scores: Tensor, rows: DenseRows | SparseRows, *, valid: Bool[Tensor, "batch size"], row_weight: Tensor
 ) -> Tensor:
     if isinstance(rows, DenseRows):
         crossed: Tensor = _DenseCrossEntropy.apply(scores, rows.probs, row_weight)  # type: ignore[no-untyped-call]
@@ -213,7 +219,7 @@ class _DenseCrossEntropy(torch.autograd.Function):
     """Sum over rows of row_weight * (LSE(S) - P . S); dS = row_weight * (softmax(S) - P)."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, target: Tensor, row_weight: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, scores: Tensor, target: Tensor, row_weight: Tensor) -> Tensor:  # noqa: ANN401, PLR0917 - torch's interface
         probs, lse = softmax_and_lse(scores)
         ctx.save_for_backward(probs, target, row_weight)
         expected = torch.einsum("...k,...k->...", target, scores)
@@ -230,7 +236,7 @@ class _SparseCrossEntropy(torch.autograd.Function):
     """As `_DenseCrossEntropy`, for P = base on valid columns plus the weights of the entries."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd functions take their inputs by position
+    def forward(  # noqa: PLR0917 - torch's interface
         ctx: Any,  # noqa: ANN401
         scores: Tensor,
         index: Tensor,

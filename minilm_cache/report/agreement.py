@@ -100,7 +100,7 @@ def relation_agreement(cache: Cache, teacher: Teacher, students: Sequence[Probed
         if one.relation_heads is None and _num_heads(student) != cache.manifest.identity.relation_heads:
             continue
         teacher.tap((cache.manifest.identity.layers[-1] if one.layer is None else one.layer,))
-        found += _agreement(one, student, teacher, ids)
+        found += _agreement(one, student, teacher=teacher, ids=ids)
     return found
 
 
@@ -114,11 +114,14 @@ def _num_heads(student: TappedModel) -> int:
 
 
 def _agreement(
-    one: Probed, student: TappedModel, teacher: Teacher, ids: Sequence[Int[Tensor, " _"]]
+    one: Probed, student: TappedModel, *, teacher: Teacher, ids: Sequence[Int[Tensor, " _"]]
 ) -> Iterator[RelationAgreement]:
     longest = max(map(len, ids))
     cuts = [_SHORTEST * 2**power for power in range(longest.bit_length()) if _SHORTEST * 2**power < longest]
-    by_length = {cut: _rows(student, teacher, _cut(ids, cut), one.relation_heads) for cut in [*cuts, longest]}
+    by_length = {
+        cut: _rows(student, teacher, ids=_cut(ids, cut), relation_heads=one.relation_heads)
+        for cut in [*cuts, longest]
+    }
     for kind in _kinds(one.relation_heads):
         whole = by_length[longest][kind]
         part = (whole.position * NUM_POSITIONS).long().clamp(max=NUM_POSITIONS - 1)
@@ -141,7 +144,7 @@ def _cut(ids: Sequence[Int[Tensor, " _"]], length: int) -> list[Tensor]:
 
 @torch.no_grad()
 def _rows(
-    student: TappedModel, teacher: Teacher, ids: Sequence[Tensor], relation_heads: int | None
+    student: TappedModel, teacher: Teacher, *, ids: Sequence[Tensor], relation_heads: int | None
 ) -> dict[RelationKind, _Rows]:
     parts: dict[RelationKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in _kinds(relation_heads)}
     for first in range(0, len(ids), _BATCH_SIZE):

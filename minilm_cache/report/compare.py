@@ -21,8 +21,8 @@ from minilm_cache.relations.scores import key_mask
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
+from minilm_cache.train.live import with_live_targets
 from minilm_cache.train.trainer import read
-from minilm_cache.workflows.live import with_live_targets
 
 _BATCH_SIZE = 16
 
@@ -54,7 +54,7 @@ def check_is_teacher_of(teacher: Teacher, cache: Cache) -> None:
 
 
 def live_held_out_kl(
-    cache: Cache, teacher: Teacher, objective: Objective, students: Sequence[Path]
+    cache: Cache, teacher: Teacher, *, objective: Objective, students: Sequence[Path]
 ) -> list[HeldOutLosses] | list[None]:
     """Return each student's KL(teacher || student), nats, on held-out sequences; none: nothing is held out.
 
@@ -75,7 +75,9 @@ def live_held_out_kl(
     wanted = objective.wanted
     teacher.tap(wanted.layers or manifest.identity.layers[-1:])
     looks = [_look(load_student(folder, teacher.device), objective) for folder in students]
-    reader = BatchReader(cache, WantedTargets(kinds=()), teacher.tokenizer.pad_token_id, teacher.device)
+    reader = BatchReader(
+        cache, WantedTargets(kinds=()), pad_token=teacher.tokenizer.pad_token_id, device=teacher.device
+    )
     tokens = reader.held_out_batches(batch_size(wanted, manifest, _BATCH_SIZE), MAX_SEQUENCES)
     return held_out_losses(looks, with_live_targets(tokens, teacher, wanted))
 
@@ -112,7 +114,7 @@ def masked_agreement(cache: Cache, teacher: Teacher, students: Sequence[Path]) -
         for folder in students
     ]
     wanted = WantedTargets(kinds=(), states=WantedStates(masked=True))
-    reader = BatchReader(cache, wanted, teacher.tokenizer.pad_token_id, teacher.device)
+    reader = BatchReader(cache, wanted, pad_token=teacher.tokenizer.pad_token_id, device=teacher.device)
     same, count = [0] * len(models), 0
     for batch in reader.held_out_batches(_BATCH_SIZE, MAX_SEQUENCES):
         masked = batch.states.masked

@@ -72,7 +72,7 @@ class Wanted:
 
 
 def examples(
-    cache: Cache, students: Sequence[tuple[str, Path]], teacher: Teacher | None, wanted: Wanted
+    cache: Cache, students: Sequence[tuple[str, Path]], *, teacher: Teacher | None, wanted: Wanted
 ) -> list[Example]:
     """Return relations of the teacher and of students on texts.
 
@@ -106,7 +106,7 @@ def examples(
     found = []
     for label, at, ids in texts:
         first = _live(teacher, ids) if teacher is not None else _stored(cache, at or 0)
-        own = [_of_model(name, "student", model, ids) for name, model in models]
+        own = [_of_model(name, "student", model=model, ids=ids) for name, model in models]
         found.append(Example(label=label, tokens=_words(tokenizer, ids), models=(first, *own)))
     return found
 
@@ -117,11 +117,11 @@ def _words(tokenizer: PreTrainedTokenizerFast, ids: Int[Tensor, " length"]) -> t
 
 def _live(teacher: Teacher, ids: Int[Tensor, " length"]) -> ModelMaps:
     model = TappedModel(teacher.model)
-    return _of_model(f"teacher {teacher.name}", "teacher, run again", model, ids.to(teacher.device))
+    return _of_model(f"teacher {teacher.name}", "teacher, run again", model=model, ids=ids.to(teacher.device))
 
 
 @torch.no_grad()
-def _of_model(name: str, note: str, model: TappedModel, ids: Int[Tensor, " length"]) -> ModelMaps:
+def _of_model(name: str, note: str, *, model: TappedModel, ids: Int[Tensor, " length"]) -> ModelMaps:
     layers = tuple(range(model.num_layers))
     lengths = torch.tensor([len(ids)], device=ids.device)
     vectors = model.tap(layers)(ids[None], torch.ones_like(ids)[None]).vectors

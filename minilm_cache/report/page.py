@@ -56,7 +56,7 @@ class Report:
     """Of relations, likewise."""
 
 
-def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of its own
+def write_report(
     path: Path,
     runs: Sequence[TrainedRun],
     students: pa.Table,
@@ -91,7 +91,7 @@ def write_report(  # noqa: PLR0913 - what is shown, and where: each a thing of i
     if wanted is None:
         wanted = Wanted(sequences=(0,) if first.manifest.num_held_out else ())
     shown = _shown_students(runs)
-    found = examples(first, shown, teacher, wanted) if shown else []
+    found = examples(first, shown, teacher=teacher, wanted=wanted) if shown else []
     similarity = layer_similarity(first, teacher, shown) if teacher is not None and shown else []
     probed = _probed(runs, shown)
     of_folder = {run.folder(one): run for run in runs for one in run.students}

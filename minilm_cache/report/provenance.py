@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minilm_cache.dump.config import DumpConfig
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.settings import flag_of
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.states import StatesIdentity
 from minilm_cache.store.remote import is_url
@@ -59,7 +59,9 @@ def dump_command(manifest: CacheManifest) -> str:
         "shard_tokens": manifest.shard_tokens,
         "seed": identity.packing.seed,
     }
-    return _command(["minilm-cache", "dump", "--teacher", manifest.labels.teacher], given, DumpConfig)
+    words = ["minilm-cache", "dump", "--teacher", manifest.labels.teacher]
+    # Every setting is named: defaults may change from release to release.
+    return shlex.join(words + [word for name, value in given.items() for word in _option(name, value)])
 
 
 def _states(states: StatesIdentity | None) -> dict[str, Any]:
@@ -101,7 +103,11 @@ def train_command(run: TrainedRun, *, paths: bool = True) -> str:
         del given["teacher_layer"]
     words += ["--layer-map", given.pop("layer_map")]
     words += _begun_with(run, paths=paths)
-    return _command(words, given, TrainConfig)
+    fields = TrainConfig.model_fields
+    for name, value in given.items():
+        if value != fields[name].default:
+            words += _option(flag_of(name, fields[name]).split("/")[value is False], value)
+    return shlex.join(words)
 
 
 def _begun_with(run: TrainedRun, *, paths: bool) -> list[str]:
@@ -121,15 +127,9 @@ def _place(place: str, *, paths: bool) -> str:
     return Path(place).name if is_folder and not paths else place
 
 
-def _command(words: list[str], given: dict[str, Any], settings: type[DumpConfig | TrainConfig]) -> str:
-    """Return a command line; what is as it would be anyway is left out."""
-    for name, value in given.items():
-        if value is None or value == settings.model_fields[name].default:
-            continue
-        option = _FLAGS.get(name, f"--{name.replace('_', '-')}")
-        words += [option] if isinstance(value, bool) else [option, str(value)]
-    return shlex.join(words)
-
-
-_FLAGS = {"compiled": "--compile", "value_relation": "--no-value-relation"}
-"""Switches whose names are not those of their settings."""
+def _option(flag: str, value: object) -> list[str]:
+    """Return an option and its value as words; none of them for what is not set."""
+    name = flag if flag.startswith("--") else f"--{flag.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [name] if value or name.startswith("--no-") else []
+    return [] if value is None else [name, str(value)]

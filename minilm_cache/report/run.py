@@ -50,7 +50,11 @@ def report_runs(
     wanted = Wanted(sequences=config.sequence, texts=config.text) if config.sequence or config.text else None
     check_page(out, wanted, has_teacher=config.teacher is not None)
     resolved = dict.fromkeys(path.resolve() for path in folders)
-    runs = [run for path in resolved for run in open_runs(path, config.cache, home or cache_home(None))]
+    runs = [
+        run
+        for path in resolved
+        for run in open_runs(path, cache_place=config.cache, home=home or cache_home(None))
+    ]
     teacher = None
     if config.teacher is not None:
         teacher = Teacher(locate_teacher(config.teacher), choose_device(config.device))

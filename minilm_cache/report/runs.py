@@ -1,5 +1,6 @@
 """Complete runs, opened again with the caches that they are from."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,7 @@ from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.remote import is_url, without_secrets
 from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
 from minilm_cache.train.record import RunRecord, StudentRecord, load_record
+from minilm_cache.wording import html_table
 
 TEACHER_CACHE: Final = "0-teacher"
 """Folder of the cache in a chain that all its students are compared with."""
@@ -29,7 +31,41 @@ _OF_THE_OBJECTIVE: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Student:
+    """A trained student of a run: a Hugging Face folder and its record."""
+
+    path: Path
+    """Folder that `AutoModel.from_pretrained` opens."""
+    record: StudentRecord
+    objective: str
+
+    @property
+    def arch(self) -> str:
+        """Its shape."""
+        return self.record.arch
+
+    def __repr__(self) -> str:
+        pairs = self._described()
+        return f"<Student {pairs.pop('student')}: {', '.join(f'{k} {v}' for k, v in pairs.items())}>"
+
+    def _repr_html_(self) -> str:
+        return html_table("Student", self._described())
+
+    def _described(self) -> dict[str, object]:
+        """Return what it is, by names for people."""
+        before, after = self.record.held_out_before or {}, self.record.held_out_after or {}
+        changes = [f"{part} {before[part]:.4f} -> {after[part]:.4f}" for part in before if part in after]
+        return {
+            "student": self.arch,
+            "parameters": f"{self.record.num_parameters:,}",
+            "objective": self.objective,
+            "held-out loss": ", ".join(changes) or "nothing held out",
+            "folder": self.path,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TrainedRun:
     """A complete run and the cache that it is from."""
 
@@ -47,9 +83,9 @@ class TrainedRun:
     def open(
         cls,
         path: str | Path,
+        *,
         cache_place: str | None = None,
         home: Path | None = None,
-        *,
         name: str | None = None,
         reference: Path | None = None,
         reference_layer: int | None = None,
@@ -81,7 +117,7 @@ class TrainedRun:
                 f"run {folder} says that its cache is at {without_secrets(place)}, and no URL from a run is "
                 "opened unasked. Give it by --cache if you trust it."
             )
-        cache = open_cache(place, home or cache_home(None))
+        cache = open_cache(place, home=home or cache_home(None))
         if cache.manifest.fingerprint != record.identity.fingerprint:
             raise IdentityMismatchError(
                 f"{place} is not the cache that run {folder} was trained from "
@@ -97,6 +133,45 @@ class TrainedRun:
             layer=record.identity.teacher_layer if own else reference_layer,
             name=name or Path(place.rstrip("/")).name,
         )
+
+    def __repr__(self) -> str:
+        pairs = self._described()
+        return f"<TrainedRun {pairs.pop('run')}: {', '.join(f'{k} {v}' for k, v in pairs.items())}>"
+
+    def _repr_html_(self) -> str:
+        return html_table("Run", self._described())
+
+    def _described(self) -> dict[str, object]:
+        """Return what it is, by names for people."""
+        identity = self.record.identity
+        return {
+            "run": self.path,
+            "objective": identity.objective,
+            "students": ", ".join(student.arch for student in self.record.students),
+            "steps": f"{identity.steps:,} of {identity.batch_size} sequences",
+            "cache": self.name,
+            "teacher": self.cache.manifest.labels.teacher,
+        }
+
+    def __len__(self) -> int:
+        """Return the number of students that have weights."""
+        return len(self.students)
+
+    def __iter__(self) -> Iterator[Student]:
+        """Yield the students that have weights."""
+        for record in self.students:
+            yield Student(path=self.folder(record), record=record, objective=self.record.identity.objective)
+
+    def __getitem__(self, arch: str) -> Student:
+        """Return the student of a shape.
+
+        Raises:
+            KeyError: there is no such student, or it diverged.
+        """
+        for student in self:
+            if student.arch == arch:
+                return student
+        raise KeyError(f"run {self.path} has no student {arch}")
 
     @property
     def is_compared_with_own(self) -> bool:
@@ -152,7 +227,7 @@ class TrainedRun:
         return teacher_config(self.reference.reader.attachment(TEACHER_CONFIG), self.reference.manifest)
 
 
-def open_runs(path: Path, cache_place: str | None, home: Path) -> list[TrainedRun]:
+def open_runs(path: Path, *, cache_place: str | None = None, home: Path | None = None) -> list[TrainedRun]:
     """Open a run, or every complete run of a chain or a study.
 
     Args:
@@ -167,7 +242,7 @@ def open_runs(path: Path, cache_place: str | None, home: Path) -> list[TrainedRu
     """
     inner = sorted(file.parent for file in path.glob(f"runs/*/{RUN_FILE}"))
     if is_run(path) or not inner:
-        return [TrainedRun.open(path, cache_place, home)]
+        return [TrainedRun.open(path, cache_place=cache_place, home=home)]
     if cache_place is not None and not is_url(cache_place):
         raise InvalidConfigError(
             f"--cache goes with a run, and {path} holds several. Leave it out, or give the URL that they "
@@ -185,7 +260,7 @@ def open_runs(path: Path, cache_place: str | None, home: Path) -> list[TrainedRu
         moved = path / "caches" / Path(record.cache).name
         place = str(moved) if moved.is_dir() else record.cache
         trusted = None if is_url(place) and place != cache_place else place
-        opened = TrainedRun.open(run, trusted, home, reference=reference)
+        opened = TrainedRun.open(run, cache_place=trusted, home=home, reference=reference)
         layer = opened.layer if opened.is_compared_with_own else layer
         found.append(opened)
     if not found:

@@ -181,7 +181,7 @@ def _held_out(
     if teacher is not None and is_teacher_of(teacher, run.reference):
         alike = [student for student in run.students if run.has_teachers_heads(student)]
         folders = [run.folder(student) for student in alike]
-        found = live_held_out_kl(run.reference, teacher, run.objective, folders)
+        found = live_held_out_kl(run.reference, teacher, objective=run.objective, students=folders)
         return {student.arch: kl for student, kl in zip(alike, found, strict=True)}, "teacher"
     target = run.record.students[0].target
     has_kls = run.is_compared_with_own and run.record.identity.objective in ("minilm", "minilmv2")

@@ -23,7 +23,7 @@ class Merged:
     """Shards that none of the parts holds."""
 
 
-def merge(parts: Sequence[Path], out: Path, progress: Progress, should_stop: ShouldStop) -> Merged:
+def merge(parts: Sequence[Path], out: Path, *, progress: Progress, should_stop: ShouldStop) -> Merged:
     """Copy the committed shards of every part into one cache, new or begun before.
 
     The cache is not complete then, even with every shard there: the dump command that made the parts measures
@@ -44,7 +44,7 @@ def merge(parts: Sequence[Path], out: Path, progress: Progress, should_stop: Sho
     attachments = {path: first.attachment(path) for path in files if not path.endswith("zarr.json")}
     changes = {"complete": False, "measured": None, "files": files}
     manifest = first.manifest.model_copy(update=changes)
-    writer = CacheWriter(out, manifest, attachments)
+    writer = CacheWriter(out, manifest, attachments=attachments)
     todo = [shard for shard in sorted(owners) if not writer.is_committed(shard)]
     sizes = {shard: sum(file.size for file in owners[shard].records[shard].files.values()) for shard in todo}
     progress.start("merge", sum(sizes.values()), "bytes")

@@ -32,7 +32,7 @@ _MAX_ATTACHMENT_BYTES: Final = 2**27
 """Of a tokenizer, the largest file outside the shards."""
 
 
-def pull(url: str, out: Path, progress: Progress, should_stop: ShouldStop) -> Shared:
+def pull(url: str, out: Path, *, progress: Progress, should_stop: ShouldStop) -> Shared:
     """Copy a cache from a store into a folder; each file is checked as it arrives.
 
     Raises:
@@ -46,11 +46,11 @@ def pull(url: str, out: Path, progress: Progress, should_stop: ShouldStop) -> Sh
     source = open_store(url)
     manifest = remote_manifest(source)
     with _alone(out, should_stop):
-        return _pull(source, manifest, out, progress, should_stop)
+        return _pull(source, manifest, out=out, progress=progress, should_stop=should_stop)
 
 
 def _pull(
-    source: RemoteFolder, manifest: CacheManifest, out: Path, progress: Progress, should_stop: ShouldStop
+    source: RemoteFolder, manifest: CacheManifest, *, out: Path, progress: Progress, should_stop: ShouldStop
 ) -> Shared:
     num_shards = len(manifest.shards)
     if (out / MANIFEST).is_file():
@@ -79,7 +79,7 @@ def _pull(
         return copied
 
     fetcher.attachments(progress)
-    copied = sum(each(fetch_shard, range(num_shards), should_stop, source.url))
+    copied = sum(each(fetch_shard, range(num_shards), should_stop=should_stop, place=source.url))
     fetcher.write(CARD, cache_card(manifest).encode())  # written anew: no hash covers the one in the store
     fetcher.write(MANIFEST, manifest.to_json())
     with storage_errors("create the cache", out):
@@ -140,11 +140,11 @@ class Fetcher:
             content = self._source.read(path, MAX_RECORD_BYTES)
             place = f"{self._source.url}/{path}"
             record = parse(CommitRecord, content, place)
-            check_record(record, self._manifest, shard, place)
+            check_record(record, self._manifest, shard=shard, place=place)
             self.write(path, content)
             return record
 
-        return each(fetch, range(len(self._manifest.shards)), should_stop, self._source.url)
+        return each(fetch, range(len(self._manifest.shards)), should_stop=should_stop, place=self._source.url)
 
     def attachments(self, progress: Progress) -> None:
         """Fetch what lies outside the shards."""

@@ -27,7 +27,7 @@ from minilm_cache.store.transfer import Shared, each, num_bytes
 
 
 def push(
-    root: Path, store_url: str, progress: Progress, should_stop: ShouldStop, *, full: bool = False
+    root: Path, store_url: str, *, progress: Progress, should_stop: ShouldStop, full: bool = False
 ) -> Shared:
     """Copy a complete cache into a store, below its name there; files that are there stay.
 
@@ -60,7 +60,7 @@ def push(
 
     progress.start("push", num_bytes(manifest, list(reader.records.values())), "bytes")
     sent = [sender.send(path, digest) for path, digest in manifest.files.items()]
-    copied = sum(each(sender.send_shard, range(num_shards), should_stop, target.url))
+    copied = sum(each(sender.send_shard, range(num_shards), should_stop=should_stop, place=target.url))
     content = read_bounded(root / MANIFEST, MAX_MANIFEST_BYTES)
     if target.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != content:
         target.write(CARD, cache_card(manifest).encode())  # written anew: no hash covers the one here

@@ -137,7 +137,10 @@ class CacheReader:
     def _documents(self) -> dict[str, bytes]:
         manifest = self.manifest
         return zarr_documents(
-            manifest.identity, manifest.calibration, manifest.num_shards, manifest.shard_tokens
+            manifest.identity,
+            manifest.calibration,
+            num_shards=manifest.num_shards,
+            shard_tokens=manifest.shard_tokens,
         )
 
     def _read_records(self, shards: Sequence[int]) -> dict[int, CommitRecord]:
@@ -192,7 +195,7 @@ class CacheReader:
         content = read_checked(self.root, path, self._require(number).files[path])
         try:
             num_tokens = self.manifest.shards[number].num_tokens
-            return decode_shard(content, spec, self.manifest.shard_tokens, num_tokens)
+            return decode_shard(content, spec, shard_tokens=self.manifest.shard_tokens, num_tokens=num_tokens)
         except CacheCorruptError as error:
             raise CacheCorruptError(f"{self.root / path} is damaged: {error}. {_REMEDY}") from error
 
@@ -282,11 +285,11 @@ def read_record(root: Path, manifest: CacheManifest, shard: int) -> CommitRecord
     """Read a shard's commit record and check that it belongs to this cache and this shard."""
     path = below(root, commit_path(shard))
     record = parse(CommitRecord, read_bounded(path, MAX_RECORD_BYTES), str(path))
-    check_record(record, manifest, shard, str(path))
+    check_record(record, manifest, shard=shard, place=str(path))
     return record
 
 
-def check_record(record: CommitRecord, manifest: CacheManifest, shard: int, place: str) -> None:
+def check_record(record: CommitRecord, manifest: CacheManifest, *, shard: int, place: str) -> None:
     """Raise CacheCorruptError for the record of another cache or shard."""
     belongs = (
         record.fingerprint == manifest.fingerprint

@@ -24,7 +24,7 @@ _ENTRY_BYTES: Final = 16
 
 
 def decode_shard(
-    content: bytes, spec: ArraySpec, shard_tokens: int, num_tokens: int
+    content: bytes, spec: ArraySpec, *, shard_tokens: int, num_tokens: int
 ) -> npt.NDArray[np.generic]:
     """Return a shard's rows without its slack, `(num_tokens, ...)`, in memory as they are coded.
 

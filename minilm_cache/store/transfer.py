@@ -38,7 +38,9 @@ def num_bytes(manifest: CacheManifest, records: Sequence[CommitRecord]) -> int:
     return shards + sum(digest.size for digest in manifest.files.values())
 
 
-def each(work: Callable[[int], Result], numbers: range, should_stop: ShouldStop, place: str) -> list[Result]:
+def each(
+    work: Callable[[int], Result], numbers: range, *, should_stop: ShouldStop, place: str
+) -> list[Result]:
     """Do work for each number, several at once; the first failure ends it."""
 
     def guarded(number: int) -> Result:

@@ -97,7 +97,7 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, chec
     with ThreadPoolExecutor(num_threads) as threads:
         found += [damage for damage in threads.map(examine, files) if damage is not None]
     if full and not found:
-        found += _content_damage(root, num_threads, progress, check_rows)
+        found += _content_damage(root, num_threads, progress=progress, check_rows=check_rows)
     return Verdict(complete=manifest.complete, num_files=len(files), num_bytes=num_bytes, damage=tuple(found))
 
 
@@ -107,7 +107,7 @@ def default_threads() -> int:
 
 
 def unsound_shards(
-    root: Path, manifest: CacheManifest, shards: Sequence[int], progress: Progress, check_rows: CheckRows
+    root: Path, manifest: CacheManifest, *, shards: Sequence[int], progress: Progress, check_rows: CheckRows
 ) -> list[int]:
     """Return those of some committed shards whose record, files (XXH3-128) or content are damaged.
 
@@ -118,7 +118,10 @@ def unsound_shards(
     reader = CacheReader(root, partial=True, shards=readable)
     progress.start("check", sum(manifest.shards[shard].num_tokens for shard in readable), "tokens")
     damaged = {
-        one.shard for one in _damaged_contents(reader, default_threads(), progress, check_rows(reader))
+        one.shard
+        for one in _damaged_contents(
+            reader, default_threads(), progress=progress, check_shard=check_rows(reader)
+        )
     }
     return [shard for shard in shards if shard not in readable or shard in damaged]
 
@@ -143,7 +146,7 @@ def _file_damage(file: Path, expected: FileDigest, *, full: bool) -> str | None:
 
 
 def _content_damage(
-    root: Path, num_threads: int, progress: Progress, check_rows: CheckRows
+    root: Path, num_threads: int, *, progress: Progress, check_rows: CheckRows
 ) -> Iterator[Damage]:
     """Yield what is wrong inside files that have the committed bytes: a record may lie."""
     try:
@@ -153,11 +156,11 @@ def _content_damage(
         yield Damage(path=MANIFEST, shard=None, reason=str(error))
         return
     progress.start("decode", sum(reader.manifest.shards[n].num_tokens for n in reader.records), "tokens")
-    yield from _damaged_contents(reader, num_threads, progress, check_shard)
+    yield from _damaged_contents(reader, num_threads, progress=progress, check_shard=check_shard)
 
 
 def _damaged_contents(
-    reader: CacheReader, num_threads: int, progress: Progress, check_shard: Callable[[Shard], None]
+    reader: CacheReader, num_threads: int, *, progress: Progress, check_shard: Callable[[Shard], None]
 ) -> Iterator[Damage]:
     def examine(number: int) -> Damage | None:
         reason = _shard_damage(reader, number, check_shard)

@@ -62,6 +62,7 @@ class CacheWriter:
         self,
         root: Path,
         manifest: CacheManifest,
+        *,
         attachments: Mapping[str, bytes],
         tokens_of: CacheReader | None = None,
         parts_of: CacheReader | None = None,
@@ -91,7 +92,10 @@ class CacheWriter:
         with storage_errors("create the cache", root):
             self._create_or_adopt()
             metadata = zarr_documents(
-                manifest.identity, manifest.calibration, manifest.num_shards, manifest.shard_tokens
+                manifest.identity,
+                manifest.calibration,
+                num_shards=manifest.num_shards,
+                shard_tokens=manifest.shard_tokens,
             )
             for path, content in (metadata | dict(attachments)).items():
                 self._put(path, content)
@@ -179,7 +183,7 @@ class CacheWriter:
             sync_directories([path.parent])
 
     def write_shard(
-        self, shard: int, rows: Mapping[str, npt.NDArray[np.generic]], table: pa.Table, rank: int = 0
+        self, shard: int, rows: Mapping[str, npt.NDArray[np.generic]], *, table: pa.Table, rank: int = 0
     ) -> None:
         """Write and commit one shard; the caller holds its claim.
 

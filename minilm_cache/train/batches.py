@@ -66,6 +66,7 @@ class BatchReader:
         self,
         cache: Cache,
         wanted: WantedTargets,
+        *,
         pad_token: int,
         device: torch.device,
     ) -> None:
@@ -174,7 +175,10 @@ class BatchReader:
         except CacheCorruptError as error:
             raise CacheCorruptError(f"{self._cache.reader.root}: {error}") from error
         targets = tuple(
-            {kind: self._targets(kind, found, gathered, lengths) for kind, found in layer.items()}
+            {
+                kind: self._targets(kind, found, gathered=gathered, lengths=lengths)
+                for kind, found in layer.items()
+            }
             for layer in decoded
         )
         return StudentBatch(
@@ -196,7 +200,7 @@ class BatchReader:
         return tuple(codec.vectors(rows[codec.codes_path]) for codec in codecs)
 
     def _targets(
-        self, kind: RelationKind, rows: RowTargets, gathered: _Gathered, lengths: Int[Tensor, " batch"]
+        self, kind: RelationKind, rows: RowTargets, *, gathered: _Gathered, lengths: Int[Tensor, " batch"]
     ) -> Targets:
         if kind in gathered.entropy:
             return Targets(rows, self._to_device(gathered.entropy[kind]))

@@ -21,7 +21,12 @@ from minilm_cache.wording import markdown
 
 
 def save_student(
-    folder: Path, trainer: StudentTrainer, reader: CacheReader, identity: RunIdentity, record: StudentRecord
+    folder: Path,
+    trainer: StudentTrainer,
+    *,
+    reader: CacheReader,
+    identity: RunIdentity,
+    record: StudentRecord,
 ) -> None:
     """Write a student that `AutoModel.from_pretrained` and `AutoTokenizer.from_pretrained` open.
 
@@ -37,7 +42,9 @@ def save_student(
         trainer.model.model.save_pretrained(new)
         untrained = untrained_modules(trainer.model.model)
         head = trainer.learner.objective.needs.head
-        (new / "README.md").write_text(student_card(reader.manifest, identity, record, untrained, head))
+        (new / "README.md").write_text(
+            student_card(reader.manifest, identity, record=record, untrained=untrained, head=head)
+        )
 
 
 def _safe(name: str, content: bytes) -> bytes:
@@ -95,6 +102,7 @@ def _untrained_note(untrained: Sequence[str]) -> list[str]:
 def student_card(
     manifest: CacheManifest,
     identity: RunIdentity,
+    *,
     record: StudentRecord,
     untrained: Sequence[str],
     head: Head | None,

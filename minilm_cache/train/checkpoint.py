@@ -51,7 +51,7 @@ class RunState(BaseModel):
 
 
 def save_checkpoint(
-    folder: Path, trainers: Sequence[StudentTrainer], state: RunState, ranks: Ranks, keep: int
+    folder: Path, trainers: Sequence[StudentTrainer], *, state: RunState, ranks: Ranks, keep: int
 ) -> None:
     """Write the state below `folder`, then remove all but the `keep` newest; all processes do it together.
 
@@ -101,7 +101,7 @@ def load_state(folder: Path) -> RunState:
 
 
 def load_students(
-    folder: Path, state: RunState, trainers: Sequence[StudentTrainer], device: torch.device
+    folder: Path, state: RunState, *, trainers: Sequence[StudentTrainer], device: torch.device
 ) -> None:
     """Restore students from the checkpoint of a state.
 

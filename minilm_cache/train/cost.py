@@ -70,7 +70,7 @@ def train_tokens(config: CostConfig, num_tokens: int, length: int) -> int:
     return recipe["steps"] * recipe["batch_size"] * length
 
 
-def operations(config: CostConfig, teacher: str, revision: str | None, length: int) -> Operations:
+def operations(config: CostConfig, teacher: str, *, revision: str | None, length: int) -> Operations:
     """Return the operations per token of a dump and of students' training.
 
     Args:
@@ -94,7 +94,7 @@ def operations(config: CostConfig, teacher: str, revision: str | None, length: i
 
 
 def estimate(
-    config: CostConfig, found: Operations, num_tokens: int, length: int, teacher_tokens_per_s: float
+    config: CostConfig, found: Operations, *, num_tokens: int, length: int, teacher_tokens_per_s: float
 ) -> Costs:
     """Return what a dump, each training, and each training with the teacher along cost.
 

@@ -87,13 +87,14 @@ class TrainingLoop:
             sitting = _Sitting.begin(self.state)
             num_tokens = 0
             while self.state.step < self.steps:
-                num_tokens += self._step(stream, journal, should_stop, sitting)
+                num_tokens += self._step(stream, journal, should_stop=should_stop, sitting=sitting)
             return num_tokens / sitting.seconds
 
     def _step(
         self,
         stream: Iterator[StudentBatch],
         journal: "_Journal",
+        *,
         should_stop: ShouldStop,
         sitting: _Sitting,
     ) -> int:
@@ -137,7 +138,7 @@ class TrainingLoop:
         (read,) = self.ranks.sum([float(self.cache.reader.bytes_read)])
         self.state.bytes_read = sitting.before_bytes + round(read)
         keep = max(1, self.config.keep_checkpoints)
-        save_checkpoint(self.folder.checkpoints, self.trainers, self.state, self.ranks, keep)
+        save_checkpoint(self.folder.checkpoints, self.trainers, state=self.state, ranks=self.ranks, keep=keep)
         if self.ranks.is_writer:
             drop_superseded(self.folder.best, self.trainers, self.state)
 

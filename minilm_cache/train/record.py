@@ -77,10 +77,11 @@ class RunIdentity(StoredModel):
     )
 
     @classmethod
-    def of(  # noqa: PLR0913 - what settings alone do not tell
+    def of(
         cls,
         config: TrainConfig,
         manifest: CacheManifest,
+        *,
         layer: int | None,
         steps: int,
         plan: StepPlan,

@@ -15,6 +15,7 @@ from minilm_cache.models.student import build_student, student_config
 from minilm_cache.models.tap import TappedModel
 from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.store.durable import refuse_file, storage_errors
 from minilm_cache.store.remote import is_url
@@ -49,12 +50,12 @@ class TrainResult:
         return RunFolder(path=self.path).student(arch)
 
 
-def train_students(  # noqa: PLR0913 - what is trained, where, and who is told: each a thing of its own
+def train_students(
     config: TrainConfig,
-    cache_place: str | Path,
-    out: Path | None,
-    home: Path,
+    cache: str | Path,
     *,
+    out: Path | None = None,
+    home: Path | None = None,
     resume: bool = True,
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
@@ -63,21 +64,32 @@ def train_students(  # noqa: PLR0913 - what is trained, where, and who is told: 
 
     Args:
         config: what to train.
-        cache_place: folder or URL of the cache.
-        out: folder of the run; none: below `home`, named by content.
-        home: folder of runs, and of what is kept of caches at URLs.
-        resume: take up an unfinished run in the same folder; if false, the folder must not exist.
-        progress: told of tokens done.
-        should_stop: asked before each step.
+        cache: folder or URL of the cache.
+        out: folder of the run. None means a folder below `home`, named by content.
+        home: folder of runs, and of what is kept of caches at URLs. None means `~/.cache/minilm-cache`.
+        resume: resume an unfinished run in the same folder; if false, the folder must not exist.
+        progress: shows tokens done. None means that nothing is shown.
+        should_stop: called before each step; True stops the run and keeps its state.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; the last checkpoint is kept whatever happens.
     """
-    cache = open_cache(cache_place, home, config.local_bytes)
-    place = str(cache_place) if is_url(str(cache_place)) else str(Path(cache_place).resolve())
+    home = home or cache_home(None)
+    opened = open_cache(cache, home=home, local_bytes=config.local_bytes)
+    place = str(cache) if is_url(str(cache)) else str(Path(cache).resolve())
     ranks = Ranks.join(config.place, config.device)
     try:
-        return _train(config, cache, place, out, home, ranks, resume, progress or Silent(), should_stop)
+        return _train(
+            config,
+            opened,
+            place=place,
+            out=out,
+            home=home,
+            ranks=ranks,
+            resume=resume,
+            progress=progress or Silent(),
+            should_stop=should_stop,
+        )
     except RuntimeError as error:
         explained = ranks.explain(error)
         if explained is None:
@@ -87,9 +99,10 @@ def train_students(  # noqa: PLR0913 - what is trained, where, and who is told: 
         ranks.leave()
 
 
-def _train(  # noqa: PLR0913 - as `train`
+def _train(
     config: TrainConfig,
     cache: Cache,
+    *,
     place: str,
     out: Path | None,
     home: Path,
@@ -118,9 +131,17 @@ def _train(  # noqa: PLR0913 - as `train`
         raise InvalidConfigError(
             "--eval-steps: the cache has no held-out sequences to look at. Leave it out."
         )
-    plan = plan_steps(config, manifest, ranks.num_data, ranks.data_number)
+    plan = plan_steps(config, manifest, num_ranks=ranks.num_data, rank=ranks.data_number)
     begun = initial_weights(config, manifest).name
-    identity = RunIdentity.of(config, manifest, layer, steps, plan, precision_of(config, ranks.device), begun)
+    identity = RunIdentity.of(
+        config,
+        manifest,
+        layer=layer,
+        steps=steps,
+        plan=plan,
+        precision=precision_of(config, ranks.device),
+        init=begun,
+    )
     path = out or home / "runs" / identity.name()
     refuse_file(path)
     if not resume and path.exists():
@@ -179,6 +200,7 @@ def num_steps(config: TrainConfig, manifest: CacheManifest) -> int:
 def build_trainers(
     config: TrainConfig,
     cache: Cache,
+    *,
     shapes: Sequence[StudentShape],
     objective: Objective,
     steps: int,
@@ -200,7 +222,9 @@ def build_trainers(
         model = build_student(own, seed, objective.head)
         initial.begin(model, shape.arch, objective.head)
         tapped = TappedModel(model).to(ranks.device)
-        trainers.append(StudentTrainer(shape, tapped, config, objective, steps, ranks))
+        trainers.append(
+            StudentTrainer(shape, tapped, config=config, objective=objective, steps=steps, ranks=ranks)
+        )
     return trainers
 
 
@@ -230,11 +254,13 @@ class _Run:
             return TrainResult(path=folder.path, record=found, tokens_per_s=None, is_first=ranks.is_first)
         state = load_state(folder.checkpoints)
         alive = [shape for shape in ranks.mine(self.shapes) if shape.arch not in state.diverged]
-        trainers = build_trainers(config, self.cache, alive, self.objective, self.identity.steps, ranks)
-        load_students(folder.checkpoints, state, trainers, ranks.device)
+        trainers = build_trainers(
+            config, self.cache, shapes=alive, objective=self.objective, steps=self.identity.steps, ranks=ranks
+        )
+        load_students(folder.checkpoints, state, trainers=trainers, device=ranks.device)
         record = found or self.begin(trainers)
         tracker_name = config.tracker if ranks.is_first else "none"
-        with tracking(tracker_name, folder.path, config.model_dump(), progress) as tracker:
+        with tracking(tracker_name, folder.path, settings=config.model_dump(), progress=progress) as tracker:
             loop = TrainingLoop(
                 config=config,
                 steps=self.identity.steps,
@@ -255,7 +281,9 @@ class _Run:
 
     def batches(self) -> BatchReader:
         """Return what reads batches for the students."""
-        return BatchReader(self.cache, self.objective.wanted, self.pad_token, self.ranks.device)
+        return BatchReader(
+            self.cache, self.objective.wanted, pad_token=self.pad_token, device=self.ranks.device
+        )
 
     def held_out(self, trainers: Sequence[StudentTrainer]) -> list[HeldOutLosses] | list[None]:
         """Return the held-out KL of students; none where nothing is held out."""
@@ -313,7 +341,9 @@ class _Run:
                 if student.diverged_at is None:
                     trainer = mine.get(student.arch) or self._fetched(student.arch, state)
                     folder = self.folder.student(student.arch)
-                    save_student(folder, trainer, self.cache.reader, self.identity, student)
+                    save_student(
+                        folder, trainer, reader=self.cache.reader, identity=self.identity, record=student
+                    )
         done = {"complete": True, "train_s": state.train_s, "bytes_read": state.bytes_read}
         complete = record.model_copy(update={**done, "students": students})
         self._write(complete)
@@ -329,11 +359,13 @@ class _Run:
         (shape,) = [shape for shape in self.shapes if shape.arch == arch]
         ranks = Ranks.alone(self.ranks.device)
         steps = self.identity.steps
-        (trainer,) = build_trainers(self.config, self.cache, [shape], self.objective, steps, ranks)
+        (trainer,) = build_trainers(
+            self.config, self.cache, shapes=[shape], objective=self.objective, steps=steps, ranks=ranks
+        )
         if self.config.eval_steps is not None:
             load_best(self.folder.best, trainer, state.best[arch].step)
         else:
-            load_students(self.folder.checkpoints, state, [trainer], ranks.device)
+            load_students(self.folder.checkpoints, state, trainers=[trainer], device=ranks.device)
         return trainer
 
     def _in_order(self, own: dict[str, StudentRecord]) -> tuple[StudentRecord, ...]:

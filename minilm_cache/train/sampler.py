@@ -140,7 +140,9 @@ def check_parts(config: TrainConfig, num_ranks: int = 1) -> None:
         )
 
 
-def plan_steps(config: TrainConfig, manifest: CacheManifest, num_ranks: int = 1, rank: int = 0) -> StepPlan:
+def plan_steps(
+    config: TrainConfig, manifest: CacheManifest, *, num_ranks: int = 1, rank: int = 0
+) -> StepPlan:
     """Return what one of `num_ranks` processes takes at each step.
 
     Raises:

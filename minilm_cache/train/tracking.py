@@ -30,7 +30,7 @@ class _Nowhere:
 
 
 @contextmanager
-def tracking(name: str, run: Path, settings: Mapping[str, Any], progress: Progress) -> Iterator[Tracker]:
+def tracking(name: str, run: Path, *, settings: Mapping[str, Any], progress: Progress) -> Iterator[Tracker]:
     """Yield a tracker: `none`, `tensorboard` (files in the run's folder), `trackio`, `wandb` or `mlflow`.
 
     Raises:

@@ -29,6 +29,7 @@ class StudentTrainer:
         self,
         shape: StudentShape,
         model: TappedModel,
+        *,
         config: TrainConfig,
         objective: Objective,
         steps: int,
@@ -107,7 +108,7 @@ class StudentTrainer:
         """
         torch.manual_seed(_part_seed(self._seed, step, batch.part))
         with self._ranks.without_sync(self._parallel, when=not batch.ends_step):
-            losses = self._losses(self._parallel, batch, None, shares)
+            losses = self._losses(self._parallel, batch, method=None, shares=shares)
             # Gradients become means over processes, and they should be sums.
             (losses.total * self._ranks.num_data).backward()
         for name, part in losses.parts.items():
@@ -127,12 +128,13 @@ class StudentTrainer:
     def look(self, batch: StudentBatch) -> Losses:
         """Return the objective on a batch without dropout, its value exact for sequences of any length."""
         self.model.eval()
-        return self._losses(self.learner, batch, "dense")
+        return self._losses(self.learner, batch, method="dense")
 
     def _losses(
         self,
         learner: nn.Module,
         batch: StudentBatch,
+        *,
         method: Method | None,
         shares: Mapping[Unit, float] | None = None,
     ) -> Losses:

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What runs several dumps and trainings: chains, studies, plans, verification, the demo."""

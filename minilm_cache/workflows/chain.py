@@ -188,8 +188,8 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
         )
     if config.train.init != "random":
         raise InvalidConfigError(
-            f"--init {config.train.init}: the students of a chain begin with random weights. Leave it out, or "
-            "dump and train stage by stage."
+            f"--init {config.train.init}: the students of a chain begin with random weights. Leave it out, "
+            "or dump and train stage by stage."
         )
     if config.train.layer_map != "last":
         raise InvalidConfigError("a chain's students learn from last layers. Leave out --layer-map.")
@@ -207,7 +207,7 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
         own = shape_config(shape, taught.to_dict(), taught.model_type)
         if arch in config.assistants:
             taught = own
-    settled = config.model_copy(update={"train": config.train.model_copy(update={"relation_heads": split})})
+    settled = config.with_changes(train=config.train.with_changes(relation_heads=split))
     _check_folder(settled, folder)
     return settled
 
@@ -231,8 +231,8 @@ def _check_folder(config: ChainConfig, folder: Path) -> None:
 def run_chain(
     config: ChainConfig,
     folder: Path,
-    home: Path,
     *,
+    home: Path | None = None,
     cache_store: str | None = None,
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
@@ -261,21 +261,21 @@ def run_chain(
         progress.note(f"stage {number} of {len(todo)}: {stage.does} {what} ({stage.state()})")
         if stage.does == "train":
             layer = config.train.teacher_layer if stage.source == str(first) else None
-            settings = config.train.model_copy(update={"arch": stage.arch, "teacher_layer": layer})
+            settings = config.train.with_changes(arch=stage.arch, teacher_layer=layer)
             train_students(
-                settings, stage.source, stage.path, home, progress=progress, should_stop=should_stop
+                settings, stage.source, out=stage.path, home=home, progress=progress, should_stop=should_stop
             )
             continue
         dump_cache(
             _dump_settings(config, stage, first),
-            stage.path,
-            home,
+            out=stage.path,
+            home=home,
             cache_store=cache_store,
             tokens_of=None if stage.path == first else first,
             progress=progress,
             should_stop=should_stop,
         )
-    return ChainResult(path=folder, record=_finish(config, folder, todo, progress))
+    return ChainResult(path=folder, record=_finish(config, folder, done=todo, progress=progress))
 
 
 def _dump_settings(config: ChainConfig, stage: Stage, first: Path) -> DumpConfig:
@@ -286,21 +286,24 @@ def _dump_settings(config: ChainConfig, stage: Stage, first: Path) -> DumpConfig
         update = {"teacher": stage.source, "layers": "last", "revision": None, "shard_tokens": shard_tokens}
     if (stage.path / MANIFEST).exists() and read_manifest(stage.path).complete:
         update["shard_tokens"] = None  # as they are: it may have been pulled
-    return config.dump.model_copy(update=update)
+    return config.dump.with_changes(**update)
 
 
-def _finish(config: ChainConfig, folder: Path, done: Sequence[Stage], progress: Progress) -> ChainRecord:
+def _finish(config: ChainConfig, folder: Path, *, done: Sequence[Stage], progress: Progress) -> ChainRecord:
     """Compare every student with the first teacher; write the record and the page."""
     trainings = [stage for stage in done if stage.does == "train"]
     runs = [
         TrainedRun.open(
-            stage.path, stage.source, reference=done[0].path, reference_layer=config.train.teacher_layer
+            stage.path,
+            cache_place=stage.source,
+            reference=done[0].path,
+            reference_layer=config.train.teacher_layer,
         )
         for stage in trainings
     ]
     progress.note("comparing students with the teacher")
     source = locate_teacher(config.dump.teacher, config.dump.revision)
-    teacher = Teacher(source, choose_device(config.dump.device), config.dump.layers)
+    teacher = Teacher(source, choose_device(config.dump.device), layers=config.dump.layers)
     table = students_table(runs, teacher, device=config.dump.device)
     ways = {stage.path.name: stage.way for stage in trainings}
     students = tuple(

@@ -21,13 +21,13 @@ from minilm_cache.models.load import MINI, locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.check import choose_objective
-from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.live import with_live_targets
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import TrainResult, build_trainers, train_students
 from minilm_cache.train.sampler import plan_steps
-from minilm_cache.workflows.live import with_live_targets
 
 ARCH = ("3x192", "3x384")
 STEPS = 300
@@ -61,38 +61,47 @@ class DemoResult:
     speeds: tuple[Speed, ...]
 
 
-def run_demo(home: Path, progress: Progress, should_stop: ShouldStop) -> DemoResult:
+def run_demo(
+    *, home: Path | None = None, progress: Progress | None = None, should_stop: ShouldStop = never_stop
+) -> DemoResult:
     """Dump, train, compare; what an earlier demo has done is taken up.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`.
     """
+    progress = progress or Silent()
     dumped = dump_cache(
         DumpConfig(teacher=MINI, max_tokens=DUMP_TOKENS),
-        None,
-        home,
+        out=None,
+        home=home,
         progress=progress,
         should_stop=should_stop,
     )
     config = TrainConfig(arch=ARCH, steps=STEPS)
-    trained = train_students(config, dumped.path, None, home, progress=progress, should_stop=should_stop)
-    speeds = compare_speed(dumped.path, config, progress, should_stop)
+    trained = train_students(
+        config, dumped.path, out=None, home=home, progress=progress, should_stop=should_stop
+    )
+    speeds = compare_speed(dumped.path, config, progress=progress, should_stop=should_stop)
     return DemoResult(dump=dumped, train=trained, speeds=speeds)
 
 
 def compare_speed(
-    path: Path, config: TrainConfig, progress: Progress, should_stop: ShouldStop
+    path: Path, config: TrainConfig, *, progress: Progress, should_stop: ShouldStop
 ) -> tuple[Speed, ...]:
     """Time each student's training from the cache and with the teacher, in turns on the same batches."""
     cache = open_cache(path)
     teacher = Teacher(locate_teacher(MINI), choose_device(config.device))
     progress.start("compare", len(config.arch) * (TIMED_STEPS + 1) * 2, "steps")
-    return tuple(_speed(arch, cache, teacher, config, progress, should_stop) for arch in config.arch)
+    return tuple(
+        _speed(arch, cache, teacher=teacher, config=config, progress=progress, should_stop=should_stop)
+        for arch in config.arch
+    )
 
 
 def _speed(
     arch: str,
     cache: Cache,
+    *,
     teacher: Teacher,
     config: TrainConfig,
     progress: Progress,
@@ -101,13 +110,20 @@ def _speed(
     manifest = cache.manifest
     objective = choose_objective(config, cache, arch=config.arch)
     shape = parse_arch(arch, manifest.identity.relation_heads)
-    (trainer,) = build_trainers(config, cache, [shape], objective, TIMED_STEPS, Ranks.alone(teacher.device))
+    (trainer,) = build_trainers(
+        config,
+        cache,
+        shapes=[shape],
+        objective=objective,
+        steps=TIMED_STEPS,
+        ranks=Ranks.alone(teacher.device),
+    )
     plan = plan_steps(config, manifest)
     pad_token = teacher.tokenizer.pad_token_id
 
     def batches(*, with_targets: bool) -> Generator[StudentBatch]:
         wanted = objective.wanted if with_targets else WantedTargets(kinds=())
-        return BatchReader(cache, wanted, pad_token, teacher.device).train_batches(plan, 0)
+        return BatchReader(cache, wanted, pad_token=pad_token, device=teacher.device).train_batches(plan, 0)
 
     rates: dict[str, list[float]] = {"offline": [], "online": []}
     with ExitStack() as stack:

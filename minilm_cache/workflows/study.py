@@ -31,6 +31,7 @@ from minilm_cache.report.compare import is_teacher_of, masked_agreement
 from minilm_cache.report.page import write_report
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.tables import students_table, summary_table
+from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.train.config import TrainConfig
@@ -66,8 +67,8 @@ class StudyResult:
 def run_study(
     study: Study,
     folder: Path,
-    home: Path,
     *,
+    home: Path | None = None,
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> StudyResult:
@@ -84,24 +85,27 @@ def run_study(
         MiniLMCacheError: see `minilm_cache.errors`; what is complete is kept whatever happens.
     """
     progress = progress or Silent()
+    home = home or cache_home(None)
     _check_shapes(study, home)
-    places = _dump_caches(study, folder, home, progress, should_stop)
+    places = _dump_caches(study, folder, home=home, progress=progress, should_stop=should_stop)
     runs = []
     for number, one in enumerate(study.passes, 1):
         progress.note(f"pass {number} of {len(study.passes)}: {one.name}")
         path = folder / "runs" / one.name
         try:
             train_students(
-                one.config, places[one.cache], path, home, progress=progress, should_stop=should_stop
+                one.config, places[one.cache], out=path, home=home, progress=progress, should_stop=should_stop
             )
         except DivergedError as error:
             progress.note(f"{error} The study goes on without this pass.")
             continue
-        runs.append(TrainedRun.open(path, places[one.cache], home, name=one.cache))
+        runs.append(TrainedRun.open(path, cache_place=places[one.cache], home=home, name=one.cache))
     if not runs:
         raise DivergedError(f"every student of {study.source.path} diverged. Lower lr under train.")
     teacher = _teacher(study)
-    agreements = _agreements(study, runs, teacher, folder, home, progress, should_stop)
+    agreements = _agreements(
+        study, runs, teacher=teacher, folder=folder, home=home, progress=progress, should_stop=should_stop
+    )
     progress.note("measuring sizes, speed and closeness to the teacher")
     students = students_table(
         runs,
@@ -120,9 +124,10 @@ def run_study(
     return StudyResult(path=folder, students=students, summary=summary)
 
 
-def _agreements(  # noqa: PLR0913 - what is trained, where, and who is told
+def _agreements(
     study: Study,
     runs: Sequence[TrainedRun],
+    *,
     teacher: Teacher | None,
     folder: Path,
     home: Path,
@@ -144,7 +149,7 @@ def _agreements(  # noqa: PLR0913 - what is trained, where, and who is told
         path = folder / "masked" / f"{study.agreement_steps}-{run.path.name}"
         try:
             result = train_students(
-                own, run.record.cache, path, home, progress=progress, should_stop=should_stop
+                own, run.record.cache, out=path, home=home, progress=progress, should_stop=should_stop
             )
         except DivergedError as error:
             progress.note(f"{error} The study goes on without this agreement.")
@@ -165,7 +170,7 @@ def _check_shapes(study: Study, home: Path) -> None:
             config, codec = read_config(source), cache.codec
             heads = config.num_attention_heads
         else:
-            opened = open_cache(cache, home)
+            opened = open_cache(cache, home=home)
             config = teacher_config(opened.reader.attachment(TEACHER_CONFIG), opened.manifest)
             codec, heads = opened.manifest.identity.codec.name, opened.manifest.identity.relation_heads
             states = opened.manifest.identity.states
@@ -173,13 +178,13 @@ def _check_shapes(study: Study, home: Path) -> None:
                 study.source.fail(("agreement_steps",), f"cache {name} holds no labels; leave this out")
         for one in study.passes:
             if one.cache == name:
-                _check_pass(study, one.config, config, codec, heads)
+                _check_pass(study, one.config, teacher=config, codec=codec, heads=heads)
                 if opened is not None:
                     choose_objective(one.config, opened, arch=one.config.arch)
 
 
 def _check_pass(
-    study: Study, training: TrainConfig, teacher: PreTrainedConfig, codec: str, heads: int
+    study: Study, training: TrainConfig, *, teacher: PreTrainedConfig, codec: str, heads: int
 ) -> None:
     choose_device(training.device)
     try:
@@ -198,7 +203,7 @@ def _check_pass(
 
 
 def _dump_caches(
-    study: Study, folder: Path, home: Path, progress: Progress, should_stop: ShouldStop
+    study: Study, folder: Path, *, home: Path, progress: Progress, should_stop: ShouldStop
 ) -> dict[str, str]:
     """Return the place of every cache, those that are not there dumped, with token files shared."""
     places = {}
@@ -209,7 +214,7 @@ def _dump_caches(
             continue
         path = folder / "caches" / name
         progress.note(f"cache {name}")
-        dump_cache(cache, path, home, tokens_of=first, progress=progress, should_stop=should_stop)
+        dump_cache(cache, out=path, home=home, tokens_of=first, progress=progress, should_stop=should_stop)
         first = first or path
         places[name] = str(path)
     return places

@@ -133,9 +133,9 @@ def read_study(path: Path) -> Study:
     for name, cache in caches.items():
         for at, choice in enumerate(choices):
             for seed in document.seed:
-                config = _training(source, document, choice, at, seed)
+                config = _training(source, document, choice=choice, at=at, seed=seed)
                 if isinstance(cache, DumpConfig):
-                    _check_fits(source, ("caches", name), config, cache)
+                    _check_fits(source, ("caches", name), config=config, cache=cache)
                 content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
                 # Settings that came later name a pass only where they say something: older passes stay.
                 content = {
@@ -228,7 +228,7 @@ def _cache(source: Source, document: StudyDocument, name: str) -> DumpConfig | s
 
 
 def _training(
-    source: Source, document: StudyDocument, choice: ObjectiveChoice, at: int, seed: int
+    source: Source, document: StudyDocument, *, choice: ObjectiveChoice, at: int, seed: int
 ) -> TrainConfig:
     for key, place in _NOT_IN_TRAIN.items():
         if key in document.train:
@@ -269,7 +269,7 @@ def _teacher(source: Source, document: StudyDocument) -> tuple[str, str | None] 
     return str(path) if path.is_dir() else name, document.dump.get("revision")
 
 
-def _check_fits(source: Source, location: Location, config: TrainConfig, cache: DumpConfig) -> None:
+def _check_fits(source: Source, location: Location, *, config: TrainConfig, cache: DumpConfig) -> None:
     try:
         check_codec(config, cache.codec)
     except InvalidConfigError as error:

@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
     world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt"))
     world.dump()
     recipe = TrainConfig(arch=("1x16",), steps=2, batch_size=4, device="cpu")
-    train_students(recipe, world.root / "cache", world.root / "run", world.home)
+    train_students(recipe, world.root / "cache", out=world.root / "run", home=world.home)
     return world
 
 
@@ -153,13 +153,13 @@ def test_4_links_in_a_store_are_not_followed(world: World, page: str) -> None:
     (url / page).symlink_to(secret)
     out = world.root / "pulled"
     if page == "README.md":
-        pull(str(url), out, Silent(), never_stop)
+        pull(str(url), out, progress=Silent(), should_stop=never_stop)
         assert (out / page).read_text() == cache_card(read_manifest(out))
-        again = Path(push(out, str(world.root / "other"), Silent(), never_stop).place)
+        again = Path(push(out, str(world.root / "other"), progress=Silent(), should_stop=never_stop).place)
         assert (again / page).read_text() == cache_card(read_manifest(out))
     else:
         with pytest.raises(CacheCorruptError, match=r"symbolic link.*Ask who published it"):
-            pull(str(url), out, Silent(), never_stop)
+            pull(str(url), out, progress=Silent(), should_stop=never_stop)
         assert not out.exists()
     assert not [
         file
@@ -181,7 +181,7 @@ def test_4_a_preview_is_what_was_committed(world: World, command: Command) -> No
     file.write_bytes(buffer.getvalue())
     command.fails("verify", "--full", cache, code=3, says="preview/sequences.parquet")
     with pytest.raises(CacheCorruptError, match="preview"):
-        push(cache, str(world.root / "store"), Silent(), never_stop)
+        push(cache, str(world.root / "store"), progress=Silent(), should_stop=never_stop)
     world.dump()
     assert file.read_bytes() == good
     assert command("verify", "--full", cache)[0] == 0
@@ -195,10 +195,10 @@ def test_5_pipes_do_not_hang(world: World, command: Command, path: str) -> None:
     (url / path).unlink()
     os.mkfifo(url / path)
     if path == "README.md":
-        pull(str(url), world.root / "out", Silent(), never_stop)
+        pull(str(url), world.root / "out", progress=Silent(), should_stop=never_stop)
         return
     with pytest.raises(MiniLMCacheError, match=r"regular|missing|is not there|no cache"):
-        pull(str(url), world.root / "out", Silent(), never_stop)
+        pull(str(url), world.root / "out", progress=Silent(), should_stop=never_stop)
     command("ls", world.root / "store")
     command.fails(
         "info" if path != "tokens/c/0" else "verify", url, code=1 if path != "tokens/c/0" else 3, says=""
@@ -313,7 +313,7 @@ def test_12_cards_show_names_as_they_are(world: World) -> None:
     manifest["labels"]["teacher"] = "<img src=x onerror=alert(1)> [click](javascript:alert(1)) \u009b31m"
     write_document(cache / "manifest.json", manifest)
     recipe = TrainConfig(arch=("1x16",), steps=1, batch_size=2, device="cpu")
-    student = train_students(recipe, cache, world.root / "run", world.home).student_path("1x16")
+    student = train_students(recipe, cache, out=world.root / "run", home=world.home).student_path("1x16")
     for card in ((student / "README.md").read_text(), cache_card(open_cache(cache).manifest)):
         body = card.split("---\n", 2)[2]
         assert "<img" not in body

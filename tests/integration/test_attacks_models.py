@@ -180,7 +180,7 @@ def test_9_a_students_tokenizer_asks_for_no_code(world: World) -> None:
     }
     replace_in_manifest(cache, "teacher/tokenizer_config.json", json.dumps(hostile).encode())
     recipe = TrainConfig(arch=("1x16",), steps=1, batch_size=2, device="cpu")
-    student = train_students(recipe, cache, world.root / "run", world.home).student_path("1x16")
+    student = train_students(recipe, cache, out=world.root / "run", home=world.home).student_path("1x16")
     saved = json.loads((student / "tokenizer_config.json").read_text())
     assert saved.keys().isdisjoint({"auto_map", "chat_template", "tokenizer_class"})
     assert {name: saved[name] for name in saved} == {

@@ -43,7 +43,7 @@ def alone(world: World, out: Path, **changes: object) -> Path:
     config: TrainConfig = settings(
         **{"arch": ARCHS, "batch_size": 8, "steps": STEPS, "max_grad_norm": 0.01, **changes}
     )
-    return train_students(config, world.root / "cache", out, world.home).path
+    return train_students(config, world.root / "cache", out=out, home=world.home).path
 
 
 def curve(run: Path) -> list[float]:

@@ -206,10 +206,10 @@ def test_interrupted_trials_are_redone_and_ended_ones_kept(teacher: Path, tmp_pa
         return len(list(tmp_path.rglob("trial.json"))) == 1
 
     with pytest.raises(InterruptedRunError, match="trials that have ended are kept"):
-        evaluate_models(config, [str(teacher)], tmp_path / "out", should_stop=stop)
+        evaluate_models(config, [str(teacher)], out=tmp_path / "out", should_stop=stop)
     assert [file.name for file in (tmp_path / "out" / "sst2").iterdir()]
     assert len(list(tmp_path.rglob("trial.json"))) == 1
-    assert len(evaluate_models(config, [str(teacher)], tmp_path / "out").trials) == 2
+    assert len(evaluate_models(config, [str(teacher)], out=tmp_path / "out").trials) == 2
 
 
 def test_xnli_across_languages(teacher: Path, tmp_path: Path, command: Command) -> None:

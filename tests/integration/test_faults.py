@@ -116,12 +116,12 @@ def test_damage_is_found_and_mended(
         for arguments in (("verify", "--full", cache), ("train", cache, "--arch", "1x32")):
             command.fails(*arguments, code=3 if "verify" in arguments else 1, says=name)
         with pytest.raises(MiniLMCacheError, match=r"manifest\.json|is no cache"):
-            dump_cache(world.config(), cache, world.home)
+            dump_cache(world.config(), out=cache, home=world.home)
         return
     code, out, err = command("verify", "--full", cache, "--json")
     assert code == 3, err
     assert name in {found["path"] for found in json.loads(out)["damage"]}
-    dump_cache(world.config(), cache, world.home)
+    dump_cache(world.config(), out=cache, home=world.home)
     assert arrays_of(cache) == arrays_of(sound)
     assert command("verify", "--full", cache)[0] == 0
 
@@ -138,7 +138,7 @@ def test_a_manifest_of_another_dump_fits_nothing(
         open_cache(cache)
     command.fails("verify", cache, code=3, says="damaged")
     with pytest.raises(MiniLMCacheError, match="holds another cache"):
-        dump_cache(world.config(), cache, world.home)
+        dump_cache(world.config(), out=cache, home=world.home)
 
 
 def read_everything(path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_record_that_lies_about_its_tokens_is_redone(
     write_document(cache / "commits/00001.json", record)
     code, out, _ = command("verify", "--full", cache, "--json")
     assert (code, json.loads(out)["shards_to_redo"]) == (3, [1])
-    assert dump_cache(world.config(), cache, world.home).shards_written == 1
+    assert dump_cache(world.config(), out=cache, home=world.home).shards_written == 1
     assert command("verify", "--full", cache)[0] == 0
 
 
@@ -178,7 +178,7 @@ def test_a_figure_that_changed_in_the_manifest_is_damage(world: World, command: 
 
 def test_dumps_of_two_settings_into_one_folder_are_not_mixed(world: World) -> None:
     with pytest.raises(InterruptedRunError):
-        dump_cache(world.config(), world.root / "cache", world.home, should_stop=stop_after(3))
+        dump_cache(world.config(), out=world.root / "cache", home=world.home, should_stop=stop_after(3))
     before = {file: file.read_bytes() for file in (world.root / "cache").rglob("*") if file.is_file()}
     for change in ({"k": 5}, {"seed": 1}, {"max_length": 16}, {"shard_tokens": 512}, {"codec": "dense"}):
         with pytest.raises(MiniLMCacheError, match="holds another cache, which differs in"):
@@ -228,7 +228,7 @@ def test_a_reader_during_a_dump_sees_committed_shards_only(world: World) -> None
                     np.testing.assert_array_equal(rows, whole.shard(number).rows[name])
         return False
 
-    dump_cache(world.config(), path, world.home, should_stop=look)
+    dump_cache(world.config(), out=path, home=world.home, should_stop=look)
     assert set(seen) >= set(range(5))
 
 
@@ -290,10 +290,10 @@ def test_a_writer_in_the_background_that_dies_ends_the_dump(
 ) -> None:
     real = CacheWriter.write_shard
 
-    def fail(self: CacheWriter, shard: int, rows: Any, table: pa.Table, rank: int = 0) -> None:
+    def fail(self: CacheWriter, shard: int, rows: Any, *, table: pa.Table, rank: int = 0) -> None:
         if shard == 1:
             raise StorageError("the disk went away")
-        real(self, shard, rows, table, rank)
+        real(self, shard, rows, table=table, rank=rank)
 
     monkeypatch.setattr(CacheWriter, "write_shard", fail)
     with pytest.raises(StorageError, match="the disk went away"):

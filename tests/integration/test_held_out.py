@@ -179,17 +179,19 @@ def test_records_without_a_value_are_no_copies(tmp_path: Path) -> None:
 def test_a_cache_of_the_first_releases_keeps_its_split(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated, added to, and checked against its text, it is what it was; anew, text is held out anew."""
     with monkeypatch.context() as patched:
-        patched.setattr(dumping, "identify", lambda c, t, d, split=None: identify(c, t, d, None))
+        patched.setattr(dumping, "identify", lambda c, t, d, split=None: identify(c, t, corpus=d, split=None))
         old = world.dump(codec="vectors").manifest
     again = world.dump(codec="vectors")
     more = dump_cache(
         world.config(codec="vectors", hidden="last"),
-        world.root / "more",
-        world.home,
+        out=world.root / "more",
+        home=world.home,
         add=world.root / "cache",
     )
     cache = open_cache(world.root / "cache")
-    found = recheck(cache, str(world.teacher), load_corpus(str(world.corpus)), "cpu", Silent())
+    found = recheck(
+        cache, str(world.teacher), corpus=load_corpus(str(world.corpus)), device="cpu", progress=Silent()
+    )
 
     assert old.identity.packing.split is None
     assert "split" not in (world.root / "cache/manifest.json").read_text()

@@ -224,11 +224,11 @@ def test_a_linked_folder_is_neither_read_nor_written_nor_pushed(world: World, li
     (cache / linked).symlink_to(outside)
     if linked == "README.md":  # made from the manifest, and never read
         outside.write_text("secret")
-        place = Path(push(cache, str(world.root / "store"), Silent(), never_stop).place)
+        place = Path(push(cache, str(world.root / "store"), progress=Silent(), should_stop=never_stop).place)
         assert (place / "README.md").read_text() == cache_card(read_manifest(cache))
     else:
         with pytest.raises(CacheCorruptError, match="is a symbolic link"):
-            push(cache, str(world.root / "store"), Silent(), never_stop)
+            push(cache, str(world.root / "store"), progress=Silent(), should_stop=never_stop)
         before = sorted(outside.rglob("*"))
         with pytest.raises(CacheCorruptError, match="is a symbolic link"):
             world.dump()

@@ -25,12 +25,12 @@ TRAIN_KILLS = 20
 
 def run_dump(world: World, out: Path, begun: Any, settings: dict[str, Any]) -> None:
     begun.set()
-    dump_cache(world.config(**settings), out, world.home)
+    dump_cache(world.config(**settings), out=out, home=world.home)
 
 
 def run_training(world: World, out: Path, begun: Any, settings: dict[str, Any]) -> None:
     begun.set()
-    train_students(train_settings(**settings), world.root / "cache", out, world.home)
+    train_students(train_settings(**settings), world.root / "cache", out=out, home=world.home)
 
 
 class Killer:

@@ -181,5 +181,5 @@ def test_only_the_layer_asked_for_is_read(world: World) -> None:
     assert set(reader.shard(0, [codes_path(2)]).rows) == {"tokens", codes_path(2)}
     with pytest.raises(CacheCorruptError, match="vectors/0/codes/c/0/0 is damaged"):
         reader.shard(0)
-    result = train_students(train_settings(steps=2), path, world.root / "run", world.home)
+    result = train_students(train_settings(steps=2), path, out=world.root / "run", home=world.home)
     assert result.record.complete

@@ -63,7 +63,7 @@ def test_what_is_no_part_of_the_same_cache_is_refused(world: World, command: Com
     weight = other / "relations/value/weight/c/1/0/0"
     weight.write_bytes(weight.read_bytes()[:-1])
     with pytest.raises(CacheCorruptError, match="c/1/0/0 is damaged"):
-        merge([one, other], out, Silent(), never_stop)
+        merge([one, other], out, progress=Silent(), should_stop=never_stop)
     command.fails("merge", out, world.root / "nothing", code=1, says="no cache at")
 
 
@@ -73,15 +73,15 @@ def test_codecs_that_were_fitted_apart_are_not_mixed(world: World, monkeypatch: 
     other = world.dump("part1", codec="vectors", rank=1, world_size=2).path
     assert manifest_of(one).files != manifest_of(other).files
     with pytest.raises(IdentityMismatchError, match="their codecs were fitted on each machine"):
-        merge([one, other], world.root / "merged", Silent(), never_stop)
+        merge([one, other], world.root / "merged", progress=Silent(), should_stop=never_stop)
 
 
 def test_an_interrupted_merge_goes_on(world: World) -> None:
     parts = parts_of(world)
     out = world.root / "merged"
     with pytest.raises(InterruptedRunError, match="Run the same command again"):
-        merge(parts, out, Silent(), stop_after(2))
-    assert merge(parts, out, Silent(), never_stop).shards_copied == 4
+        merge(parts, out, progress=Silent(), should_stop=stop_after(2))
+    assert merge(parts, out, progress=Silent(), should_stop=never_stop).shards_copied == 4
 
 
 def test_a_cache_folder_that_was_begun_elsewhere_can_be_copied(world: World) -> None:
@@ -92,7 +92,10 @@ def test_a_cache_folder_that_was_begun_elsewhere_can_be_copied(world: World) -> 
     shutil.rmtree(begun / "commits")
     other = world.dump("part1", codec="vectors", rank=1, world_size=2, batch_size=3).path
 
-    assert merge([one, other], world.root / "merged", Silent(), never_stop).shards_missing == 0
+    assert (
+        merge([one, other], world.root / "merged", progress=Silent(), should_stop=never_stop).shards_missing
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,10 +228,13 @@ def test_a_shard_that_another_merge_committed_is_not_touched(world: World) -> No
 
     def overtake() -> bool:
         if not out.exists() or not list(out.glob("commits/*.json")):
-            merge([one], out, Silent(), never_stop)
+            merge([one], out, progress=Silent(), should_stop=never_stop)
         return False
 
     with pytest.raises(ShardBusyError, match="was committed meanwhile"):
-        merge([one, other], out, Silent(), overtake)
-    merge([one, other], out, Silent(), never_stop)
-    assert unsound_shards(out, manifest_of(out), range(6), Silent(), row_checker) == []
+        merge([one, other], out, progress=Silent(), should_stop=overtake)
+    merge([one, other], out, progress=Silent(), should_stop=never_stop)
+    assert (
+        unsound_shards(out, manifest_of(out), shards=range(6), progress=Silent(), check_rows=row_checker)
+        == []
+    )

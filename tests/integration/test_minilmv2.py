@@ -27,7 +27,7 @@ def test_minilmv2_is_plain_torch_on_heads_split_anew(world: World, relation_head
     config = train_settings(objective="minilmv2", relation_heads=relation_heads)
     objective = choose_objective(config, cache, arch=config.arch)
     heads = relation_heads or 4
-    reader = BatchReader(cache, objective.wanted, 0, torch.device("cpu"))
+    reader = BatchReader(cache, objective.wanted, pad_token=0, device=torch.device("cpu"))
     batch = next(iter(reader.held_out_batches(1, 1)))
     query, key, value = torch.randn(3, len(batch.ids), 4, batch.ids.shape[1], 4)
     own = RelationObjective(objective.wanted, [LayerPair(2, 0)])
@@ -51,7 +51,7 @@ def test_minilmv2_is_plain_torch_on_heads_split_anew(world: World, relation_head
 def test_minilmv2_trains_students_with_heads_of_their_own(world: World) -> None:
     cache = world.dump(codec="vectors").path
     config = train_settings(arch=("2x16:h2", "1x32"), steps=40, objective="minilmv2", relation_heads=8)
-    result = train_students(config, cache, world.root / "run", world.home)
+    result = train_students(config, cache, out=world.root / "run", home=world.home)
 
     for student in result.record.students:
         assert student.held_out_before is not None
@@ -80,6 +80,6 @@ def test_minilmv2_says_what_does_not_fit(
     cache = world.dump(**codec).path
     config = train_settings(objective="minilmv2", **changes)
     with pytest.raises(InvalidConfigError) as caught:
-        train_students(config, cache, world.root / "run", world.home)
+        train_students(config, cache, out=world.root / "run", home=world.home)
 
     assert message in str(caught.value)

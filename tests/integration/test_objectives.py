@@ -20,10 +20,10 @@ from minilm_cache.report.runs import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.live import with_live_targets
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import build_trainers
 from minilm_cache.train.trainer import StudentTrainer
-from minilm_cache.workflows.live import with_live_targets
 from tests.conftest import Command
 from tests.support import World
 
@@ -67,7 +67,9 @@ def trainer_of(config: TrainConfig, cache: Cache) -> StudentTrainer:
     """Return the student at its beginning."""
     objective = choose_objective(config, cache, arch=config.arch)
     shape = parse_arch("2x32", 4, split_into=objective.wanted.relation_heads)
-    (trainer,) = build_trainers(config, cache, [shape], objective, 40, Ranks.alone(CPU))
+    (trainer,) = build_trainers(
+        config, cache, shapes=[shape], objective=objective, steps=40, ranks=Ranks.alone(CPU)
+    )
     return trainer
 
 
@@ -109,10 +111,12 @@ def test_the_loss_is_that_of_a_plainly_written_twin(layered: World, choice: str)
     config = settings(changes)
     cache = open_cache(layered.root / "cache")
     objective = choose_objective(config, cache, arch=config.arch)
-    reader = BatchReader(cache, WantedTargets(kinds=()), 0, CPU)
-    teacher = Teacher(TeacherSource(name="t", folder=layered.teacher), CPU, objective.wanted.layers)
+    reader = BatchReader(cache, WantedTargets(kinds=()), pad_token=0, device=CPU)
+    teacher = Teacher(TeacherSource(name="t", folder=layered.teacher), CPU, layers=objective.wanted.layers)
     (live,) = islice(with_live_targets(reader.held_out_batches(4, 4), teacher, objective.wanted), 1)
-    (stored,) = islice(BatchReader(cache, objective.wanted, 0, CPU).held_out_batches(4, 4), 1)
+    (stored,) = islice(
+        BatchReader(cache, objective.wanted, pad_token=0, device=CPU).held_out_batches(4, 4), 1
+    )
     trainer = trainer_of(config, cache)
     with torch.no_grad():
         found, cached = trainer.look(live), trainer.look(stored)

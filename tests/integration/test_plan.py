@@ -44,7 +44,7 @@ def test_a_plan_is_what_the_dumps_then_are(world: World, command: Command) -> No
 def test_an_interrupted_plan_keeps_nothing_and_says_so(world: World) -> None:
     config = world.config(codec="vectors")
     with pytest.raises(InterruptedRunError, match="interrupted: a plan keeps nothing"):
-        plan([config], 1024, Silent(), lambda: True)
+        plan([config], 1024, progress=Silent(), should_stop=lambda: True)
 
 
 def test_several_layers_are_planned(world: World, command: Command) -> None:
@@ -103,8 +103,8 @@ def test_hours_of_trainings_are_operations_over_a_rate(world: World, command: Co
     """A teacher's pass once per token of the corpus, a student's three times per token of its training."""
     length = 32
     config = CostConfig(arch=("1x16", "2x32"), epochs=5, tflops=0.001)
-    work = operations(config, str(world.teacher), None, length)
-    costs = estimate(config, work, 1000, length, 7.0)
+    work = operations(config, str(world.teacher), revision=None, length=length)
+    costs = estimate(config, work, num_tokens=1000, length=length, teacher_tokens_per_s=7.0)
     teacher = model_size(AutoConfig.from_pretrained(world.teacher), length).stopped_flops_per_token
     by_name = {one.what: one for one in costs.parts}
     assert by_name["dump"].flops == pytest.approx(teacher * 1000)
@@ -118,7 +118,13 @@ def test_hours_of_trainings_are_operations_over_a_rate(world: World, command: Co
     along = by_name["train 1x16 with the teacher along"]
     assert along.flops == pytest.approx((step + teacher) * 5000)
     assert along.hours == pytest.approx(along.flops / 1e9 / 3600)
-    measured = estimate(config.model_copy(update={"tflops": None}), work, 1000, length, 7.0)
+    measured = estimate(
+        config.model_copy(update={"tflops": None}),
+        work,
+        num_tokens=1000,
+        length=length,
+        teacher_tokens_per_s=7.0,
+    )
     assert measured.flops_per_s == pytest.approx(7 * teacher)
 
 

@@ -112,7 +112,7 @@ def test_an_interrupted_training_keeps_its_state_and_goes_on(world: World) -> No
 def test_a_file_system_that_refuses_is_one_line(world: World) -> None:
     """A limit on file sizes stands in for a full disk: the same failure of the same calls."""
     with pytest.raises(InterruptedRunError):
-        dump_cache(world.config(k=6), world.root / "cache", world.home, should_stop=stop_after(4))
+        dump_cache(world.config(k=6), out=world.root / "cache", home=world.home, should_stop=stop_after(4))
     committed = {file: file.read_bytes() for file in (world.root / "cache/commits").iterdir()}
     code, err = Process(world, *dump_arguments(world), limit_bytes=2500).end()
 

@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
     world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt"))
     world.dump()
     recipe = TrainConfig(arch=("1x16", "2x32"), steps=20, batch_size=4, lr=5e-3, device="cpu")
-    train_students(recipe, world.root / "cache", world.root / "run", world.home)
+    train_students(recipe, world.root / "cache", out=world.root / "run", home=world.home)
     return world
 
 
@@ -213,7 +213,7 @@ def test_names_from_strangers_are_text(tmp_path: Path, command: Command, browser
     world = World(tmp_path, teacher, corpus)
     world.dump()
     recipe = TrainConfig(arch=("1x16",), steps=10, batch_size=4, device="cpu")
-    train_students(recipe, world.root / "cache", world.root / "run", world.home)
+    train_students(recipe, world.root / "cache", out=world.root / "run", home=world.home)
     file, _ = page(world, command, "--teacher", teacher, "--text", HOSTILE, "--title", HOSTILE)
     browser.get(file.as_uri())
 
@@ -248,7 +248,7 @@ def test_a_chain_is_one_page_whose_students_are_all_compared_with_its_first_teac
     world: World, command: Command
 ) -> None:
     folder = world.root / "chain"
-    record = run_chain(chain_config(world), folder, world.home).record
+    record = run_chain(chain_config(world), folder, home=world.home).record
     code, out, _ = command(
         *("report", folder, "--teacher", world.teacher, "--out", world.root / "page.html", "--json")
     )
@@ -266,7 +266,7 @@ def test_a_chain_is_one_page_whose_students_are_all_compared_with_its_first_teac
 
 def test_without_a_teacher_a_chain_shows_what_its_runs_recorded(world: World, command: Command) -> None:
     folder = world.root / "chain"
-    run_chain(chain_config(world), folder, world.home)
+    run_chain(chain_config(world), folder, home=world.home)
     code, out, err = command("report", folder, "--out", world.root / "page.html", "--json")
     found = {row["run"]: row["kl_sum"] for row in json.loads(out)["students"]}
 
@@ -314,7 +314,7 @@ def test_the_command_of_a_run_in_parts_makes_the_same_again(
     recipe = TrainConfig(
         arch=("1x16",), steps=6, batch_size=8, accumulate=4, streams=2, max_grad_norm=0.5, device="cpu"
     )
-    train_students(recipe, trained.root / "cache", tmp_path / "run", trained.home)
+    train_students(recipe, trained.root / "cache", out=tmp_path / "run", home=trained.home)
     words = shlex.split(train_command(TrainedRun.open(tmp_path / "run")))
     assert command(*words[1:], "--device", "cpu", "--out", tmp_path / "again")[0] == 0
     weights = "students/1x16/model.safetensors"

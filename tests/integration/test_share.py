@@ -61,8 +61,8 @@ def test_a_cache_goes_the_whole_way_through_a_store(
     assert "0 copied, 6 were there" in command("pull", url, "--out", elsewhere)[1]
     assert "0 copied, 6 were there" in command("push", cache, store)[1]
 
-    offline = train_students(train_settings(steps=4), cache, world.root / "local", world.home)
-    remote = train_students(train_settings(steps=4), url, world.root / "remote", world.home)
+    offline = train_students(train_settings(steps=4), cache, out=world.root / "local", home=world.home)
+    remote = train_students(train_settings(steps=4), url, out=world.root / "remote", home=world.home)
     for arch, found in weights(remote).items():
         assert_same(found, weights(offline)[arch])
 
@@ -71,26 +71,26 @@ def test_a_url_is_read_within_its_bound_on_this_machine(world: World, store: str
     expected = open_cache(world.dump(codec="dense").path)
     url = pushed(world, store)
     sizes = [sum(file.size for file in record.files.values()) for record in expected.reader.records.values()]
-    cache = open_cache(url, world.home, local_bytes=2 * max(sizes))
+    cache = open_cache(url, home=world.home, local_bytes=2 * max(sizes))
     for number in range(len(expected)):
         torch.testing.assert_close(cache[number].relation("value"), expected[number].relation("value"))
         kept = [file for file in cache.reader.root.rglob("c/*") if file.is_file()]
         kept += [file for file in cache.reader.root.rglob("c/**/0") if file.is_file()]
         assert sum(file.stat().st_size for file in set(kept)) <= 2 * max(sizes)
     assert kept
-    again = open_cache(url, world.home, local_bytes=2 * max(sizes))
+    again = open_cache(url, home=world.home, local_bytes=2 * max(sizes))
     assert torch.equal(again[0].input_ids, expected[0].input_ids)
 
 
 def test_what_is_kept_of_a_url_is_checked_each_time(world: World, store: str) -> None:
     world.dump()
     url = pushed(world, store)
-    cache = open_cache(url, world.home)
+    cache = open_cache(url, home=world.home)
     expected = cache[0].relation("attention")
     file = cache.reader.root / "relations/attention/weight/c/0/0/0"
     file.write_bytes(b"x" * file.stat().st_size)
 
-    assert torch.equal(open_cache(url, world.home)[0].relation("attention"), expected)
+    assert torch.equal(open_cache(url, home=world.home)[0].relation("attention"), expected)
 
 
 @pytest.mark.parametrize("period", [2, 5])
@@ -103,7 +103,7 @@ def test_a_bad_network_changes_nothing(
     with between.serving() as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         url = pushed(world, f"{store}/{period}")
-        pull(url, world.root / "elsewhere", Silent(), never_stop)
+        pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
 
     assert between.num_failed >= between.num_requests // period > 5
     assert arrays_of(world.root / "elsewhere") == arrays_of(world.root / "cache")
@@ -114,9 +114,9 @@ def test_a_pull_that_is_cut_off_is_no_cache_and_goes_on(world: World, store: str
     url = pushed(world, store)
     out = world.root / "elsewhere"
     with pytest.raises(InterruptedRunError, match="is kept"):
-        pull(url, out, Silent(), stop_after(6 + 3))
+        pull(url, out, progress=Silent(), should_stop=stop_after(6 + 3))
     assert not out.exists()
-    done = pull(url, out, Silent(), never_stop)
+    done = pull(url, out, progress=Silent(), should_stop=never_stop)
 
     assert (done.shards_kept, done.shards_copied) == (3, 3)
     assert arrays_of(out) == arrays_of(world.root / "cache")
@@ -131,17 +131,17 @@ def test_keys_that_expire_in_the_middle_lose_nothing(
     counting = Between(server)
     with counting.serving() as endpoint, monkeypatch.context() as patched:
         patched.setenv("AWS_ENDPOINT_URL", endpoint)
-        pull(url, world.root / "counted", Silent(), never_stop)
+        pull(url, world.root / "counted", progress=Silent(), should_stop=never_stop)
     between = Between(server, allowed=counting.num_requests - 8)
     with between.serving() as endpoint, monkeypatch.context() as patched:
         patched.setenv("AWS_ENDPOINT_URL", endpoint)
         with pytest.raises(StorageError, match="Check the credentials"):
-            pull(url, out, Silent(), never_stop)
+            pull(url, out, progress=Silent(), should_stop=never_stop)
     assert not out.exists()
     again = Between(server)
     with again.serving() as endpoint, monkeypatch.context() as patched:
         patched.setenv("AWS_ENDPOINT_URL", endpoint)
-        pull(url, out, Silent(), never_stop)
+        pull(url, out, progress=Silent(), should_stop=never_stop)
 
     assert again.num_requests < counting.num_requests // 2
     assert arrays_of(out) == arrays_of(world.root / "cache")
@@ -160,14 +160,14 @@ def test_what_was_damaged_in_the_store_is_never_taken(
     for damaged in (content[:-1], bytes([content[0] ^ 1]) + content[1:], content + b"x", b""):
         tamper(server, f"{url}/{path}", damaged)
         with pytest.raises(CacheCorruptError, match=path):
-            pull(url, world.root / "elsewhere", Silent(), never_stop)
+            pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
         assert not (world.root / "elsewhere").exists()
     tamper(server, f"{url}/{path}", None)
     with pytest.raises(CacheNotFoundError, match=path):
-        pull(url, world.root / "elsewhere", Silent(), never_stop)
+        pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
     tamper(server, f"{url}/{path}", content)
 
-    assert pull(url, world.root / "elsewhere", Silent(), never_stop).manifest.complete
+    assert pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop).manifest.complete
 
 
 def test_records_and_manifests_that_lie_are_refused(world: World, server: str, store: str) -> None:
@@ -189,7 +189,7 @@ def test_records_and_manifests_that_lie_are_refused(world: World, server: str, s
         assert old in content
         tamper(server, f"{url}/{commit_path(1)}", content.replace(old, new).encode())
         with pytest.raises(CacheCorruptError, match=says):
-            pull(url, world.root / "elsewhere", Silent(), never_stop)
+            pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
     tamper(server, f"{url}/manifest.json", b"{}")
     (entry,) = catalogue(store)
     assert entry.problem is not None
@@ -269,7 +269,9 @@ def test_two_pulls_into_one_folder_wait_for_each_other(world: World, store: str)
     out.mkdir()
     (out / ".left.partial").mkdir()
     with ThreadPoolExecutor(4) as threads:
-        done = list(threads.map(lambda _: pull(url, out, Silent(), never_stop), range(4)))
+        done = list(
+            threads.map(lambda _: pull(url, out, progress=Silent(), should_stop=never_stop), range(4))
+        )
 
     assert sorted(one.shards_copied for one in done) == [0, 0, 0, 6]
     assert arrays_of(out) == arrays_of(cache)
@@ -286,10 +288,10 @@ def test_folders_are_stores_and_destinations_are_not_overwritten(world: World, c
     (world.root / "mine").mkdir()
     (world.root / "mine/notes.txt").write_text("keep me")
     with pytest.raises(IdentityMismatchError, match="is not empty and is no cache"):
-        pull(url, world.root / "mine", Silent(), never_stop)
+        pull(url, world.root / "mine", progress=Silent(), should_stop=never_stop)
     other = world.dump("other", max_tokens=512).path
     with pytest.raises(IdentityMismatchError, match="holds another cache"):
-        pull(url, other, Silent(), never_stop)
+        pull(url, other, progress=Silent(), should_stop=never_stop)
     assert "teacher-corpus.txt-topk" in command("ls", shared)[1]
     assert command("ls")[0] == 0
 
@@ -313,10 +315,10 @@ def test_a_pull_takes_no_unsound_cache_for_done(world: World, state: str) -> Non
     if state == "unfinished":
         world.dump("there", rank=0, world_size=2)
     else:
-        pull(url, out, Silent(), never_stop)
+        pull(url, out, progress=Silent(), should_stop=never_stop)
         (out / "tokens/c/1").unlink()
     with pytest.raises(IdentityMismatchError, match="holds this cache, but unfinished or damaged"):
-        pull(url, out, Silent(), never_stop)
+        pull(url, out, progress=Silent(), should_stop=never_stop)
 
 
 def test_two_processes_share_what_is_kept_of_a_url(world: World) -> None:

@@ -75,8 +75,10 @@ def trainer_of(config: TrainConfig, cache: Cache) -> tuple[StudentTrainer, Stude
     """Return the student at its beginning, and a batch of held-out sequences."""
     objective = choose_objective(config, cache, arch=config.arch)
     shape = parse_arch(config.arch[0], 4, compares_heads=config.spec.compares_heads)
-    (trainer,) = build_trainers(config, cache, [shape], objective, 60, Ranks.alone(CPU))
-    (batch,) = islice(BatchReader(cache, objective.wanted, 0, CPU).held_out_batches(4, 4), 1)
+    (trainer,) = build_trainers(
+        config, cache, shapes=[shape], objective=objective, steps=60, ranks=Ranks.alone(CPU)
+    )
+    (batch,) = islice(BatchReader(cache, objective.wanted, pad_token=0, device=CPU).held_out_batches(4, 4), 1)
     return trainer, batch
 
 
@@ -172,12 +174,12 @@ def test_every_objective_trains_from_one_cache(
 def test_a_run_stopped_and_resumed_learns_the_same_projections(words: World, tmp_path: Path) -> None:
     config = settings("tinybert", steps=8, checkpoint_steps=4, keep_checkpoints=2)
     cache = words.root / "cache"
-    whole = train_students(config, cache, tmp_path / "whole", tmp_path)
+    whole = train_students(config, cache, out=tmp_path / "whole", home=tmp_path)
     steps = iter(range(100))
     stops = lambda: next(steps) >= 5  # noqa: E731
     with pytest.raises(Exception, match="interrupted"):
-        train_students(config, cache, tmp_path / "cut", tmp_path, should_stop=stops)
-    cut = train_students(config, cache, tmp_path / "cut", tmp_path)
+        train_students(config, cache, out=tmp_path / "cut", home=tmp_path, should_stop=stops)
+    cut = train_students(config, cache, out=tmp_path / "cut", home=tmp_path)
 
     assert cut.record.students == whole.record.students
     for name in ("step-00000004", "step-00000008"):
@@ -310,7 +312,9 @@ def test_parts_of_a_step_are_the_step(classes: World, records: World, objective:
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
         plan = plan_steps(config, cache.manifest)
-        reader = BatchReader(cache, choose_objective(config, cache, arch=config.arch).wanted, 0, CPU)
+        reader = BatchReader(
+            cache, choose_objective(config, cache, arch=config.arch).wanted, pad_token=0, device=CPU
+        )
         trainer.begin(0)
         trainer.model.eval()
         for batch in reader.train_batches(plan, 0):
@@ -346,7 +350,7 @@ def test_sequences_without_a_token_to_mask_do_no_harm(records: World, command: C
 
 def test_the_log_has_the_loss_that_is_trained(words: World, tmp_path: Path) -> None:
     config = settings("distilbert", steps=10, eval_steps=5)
-    result = train_students(config, words.root / "cache", tmp_path / "run", tmp_path)
+    result = train_students(config, words.root / "cache", out=tmp_path / "run", home=tmp_path)
     lines = [json.loads(line) for line in (result.path / "log.jsonl").read_text().splitlines()]
     told = [line["students"]["2x32"] for line in lines if "students" in line]
     for one in told:

@@ -86,11 +86,11 @@ def test_a_study_is_one_table_and_one_page(world: World, command: Command) -> No
 
 def test_shapes_of_one_cache_and_seed_went_through_one_pass(world: World) -> None:
     study = read_study(document(world))
-    result = run_study(study, world.root / "study", world.home)
+    result = run_study(study, world.root / "study", home=world.home)
     rows = result.students.to_pylist()
     alone = TrainConfig(arch=("1x16",), steps=6, batch_size=4, seed=0, checkpoint_steps=3, device="cpu")
     path = world.root / "alone"
-    train_students(alone, world.root / "study/caches/sampled", path, world.home)
+    train_students(alone, world.root / "study/caches/sampled", out=path, home=world.home)
     (one,) = students_table([TrainedRun.open(path)]).to_pylist()
 
     both = [row for row in rows if (row["cache"], row["seed"]) == ("sampled", 0)]
@@ -104,11 +104,13 @@ def test_shapes_of_one_cache_and_seed_went_through_one_pass(world: World) -> Non
 
 def test_a_study_stopped_anywhere_goes_on_to_the_same_table(world: World) -> None:
     study = read_study(document(world))
-    whole = run_study(study, world.root / "whole", world.home)
+    whole = run_study(study, world.root / "whole", home=world.home)
     stops = 0
     while True:
         try:
-            parts = run_study(study, world.root / "parts", world.home, should_stop=after(15 * (stops + 1)))
+            parts = run_study(
+                study, world.root / "parts", home=world.home, should_stop=after(15 * (stops + 1))
+            )
             break
         except InterruptedRunError:
             stops += 1
@@ -144,7 +146,7 @@ def test_objectives_may_have_their_own_relation_heads(world: World) -> None:
     caches = " {coded: {codec: vectors, max_kl: 0.05}}"
     objective = " [minilmv2, {objective: minilmv2, relation_heads: 8}]"
     study = read_study(document(world, caches=caches, objective=objective, seed=" [0]"))
-    result = run_study(study, world.root / "study", world.home)
+    result = run_study(study, world.root / "study", home=world.home)
 
     names = [one.name.rpartition("-")[0] for one in study.passes]
     assert names == ["coded-minilmv2-s0", "coded-minilmv2-h8-s0"]
@@ -154,7 +156,7 @@ def test_objectives_may_have_their_own_relation_heads(world: World) -> None:
 def test_tables_are_arrow_tables_for_notebooks(world: World) -> None:
     world.dump()
     config = TrainConfig(arch=("1x16", "1x16:s3"), steps=20, batch_size=4, eval_steps=10, device="cpu")
-    train_students(config, world.root / "cache", world.root / "run", world.home)
+    train_students(config, world.root / "cache", out=world.root / "run", home=world.home)
     run = TrainedRun.open(world.root / "run")
     curves = curves_table(run).to_pylist()
     students = students_table([run])
@@ -269,9 +271,9 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(world: World, c
 
 
 def test_a_study_may_grow(world: World) -> None:
-    run_study(read_study(document(world, seed=" [0]")), world.root / "study", world.home)
+    run_study(read_study(document(world, seed=" [0]")), world.root / "study", home=world.home)
     grown = read_study(document(world, seed=" [0]", arch=" [1x16, 1x32, 1x48]"))
-    assert len(run_study(grown, world.root / "study", world.home).summary) == 6
+    assert len(run_study(grown, world.root / "study", home=world.home).summary) == 6
 
 
 def test_a_pass_whose_students_diverge_is_left_out(

@@ -210,7 +210,7 @@ def _twice(document: str) -> str:
         ("xnli", "XNLI/train-en.tsv", "ba\tbe\tneutral\n", "dev-LANGUAGE.tsv or xnli.dev.tsv is not there"),
     ],
 )
-def test_bad_data_ends_in_one_line(  # noqa: PLR0913 - a table of cases
+def test_bad_data_ends_in_one_line(
     task: str, file: str, content: str | None, says: str, teacher: Path, tmp_path: Path, command: Command
 ) -> None:
     write_glue(tmp_path)
@@ -256,7 +256,7 @@ def test_jsonl_has_the_same_columns(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_extra_that_is_not_installed_is_named(  # noqa: PLR0913 - a table of cases
+def test_an_extra_that_is_not_installed_is_named(
     lacking: str,
     command_line: tuple[str, ...],
     says: str,

@@ -29,9 +29,9 @@ from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.live import with_live_targets
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.sampler import plan_steps
-from minilm_cache.workflows.live import with_live_targets
 from tests.support import TINY, World, save_teacher, tiny_model
 from tests.unit.test_tap import with_attention
 
@@ -62,7 +62,7 @@ def stop_after(calls: int) -> Callable[[], bool]:
 def test_training_needs_no_teacher(world: World) -> None:
     cache = world.dump().path
     shutil.rmtree(world.teacher)
-    result = train_students(settings(steps=60), cache, world.root / "run", world.home)
+    result = train_students(settings(steps=60), cache, out=world.root / "run", home=world.home)
 
     for student in result.record.students:
         assert student.held_out_before is not None
@@ -75,7 +75,9 @@ def test_students_of_every_family_are_huggingface_folders(tmp_path: Path, family
     world = World(tmp_path, save_teacher(tmp_path / "teacher", family), tmp_path / "corpus.txt")
     world.corpus.write_text("ba be bi bo\n\nfa fe fi fo fun fan\n\n" * 20)
     cache = world.dump().path
-    result = train_students(settings(arch=("2x16:ff24",), steps=2), cache, world.root / "run", world.home)
+    result = train_students(
+        settings(arch=("2x16:ff24",), steps=2), cache, out=world.root / "run", home=world.home
+    )
     folder = result.student_path("2x16:ff24")
     model, loading = AutoModel.from_pretrained(folder, output_loading_info=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -95,7 +97,7 @@ def test_students_of_every_family_are_huggingface_folders(tmp_path: Path, family
 
 def test_a_factorised_student_of_bert_is_an_electra(world: World) -> None:
     result = train_students(
-        settings(arch=("2x16:e8",), steps=2), world.dump().path, world.root / "run", world.home
+        settings(arch=("2x16:e8",), steps=2), world.dump().path, out=world.root / "run", home=world.home
     )
     model = AutoModel.from_pretrained(result.student_path("2x16:e8"))
 
@@ -104,7 +106,7 @@ def test_a_factorised_student_of_bert_is_an_electra(world: World) -> None:
 
 
 def test_the_card_says_what_was_distilled_and_what_is_untrained(world: World) -> None:
-    result = train_students(settings(), world.dump().path, world.root / "run", world.home)
+    result = train_students(settings(), world.dump().path, out=world.root / "run", home=world.home)
     card = (result.student_path("2x16") / "README.md").read_text()
 
     assert result.record.identity.fingerprint in card
@@ -117,8 +119,8 @@ def test_the_card_says_what_was_distilled_and_what_is_untrained(world: World) ->
 
 def test_what_is_untrained_keeps_its_initial_values(world: World) -> None:
     cache = world.dump().path
-    short = weights(train_students(settings(steps=1), cache, world.root / "a", world.home))["2x16"]
-    long = weights(train_students(settings(steps=9), cache, world.root / "b", world.home))["2x16"]
+    short = weights(train_students(settings(steps=1), cache, out=world.root / "a", home=world.home))["2x16"]
+    long = weights(train_students(settings(steps=9), cache, out=world.root / "b", home=world.home))["2x16"]
     changed = {name for name in short if not torch.equal(short[name], long[name])}
 
     assert "encoder.layer.1.attention.self.value.weight" in changed
@@ -128,9 +130,11 @@ def test_what_is_untrained_keeps_its_initial_values(world: World) -> None:
 
 def test_training_is_reproducible_and_students_do_not_mind_company(world: World) -> None:
     cache = world.dump().path
-    both = weights(train_students(settings(), cache, world.root / "both", world.home))
-    again = weights(train_students(settings(), cache, world.root / "again", world.home))
-    alone = weights(train_students(settings(arch=("1x32",)), cache, world.root / "alone", world.home))
+    both = weights(train_students(settings(), cache, out=world.root / "both", home=world.home))
+    again = weights(train_students(settings(), cache, out=world.root / "again", home=world.home))
+    alone = weights(
+        train_students(settings(arch=("1x32",)), cache, out=world.root / "alone", home=world.home)
+    )
 
     assert_same(both["2x16"], again["2x16"])
     assert_same(both["1x32"], alone["1x32"])
@@ -140,10 +144,12 @@ def test_training_is_reproducible_and_students_do_not_mind_company(world: World)
 def test_a_resumed_run_equals_an_uninterrupted_one(world: World, calls: int) -> None:
     cache = world.dump().path
     config = settings(checkpoint_steps=4)
-    whole = weights(train_students(config, cache, world.root / "whole", world.home))
+    whole = weights(train_students(config, cache, out=world.root / "whole", home=world.home))
     with pytest.raises(InterruptedRunError, match=f"the state after step {calls} of 12 is kept"):
-        train_students(config, cache, world.root / "parts", world.home, should_stop=stop_after(calls))
-    resumed = train_students(config, cache, world.root / "parts", world.home)
+        train_students(
+            config, cache, out=world.root / "parts", home=world.home, should_stop=stop_after(calls)
+        )
+    resumed = train_students(config, cache, out=world.root / "parts", home=world.home)
 
     for arch, found in weights(resumed).items():
         assert_same(found, whole[arch])
@@ -155,8 +161,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(world: World, calls: int) -> 
 
 def test_a_finished_run_has_nothing_left_to_do(world: World) -> None:
     cache = world.dump().path
-    first = train_students(settings(), cache, None, world.home)
-    second = train_students(settings(), cache, None, world.home)
+    first = train_students(settings(), cache, out=None, home=world.home)
+    second = train_students(settings(), cache, out=None, home=world.home)
 
     assert second.tokens_per_s is None
     assert second.record == first.record
@@ -166,46 +172,52 @@ def test_a_finished_run_has_nothing_left_to_do(world: World) -> None:
 
 def test_another_runs_folder_is_refused(world: World) -> None:
     cache = world.dump().path
-    train_students(settings(), cache, world.root / "run", world.home)
+    train_students(settings(), cache, out=world.root / "run", home=world.home)
     with pytest.raises(IdentityMismatchError, match=r"differs in lr \(0\.005 there, 0\.001 asked\)"):
-        train_students(settings(lr=1e-3), cache, world.root / "run", world.home)
+        train_students(settings(lr=1e-3), cache, out=world.root / "run", home=world.home)
     with pytest.raises(IdentityMismatchError, match="exists"):
-        train_students(settings(), cache, world.root / "run", world.home, resume=False)
+        train_students(settings(), cache, out=world.root / "run", home=world.home, resume=False)
     with pytest.raises(IdentityMismatchError, match="holds no run"):
-        train_students(settings(), cache, world.teacher, world.home)
+        train_students(settings(), cache, out=world.teacher, home=world.home)
 
 
 def test_a_student_that_diverges_is_an_error_that_names_it(world: World) -> None:
     with pytest.raises(DivergedError, match=r"student 2x16 diverged: .* lower --lr than 1e\+30"):
-        train_students(settings(lr=1e30, arch=("2x16",)), world.dump().path, world.root / "run", world.home)
+        train_students(
+            settings(lr=1e30, arch=("2x16",)), world.dump().path, out=world.root / "run", home=world.home
+        )
 
 
 def test_an_unfinished_cache_is_refused(world: World) -> None:
     world.dump(world_size=2)
     with pytest.raises(CacheIncompleteError, match=r"shards are committed\. Finish it"):
-        train_students(settings(), world.root / "cache", world.root / "run", world.home)
+        train_students(settings(), world.root / "cache", out=world.root / "run", home=world.home)
 
 
 def test_a_damaged_checkpoint_is_an_error_that_names_it(world: World) -> None:
     cache = world.dump().path
     with pytest.raises(InterruptedRunError):
-        train_students(settings(), cache, world.root / "run", world.home, should_stop=stop_after(3))
+        train_students(settings(), cache, out=world.root / "run", home=world.home, should_stop=stop_after(3))
     (checkpoint,) = (world.root / "run/checkpoints").iterdir()
     (checkpoint / "2x16.safetensors").write_bytes(b"nonsense")
     with pytest.raises(IdentityMismatchError, match=r"2x16\.safetensors cannot be used"):
-        train_students(settings(), cache, world.root / "run", world.home)
+        train_students(settings(), cache, out=world.root / "run", home=world.home)
 
 
 def test_epochs_are_passes_over_the_training_sequences(world: World) -> None:
     cache = world.dump()
-    result = train_students(settings(steps=None, epochs=2, arch=("1x32",)), cache.path, None, world.home)
+    result = train_students(
+        settings(steps=None, epochs=2, arch=("1x32",)), cache.path, out=None, home=world.home
+    )
 
     assert result.record.identity.steps == -(-2 * cache.manifest.num_train // 4)
 
 
 def test_a_cache_of_one_sequence_has_nothing_held_out_and_says_so(world: World) -> None:
     world.corpus.write_text("ba be bi bo bu ban\n")
-    result = train_students(settings(arch=("1x32",)), world.dump().path, world.root / "run", world.home)
+    result = train_students(
+        settings(arch=("1x32",)), world.dump().path, out=world.root / "run", home=world.home
+    )
 
     assert result.record.students[0].held_out_after is None
 
@@ -228,7 +240,10 @@ def test_shapes_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(InvalidConfigError) as caught:
         train_students(
-            settings(**changes), shared_world.root / "cache", shared_world.root / "no", shared_world.home
+            settings(**changes),
+            shared_world.root / "cache",
+            out=shared_world.root / "no",
+            home=shared_world.home,
         )
 
     assert message in str(caught.value)
@@ -262,8 +277,8 @@ def test_targets_from_the_cache_are_those_of_the_live_teacher(world: World) -> N
     device = torch.device("cpu")
     teacher = Teacher(TeacherSource(name="t", folder=world.teacher), device)
     plan = plan_steps(settings(batch_size=6), cache.manifest)
-    stored = BatchReader(cache, WantedTargets(kinds=KINDS), 0, device).train_batches(plan, 0)
-    tokens = BatchReader(cache, WantedTargets(kinds=()), 0, device).train_batches(plan, 0)
+    stored = BatchReader(cache, WantedTargets(kinds=KINDS), pad_token=0, device=device).train_batches(plan, 0)
+    tokens = BatchReader(cache, WantedTargets(kinds=()), pad_token=0, device=device).train_batches(plan, 0)
     live = with_live_targets(tokens, teacher, WantedTargets(kinds=KINDS))
     own = RelationObjective(WantedTargets(kinds=KINDS, layers=(2,)), [LayerPair(2, 2)])
     student = TappedModel(with_attention(tiny_model("bert", seed=9), ATTENTION))

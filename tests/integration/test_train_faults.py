@@ -56,7 +56,9 @@ def test_a_student_that_diverged_stays_stopped_after_an_interruption(
     cache = world.dump().path
     spoil(monkeypatch, ("2x16",), at=5)
     with pytest.raises(InterruptedRunError):
-        train_students(settings(steps=30), cache, world.root / "run", world.home, should_stop=stop_after(17))
+        train_students(
+            settings(steps=30), cache, out=world.root / "run", home=world.home, should_stop=stop_after(17)
+        )
     monkeypatch.undo()
     result = go(world, steps=30)
     assert [student.diverged_at for student in result.record.students] == [10, None]
@@ -108,7 +110,9 @@ def test_a_state_that_is_there_is_not_written_again(world: World) -> None:
     inodes = []
     for calls in (5, 0, 0):
         with pytest.raises(InterruptedRunError):
-            train_students(settings(), cache, world.root / "run", world.home, should_stop=stop_after(calls))
+            train_students(
+                settings(), cache, out=world.root / "run", home=world.home, should_stop=stop_after(calls)
+            )
         (state,) = (world.root / "run/checkpoints").iterdir()
         inodes.append((state.name, state.stat().st_ino, (state / "state.json").stat().st_ino))
     assert inodes[0] == inodes[1] == inodes[2]
@@ -117,7 +121,9 @@ def test_a_state_that_is_there_is_not_written_again(world: World) -> None:
 def test_a_line_of_the_log_that_a_kill_cut_short_is_dropped(world: World) -> None:
     cache = world.dump().path
     with pytest.raises(InterruptedRunError):
-        train_students(settings(steps=40), cache, world.root / "run", world.home, should_stop=stop_after(25))
+        train_students(
+            settings(steps=40), cache, out=world.root / "run", home=world.home, should_stop=stop_after(25)
+        )
     log = world.root / "run/log.jsonl"
     log.write_text(log.read_text() + '{"step": 12, "lr": 0.1, "students": {"a": {"loss": 1}')
     resumed, whole = go(world, steps=40), go(world, "whole", steps=40)
@@ -129,10 +135,10 @@ def test_two_runs_do_not_share_a_folder(world: World) -> None:
 
     def second() -> bool:
         with pytest.raises(StorageError, match="another process trains in"):
-            train_students(settings(), cache, world.root / "run", world.home)
+            train_students(settings(), cache, out=world.root / "run", home=world.home)
         return False
 
-    train_students(settings(), cache, world.root / "run", world.home, should_stop=second)
+    train_students(settings(), cache, out=world.root / "run", home=world.home, should_stop=second)
     assert not list((world.root / "run").glob(".*"))
 
 

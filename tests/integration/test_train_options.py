@@ -35,7 +35,7 @@ NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropo
 
 def go(world: World, name: str = "run", **changes: Any) -> TrainResult:
     """Train on the world's cache."""
-    return train_students(settings(**changes), world.root / "cache", world.root / name, world.home)
+    return train_students(settings(**changes), world.root / "cache", out=world.root / name, home=world.home)
 
 
 def lines(result: TrainResult, kind: str) -> list[dict[str, Any]]:
@@ -49,8 +49,8 @@ def trainer_of(world: World, arch: str = "2x16", **changes: Any) -> tuple[Studen
     config = settings(arch=(arch,), **changes)
     objective = choose_objective(config, cache, arch=config.arch)
     shapes = [parse_arch(arch, cache.manifest.identity.relation_heads)]
-    (trainer,) = build_trainers(config, cache, shapes, objective, 12, CPU)
-    return trainer, BatchReader(cache, objective.wanted, 0, CPU.device)
+    (trainer,) = build_trainers(config, cache, shapes=shapes, objective=objective, steps=12, ranks=CPU)
+    return trainer, BatchReader(cache, objective.wanted, pad_token=0, device=CPU.device)
 
 
 @pytest.fixture
@@ -93,9 +93,9 @@ def test_a_resumed_run_finds_its_best_weights_again(world: World) -> None:
     cache = world.dump().path
     options = settings(steps=40, lr=0.3, warmup=0.0, eval_steps=8)
     with pytest.raises(InterruptedRunError):
-        train_students(options, cache, world.root / "run", world.home, should_stop=stop_after(27))
-    resumed = train_students(options, cache, world.root / "run", world.home)
-    whole = train_students(options, cache, world.root / "whole", world.home)
+        train_students(options, cache, out=world.root / "run", home=world.home, should_stop=stop_after(27))
+    resumed = train_students(options, cache, out=world.root / "run", home=world.home)
+    whole = train_students(options, cache, out=world.root / "whole", home=world.home)
     assert resumed.record.students == whole.record.students
     for arch, expected in weights(whole).items():
         assert_same(weights(resumed)[arch], expected)
@@ -152,7 +152,7 @@ def test_activations_inside_layers_are_not_kept(world: World) -> None:
 
         trainer.begin(0)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            trainer._losses(trainer.learner, batch, None)
+            trainer._losses(trainer.learner, batch, method=None)
         sizes.append(sum(kept))
     assert sizes[1] < 0.6 * sizes[0]
 
@@ -304,7 +304,7 @@ def test_the_parts_of_a_step_are_the_same_whoever_does_them(
     """All processes' parts together are all parts, each once, and from the same streams."""
     manifest = open_cache(shared_world.root / "cache").manifest
     config = settings(batch_size=8, accumulate=accumulate, streams=2)
-    plans = [plan_steps(config, manifest, num_ranks, rank) for rank in range(num_ranks)]
+    plans = [plan_steps(config, manifest, num_ranks=num_ranks, rank=rank) for rank in range(num_ranks)]
 
     assert sorted(part for plan in plans for part in plan.own_parts) == [0, 1, 2, 3]
     assert all(plan.streams == plans[0].streams and plan.part_size == 2 for plan in plans)
@@ -313,7 +313,7 @@ def test_the_parts_of_a_step_are_the_same_whoever_does_them(
 def test_records_of_the_first_releases_stay_as_they_were(shared_world: World, tmp_path: Path) -> None:
     """What came later is left out where it says nothing, so old runs keep their names and go on."""
     config = settings(arch=("1x16",), steps=2)
-    result = train_students(config, shared_world.root / "cache", tmp_path / "run", tmp_path)
+    result = train_students(config, shared_world.root / "cache", out=tmp_path / "run", home=tmp_path)
     identity = json.loads((tmp_path / "run/run.json").read_text())["identity"]
 
     assert identity.keys().isdisjoint({"form", "dealing", "patience", "temperature", "ground_truth"})

@@ -199,8 +199,8 @@ def test_a_resumed_dump_is_byte_for_byte_an_uninterrupted_one(world: World, reac
     config = world.config(codec="vectors")
     parts = world.root / "parts"
     with pytest.raises(InterruptedRunError, match=r"of 6 shards of .* are committed"):
-        dump_cache(config, parts, world.home, should_stop=(parts / reached).exists)
-    dump_cache(config, parts, world.home)
+        dump_cache(config, out=parts, home=world.home, should_stop=(parts / reached).exists)
+    dump_cache(config, out=parts, home=world.home)
 
     assert arrays_of(world.root / "parts") == expected
 
@@ -210,10 +210,13 @@ def test_a_kill_before_the_codec_was_written_is_not_in_the_way(world: World) -> 
     config = world.config(codec="vectors")
     with pytest.raises(InterruptedRunError):
         dump_cache(
-            config, world.root / "parts", world.home, should_stop=(world.root / "parts/manifest.json").exists
+            config,
+            out=world.root / "parts",
+            home=world.home,
+            should_stop=(world.root / "parts/manifest.json").exists,
         )
     (world.root / "parts/vectors/2/basis/c/0/0").unlink()
-    dump_cache(config, world.root / "parts", world.home)
+    dump_cache(config, out=world.root / "parts", home=world.home)
 
     assert arrays_of(world.root / "parts") == expected
 
@@ -223,7 +226,10 @@ def test_fitting_the_codec_can_be_interrupted(world: World, calls: int) -> None:
     """While the teacher runs over the sample, and while steps are tried."""
     with pytest.raises(InterruptedRunError, match="while fitting the codec: nothing was written"):
         dump_cache(
-            world.config(codec="vectors"), world.root / "cache", world.home, should_stop=stop_after(calls)
+            world.config(codec="vectors"),
+            out=world.root / "cache",
+            home=world.home,
+            should_stop=stop_after(calls),
         )
     assert not (world.root / "cache").exists()
 
@@ -236,8 +242,8 @@ def test_a_rank_waits_for_the_one_that_fits_the_codec(world: World) -> None:
         with creating(path, Silent(), stop.is_set):
             assert not (path / "manifest.json").exists()
             later = world.config(codec="vectors", rank=1, world_size=2, batch_size=3)
-            waiting = threads.submit(dump_cache, later, path, world.home)
-            given_up = threads.submit(dump_cache, later, path, world.home, should_stop=lambda: True)
+            waiting = threads.submit(dump_cache, later, out=path, home=world.home)
+            given_up = threads.submit(dump_cache, later, out=path, home=world.home, should_stop=lambda: True)
             with pytest.raises(InterruptedRunError, match="this one wrote nothing"):
                 given_up.result()
             assert not waiting.done()
@@ -259,7 +265,7 @@ def test_info_says_what_vectors_hold(world: World, command: Command) -> None:
 
 def test_students_train_from_vectors(world: World) -> None:
     cache = world.dump(codec="vectors").path
-    result = train_students(train_settings(steps=60), cache, world.root / "run", world.home)
+    result = train_students(train_settings(steps=60), cache, out=world.root / "run", home=world.home)
     for student in result.record.students:
         assert student.held_out_before is not None
         assert student.held_out_after is not None

@@ -188,7 +188,7 @@ def test_tinybert() -> None:
     told = [attention_of(seed, grad=False) for seed in (3, 4)]
     names = [StateName(StateFamily.HIDDEN, number) for number in (0, 2, 4)]
     wanted = WantedTargets(kinds=(), layers=(1, 3), vectors=True, states=WantedStates(hidden=tuple(names)))
-    objective = TinyBertObjective(wanted, pairs, FACTS, 24, shared=True)
+    objective = TinyBertObjective(wanted, pairs, student=FACTS, teacher_width=24, shared=True)
     (fit_dense,) = [module for module in objective.modules() if isinstance(module, torch.nn.Linear)]
     rep = sum(
         (F.mse_loss(fit_dense(hidden[number]), teachers[number]) for number in range(3)), torch.zeros(())

@@ -47,7 +47,12 @@ def test_attention_is_that_of_torch_but_for_what_is_dropped() -> None:
     query, key, value = torch.randn(3, 2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
     expected = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
-    torch.testing.assert_close(attention_with_dropout(query, key, value, mask, 8**-0.5, 0.0), expected)
+    torch.testing.assert_close(
+        attention_with_dropout(query, key, value=value, mask=mask, scaling=8**-0.5, probability=0.0), expected
+    )
     torch.manual_seed(0)
-    draws = [attention_with_dropout(query, key, value, mask, 8**-0.5, 0.2) for _ in range(4000)]
+    draws = [
+        attention_with_dropout(query, key, value=value, mask=mask, scaling=8**-0.5, probability=0.2)
+        for _ in range(4000)
+    ]
     torch.testing.assert_close(torch.stack(draws).mean(0), expected, atol=0.06, rtol=0.0)

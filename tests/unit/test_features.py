@@ -41,7 +41,7 @@ def test_a_model_that_knows_the_targets_tells_the_answers(words: list[str], data
     )
     assert all(len(one["input_ids"]) <= TASK.max_length for one in windows.features)
     # [CLS] of windows without the answer must not outscore it: its lowest score over windows counts.
-    found = span_answers([example], windows, starts, ends, has_unanswerable=True)["q"]
+    found = span_answers([example], windows, starts=starts, ends=ends, has_unanswerable=True)["q"]
     assert found.text == example.answers[0][1]
     assert found.no_answer < 0.5
 
@@ -61,10 +61,10 @@ def test_questions_without_answer_point_at_cls() -> None:
     feature = windows.features[0]
     assert (feature["start_positions"], feature["end_positions"]) == (0, 0)
     peak = _logits(len(feature["input_ids"]), [0])
-    unanswered = span_answers([example], windows, peak, peak, has_unanswerable=True)["q"]
+    unanswered = span_answers([example], windows, starts=peak, ends=peak, has_unanswerable=True)["q"]
     assert unanswered.text == ""
     assert unanswered.no_answer > 0.5
-    assert span_answers([example], windows, peak, peak, has_unanswerable=False)["q"].text != ""
+    assert span_answers([example], windows, starts=peak, ends=peak, has_unanswerable=False)["q"].text != ""
 
 
 def test_an_answer_ends_after_it_begins_and_is_short() -> None:
@@ -73,7 +73,7 @@ def test_an_answer_ends_after_it_begins_and_is_short() -> None:
     width = len(windows.features[0]["input_ids"])
     starts, ends = _logits(width, [10]), _logits(width, [6])
     ends[0, 12] = 5
-    found = span_answers([example], windows, starts, ends, has_unanswerable=False)["q"].text
+    found = span_answers([example], windows, starts=starts, ends=ends, has_unanswerable=False)["q"].text
     begin, end = windows.offsets[0][10], windows.offsets[0][12]
     assert begin is not None
     assert end is not None

@@ -120,7 +120,7 @@ def test_every_form_has_the_gradient_of_the_dense_kl(
         student, teacher = split_heads(student, heads), split_heads(teacher, heads)
     rows = ROWS[form](teacher, kind)
     entropy = None if form == "vectors" else mean_row_entropy(to_dense(rows, LENGTHS, SIZE), LENGTHS)
-    found = relation_loss(student, kind, Targets(rows, entropy), LENGTHS, method)
+    found = relation_loss(student, kind, targets=Targets(rows, entropy), lengths=LENGTHS, method=method)
     expected = plain_kl(student, kind, rows)
     assert_equal(gradients(found, leaves), gradients(expected, leaves))
     if method == "dense":
@@ -134,13 +134,19 @@ def test_the_value_of_the_form_without_matrices_is_the_kl_of_some_rows(form: str
     lengths = torch.tensor([30, 23, 1])
     short = shortened(student, 30)
     rows = VectorRows(shortened(teacher, 30), RelationKind.VALUE)
-    found = relation_loss(short, RelationKind.VALUE, Targets(rows, None), lengths, "sdpa")
-    exact = relation_loss(short, RelationKind.VALUE, Targets(rows, None), lengths, "dense")
+    found = relation_loss(
+        short, RelationKind.VALUE, targets=Targets(rows, None), lengths=lengths, method="sdpa"
+    )
+    exact = relation_loss(
+        short, RelationKind.VALUE, targets=Targets(rows, None), lengths=lengths, method="dense"
+    )
     torch.testing.assert_close(found, exact)
 
     longer = ROWS[form](teacher, RelationKind.VALUE)
     entropy = None if form == "vectors" else mean_row_entropy(to_dense(longer, LENGTHS, SIZE), LENGTHS)
-    estimate = relation_loss(student, RelationKind.VALUE, Targets(longer, entropy), LENGTHS, "sdpa")
+    estimate = relation_loss(
+        student, RelationKind.VALUE, targets=Targets(longer, entropy), lengths=LENGTHS, method="sdpa"
+    )
     torch.testing.assert_close(estimate, plain_kl(student, RelationKind.VALUE, longer), rtol=0.2, atol=0.0)
 
 
@@ -151,7 +157,9 @@ def test_the_teachers_own_mask_hides_columns_in_both_forms() -> None:
     rows = VectorRows(teacher, RelationKind.ATTENTION)
     expected = gradients(plain_kl(student, RelationKind.ATTENTION, rows), leaves)
     for method in METHODS:
-        loss = relation_loss(student, RelationKind.ATTENTION, Targets(rows, None), LENGTHS, method)
+        loss = relation_loss(
+            student, RelationKind.ATTENTION, targets=Targets(rows, None), lengths=LENGTHS, method=method
+        )
         assert_equal(gradients(loss, leaves), expected)
 
 
@@ -162,8 +170,12 @@ def test_losses_are_float32_under_autocast() -> None:
     rows = VectorRows(teacher, RelationKind.ATTENTION)
     for method in METHODS:
         with torch.autocast("cpu", torch.bfloat16):
-            found = relation_loss(student, RelationKind.ATTENTION, Targets(rows, None), LENGTHS, method)
-        expected = relation_loss(wide, RelationKind.ATTENTION, Targets(rows, None), LENGTHS, method)
+            found = relation_loss(
+                student, RelationKind.ATTENTION, targets=Targets(rows, None), lengths=LENGTHS, method=method
+            )
+        expected = relation_loss(
+            wide, RelationKind.ATTENTION, targets=Targets(rows, None), lengths=LENGTHS, method=method
+        )
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, expected)
 
@@ -187,7 +199,9 @@ def test_nothing_of_length_by_length_is_made_where_it_would_be_large() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         rows = VectorRows(teacher, RelationKind.VALUE)
-        relation_loss(student, RelationKind.VALUE, Targets(rows, None), torch.tensor([length])).backward()
+        relation_loss(
+            student, RelationKind.VALUE, targets=Targets(rows, None), lengths=torch.tensor([length])
+        ).backward()
     assert 4 * batch * heads * length**2 > MAX_SCORES_BYTES > 5 * sum(kept)
     assert parts[2].grad is not None
     assert bool(parts[2].grad.isfinite().all())
@@ -238,7 +252,7 @@ def test_a_teacher_with_a_window_has_a_finite_loss_at_every_length(method: Metho
         rows: Targets = Targets(VectorRows(teacher, RelationKind.ATTENTION), None)
         if method == "dense":
             rows = Targets(*densify(VectorRows(teacher, RelationKind.ATTENTION), lengths))
-        found = relation_loss(student, RelationKind.ATTENTION, rows, lengths, method)
+        found = relation_loss(student, RelationKind.ATTENTION, targets=rows, lengths=lengths, method=method)
         gradients = torch.autograd.grad(found, [student.query, student.key])
         every = torch.arange(length)
         shown = every if method == "dense" else every[:: -(-length // 32)]

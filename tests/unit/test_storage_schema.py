@@ -49,7 +49,9 @@ def test_the_golden_fingerprint_is_that_of_its_identity() -> None:
 
 def test_metadata_on_disk_is_what_the_manifest_implies() -> None:
     manifest = golden()
-    documents = zarr_documents(manifest.identity, None, manifest.num_shards, manifest.shard_tokens)
+    documents = zarr_documents(
+        manifest.identity, None, num_shards=manifest.num_shards, shard_tokens=manifest.shard_tokens
+    )
     for path, content in documents.items():
         assert (GOLDEN / path).read_bytes() == content
 

@@ -1,0 +1,150 @@
+"""Settings of a dump, resolved once: teacher, corpus, identity, folder, and what other caches lend."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from minilm_cache.corpus.load import Corpus, load_corpus
+from minilm_cache.dump.add import open_donor
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.identity import identify, name_labels
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.models.device import choose_device
+from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.tap import Head
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.progress import Progress
+from minilm_cache.storage_schema.identity import CacheIdentity
+from minilm_cache.store.durable import refuse_file
+from minilm_cache.store.layout import MANIFEST, cache_name
+from minilm_cache.store.reader import CacheReader, read_manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedDump:
+    """What a dump is going to do. Nothing decides about settings after this."""
+
+    config: DumpConfig
+    """The settings, with the shard size of the donor or of a complete cache in the folder."""
+    teacher: Teacher
+    corpus: Corpus
+    identity: CacheIdentity
+    path: Path
+    """Folder of the cache."""
+    donor: CacheReader | None
+    """A complete cache whose layers and states are reused. None means that everything is computed."""
+    tokens_of: CacheReader | None
+    """A complete cache whose token files are linked where they are the same. None means that tokens are
+    written."""
+
+
+def resolve_dump(
+    config: DumpConfig,
+    *,
+    out: Path | None,
+    home: Path,
+    resume: bool,
+    add: Path | None,
+    tokens_of: Path | None,
+    progress: Progress,
+) -> ResolvedDump:
+    """Load the teacher and the corpus, and decide what is written where.
+
+    Args:
+        config: what to dump.
+        out: folder of the cache. None means a folder below `home`, named by content.
+        home: folder of caches.
+        resume: whether the folder may exist.
+        add: folder of a complete cache to reuse. None means that everything is computed.
+        tokens_of: folder of a complete cache whose token files are linked. None means `add`.
+        progress: shows what was loaded.
+
+    Raises:
+        MiniLMCacheError: see `minilm_cache.errors`; nothing has been written.
+    """
+    teacher, corpus = _load(config, progress)
+    identity, path = _identity_and_place(
+        config, teacher, corpus=corpus, out=out, home=home, like=add or tokens_of
+    )
+    refuse_file(path)
+    donor = None if add is None else open_donor(add, identity)
+    if not resume and path.exists():
+        raise IdentityMismatchError(
+            f"{path} exists. Leave out --no-resume to resume it, or choose another --out."
+        )
+    return ResolvedDump(
+        config=_with_shards(config, path, donor),
+        teacher=teacher,
+        corpus=corpus,
+        identity=identity,
+        path=path,
+        donor=donor,
+        tokens_of=donor if tokens_of is None else CacheReader(tokens_of),
+    )
+
+
+def head_for(config: DumpConfig) -> Head | None:
+    """Return the head that a teacher must have for a dump. None means that an encoder will do."""
+    if config.logits:
+        return "sequences"
+    return "tokens" if config.labels else None
+
+
+def _load(config: DumpConfig, progress: Progress) -> tuple[Teacher, Corpus]:
+    source = locate_teacher(config.teacher, config.revision)
+    teacher = Teacher(source, choose_device(config.device), layers=config.layers, head=head_for(config))
+    teacher.check_length(config.max_length)
+    corpus = load_corpus(config.corpus, config.text_column)
+    progress.note(
+        f"teacher {config.teacher} ({teacher.identity.model_type}, {teacher.identity.num_layers} layers, "
+        f"hidden {teacher.identity.hidden_size}), corpus {config.corpus} "
+        f"({corpus.identity.num_documents} documents)"
+    )
+    return teacher, corpus
+
+
+def _identity_and_place(
+    config: DumpConfig,
+    teacher: Teacher,
+    *,
+    corpus: Corpus,
+    out: Path | None,
+    home: Path,
+    like: Path | None,
+) -> tuple[CacheIdentity, Path]:
+    """Return what is dumped, and where.
+
+    Text is held out by document, except in a cache that an older release began, or that shares the sequences
+    of such a cache (`like`): those keep the split that they have.
+    """
+    labels = name_labels(config)
+    if like is not None:
+        split = read_manifest(like).identity.packing.split
+        identity = identify(config, teacher, corpus=corpus, split=split)
+        return identity, out or home / "caches" / cache_name(labels, identity)
+    older = identify(config, teacher, corpus=corpus, split=None)
+    place = out or home / "caches" / cache_name(labels, older)
+    if (place / MANIFEST).is_file() and read_manifest(place).fingerprint == older.fingerprint():
+        return older, place
+    identity = identify(config, teacher, corpus=corpus)
+    return identity, out or home / "caches" / cache_name(labels, identity)
+
+
+def _with_shards(config: DumpConfig, path: Path, donor: CacheReader | None) -> DumpConfig:
+    """Return settings with the shard size of a donor, or of a complete cache, which may have been pulled.
+
+    Raises:
+        InvalidConfigError: another shard size was asked for than the donor's.
+    """
+    if donor is not None:
+        theirs = donor.manifest.shard_tokens
+        if config.shard_tokens not in (None, theirs):
+            raise InvalidConfigError(
+                f"--shard-tokens {config.shard_tokens}: {donor.root}, which is added to, has shards of "
+                f"{theirs} tokens. Leave it out, or dump without --add."
+            )
+        return config.with_changes(shard_tokens=theirs)
+    if config.shard_tokens is None and (path / MANIFEST).exists():
+        there = read_manifest(path)
+        if there.complete:
+            return config.with_changes(shard_tokens=there.shard_tokens)
+    return config
