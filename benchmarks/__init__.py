@@ -1,1 +1,1 @@
-"""Measurements behind the numbers in README, docs and docstrings. See README.md here."""
+"""Benchmarks that measure the numbers in README, docs and docstrings. See README.md in this folder."""

@@ -1,4 +1,4 @@
-"""Bytes per token of the arrays of codecs: `topk` as columns or gaps, `vectors` by compressor.
+"""Measure the bytes per token of stored arrays: codec `topk` as columns or gaps, `vectors` by compressor.
 
 python -m benchmarks.compressors
 """
@@ -32,32 +32,32 @@ Array = npt.NDArray[np.generic]
 
 
 def zstd(array: Array, level: int) -> int:
-    """Return the compressed size in bytes."""
+    """Return the size of an array in bytes, compressed with zstd."""
     return len(Zstd(level=level).encode(np.ascontiguousarray(array)))
 
 
 def pcodec(array: Array) -> int:
-    """Return the compressed size in bytes; pcodec's narrowest type is 16 bits wide."""
+    """Return the size of an array in bytes, compressed with pcodec, whose narrowest type has 16 bits."""
     return len(standalone.simple_compress(array.astype(np.uint16).ravel(), ChunkConfig()))
 
 
 def sizes(rows: Mapping[str, Array]) -> dict[str, int]:
-    """Return the bytes of one relation, stored in each way."""
+    """Return the bytes of one relation for each way to store it."""
     gap = rows["gap"].astype(np.int64) + (rows["gap_high"].astype(np.int64) << 8 if "gap_high" in rows else 0)
     column = gap.cumsum(-1)
     narrow = np.uint16 if "gap_high" in rows else np.uint8
     parts = [values for name, values in rows.items() if name.startswith("gap")]
     weight = zstd(rows["weight"], 1)
-    found = {"column, pcodec": pcodec(column) + weight, "gap, pcodec": pcodec(gap) + weight}
+    sized = {"column, pcodec": pcodec(column) + weight, "gap, pcodec": pcodec(gap) + weight}
     for level in (1, 9):
-        found[f"column, zstd {level}"] = zstd(column.astype(narrow), level) + weight
-        found[f"gap, zstd {level}"] = zstd(gap.astype(narrow), level) + weight
-        found[f"gap, bytes apart, zstd {level}"] = sum(zstd(part, level) for part in parts) + weight
-    return found
+        sized[f"column, zstd {level}"] = zstd(column.astype(narrow), level) + weight
+        sized[f"gap, zstd {level}"] = zstd(gap.astype(narrow), level) + weight
+        sized[f"gap, bytes apart, zstd {level}"] = sum(zstd(part, level) for part in parts) + weight
+    return sized
 
 
 def code_sizes(codes: Array) -> dict[str, int]:
-    """Return the bytes of codes, `(tokens, components)` int16, stored in each way."""
+    """Return the bytes of codes, `(tokens, components)` int16, for each way to store them."""
     by_component = np.ascontiguousarray(codes.T)
     shuffled = Blosc(cname="zstd", clevel=3, shuffle=Blosc.BITSHUFFLE)
     config = ChunkConfig(compression_level=PCODEC_LEVEL)
@@ -71,16 +71,16 @@ def code_sizes(codes: Array) -> dict[str, int]:
 
 
 def mini_codes(teacher: Teacher) -> Array:
-    """Return the codes of tokens that nothing was fitted to."""
+    """Return codes of codec `vectors` for tokens that it was not fitted to."""
     packing = Packing(mode="packed", max_length=128, max_tokens=None, seed=0)
     sequences = SequenceTable(load_corpus(PYTHON_DOCS), teacher.tokenizer, packing)
 
     def signals(first: int, last: int) -> list[TeacherSignal]:
-        found = []
+        batches = []
         for number in range(first, last, 32):
             ids = torch.stack([torch.from_numpy(row) for row in sequences.read(number, number + 32).ids])
-            found += teacher.signals(ids, torch.full((len(ids),), 128))
-        return found
+            batches += teacher.signals(ids, torch.full((len(ids),), 128))
+        return batches
 
     codec = calibrate(signals(0, 256), signals(256, 320), MAX_KL, layer=teacher.layers[-1]).codec
     parts = [
@@ -104,13 +104,14 @@ def main() -> None:
             for kind in KINDS
         ]
         table[str(length)] = {
-            name: round(sum(one[name] for one in sized) / int(lengths.sum()), 1) for name in sized[0]
+            name: round(sum(relation[name] for relation in sized) / int(lengths.sum()), 1)
+            for name in sized[0]
         }
     codes = mini_codes(teacher)
-    found = {name: round(size / len(codes), 1) for name, size in code_sizes(codes).items()}
+    per_token = {name: round(size / len(codes), 1) for name, size in code_sizes(codes).items()}
     write_result(
         "compressors",
-        {"tokens": NUM_TOKENS, f"topk k={K}": table, f"vectors, KL at most {MAX_KL}": found},
+        {"tokens": NUM_TOKENS, f"topk k={K}": table, f"vectors, KL at most {MAX_KL}": per_token},
     )
 
 

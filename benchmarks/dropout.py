@@ -1,4 +1,4 @@
-"""A training step of a student of 3x384 with torch's dropout and with ours, on a CPU.
+"""Time a training step of a 3x384 student with torch's dropout and with ours, on a CPU.
 
 python -m benchmarks.dropout
 """
@@ -21,7 +21,7 @@ LENGTH = 128
 
 
 def student(attention: str) -> PreTrainedModel:
-    """Return a student of 3x384, in training."""
+    """Return a 3x384 student with this attention implementation."""
     torch.manual_seed(0)
     config = BertConfig(hidden_size=384, num_hidden_layers=3, num_attention_heads=12, intermediate_size=1536)
     model = AutoModel.from_config(config, attn_implementation=attention)
@@ -30,8 +30,10 @@ def student(attention: str) -> PreTrainedModel:
 
 
 def stepper(forward: Callable[[Tensor], Tensor], model: nn.Module) -> Callable[[Tensor], None]:
-    """Return forward, backward and an optimizer step."""
-    optimizer = torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], fused=True)
+    """Return a function that runs a forward pass, a backward pass and an optimizer step on ids."""
+    optimizer = torch.optim.AdamW(
+        [weight for weight in model.parameters() if weight.requires_grad], fused=True
+    )
     model.train()
 
     def step(ids: Tensor) -> None:
@@ -43,24 +45,24 @@ def stepper(forward: Callable[[Tensor], Tensor], model: nn.Module) -> Callable[[
 
 
 def ways() -> dict[str, Callable[[Tensor], None]]:
-    """Return a step with each dropout; both go through the whole model."""
-    torchs, ours = student("sdpa"), student(ATTENTION)
-    draw_faster(ours)
+    """Return a training step for each dropout; both run the whole model."""
+    with_torch, with_ours = student("sdpa"), student(ATTENTION)
+    draw_faster(with_ours)
     return {
-        "torch": stepper(lambda ids: torchs(input_ids=ids).last_hidden_state, torchs),
-        "ours": stepper(lambda ids: ours(input_ids=ids).last_hidden_state, ours),
+        "torch": stepper(lambda ids: with_torch(input_ids=ids).last_hidden_state, with_torch),
+        "ours": stepper(lambda ids: with_ours(input_ids=ids).last_hidden_state, with_ours),
     }
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the milliseconds of some work."""
+    """Return how many milliseconds a call takes."""
     started = time.perf_counter()
     work()
     return 1000 * (time.perf_counter() - started)
 
 
 def main() -> None:
-    """Time both in turns, and write medians."""
+    """Time both in turns, and write their medians."""
     result: dict[str, object] = {}
     shape = torch.Size([8, 12, LENGTH, LENGTH])
     masks: dict[str, Callable[[], object]] = {

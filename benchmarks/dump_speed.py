@@ -1,4 +1,4 @@
-"""Tokens per second of a dump's inner loop, over the same teacher's plain full forward pass, in turns.
+"""Measure tokens per second of a dump's inner loop, over the same teacher's plain forward pass, in turns.
 
 python -m benchmarks.dump_speed
 """

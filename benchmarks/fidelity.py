@@ -1,7 +1,7 @@
-"""Bytes per token against KL for every codec: what a dump measures of itself, on sequences held out.
+"""Measure bytes per token against KL for every codec, as a dump measures itself on held-out sequences.
 
-Beside them the known alternative: the layer's input, rounded to 8 or 4 bits per component with a scale for
-each token, from which queries, keys and values are computed again.
+The known alternative is measured, too: the layer's input, rounded to 8 or 4 bits per component with a scale
+for each token, from which queries, keys and values are computed again.
 
     python -m benchmarks.fidelity [--corpus FILE --label NAME]
 """
@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 
 def dumped(corpus: str, length: int, *, settings: dict[str, object], folder: Path) -> tuple[Cache, Row]:
-    """Dump, and return the cache and what it measured of itself."""
+    """Dump a cache, and return it with its measured bytes per token and fidelity."""
     base = {"teacher": "mini", "corpus": corpus, "max_length": length, "max_tokens": MAX_TOKENS}
     cache = open_cache(
         dump_cache(DumpConfig.model_validate({**base, **settings}), out=folder / "cache", home=folder).path
@@ -52,13 +52,17 @@ def dumped(corpus: str, length: int, *, settings: dict[str, object], folder: Pat
     relations = measured.fidelity[-1].relations
     return cache, {
         "bytes_per_token": round(measured.bytes_per_token, 1),
-        "kl_teacher_to_stored": {str(kind): one.kl_teacher_to_stored for kind, one in relations.items()},
-        "kl_stored_to_teacher": {str(kind): one.kl_stored_to_teacher for kind, one in relations.items()},
+        "kl_teacher_to_stored": {
+            str(kind): fidelity.kl_teacher_to_stored for kind, fidelity in relations.items()
+        },
+        "kl_stored_to_teacher": {
+            str(kind): fidelity.kl_stored_to_teacher for kind, fidelity in relations.items()
+        },
     }
 
 
 class RoundedInput:
-    """Rounds what a layer is given, and counts the bytes that storing it takes."""
+    """Forward pre-hook that rounds the input of a layer, and counts the bytes that storing it takes."""
 
     def __init__(self, bits: int) -> None:
         self.greatest = 2 ** (bits - 1) - 1
@@ -66,7 +70,7 @@ class RoundedInput:
         self.num_bytes = 0
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Stand in for a layer's inputs, of one sequence."""
+        """Return the rounded inputs of a layer for one sequence."""
         del module
         scale = (inputs[0].abs().amax(-1, keepdim=True) / self.greatest).half().float()
         codes = (inputs[0] / scale).round().clamp(-self.greatest, self.greatest)
@@ -78,7 +82,7 @@ class RoundedInput:
 
 
 def layer_input(teacher: Teacher, cache: Cache, bits: int) -> Row:
-    """Measure the alternative on the sequences that the dump measures itself on."""
+    """Measure the rounded input on the sequences that the dump measures itself on."""
     rounded = RoundedInput(bits)
     layer = teacher.model.get_submodule(f"encoder.layer.{teacher.layers[-1]}.attention.self")
     sums = dict.fromkeys(KINDS, 0.0)
@@ -91,8 +95,8 @@ def layer_input(teacher: Teacher, cache: Cache, bits: int) -> Row:
         (stored,) = teacher.signals(ids, lengths)
         hook.remove()
         for kind in KINDS:
-            teachers = exact.probs(kind)
-            sums[kind] += float(torch.special.xlogy(teachers, teachers / stored.probs(kind)).sum())
+            probs = exact.probs(kind)
+            sums[kind] += float(torch.special.xlogy(probs, probs / stored.probs(kind)).sum())
         num_tokens += ids.shape[1]
         num_rows += ids.shape[1] * exact.vectors.query.shape[1]
     return {
@@ -102,21 +106,23 @@ def layer_input(teacher: Teacher, cache: Cache, bits: int) -> Row:
 
 
 def main(
-    corpus: Annotated[str, typer.Option(help="A corpus, as for `dump`")] = PYTHON_DOCS,
-    label: Annotated[str, typer.Option(help="Of the corpus, in the results' names")] = "python_docs",
+    corpus: Annotated[str, typer.Option(help="Corpus, same as for `dump`")] = PYTHON_DOCS,
+    label: Annotated[
+        str, typer.Option(help="Name of the corpus in the names of the results")
+    ] = "python_docs",
 ) -> None:
-    """Dump the same tokens with every codec at every length, and write what each measured."""
+    """Dump the same tokens with every codec at every length, and write the measurements."""
     teacher = mini_teacher()
     table: dict[str, dict[str, Row]] = {}
     for length in LENGTHS:
-        found = table.setdefault(str(length), {})
+        rows = table.setdefault(str(length), {})
         for name, settings in SETTINGS.items():
             with TemporaryDirectory() as folder:
-                cache, found[name] = dumped(corpus, length, settings=settings, folder=Path(folder))
+                cache, rows[name] = dumped(corpus, length, settings=settings, folder=Path(folder))
                 if name == "dense":
                     for bits in (8, 4):
-                        found[f"layer's input, {bits} bits"] = layer_input(teacher, cache, bits)
-            print(length, name, found[name], flush=True)
+                        rows[f"layer's input, {bits} bits"] = layer_input(teacher, cache, bits)
+            print(length, name, rows[name], flush=True)
     write_result(f"fidelity_{label}", {"corpus": label, "tokens": MAX_TOKENS, "lengths": table})
     plot_fidelity(f"fidelity_{label}")
 

@@ -1,4 +1,4 @@
-"""Declared inputs: the embedded teacher over the embedded text."""
+"""Inputs that several benchmarks share: the embedded teacher and the embedded text."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ def mini_teacher() -> Teacher:
 def mini_relations(
     teacher: Teacher, length: int, num_tokens: int
 ) -> tuple[dict[RelationKind, Tensor], Tensor]:
-    """Return relations of the corpus's first full sequences, and their lengths."""
+    """Return the relations of the corpus's first full sequences, and their lengths.
+
+    A relation has the shape `(sequences, heads, length, length)`; lengths are in tokens.
+    """
     packing = Packing(mode="packed", max_length=length, max_tokens=num_tokens, seed=0)
     sequences = SequenceTable(load_corpus(PYTHON_DOCS), teacher.tokenizer, packing)
     batch = sequences.read(0, num_tokens // length)

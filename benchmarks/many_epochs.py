@@ -1,7 +1,7 @@
-"""KL of students after 20 epochs over few sequences, from each codec, over one trained online, three seeds.
+"""Measure KL of students after 20 epochs over few sequences, from each codec and online, with three seeds.
 
-What a codec leaves out, or draws once for all epochs, a student could learn by heart on a set that it sees
-often. So each is judged by the live teacher twice: on the text that it trained on, and on fresh text.
+A codec's errors are the same in every epoch, so a student could memorise them on a small training set. So
+each student is compared with the live teacher twice: on the text that it trained on, and on fresh text.
 
     python -m benchmarks.many_epochs
 """
@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.inputs import mini_teacher
 from benchmarks.report import write_result
-from benchmarks.student_quality import live_kl, trained
+from benchmarks.student_quality import live_kl, train_student
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
@@ -36,15 +36,16 @@ CACHES = {
     "vectors, KL at most 0.01": DumpConfig(teacher="mini", codec="vectors", max_kl=0.01),
     "vectors, KL at most 0.015": DumpConfig(teacher="mini", codec="vectors", max_kl=0.015),
 }
-Judgement = dict[str, dict[str, float]]
+KLByText = dict[str, dict[str, float]]
+"""KLs in nats, by text and by relation."""
 
 
-def train_and_judge(cache: Cache, fresh: Cache, *, teacher: Teacher, seed: int, online: bool) -> Judgement:
-    """Train a student anew, and return its KLs on the text that it trained on and on fresh text."""
+def train_and_measure(cache: Cache, fresh: Cache, *, teacher: Teacher, seed: int, online: bool) -> KLByText:
+    """Train a new student, and return its KLs on the text that it trained on and on fresh text."""
     steps = EPOCHS * cache.manifest.num_train // BATCH_SIZE
     config = TrainConfig(arch=(ARCH,), steps=steps, batch_size=BATCH_SIZE, seed=seed)
-    trainer = trained(config, cache, teacher, online=online)
-    found = {}
+    trainer = train_student(config, cache, teacher, online=online)
+    kls = {}
     for name, source, numbers in (
         ("training text", cache, range(cache.manifest.num_train)),
         ("fresh text", fresh, range(fresh.manifest.num_train, len(fresh))),
@@ -52,15 +53,17 @@ def train_and_judge(cache: Cache, fresh: Cache, *, teacher: Teacher, seed: int, 
         reader = BatchReader(
             source, WantedTargets(kinds=()), pad_token=teacher.tokenizer.pad_token_id, device=teacher.device
         )
-        found[name] = live_kl(trainer, reader.batches_of(numbers, 16), teacher)
-    return found
+        kls[name] = live_kl(trainer, reader.batches_of(numbers, 16), teacher)
+    return kls
 
 
-def summary(runs: list[Judgement], dense: list[Judgement]) -> dict[str, object]:
-    """Return means over seeds; ratios are of students of one seed, to that from the dense cache."""
+def summary(runs: list[KLByText], dense: list[KLByText]) -> dict[str, object]:
+    """Return means over seeds, and ratios to the student of the same seed from the dense cache."""
     result: dict[str, object] = {}
     for text in runs[0]:
-        ratios = [run[text]["sum"] / other[text]["sum"] for run, other in zip(runs, dense, strict=True)]
+        ratios = [
+            run[text]["sum"] / dense_run[text]["sum"] for run, dense_run in zip(runs, dense, strict=True)
+        ]
         result[text] = {
             "attention": round(mean(run[text]["attention"] for run in runs), 5),
             "value": round(mean(run[text]["value"] for run in runs), 5),
@@ -73,33 +76,30 @@ def summary(runs: list[Judgement], dense: list[Judgement]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Train one student in each way from each seed, and write the results."""
+    """Train one student per way and seed, and write the results."""
     teacher = mini_teacher()
-    found: dict[str, list[Judgement]] = {}
+    runs_by_way: dict[str, list[KLByText]] = {}
     sizes: dict[str, float] = {}
     with TemporaryDirectory() as folder:
         home = Path(folder)
-        # The whole corpus, of whose order the last documents are held out; the few below are the first ones.
+        # Fresh text: the last documents of the whole corpus are held out, while training uses the first ones.
         whole = DumpConfig(teacher="mini", codec="vectors", max_kl=0.5)
         fresh = open_cache(dump_cache(whole, out=home / "fresh", home=home).path)
         few = {"max_tokens": round(TRAIN_SEQUENCES * LENGTH / 0.97), "shard_tokens": 2**15}
         for name, settings in CACHES.items():
-            own = DumpConfig(**{**settings.model_dump(exclude_none=True), **few})
-            cache = open_cache(dump_cache(own, out=home / name, home=home).path)
+            config = DumpConfig(**{**settings.model_dump(exclude_none=True), **few})
+            cache = open_cache(dump_cache(config, out=home / name, home=home).path)
             assert cache.manifest.measured is not None
             sizes[name] = round(cache.manifest.measured.bytes_per_token, 1)
-            if not found:
-                found[name] = [
-                    train_and_judge(cache, fresh, teacher=teacher, seed=s, online=False) for s in SEEDS
+            is_first = not runs_by_way
+            runs_by_way[name] = [
+                train_and_measure(cache, fresh, teacher=teacher, seed=seed, online=False) for seed in SEEDS
+            ]
+            if is_first:
+                runs_by_way[ONLINE] = [
+                    train_and_measure(cache, fresh, teacher=teacher, seed=seed, online=True) for seed in SEEDS
                 ]
-                found[ONLINE] = [
-                    train_and_judge(cache, fresh, teacher=teacher, seed=s, online=True) for s in SEEDS
-                ]
-            else:
-                found[name] = [
-                    train_and_judge(cache, fresh, teacher=teacher, seed=s, online=False) for s in SEEDS
-                ]
-            write_result(  # after each, since all of them take half an hour
+            write_result(  # after each cache, since all of them take half an hour
                 "many_epochs",
                 {
                     "student": ARCH,
@@ -108,7 +108,9 @@ def main() -> None:
                     "fresh_sequences": fresh.manifest.num_held_out,
                     "batch_size": BATCH_SIZE,
                     "seeds": SEEDS,
-                    "kl_nats": {way: summary(runs, found["dense"]) for way, runs in found.items()},
+                    "kl_nats": {
+                        way: summary(runs, runs_by_way["dense"]) for way, runs in runs_by_way.items()
+                    },
                     "bytes_per_token": sizes,
                 },
             )

@@ -1,4 +1,4 @@
-"""Bytes per token of everything that objectives need, and how faithful it is, as a dump measures it.
+"""Measure bytes per token and fidelity of everything that objectives need, as a dump measures itself.
 
     python -m benchmarks.objectives TEACHER-WITH-HEAD
 
@@ -24,29 +24,29 @@ Row = dict[str, Any]
 
 
 def dumped(teacher: Path, folder: Path, add: Path | None = None, **settings: object) -> Cache:
-    """Dump a sample with these settings, or add to one."""
+    """Dump a sample with these settings. A cache as `add` means to add to its targets."""
     base = {"teacher": str(teacher), "max_tokens": MAX_TOKENS, **settings}
     path = folder / f"{len(list(folder.iterdir()))}"
     return open_cache(dump_cache(DumpConfig.model_validate(base), out=path, home=folder, add=add).path)
 
 
 def states_of(cache: Cache) -> dict[str, Row]:
-    """Return what a cache measured of its states, and the bytes of its layers' codes."""
+    """Return the measured bytes and errors of a cache's states, and the bytes of its layers' codes."""
     measured, records = cache.manifest.measured, cache.reader.records.values()
     assert measured is not None
-    found: dict[str, Row] = {
-        one.path: {
-            "bytes_per_token": round(one.bytes_per_token, 2),
-            "relative_error": one.relative_error,
-            "cross_entropy_bias": one.cross_entropy_bias,
+    rows: dict[str, Row] = {
+        state.path: {
+            "bytes_per_token": round(state.bytes_per_token, 2),
+            "relative_error": state.relative_error,
+            "cross_entropy_bias": state.cross_entropy_bias,
         }
-        for one in measured.states
+        for state in measured.states
     }
     files = [item for record in records for item in record.files.items()]
     for layer in cache.layers:
         size = sum(file.size for path, file in files if path.startswith(f"vectors/{layer}/"))
-        found[f"vectors/{layer}"] = {"bytes_per_token": round(size / cache.manifest.num_tokens, 2)}
-    return found
+        rows[f"vectors/{layer}"] = {"bytes_per_token": round(size / cache.manifest.num_tokens, 2)}
+    return rows
 
 
 def added_bytes(needs: Needs, states: dict[str, Row], depth: int) -> float:
@@ -56,12 +56,12 @@ def added_bytes(needs: Needs, states: dict[str, Row], depth: int) -> float:
         return sum(float(states[f"{prefix}/{number}"]["bytes_per_token"]) for number in numbers)
 
     spans = {"last": range(depth, depth + 1), "all": range(depth + 1)}
-    found = total("vectors", range(depth - 1)) if needs.layers == "all" else 0.0
-    found += total("states/hidden", spans[needs.hidden]) if needs.hidden else 0.0
-    found += total("states/masked", spans[needs.masked_hidden]) if needs.masked_hidden else 0.0
-    found += total("states/first", spans[needs.first]) if needs.first else 0.0
+    added = total("vectors", range(depth - 1)) if needs.layers == "all" else 0.0
+    added += total("states/hidden", spans[needs.hidden]) if needs.hidden else 0.0
+    added += total("states/masked", spans[needs.masked_hidden]) if needs.masked_hidden else 0.0
+    added += total("states/first", spans[needs.first]) if needs.first else 0.0
     labels = "labels of all tokens" if needs.all_labels else "labels"
-    return found + (float(states[labels]["bytes_per_token"]) if needs.labels else 0.0)
+    return added + (float(states[labels]["bytes_per_token"]) if needs.labels else 0.0)
 
 
 def main(teacher: Annotated[Path, typer.Argument(help="Folder with a head for masked tokens")]) -> None:
@@ -71,17 +71,17 @@ def main(teacher: Annotated[Path, typer.Argument(help="Folder with a head for ma
         home = Path(folder)
         layers: dict[str, Any] = {"codec": "vectors", "layers": "all"}
         base = dumped(teacher, home, **layers).reader.root
-        # At the temperature that DistilBERT asks for.
-        asked: dict[str, Any] = {"labels": True, "label_tokens": "all", "label_temperature": 2.0}
-        all_labels = states_of(dumped(teacher, home, base, **layers, **asked))["labels"]
+        # The temperature of DistilBERT.
+        label_settings: dict[str, Any] = {"labels": True, "label_tokens": "all", "label_temperature": 2.0}
+        all_labels = states_of(dumped(teacher, home, base, **layers, **label_settings))["labels"]
         for error in ERRORS:
-            more: dict[str, Any] = {
+            state_settings: dict[str, Any] = {
                 "hidden": "all",
                 "first_hidden": "all",
                 "masked_hidden": "last",
                 "labels": True,
             }
-            cache = dumped(teacher, home, base, **layers, **more, max_error=error)
+            cache = dumped(teacher, home, base, **layers, **state_settings, max_error=error)
             states, depth = states_of(cache), cache.manifest.identity.teacher.num_layers
             states["labels of all tokens"] = all_labels
             result["max_error"][str(error)] = states
@@ -98,8 +98,8 @@ def main(teacher: Annotated[Path, typer.Argument(help="Folder with a head for ma
                     "label_k": entries,
                     "label_temperature": temperature,
                 }
-                found = states_of(dumped(teacher, home, plain, **settings))["labels"]
-                result["label_k"][f"{entries}, temperature {temperature:g}"] = found
+                row = states_of(dumped(teacher, home, plain, **settings))["labels"]
+                result["label_k"][f"{entries}, temperature {temperature:g}"] = row
     write_result("objectives", result)
 
 

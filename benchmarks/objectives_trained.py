@@ -1,6 +1,7 @@
-"""Every objective once, from one cache: held-out KL of students that begin at random and with teacher layers.
+"""Measure held-out KL of a student of each objective, from random weights and from teacher layers.
 
-Short runs that show that everything works, not which objective is best.
+All students train from one cache. The runs are short: they show that everything works, not which objective
+is best.
 
     python -m benchmarks.objectives_trained
 """
@@ -42,13 +43,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "mobilebert": {},
     "mobilebert, paper": {"form": "paper"},
 }
-"""By name, which begins with the objective's: what is asked of it."""
+"""Settings by name of the run, which begins with the name of the objective."""
 FROM_LAYERS = ("minilm", "minilmv2", "tinybert", "bert-pkd")
-"""Objectives whose students begin with every other layer of the teacher, too."""
+"""Objectives whose students are also initialized with every other layer of the teacher."""
 
 
 def measured(cache: Path, teacher: Teacher, *, home: Path, name: str, **changes: object) -> dict[str, float]:
-    """Train a student, and return the KL of its relations to the teacher, run anew, nats."""
+    """Train a student, and return the held-out KL of its relations to the live teacher's, in nats."""
     objective = name.split(",", maxsplit=1)[0]
     config = TrainConfig.model_validate(
         {
@@ -61,15 +62,15 @@ def measured(cache: Path, teacher: Teacher, *, home: Path, name: str, **changes:
         }
     )
     run = TrainedRun.open(train_students(config, cache, out=home / f"{name} {len(changes)}", home=home).path)
-    (found,) = live_held_out_kl(
+    (kls,) = live_held_out_kl(
         run.reference, teacher, objective=run.objective, students=[run.folder(run.students[0])]
     )
-    assert found is not None
-    return {kind: round(value, 4) for kind, value in found.items()}
+    assert kls is not None
+    return {kind: round(value, 4) for kind, value in kls.items()}
 
 
 def main() -> None:
-    """Dump what every objective needs, and measure."""
+    """Dump a cache for all objectives, and measure a student of each."""
     with TemporaryDirectory() as folder:
         home = Path(folder)
         model = home / "teacher"
@@ -83,15 +84,15 @@ def main() -> None:
 def measure_all(cache: Path, model: Path, home: Path) -> None:
     """Train one student for each objective from a cache of a teacher, and write the results."""
     teacher = Teacher(locate_teacher(str(model)), choose_device("cpu"))
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name in RUNS:
-        found[name] = {"random": measured(cache, teacher, home=home, name=name)}
+        results[name] = {"random": measured(cache, teacher, home=home, name=name)}
         if name in FROM_LAYERS:
-            begin = {"init": "teacher-layers", "init_teacher": str(model)}
-            found[name]["teacher-layers"] = measured(cache, teacher, home=home, name=name, **begin)
+            init = {"init": "teacher-layers", "init_teacher": str(model)}
+            results[name]["teacher-layers"] = measured(cache, teacher, home=home, name=name, **init)
         write_result(
             "objectives_trained",
-            {"steps": STEPS, "batch_size": BATCH_SIZE, "tokens": MAX_TOKENS, "held_out_kl_nats": found},
+            {"steps": STEPS, "batch_size": BATCH_SIZE, "tokens": MAX_TOKENS, "held_out_kl_nats": results},
         )
 
 

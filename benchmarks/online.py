@@ -1,7 +1,8 @@
-"""MiniLM with the teacher in the loop, as public trainers write it: the usual opponent.
+"""Train with MiniLM online, with the teacher in the loop, as public trainers do: the usual baseline.
 
-Eager attention in both models, whole forward passes, every layer's attention handed out, `F.kl_div` over
-distributions with a logarithm taken of each. One teacher for each student, as one run for each has it.
+Both models use eager attention and whole forward passes that return the attention of every layer. The loss is
+`F.kl_div` over distributions, after a logarithm of the student's. Each student has a teacher of its own, as
+with one run per student.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from minilm_cache.objectives.batch import StudentBatch
 
 
 class _LastValues:
-    """Values of a BERT model's last layer, split into heads, from a forward hook."""
+    """Forward hook that keeps the values of a BERT model's last layer, split into heads."""
 
     def __init__(self, model: PreTrainedModel, num_heads: int) -> None:
         self._num_heads = num_heads
@@ -48,17 +49,17 @@ class _Model:
         return cls(model, _LastValues(model, num_heads))
 
     def relations(self, batch: StudentBatch) -> tuple[Tensor, Tensor]:
-        """Return attention distributions and value relation of the last layer."""
+        """Return the attention distribution and the value relation of the last layer."""
         mask = torch.arange(batch.ids.shape[1]) < batch.lengths[:, None]
         output = self.model(input_ids=batch.ids, attention_mask=mask.long(), output_attentions=True)
         return output.attentions[-1], self.values.relation(mask)
 
 
 class UsualOnlineTrainer:
-    """Trains one student with the teacher running for each batch."""
+    """Trains one student, and runs the teacher for each batch."""
 
     def __init__(self, teacher: Path, student: PreTrainedModel, num_heads: int) -> None:
-        """Load the teacher with eager attention; the student brings its own."""
+        """Load the teacher with eager attention; the student keeps the attention that it was made with."""
         self._teacher = _Model.of(load_model(teacher, attention="eager").eval(), num_heads)
         self._student = _Model.of(student.train(), num_heads)
         self._optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4)
@@ -68,8 +69,8 @@ class UsualOnlineTrainer:
         with torch.no_grad():
             targets = self._teacher.relations(batch)
         losses = [
-            F.kl_div(found.clamp(min=1e-12).log(), target, reduction="sum") / found.shape[:-1].numel()
-            for found, target in zip(self._student.relations(batch), targets, strict=True)
+            F.kl_div(relation.clamp(min=1e-12).log(), target, reduction="sum") / relation.shape[:-1].numel()
+            for relation, target in zip(self._student.relations(batch), targets, strict=True)
         ]
         self._optimizer.zero_grad()
         torch.stack(losses).sum().backward()

@@ -1,4 +1,4 @@
-"""Pictures of the results: each is drawn from the JSON file beside it, and can be drawn again from it.
+"""Draw plots of the results, each from the JSON file of the same name.
 
 python -m benchmarks.plots
 """
@@ -22,9 +22,9 @@ COLOURS = {
     "online": "#1d3557",
 }
 LEAST_KL = 1e-4
-"""What is less is drawn here."""
+"""Least KL of the plot, in nats. Lower values are drawn here."""
 LEAST_EXCESS = 0.02
-"""Per cent; likewise."""
+"""Least excess over online training, in per cent. Lower values are drawn here."""
 MARKERS = {"128": "o", "256": "s", "512": "^"}
 
 
@@ -42,7 +42,7 @@ def _colour(setting: str) -> str:
 
 
 @contextmanager
-def _picture(name: str, size: tuple[float, float]) -> Iterator[Axes]:
+def _axes(name: str, size: tuple[float, float]) -> Iterator[Axes]:
     mpl.use("Agg")
     figure, axes = plt.subplots(figsize=size, layout="constrained")
     axes.spines[["top", "right"]].set_visible(False)
@@ -52,17 +52,17 @@ def _picture(name: str, size: tuple[float, float]) -> Iterator[Axes]:
 
 
 def plot_fidelity(name: str) -> None:
-    """Draw bytes per token against the greater KL of both relations; sampled rows have none."""
+    """Draw bytes per token against the greater KL of both relations; sampled rows have no KL."""
     result = _read(name)
-    with _picture(name, (7.5, 4.5)) as axes:
+    with _axes(name, (7.5, 4.5)) as axes:
         for length, rows in result["lengths"].items():
             for family in ("vectors", "topk largest", "layer's input", "dense"):
-                found = sorted(
+                points = sorted(
                     (row["bytes_per_token"], max(*row["kl_teacher_to_stored"].values(), LEAST_KL))
                     for setting, row in rows.items()
                     if setting.startswith(family)
                 )
-                line = axes.plot(*zip(*found, strict=True), marker=MARKERS[length], color=_colour(family))
+                line = axes.plot(*zip(*points, strict=True), marker=MARKERS[length], color=_colour(family))
                 if length == "128":
                     line[0].set_label(f"{family} (KL below 1e-6)" if family == "dense" else family)
         axes.set_xscale("log")
@@ -80,14 +80,14 @@ def plot_fidelity(name: str) -> None:
 
 
 def plot_student_quality() -> None:
-    """Draw bytes per token against the student's held-out KL over that of online training."""
+    """Draw bytes per token against the student's held-out KL, relative to online training."""
     result = _read("student_quality")
     quality, sizes = result["held_out_kl_nats"], result["bytes_per_token"]
-    with _picture("student_quality", (7.5, 4)) as axes:
+    with _axes("student_quality", (7.5, 4)) as axes:
         for setting, size in sizes.items():
-            found = [_per_cent(ratio) for ratio in quality[setting]["over_online_by_seed"]]
+            excesses = [_per_cent(ratio) for ratio in quality[setting]["over_online_by_seed"]]
             mean = _per_cent(quality[setting]["over_online"])
-            axes.plot([size] * len(found), found, "_", color=_colour(setting), alpha=0.6)
+            axes.plot([size] * len(excesses), excesses, "_", color=_colour(setting), alpha=0.6)
             axes.plot([size], [mean], "o", color=_colour(setting))
             label = f"{setting}\n{100 * quality[setting]['over_online'] - 100:+.2f} %"
             axes.annotate(label, (size, mean), xytext=(6, -2), textcoords="offset points", fontsize=8)
@@ -102,9 +102,9 @@ def plot_student_quality() -> None:
 
 
 def plot_dump_speed() -> None:
-    """Draw tokens per second of each codec over the plain forward pass."""
+    """Draw tokens per second of each codec, over those of the plain forward pass."""
     ratios = _read("dump_speed")["over_plain_forward"]
-    with _picture("dump_speed", (6, 2.5)) as axes:
+    with _axes("dump_speed", (6, 2.5)) as axes:
         bars = axes.barh(list(ratios), list(ratios.values()), color="#0b6e4f")
         axes.bar_label(bars, fmt="%.2f", padding=3)
         axes.invert_yaxis()

@@ -1,4 +1,4 @@
-"""Relation losses, forward and backward: hand-written gradients against `F.kl_div`, and both forms of ours.
+"""Time relation losses, forward and backward: ours against `F.kl_div`, and both forms of ours.
 
 python -m benchmarks.relation_loss
 """
@@ -24,7 +24,7 @@ ROUNDS = 15
 
 FORMS: tuple[Method, ...] = ("dense", "sdpa")
 SIZES = ((32, 128), (8, 512), (2, 2048), (1, 4096))
-"""Batch and length."""
+"""Batch size and length, in tokens."""
 HEAD_SIZE, TEACHER_SIZE = 32, 64
 
 
@@ -34,8 +34,8 @@ def main() -> None:
 
 
 def forms() -> list[dict[str, object]]:
-    """Time forward and backward pass of the two forms, from a student's vectors, for rows of either codec."""
-    found: list[dict[str, object]] = []
+    """Time forward and backward passes of both forms, from a student's vectors, for rows of both codecs."""
+    results: list[dict[str, object]] = []
     for batch, length in SIZES:
         generator = torch.Generator().manual_seed(0)
         shape = (batch, HEADS, length, HEAD_SIZE)
@@ -63,13 +63,13 @@ def forms() -> list[dict[str, object]]:
         }
         seconds = in_turns({name: partial(_backward, loss, student[2]) for name, loss in ways.items()}, 5)
         times = {name: round(1000 * value, 1) for name, value in seconds.items()}
-        found.append({"batch": batch, "length": length, "milliseconds": times})
-        print(found[-1], flush=True)
-    return found
+        results.append({"batch": batch, "length": length, "milliseconds": times})
+        print(results[-1], flush=True)
+    return results
 
 
 def as_vectors(parts: list[Tensor]) -> Vectors:
-    """Return queries, keys and values as one layer's."""
+    """Return queries, keys and values as the vectors of one layer."""
     query, key, value = parts
     return Vectors(query, key, value, None, query.shape[-1] ** -0.5)
 
@@ -79,7 +79,7 @@ def _backward(loss: Callable[[], Tensor], leaf: Tensor) -> None:
 
 
 def in_turns(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each way, the first round left out."""
+    """Return the median seconds of each way, without the first round."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
@@ -90,7 +90,7 @@ def in_turns(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, floa
 
 
 def against_kl_div() -> dict[str, object]:
-    """Time hand-written gradients against `F.kl_div`."""
+    """Time our hand-written gradients against `F.kl_div`."""
     generator = torch.Generator().manual_seed(0)
     shape = (BATCH, HEADS, LENGTH, LENGTH)
     teacher = torch.randn(shape, generator=generator).softmax(-1)

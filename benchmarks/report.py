@@ -1,4 +1,4 @@
-"""Results as JSON files beside the benchmarks, with what they were measured on."""
+"""Write and read results as JSON files, with the machine and versions that they were measured with."""
 
 import json
 import platform
@@ -29,7 +29,7 @@ def write_result(name: str, result: dict[str, object]) -> None:
 
 
 def read_result(name: str) -> dict[str, object]:
-    """Return what an earlier run of a benchmark has measured; empty where there was none."""
+    """Return the result of an earlier run of a benchmark. Empty if there was none."""
     file = RESULTS / f"{name}.json"
-    found: dict[str, object] = json.loads(file.read_text()) if file.exists() else {}
-    return found
+    result: dict[str, object] = json.loads(file.read_text()) if file.exists() else {}
+    return result

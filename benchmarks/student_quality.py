@@ -1,7 +1,7 @@
-"""Held-out KL of a student trained from each cache against one trained online on dense targets, three seeds.
+"""Measure held-out KL of students trained from each codec and online on dense targets, with three seeds.
 
-A seed sets initial weights, dropout and order; ways of one seed differ in their targets alone. Every student
-is judged by the live teacher's dense relations.
+A seed sets initial weights, dropout and the order of sequences, so students of one seed differ only in their
+targets. Every student is compared with the live teacher's dense relations.
 
     python -m benchmarks.student_quality
 """
@@ -27,8 +27,8 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.heldout import MAX_SEQUENCES, held_out_losses
 from minilm_cache.train.live import with_live_targets
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.run import build_trainers
 from minilm_cache.train.sampler import plan_steps
+from minilm_cache.train.setup import build_trainers
 from minilm_cache.train.trainer import StudentTrainer
 
 ARCH = "3x192"
@@ -44,13 +44,13 @@ CACHES = {
 }
 
 
-def train_and_judge(cache: Cache, teacher: Teacher, seed: int, *, online: bool) -> dict[str, float]:
-    """Train a student anew, and return its held-out KLs."""
+def train_and_measure(cache: Cache, teacher: Teacher, seed: int, *, online: bool) -> dict[str, float]:
+    """Train a new student, and return its held-out KLs in nats."""
     config = TrainConfig(arch=(ARCH,), steps=STEPS, batch_size=16, seed=seed)
-    return judged(trained(config, cache, teacher, online=online), cache, teacher)
+    return held_out_kl(train_student(config, cache, teacher, online=online), cache, teacher)
 
 
-def trained(config: TrainConfig, cache: Cache, teacher: Teacher, *, online: bool) -> StudentTrainer:
+def train_student(config: TrainConfig, cache: Cache, teacher: Teacher, *, online: bool) -> StudentTrainer:
     """Train the one student of a configuration from a cache, or with the teacher at every step."""
     identity, steps = cache.manifest.identity, config.steps
     assert steps is not None
@@ -60,8 +60,10 @@ def trained(config: TrainConfig, cache: Cache, teacher: Teacher, *, online: bool
     (trainer,) = build_trainers(
         config, cache, shapes=[shape], objective=objective, steps=steps, ranks=Ranks.alone(teacher.device)
     )
-    wanted = WantedTargets(kinds=()) if online else objective.wanted
-    reader = BatchReader(cache, wanted, pad_token=teacher.tokenizer.pad_token_id, device=teacher.device)
+    stored_targets = WantedTargets(kinds=()) if online else objective.wanted
+    reader = BatchReader(
+        cache, stored_targets, pad_token=teacher.tokenizer.pad_token_id, device=teacher.device
+    )
     with closing(reader.train_batches(plan, 0)) as stored:
         batches = with_live_targets(stored, teacher, WantedTargets(kinds=KINDS)) if online else stored
         for step in range(steps):
@@ -69,8 +71,8 @@ def trained(config: TrainConfig, cache: Cache, teacher: Teacher, *, online: bool
     return trainer
 
 
-def judged(trainer: StudentTrainer, cache: Cache, teacher: Teacher) -> dict[str, float]:
-    """Return the held-out KL of each relation, to the live teacher's dense rows."""
+def held_out_kl(trainer: StudentTrainer, cache: Cache, teacher: Teacher) -> dict[str, float]:
+    """Return the held-out KL of each relation to the live teacher's dense rows, in nats."""
     reader = BatchReader(
         cache, WantedTargets(kinds=()), pad_token=teacher.tokenizer.pad_token_id, device=teacher.device
     )
@@ -79,15 +81,15 @@ def judged(trainer: StudentTrainer, cache: Cache, teacher: Teacher) -> dict[str,
 
 
 def live_kl(trainer: StudentTrainer, tokens: Iterable[StudentBatch], teacher: Teacher) -> dict[str, float]:
-    """Return the KL of each relation on some sequences, to the live teacher's dense rows, nats."""
-    (found,) = held_out_losses([trainer.look], with_live_targets(tokens, teacher, WantedTargets(kinds=KINDS)))
-    return {**{str(kind): value for kind, value in found.items()}, "sum": sum(found.values())}
+    """Return the KL of each relation to the live teacher's dense rows, and their sum, in nats."""
+    (kls,) = held_out_losses([trainer.look], with_live_targets(tokens, teacher, WantedTargets(kinds=KINDS)))
+    return {**{str(kind): value for kind, value in kls.items()}, "sum": sum(kls.values())}
 
 
 def summary(runs: list[dict[str, float]], online: list[dict[str, float]]) -> dict[str, object]:
-    """Return means and spreads over seeds; ratios are of students of one seed."""
+    """Return means and standard deviations over seeds, and ratios to the online student of the same seed."""
     sums = [run["sum"] for run in runs]
-    ratios = [run["sum"] / other["sum"] for run, other in zip(runs, online, strict=True)]
+    ratios = [run["sum"] / online_run["sum"] for run, online_run in zip(runs, online, strict=True)]
     return {
         "attention": round(mean(run["attention"] for run in runs), 5),
         "value": round(mean(run["value"] for run in runs), 5),
@@ -99,26 +101,28 @@ def summary(runs: list[dict[str, float]], online: list[dict[str, float]]) -> dic
 
 
 def main() -> None:
-    """Train one student in each way from each seed and write the results."""
+    """Train one student per way and seed, and write the results."""
     teacher = mini_teacher()
-    found: dict[str, list[dict[str, float]]] = {}
+    runs_by_way: dict[str, list[dict[str, float]]] = {}
     sizes: dict[str, float] = {}
     with TemporaryDirectory() as folder:
         for name, settings in CACHES.items():
             cache = open_cache(dump_cache(settings, out=Path(folder) / name, home=Path(folder)).path)
             assert cache.manifest.measured is not None
             sizes[name] = round(cache.manifest.measured.bytes_per_token, 1)
-            if not found:
-                found[ONLINE] = [train_and_judge(cache, teacher, seed, online=True) for seed in SEEDS]
-            found[name] = [train_and_judge(cache, teacher, seed, online=False) for seed in SEEDS]
-            write_result(  # after each, since all of them take an hour
+            if not runs_by_way:
+                runs_by_way[ONLINE] = [train_and_measure(cache, teacher, seed, online=True) for seed in SEEDS]
+            runs_by_way[name] = [train_and_measure(cache, teacher, seed, online=False) for seed in SEEDS]
+            write_result(  # after each cache, since all of them take an hour
                 "student_quality",
                 {
                     "student": ARCH,
                     "steps": STEPS,
                     "batch_size": 16,
                     "seeds": SEEDS,
-                    "held_out_kl_nats": {way: summary(runs, found[ONLINE]) for way, runs in found.items()},
+                    "held_out_kl_nats": {
+                        way: summary(runs, runs_by_way[ONLINE]) for way, runs in runs_by_way.items()
+                    },
                     "bytes_per_token": sizes,
                 },
             )

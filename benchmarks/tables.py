@@ -1,8 +1,8 @@
-"""Tables of README and docs, made from the results files of the benchmarks.
+"""Write the tables of README and docs from the result files of the benchmarks.
 
-A table stands between `<!-- table NAME -->` and `<!-- end of table -->`, and is never written by hand.
+A table stands between `<!-- table NAME -->` and `<!-- end of table -->`. Never edit one by hand.
 
-    python -m benchmarks.tables            writes them again
+    python -m benchmarks.tables
 """
 
 import json
@@ -19,7 +19,7 @@ PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _BLOCK: Final = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
-def _read(name: str) -> Any:  # noqa: ANN401 - whatever a benchmark wrote
+def _read(name: str) -> Any:  # noqa: ANN401 - JSON of any benchmark
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -34,31 +34,31 @@ def _signed(ratio: float) -> str:
 
 def students() -> str:
     """Return held-out KLs of students from each codec, and their ratio to online training."""
-    found = _read("student_quality")
-    sizes = found["bytes_per_token"]
+    result = _read("student_quality")
+    sizes = result["bytes_per_token"]
     rows = [
         [
             way,
             f"{sizes[way]:,.0f}" if way in sizes else "-",
-            f"{one['attention']:.4f} + {one['value']:.4f}",
-            f"{one['over_online']:.4f} ({', '.join(f'{ratio:.4f}' for ratio in one['over_online_by_seed'])})",
+            f"{kls['attention']:.4f} + {kls['value']:.4f}",
+            f"{kls['over_online']:.4f} ({', '.join(f'{ratio:.4f}' for ratio in kls['over_online_by_seed'])})",
         ]
-        for way, one in found["held_out_kl_nats"].items()
+        for way, kls in result["held_out_kl_nats"].items()
     ]
     kl = "held-out KL of the student, attention + value, nats"
     return _table(["targets", "bytes per token", kl, "over online, mean (each seed)"], rows)
 
 
 def many_epochs() -> str:
-    """Return KLs after many epochs over few sequences, over those from the dense reference."""
-    found = _read("many_epochs")
-    sizes = found["bytes_per_token"]
+    """Return KLs of students after many epochs over few sequences, over those from the dense cache."""
+    result = _read("many_epochs")
+    sizes = result["bytes_per_token"]
     rows = []
-    for way, texts in found["kl_nats"].items():
+    for way, texts in result["kl_nats"].items():
         rows.append([way, f"{sizes[way]:,.0f}" if way in sizes else "-"])
-        for one in texts.values():
+        for kls in texts.values():
             rows[-1].append(
-                f"{one['sum']:.4f} ({_signed(one['over_dense'])} ± {100 * one['over_dense_stdev']:.2f})"
+                f"{kls['sum']:.4f} ({_signed(kls['over_dense'])} ± {100 * kls['over_dense_stdev']:.2f})"
             )
     head = [
         "targets",
@@ -72,14 +72,14 @@ def many_epochs() -> str:
 def steps() -> str:
     """Return tokens per second of training steps, and their ratios to other ways of training."""
     rows = []
-    for name, one in _read("train_speed_ratios").items():
+    for name, result in _read("train_speed_ratios").items():
         if name in ("benchmark", "machine"):
             continue
         arch, batch = name.split(", batch ")
-        topk, vectors, rates = one["topk"], one["vectors"], one["tokens_per_s"]
+        topk, vectors, rates = result["topk"], result["vectors"], result["tokens_per_s"]
         pairs = [
-            f"{topk[what]:.2f} / {vectors[what]:.2f}"
-            for what in ("over in memory", "over best online", "over usual online")
+            f"{topk[baseline]:.2f} / {vectors[baseline]:.2f}"
+            for baseline in ("over in memory", "over best online", "over usual online")
         ]
         label = "all four in one pass" if "+" in arch else arch
         offline = f"{rates['topk from disk']:,} / {rates['vectors from disk']:,}"
@@ -99,15 +99,15 @@ NAMES: Final = {
 
 
 def scores() -> str:
-    """Return fine-tuned scores of teacher and students, means over seeds with their deviations."""
+    """Return fine-tuned scores of teacher and students, means over seeds with standard deviations."""
     trials = _read("evaluation")
-    models = list(dict.fromkeys(one["model"] for one in trials))
+    models = list(dict.fromkeys(trial["model"] for trial in trials))
     rows = []
-    for task, size in dict.fromkeys((one["task"], one["num_train"]) for one in trials):
-        own = [one for one in trials if (one["task"], one["num_train"]) == (task, size)]
-        for metric in own[0]["scores"]["dev"]:
+    for task, size in dict.fromkeys((trial["task"], trial["num_train"]) for trial in trials):
+        of_task = [trial for trial in trials if (trial["task"], trial["num_train"]) == (task, size)]
+        for metric in of_task[0]["scores"]["dev"]:
             cells = [
-                _mean([one["scores"]["dev"][metric] for one in own if one["model"] == model])
+                _mean([trial["scores"]["dev"][metric] for trial in of_task if trial["model"] == model])
                 for model in models
             ]
             rows.append([f"{NAMES.get(task, task)}, {size:,}, {metric}", *cells])
@@ -122,18 +122,18 @@ def _mean(values: Sequence[float]) -> str:
 
 def objective_bytes() -> str:
     """Return the bytes per token that objectives add to a cache of codec `vectors` of the last layer."""
-    found = _read("objectives")["objectives"]
-    errors = list(found)
-    rows = [[f"`{name}`", *(f"{found[error][name]:,.1f}" for error in errors)] for name in found[errors[0]]]
+    added = _read("objectives")["objectives"]
+    errors = list(added)
+    rows = [[f"`{name}`", *(f"{added[error][name]:,.1f}" for error in errors)] for name in added[errors[0]]]
     return _table(["objective", *(f"`--max-error {error}`" for error in errors)], rows)
 
 
 def objective_students() -> str:
     """Return the held-out KLs of a student of each objective."""
-    found = _read("objectives_trained")["held_out_kl_nats"]
+    results = _read("objectives_trained")["held_out_kl_nats"]
     rows = [
         [name, *(_kls(starts[start]) if start in starts else "-" for start in ("random", "teacher-layers"))]
-        for name, starts in found.items()
+        for name, starts in results.items()
     ]
     return _table(["objective", "random weights", "`--init teacher-layers`"], rows)
 
@@ -147,10 +147,10 @@ def codecs() -> str:
     rows = []
     for text in ("python_docs", "enwiki"):
         for length, settings in _read(f"fidelity_{text}")["lengths"].items():
-            for setting, one in settings.items():
-                kls = one["kl_teacher_to_stored"]
+            for setting, result in settings.items():
+                kls = result["kl_teacher_to_stored"]
                 shown = "sampled" if None in kls.values() else " / ".join(f"{kl:.4f}" for kl in kls.values())
-                rows.append([text, length, setting, f"{one['bytes_per_token']:,.0f}", shown])
+                rows.append([text, length, setting, f"{result['bytes_per_token']:,.0f}", shown])
     return _table(["text", "length", "setting", "bytes per token", "KL, attention / value, nats"], rows)
 
 
@@ -166,8 +166,8 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
 
 
 def rendered(text: str) -> str:
-    """Return a page with every table as the results say."""
-    return _BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+    """Return the text of a page with every table written again from the results."""
+    return _BLOCK.sub(lambda block: block[1] + TABLES[block[2]]() + block[3], text)
 
 
 if __name__ == "__main__":

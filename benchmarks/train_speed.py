@@ -1,11 +1,12 @@
-"""Tokens per second of stage two: offline from disk, targets in memory, and with the teacher in the loop.
+"""Measure tokens per second of training: from a cache, from targets in memory, and with a live teacher.
 
 python -m benchmarks.train_speed [--part ratios|students|lengths|phases|memory]
 
-A BERT-base teacher of random weights, wide enough for distributions that are not flat, over python-docs.
-Each ratio is of medians over turns in one run. `in memory` is the limit: the same steps with batches decoded
-before. `usual` is the teacher in the loop as public trainers have it (benchmarks/online.py), `best` as it can
-be done at best: both forward passes stopped at the last layer's vectors, sdpa, one teacher for all students.
+The teacher is a BERT-base of random weights, drawn wide enough that its distributions are not flat, over
+python-docs. Each ratio is one of medians over turns in one run. `in memory` is the upper bound: the same
+steps with batches decoded in advance. `usual` has the teacher in the loop as in public trainers
+(benchmarks/online.py). `best` is the fastest online loop: both forward passes stop at the last layer's
+vectors, attention is sdpa, and all students share one teacher.
 """
 
 import argparse
@@ -38,14 +39,14 @@ from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.live import with_live_targets
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.run import build_trainers
 from minilm_cache.train.sampler import plan_steps
+from minilm_cache.train.setup import build_trainers
 from minilm_cache.train.trainer import StudentTrainer
 
 CODECS = ("topk", "vectors")
 SHAPES = ("3x384", "4x384", "6x384", "12x384")
 GROUPS = (*SHAPES, "+".join(SHAPES))
-"""Students that train in one pass."""
+"""Groups of students that train in one pass."""
 SMALL = ("2x96", "3x96", "2x192", "3x192")
 LENGTHS = (64, 128, 256, 512)
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ TURNS = 3
 
 
 def save_teacher(folder: Path) -> Path:
-    """Write a BERT-base model of random weights beside a real tokenizer."""
+    """Write a BERT-base model of random weights, with a real tokenizer, to a folder."""
     torch.manual_seed(0)
     tokenizer = load_tokenizer(locate_teacher(MINI).folder)
     model = AutoModel.from_config(BertConfig(vocab_size=len(tokenizer), initializer_range=0.05))
@@ -64,13 +65,13 @@ def save_teacher(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A teacher and caches of it."""
+    """A teacher, and the folder of caches of it."""
 
     teacher: Path
     folder: Path
 
     def cache(self, codec: str, length: int) -> Cache:
-        """Return a cache of 2**15 tokens, dumped once."""
+        """Return a cache of 2**15 tokens; a second call returns the same cache."""
         path = self.folder / f"{codec}-{length}"
         config = DumpConfig(
             teacher=str(self.teacher), codec=codec, max_length=length, max_tokens=2**15, shard_tokens=2**12
@@ -87,7 +88,7 @@ def stream_of(cache: Cache, config: TrainConfig, wanted: WantedTargets) -> Any: 
 
 
 def trainers_of(cache: Cache, config: TrainConfig) -> list[StudentTrainer]:
-    """Return fresh students."""
+    """Return trainers of new students."""
     heads = cache.manifest.identity.relation_heads
     shapes = [parse_arch(arch, heads) for arch in config.arch]
     return build_trainers(
@@ -101,8 +102,8 @@ def trainers_of(cache: Cache, config: TrainConfig) -> list[StudentTrainer]:
 
 
 def rates(ways: dict[str, Callable[[], int]], seconds: float) -> dict[str, float]:
-    """Return tokens per second of each way, medians over turns of about so many seconds each."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    """Return the tokens per second of each way, medians over turns of about `seconds` each."""
+    rates_by_way: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
         way()
     for _ in range(TURNS):
@@ -110,12 +111,12 @@ def rates(ways: dict[str, Callable[[], int]], seconds: float) -> dict[str, float
             started, tokens = time.perf_counter(), 0
             while time.perf_counter() - started < seconds:
                 tokens += way()
-            found[name].append(tokens / (time.perf_counter() - started))
-    return {name: median(values) for name, values in found.items()}
+            rates_by_way[name].append(tokens / (time.perf_counter() - started))
+    return {name: median(values) for name, values in rates_by_way.items()}
 
 
 def offline(trainers: list[StudentTrainer], batches: Iterator[StudentBatch]) -> Callable[[], int]:
-    """Return a step of students on the next batch; it returns the batch's tokens."""
+    """Return a function that trains the students on the next batch, and returns the batch's tokens."""
 
     def step() -> int:
         batch = next(batches)
@@ -129,7 +130,7 @@ def offline(trainers: list[StudentTrainer], batches: Iterator[StudentBatch]) -> 
 def usual(
     bench: Bench, cache: Cache, *, config: TrainConfig, batches: Iterator[StudentBatch]
 ) -> Callable[[], int]:
-    """Return a step of students, a teacher in the loop of each, the usual way."""
+    """Return a function that trains each student on the next batch with a live teacher of its own."""
     heads = cache.manifest.identity.relation_heads
     loops = []
     for trainer in trainers_of(cache, config):
@@ -146,7 +147,7 @@ def usual(
 
 
 def ratios(bench: Bench, groups: Sequence[str] = GROUPS) -> dict[str, object]:
-    """Compare every way for each group of students and batch size; what others measured is kept."""
+    """Compare every way of training for each group of students and batch size."""
     teacher = Teacher(locate_teacher(str(bench.teacher)), CPU)
     caches = {codec: bench.cache(codec, 128) for codec in CODECS}
     result: dict[str, object] = {}
@@ -156,24 +157,24 @@ def ratios(bench: Bench, groups: Sequence[str] = GROUPS) -> dict[str, object]:
             ways: dict[str, Callable[[], int]] = {}
             with ExitStack() as stack:
 
-                def opened(cache: Cache, wanted: WantedTargets, stack: ExitStack = stack) -> Any:  # noqa: ANN401
-                    return stack.enter_context(closing(stream_of(cache, config, wanted)))  # noqa: B023
+                def opened(cache: Cache, targets: WantedTargets, stack: ExitStack = stack) -> Any:  # noqa: ANN401
+                    return stack.enter_context(closing(stream_of(cache, config, targets)))  # noqa: B023
 
                 for codec, cache in caches.items():
-                    wanted = choose_objective(config, cache, arch=config.arch).wanted
-                    kept = list(islice(opened(cache, wanted), 4))
-                    ways[f"{codec} from disk"] = offline(trainers_of(cache, config), opened(cache, wanted))
-                    ways[f"{codec} in memory"] = offline(trainers_of(cache, config), cycle(kept))
+                    targets = choose_objective(config, cache, arch=config.arch).wanted
+                    decoded = list(islice(opened(cache, targets), 4))
+                    ways[f"{codec} from disk"] = offline(trainers_of(cache, config), opened(cache, targets))
+                    ways[f"{codec} in memory"] = offline(trainers_of(cache, config), cycle(decoded))
                 tokens_only = WantedTargets(kinds=())
-                live = with_live_targets(opened(cache, tokens_only), teacher, wanted)
+                live = with_live_targets(opened(cache, tokens_only), teacher, targets)
                 ways["best online"] = offline(trainers_of(cache, config), live)
                 ways["usual online"] = usual(bench, cache, config=config, batches=opened(cache, tokens_only))
-                found = rates(ways, 4.0 if batch_size == 8 else 8.0)
+                measured = rates(ways, 4.0 if batch_size == 8 else 8.0)
             name = f"{group}, batch {batch_size}"
-            result[name] = {"tokens_per_s": {way: round(rate) for way, rate in found.items()}} | {
+            result[name] = {"tokens_per_s": {way: round(rate) for way, rate in measured.items()}} | {
                 codec: {
-                    f"over {other}": round(found[f"{codec} from disk"] / found[key], 2)
-                    for other, key in {
+                    f"over {baseline}": round(measured[f"{codec} from disk"] / measured[way], 2)
+                    for baseline, way in {
                         "in memory": f"{codec} in memory",
                         "best online": "best online",
                         "usual online": "usual online",
@@ -186,31 +187,31 @@ def ratios(bench: Bench, groups: Sequence[str] = GROUPS) -> dict[str, object]:
 
 
 def students(bench: Bench) -> dict[str, object]:
-    """Compare several small students in one pass with a pass for each, and show how cost grows."""
+    """Compare several small students in one pass with one pass per student, and with two in one pass."""
     result: dict[str, object] = {}
     for codec in CODECS:
         cache = bench.cache(codec, 128)
-        wanted = choose_objective(TrainConfig(arch=SMALL), cache, arch=TrainConfig(arch=SMALL).arch).wanted
+        targets = choose_objective(TrainConfig(arch=SMALL), cache, arch=TrainConfig(arch=SMALL).arch).wanted
         with ExitStack() as stack:
             ways: dict[str, Callable[[], int]] = {}
             for names in (SMALL, SMALL[:2], *((arch,) for arch in SMALL)):
                 config = TrainConfig(arch=names, batch_size=32, buffer_shards=2)
-                batches = stack.enter_context(closing(stream_of(cache, config, wanted)))
+                batches = stack.enter_context(closing(stream_of(cache, config, targets)))
                 ways["+".join(names)] = offline(trainers_of(cache, config), batches)
-            found = rates(ways, 4.0)
-        separate = sum(1 / found[arch] for arch in SMALL)
+            measured = rates(ways, 4.0)
+        separate = sum(1 / measured[arch] for arch in SMALL)
         result[codec] = {
-            "tokens_per_s": {name: round(rate) for name, rate in found.items()},
-            "one pass over separate passes": round(found["+".join(SMALL)] * separate, 2),
+            "tokens_per_s": {name: round(rate) for name, rate in measured.items()},
+            "one pass over separate passes": round(measured["+".join(SMALL)] * separate, 2),
         }
         print(codec, result[codec], flush=True)
     return result
 
 
 def lengths(bench: Bench) -> dict[str, object]:
-    """Show how the cost of a step of 4096 tokens grows with the length of its sequences.
+    """Measure the cost of a step of 4096 tokens by the length of its sequences.
 
-    The teacher is the small `mini`: a step does not see its depth, and it dumps in seconds.
+    The teacher is the small `mini`: a step does not depend on its depth, and its dump takes seconds.
     """
     bench = Bench(Path(MINI), bench.folder / MINI)
     result: dict[str, object] = {}
@@ -220,24 +221,24 @@ def lengths(bench: Bench) -> dict[str, object]:
             for length in LENGTHS:
                 cache = bench.cache(codec, length)
                 config = TrainConfig(arch=("3x384",), batch_size=4096 // length, buffer_shards=2)
-                wanted = choose_objective(config, cache, arch=config.arch).wanted
-                batches = stack.enter_context(closing(stream_of(cache, config, wanted)))
+                targets = choose_objective(config, cache, arch=config.arch).wanted
+                batches = stack.enter_context(closing(stream_of(cache, config, targets)))
                 ways[str(length)] = offline(trainers_of(cache, config), batches)
-            found = rates(ways, 4.0)
-        result[codec] = {name: round(rate) for name, rate in found.items()}
+            measured = rates(ways, 4.0)
+        result[codec] = {name: round(rate) for name, rate in measured.items()}
         print(codec, result[codec], flush=True)
     return {"tokens_per_s, 3x384, 4096 tokens a step, teacher mini": result}
 
 
 def phases(bench: Bench) -> dict[str, object]:
-    """Show where the time of a step of 3x384 goes, in per cent, and the peak memory of the process."""
+    """Measure how the time of a step of a 3x384 student is divided into phases, in per cent."""
     result: dict[str, object] = {}
     for codec in CODECS:
         cache = bench.cache(codec, 128)
         config = TrainConfig(arch=("3x384",), batch_size=32, buffer_shards=2)
         objective = choose_objective(config, cache, arch=config.arch)
         (trainer,) = trainers_of(cache, config)
-        own = trainer.learner.objective
+        learner_objective = trainer.learner.objective
         spent = dict.fromkeys(("wait and decode", "forward", "loss", "backward", "optimizer"), 0.0)
         with closing(stream_of(cache, config, objective.wanted)) as batches:
             next(batches)
@@ -248,7 +249,7 @@ def phases(bench: Bench) -> dict[str, object]:
                 mask = torch.arange(batch.ids.shape[1]) < batch.lengths[:, None]
                 reading = trainer.model.train()(batch.ids, mask.long())
                 marks.append(time.perf_counter())
-                loss = own.losses(own(reading, batch)).total
+                loss = learner_objective.losses(learner_objective(reading, batch)).total
                 marks.append(time.perf_counter())
                 trainer.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -263,32 +264,32 @@ def phases(bench: Bench) -> dict[str, object]:
 
 
 def memory(bench: Bench) -> dict[str, object]:
-    """Show the peak memory of four steps of 3x384, batch 32, each way in a process of its own."""
-    found = {}
+    """Measure the peak memory of four steps of a 3x384 student, batch size 32, with a new process per way."""
+    peaks = {}
     for codec in CODECS:
         bench.cache(codec, 128)
     for way in (*CODECS, "best online", "usual online"):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            found[way] = process.submit(peak_bytes, bench, way).result()
-    return {"peak_memory_bytes": found}
+            peaks[way] = process.submit(peak_bytes, bench, way).result()
+    return {"peak_memory_bytes": peaks}
 
 
 def peak_bytes(bench: Bench, way: str) -> int:
-    """Return the peak memory of this process after four steps."""
+    """Return the peak memory of this process after four steps, in bytes."""
     cache = bench.cache(way if way in CODECS else CODECS[0], 128)
     config = TrainConfig(arch=("3x384",), batch_size=32, buffer_shards=2)
-    kinds = choose_objective(config, cache, arch=config.arch).wanted
-    with closing(stream_of(cache, config, kinds if way in CODECS else WantedTargets(kinds=()))) as batches:
+    targets = choose_objective(config, cache, arch=config.arch).wanted
+    with closing(stream_of(cache, config, targets if way in CODECS else WantedTargets(kinds=()))) as batches:
         if way == "usual online":
             step = usual(bench, cache, config=config, batches=batches)
         elif way == "best online":
             teacher = Teacher(locate_teacher(str(bench.teacher)), CPU)
-            step = offline(trainers_of(cache, config), with_live_targets(batches, teacher, kinds))
+            step = offline(trainers_of(cache, config), with_live_targets(batches, teacher, targets))
         else:
             step = offline(trainers_of(cache, config), batches)
         for _ in range(4):
             step()
-    # Not getrusage: what it tells survives the exec of a child, and is the parent's.
+    # Not getrusage: after an exec, its value for a child process is still the parent's.
     return next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -306,18 +307,25 @@ PARTS: dict[str, Callable[[Bench], dict[str, object]]] = {
 
 
 def main() -> None:
-    """Measure the parts asked for, and write one result for each."""
+    """Measure the chosen parts, and write one result per part."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--part", choices=PARTS, action="append", help="default: all of them")
-    parser.add_argument("--students", action="append", help="of part ratios; default: all groups")
+    parser.add_argument(
+        "--part", choices=PARTS, action="append", help="part to measure; may be repeated (default: all parts)"
+    )
+    parser.add_argument(
+        "--students",
+        action="append",
+        help="group of students for the part ratios; may be repeated (default: all groups)",
+    )
     arguments = parser.parse_args()
     parts = arguments.part or list(PARTS)
     with TemporaryDirectory() as folder:
         bench = Bench(save_teacher(Path(folder) / "bert-base"), Path(folder))
         for part in parts:
             if part == "ratios":
-                found = ratios(bench, arguments.students or GROUPS)
-                write_result(f"train_speed_{part}", read_result(f"train_speed_{part}") | found)
+                # Groups that an earlier run measured stay in the result.
+                measured = ratios(bench, arguments.students or GROUPS)
+                write_result(f"train_speed_{part}", read_result(f"train_speed_{part}") | measured)
             else:
                 write_result(f"train_speed_{part}", PARTS[part](bench))
 

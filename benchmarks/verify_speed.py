@@ -1,4 +1,4 @@
-"""Bytes per second of `verify --full` over those of `sha256sum` on the same files, in turns.
+"""Measure bytes per second of `verify --full` over those of `sha256sum` on the same files, in turns.
 
 python -m benchmarks.verify_speed
 """
@@ -25,7 +25,7 @@ TURNS = 5
 
 
 def turns(path: Path) -> dict[str, float]:
-    """Return the median seconds of each way to look at every byte of a cache."""
+    """Return the median seconds of each way to read every byte of a cache."""
     files = [str(file) for file in path.rglob("*") if file.is_file()]
     times: dict[str, list[float]] = {"sha256sum": [], "verify --full": []}
     for _ in range(TURNS + 1):
@@ -42,18 +42,18 @@ def turns(path: Path) -> dict[str, float]:
 
 def main() -> None:
     """Dump with every codec, time both, and write the result."""
-    found = {}
+    results = {}
     for name, config in CODECS.items():
         with TemporaryDirectory() as folder:
             path = dump_cache(config, out=Path(folder) / "cache", home=Path(folder)).path
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             seconds = turns(path)
-            found[name] = {
+            results[name] = {
                 "bytes": size,
                 "megabytes_per_s": {way: round(size / value / 1e6) for way, value in seconds.items()},
                 "over_sha256sum": round(seconds["sha256sum"] / seconds["verify --full"], 2),
             }
-    write_result("verify_speed", {"codecs": found})
+    write_result("verify_speed", {"codecs": results})
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The command `minilm-cache`: it parses, calls the library, and prints."""
+"""The command `minilm-cache`: it parses arguments, calls the library and prints results."""

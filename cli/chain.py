@@ -1,4 +1,4 @@
-"""`minilm-cache chain`: teacher, assistants, students, one command."""
+"""`minilm-cache chain`: trains students via teacher assistants, in one command."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from minilm_cache.workflows.chain import ChainRecord, Stage
 
 _NOT_OF_A_CHAIN = {"rank", "world_size", "serve", *StateSettings.model_fields}
-"""A chain dumps in one process, and its students learn relations alone."""
+"""Settings that a chain does not offer: it dumps in one process, and its students learn only relations."""
 
 
 @options(
@@ -41,13 +41,13 @@ def chain(
     out: Annotated[Path | None, typer.Option(help="Folder of the chain [default: in the cache home]")] = None,
     cache_store: StoreOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the stages and how far they have come; do nothing.")
+        bool, typer.Option("--dry-run", help="Only show the stages and how far they are.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Dump a teacher, train assistants one from the other, and students from the last of them.
+    """Dump a teacher, train each assistant from the one before, and students from the last assistant.
 
-    Each stage is an ordinary cache or run in the chain's folder; what is complete is not done again.
+    Each stage is an ordinary cache or run in the chain's folder; a complete stage is not done again.
 
     Example: minilm-cache chain --teacher bert-base --assistant 12x384 --arch 3x384 --compare-direct
     """
@@ -62,7 +62,7 @@ def chain(
     folder = out or chains.chain_folder(config, home())
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         if "corpus" not in dump:
-            progress.note(f"no --corpus given: taking {config.dump.corpus}")
+            progress.note(f"no --corpus given: using {config.dump.corpus}")
         if preset is not None:
             progress.note(describe_preset(preset, config.train))
         if dry_run:

@@ -1,4 +1,4 @@
-"""The only place that prints: results on stdout, progress and messages on stderr."""
+"""The only module that prints: results on stdout, progress and messages on stderr."""
 
 import json
 import os
@@ -16,16 +16,16 @@ from rich.text import Text
 _STDERR = 2
 _PIPE_WIDTH = 240
 _AS_WRITTEN: Final[Mapping[str, Any]] = {"markup": False, "emoji": False, "highlight": False}
-"""Names of files, columns and repositories hold brackets and colons: `hf:ID:CONFIG` is no picture."""
+"""Prints names as they are: rich would read colons as emoji and brackets as markup, as in `hf:ID:CONFIG`."""
 _PLAIN_PERIOD_S = 30.0
 """Seconds between lines of progress where stderr is not a terminal."""
 
 
 class TerminalProgress:
-    """Progress on stderr: a bar with units per second and time left, or a line now and then in a log."""
+    """Progress on stderr: on a terminal a bar with units per second and time left, else a line every 30 s."""
 
     def __init__(self) -> None:
-        """Show nothing yet."""
+        """Prepare progress; `shown` shows it."""
         self._console = Console(stderr=True, **_AS_WRITTEN)
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -41,14 +41,14 @@ class TerminalProgress:
         self._shown_at = 0.0
 
     def start(self, task: str, total: int, unit: str) -> None:
-        """Begin a task; the one before it is over."""
+        """Begin a task of `total` units, and end the task before it."""
         self._finish_task()
         self._unit = unit
         self._task = self._bar.add_task(task, total=total, unit=unit)
         self._shown_at = time.monotonic()
 
     def advance(self, amount: int) -> None:
-        """Tell of units done."""
+        """Show that `amount` more units are done."""
         if self._task is None:
             return
         self._bar.advance(self._task, amount)
@@ -57,12 +57,12 @@ class TerminalProgress:
             self._print_line()
 
     def note(self, message: str) -> None:
-        """Tell one line, after that of a task that is over."""
+        """Print one line, after the last line of a finished task."""
         if self._task is not None and self._bar.tasks[-1].finished:
             self._finish_task()
-        self._say(message)
+        self._print(message)
 
-    def _say(self, message: str) -> None:
+    def _print(self, message: str) -> None:
         self._console.print(_printable(message), soft_wrap=True)
 
     def _finish_task(self) -> None:
@@ -74,7 +74,7 @@ class TerminalProgress:
         task = self._bar.tasks[-1]
         left = task.time_remaining
         ending = "" if left is None else f", {int(left // 60)}:{int(left % 60):02d} left"
-        self._say(f"{task.description}: {task.percentage:.0f}% ({_rate(task)}{ending})")
+        self._print(f"{task.description}: {task.percentage:.0f}% ({_rate(task)}{ending})")
 
     @contextmanager
     def shown(self) -> Iterator["TerminalProgress"]:
@@ -98,7 +98,7 @@ def _rate(task: Task) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return text whose control characters are spelled out: names in a cache or a store may be anybody's."""
+    """Return text with escaped control characters, because names in a cache or a store cannot be trusted."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
         for char in text
@@ -106,36 +106,37 @@ def _printable(text: str) -> str:
 
 
 def print_json(document: object) -> None:
-    """Print the one JSON object of a command."""
+    """Print the result of a command as one JSON object."""
     print(json.dumps(document))  # noqa: T201 - stdout is where results go
 
 
 def print_pairs(pairs: dict[str, object]) -> None:
-    """Print names and values, one pair a line; values are never wrapped."""
+    """Print names and values, one pair per line; long values are not wrapped."""
     width = max(map(len, pairs))
     for name, value in pairs.items():
-        print(f"{name:<{width}}  {_printable(str(value))}")  # noqa: T201 - likewise
+        print(f"{name:<{width}}  {_printable(str(value))}")  # noqa: T201 - stdout is where results go
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; columns but the first are set to the right."""
-    print(f"\n{title}")  # noqa: T201 - likewise; a table's own title would be cut to its width
+    """Print a table; all columns except the first are aligned to the right."""
+    # rich would cut a title to the width of the table, so the title is printed here.
+    print(f"\n{title}")  # noqa: T201 - stdout is where results go
     table = Table()
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(_printable, row))
-    # Nothing is ever cut off: in a pipe there is room, and a narrow terminal gets more lines.
+    # Nothing is cut off: a pipe gets a wide table, and a narrow terminal gets more lines.
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     Console(file=sys.stdout, width=width, **_AS_WRITTEN).print(table)
 
 
 def print_from_signal(message: str) -> None:
-    """Print one line from a signal handler, where nothing that holds a lock may be called."""
+    """Print one line from a signal handler, which must not call anything that takes a lock."""
     os.write(_STDERR, f"{message}\n".encode())
 
 
 def print_error(message: str) -> None:
-    """Print one line about what went wrong."""
+    """Print one line that says what went wrong."""
     line = _printable(" ".join(message.split()))
     Console(stderr=True, **_AS_WRITTEN).print(f"error: {line}", soft_wrap=True)

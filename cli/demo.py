@@ -1,4 +1,4 @@
-"""`minilm-cache demo`: the whole way on the embedded teacher and text."""
+"""`minilm-cache demo`: dump and train with the teacher and the text that come with the package."""
 
 from dataclasses import asdict
 
@@ -10,9 +10,9 @@ from minilm_cache.cli.tables import fidelity_table, students_table
 
 
 def demo(json: JsonOption = False) -> None:
-    """Dump the embedded teacher over Python's own documentation, train two students, show what came of it.
+    """Dump the embedded teacher over Python's documentation, train two students and show the results.
 
-    Needs no network, and takes some minutes; a second time it takes up what the first has done.
+    This needs no network and takes some minutes. Run it again to resume or reuse what is done.
     """
     from minilm_cache.workflows.demo import run_demo  # noqa: PLC0415 - importing it takes seconds
 

@@ -28,7 +28,7 @@ def dump(
         typer.Option(metavar="CACHE", help="Reuse what this cache holds, and compute only the rest."),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="ray: run the --world-size ranks as tasks of a Ray cluster.")
+        str | None, typer.Option(help="ray: run all the --world-size ranks as tasks of a Ray cluster.")
     ] = None,
     cache_store: StoreOption = None,
     resume: ResumeOption = True,
@@ -44,18 +44,18 @@ def dump(
     from minilm_cache.dump.run import dump_cache  # noqa: PLC0415 - importing it takes seconds
 
     if engine is None:
-        config = _of_this_process(given)
+        config = _config_of_rank(given)
     else:
         if cache_store is not None or add is not None or not resume:
             raise InvalidConfigError(
-                "--engine does not go with --no-resume, --add or --cache-store (MINILM_CACHE_STORE). Leave "
-                "them out; `minilm-cache pull` fetches a cache that is there already."
+                "--engine cannot be used with --no-resume, --add or --cache-store (MINILM_CACHE_STORE). "
+                "Leave them out; `minilm-cache pull` fetches a cache that exists already."
             )
         config = validated(DumpConfig, {**given, "world_size": _ranks_of_engine(engine, given)})
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         if "corpus" not in given:
-            progress.note(f"no --corpus given: taking {config.corpus}")
+            progress.note(f"no --corpus given: using {config.corpus}")
         if engine is not None:
             result = dump_on_ray(config, out=out, home=home(), progress=progress, should_stop=should_stop)
         else:
@@ -75,20 +75,20 @@ def dump(
         _print(result)
 
 
-def _of_this_process(given: Given) -> DumpConfig:
-    """Return settings with the rank and world size given, or those of torchrun or SLURM."""
+def _config_of_rank(given: Given) -> DumpConfig:
+    """Return the settings, with the rank and world size that are given or that torchrun or SLURM set."""
     rank, world_size = rank_and_world_size(given.get("rank"), given.get("world_size"), TerminalProgress())
     return validated(DumpConfig, {**given, "rank": rank, "world_size": world_size})
 
 
 def _ranks_of_engine(engine: str, given: Given) -> int:
-    """Return how many ranks an engine is to run.
+    """Return the number of ranks that an engine runs.
 
     Raises:
-        InvalidConfigError: there is no such engine, or the options do not go with one.
+        InvalidConfigError: the engine is unknown, or the options do not fit it.
     """
     if engine != "ray":
-        raise InvalidConfigError(f"--engine {engine}: there is no such engine. Take ray, or leave it out.")
+        raise InvalidConfigError(f"--engine {engine}: unknown engine. Use ray, or leave it out.")
     world_size = given.get("world_size")
     if "rank" in given or world_size is None:
         raise InvalidConfigError(

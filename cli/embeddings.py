@@ -1,4 +1,4 @@
-"""`minilm-cache embeddings`: students of sentence encoders, without fine-tuning."""
+"""`minilm-cache embeddings`: compares students of sentence encoders, without fine-tuning."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -26,7 +26,7 @@ def embeddings(
     ],
     json: JsonOption = False,
 ) -> None:
-    """Compare mean-pooled embeddings with a teacher's, and with people's scores of STS-B, untuned.
+    """Compare mean-pooled embeddings with a teacher's and with human scores of STS-B, without fine-tuning.
 
     Example: minilm-cache embeddings mini RUN --data glue --save encoders
     """

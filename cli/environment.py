@@ -1,4 +1,4 @@
-"""What commands read from the environment: the home of caches, the ranks of a cluster, the newest cache."""
+"""What commands read from their environment: the folder of caches, the newest cache and the rank."""
 
 import os
 from pathlib import Path
@@ -13,18 +13,18 @@ _RANKS = (
     ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
 )
-"""Rank, world size, and the number of the first rank where that is not 0."""
+"""Variables of the rank, of the world size and, where the first rank may not be 0, of the first rank."""
 
 
 def chosen_cache(cache: Path | None, progress: Progress) -> Path:
-    """Return the cache given, else the newest complete one, said aloud."""
+    """Return the given cache. None means the newest complete one, which is then shown."""
     from minilm_cache.cache import newest_cache  # noqa: PLC0415 - importing it takes seconds
 
     if cache is not None:
         return cache
-    found = newest_cache(home())
-    progress.note(f"no CACHE given: taking the newest complete one, {found}")
-    return found
+    newest = newest_cache(home())
+    progress.note(f"no CACHE given: using the newest complete one, {newest}")
+    return newest
 
 
 def home() -> Path:
@@ -33,28 +33,33 @@ def home() -> Path:
 
 
 def rank_and_world_size(rank: int | None, world_size: int | None, progress: Progress) -> tuple[int, int]:
-    """Return the options given, else what torchrun or SLURM say of this process, else a process alone.
+    """Return rank and world size: as given, else as torchrun or SLURM set them, else 0 and 1.
+
+    Args:
+        rank: rank that is given. None means that it is read from the environment.
+        world_size: number of ranks that is given. None means that it is read from the environment.
+        progress: shows a rank that was read from the environment.
 
     Raises:
-        InvalidConfigError: only one of the two is given, or the environment makes no sense.
+        InvalidConfigError: only one of the two is given.
     """
     if (rank is None) != (world_size is None):
         raise InvalidConfigError("--rank and --world-size go together. Give both, or neither.")
     if rank is not None and world_size is not None:
         return rank, world_size
     for names in _RANKS:
-        found = [os.environ.get(name) for name in names]
-        if all(value is not None and value.isdecimal() for value in found):
-            rank, world_size, *first = (int(value or 0) for value in found)
+        values = [os.environ.get(name) for name in names]
+        if all(value is not None and value.isdecimal() for value in values):
+            rank, world_size, *first = (int(value or 0) for value in values)
             rank -= first[0] if first else 0
             if world_size > 1:
-                progress.note(f"rank {rank} of {world_size}, as {' and '.join(names)} say")
+                progress.note(f"rank {rank} of {world_size}, from {' and '.join(names)}")
             return rank, world_size
     return 0, 1
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' own progress bars and advice off stderr; downloads keep theirs."""
+    """Turn off the progress bars and hints of libraries on stderr, except those of downloads."""
     from transformers.utils import logging  # noqa: PLC0415 - importing it takes long
 
     logging.set_verbosity_error()

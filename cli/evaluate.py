@@ -1,4 +1,4 @@
-"""`minilm-cache evaluate`: models fine-tuned on downstream tasks, and their scores."""
+"""`minilm-cache evaluate`: fine-tunes models on downstream tasks and scores them."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -31,10 +31,10 @@ def evaluate(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Fine-tune models on downstream tasks and score them, seed by seed, with means and spreads.
+    """Fine-tune models on downstream tasks with several seeds, and show means and deviations of scores.
 
-    A trial that is done is not done again: the same command resumes, and more seeds, settings or models add
-    to what is there. Of several settings the one that is best on dev is reported.
+    A complete trial is not done again: the same command resumes, and more seeds, settings or models add
+    trials. Of several settings, the best one on the dev set is reported.
 
     Example: minilm-cache evaluate mini RUN --task sst2 --task rte --data glue --seeds 3
     """
@@ -50,10 +50,10 @@ def evaluate(
         print_json(_document(evaluation))
     else:
         _print(evaluation)
-    lost = [f"{summary.model} on {summary.task}" for summary in evaluation.summaries if not summary.scores]
-    if lost:
+    failed = [f"{summary.model} on {summary.task}" for summary in evaluation.summaries if not summary.scores]
+    if failed:
         print_error(
-            f"{', '.join(lost)}: the loss was NaN or infinite in the end, with every setting. Lower --lr."
+            f"{', '.join(failed)}: the loss was NaN or infinite in the end, with every setting. Lower --lr."
         )
         raise typer.Exit(1)
 
@@ -71,27 +71,25 @@ def _document(evaluation: "Evaluation") -> dict[str, Any]:
 
 
 def _print(evaluation: "Evaluation") -> None:
-    """Print scores, and where predictions are."""
+    """Print scores, and the folders of predictions."""
     print_pairs(
         {"evaluations": evaluation.path, "trials": len(evaluation.trials)}
         | {str(file): "card" for file in evaluation.cards}
     )
     tried = max(summary.settings for summary in evaluation.summaries)
-    chosen = (
-        "" if tried == 1 else f"; of {tried} settings the best on dev, so that dev figures are optimistic"
-    )
+    chosen = "" if tried == 1 else f"; best of {tried} settings on dev, so that scores on dev are optimistic"
     print_table(
         f"Scores between 0 and 100, mean over seeds +- standard deviation{chosen}",
         ["model", "task", "set", "score", "seeds", "lr", "epochs", "diverged"],
         [row for summary in evaluation.summaries for row in _rows(summary)],
     )
     print_pairs(
-        {"predictions": "in the folders of trials; of what was chosen, seed by seed:"} | _folders(evaluation)
+        {"predictions": "in the folders of trials; of the reported settings, by seed:"} | _folders(evaluation)
     )
 
 
 def _folders(evaluation: "Evaluation") -> dict[str, object]:
-    """Return the folders of the trials that were chosen, by what they are of."""
+    """Return the folders of the trials of the reported settings, by model, task and seed."""
     chosen = {
         (summary.model, summary.task, summary.track, summary.lr, summary.epochs)
         for summary in evaluation.summaries

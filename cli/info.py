@@ -1,4 +1,4 @@
-"""`minilm-cache info`: what a cache is and how faithful it is."""
+"""`minilm-cache info`: shows what a cache holds and how faithful it is."""
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
 from minilm_cache.cli.environment import chosen_cache
@@ -8,7 +8,7 @@ from minilm_cache.storage_schema.manifest import CacheManifest
 
 
 def info(cache: CacheArgument = None, json: JsonOption = False) -> None:
-    """Show what a cache is made from, how large and how faithful it is.
+    """Show what a cache is made from, how large it is and how faithful.
 
     Example: minilm-cache info notes.cache --json
     """
@@ -33,6 +33,7 @@ def info(cache: CacheArgument = None, json: JsonOption = False) -> None:
 
 
 def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
+    """Return names and values that describe a cache, given the number of its committed shards."""
     identity = manifest.identity
     teacher = identity.teacher
     state = (
@@ -69,8 +70,9 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
 
 
 def _relations(manifest: CacheManifest) -> str:
+    """Return which relations of which layers a cache holds."""
     calibration = manifest.calibration
     if calibration is None or not calibration.layers:
         return f"{', '.join(manifest.identity.relations)} of layer {manifest.identity.layers[0]}"
-    layers = ", ".join(f"{one.components} components of layer {one.layer}" for one in calibration.layers)
-    return f"all, from queries, keys and values in {layers}"
+    parts = [f"{layer.components} components of layer {layer.layer}" for layer in calibration.layers]
+    return f"all, from queries, keys and values in {', '.join(parts)}"

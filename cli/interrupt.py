@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run at its next step, with its state kept; a second one ends it at once."""
+"""Ctrl-C or SIGTERM stops a run after its current step and keeps its state; a second one stops it at once."""
 
 import signal
 from collections.abc import Iterator
@@ -13,21 +13,21 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def stop_on_signal() -> Iterator[ShouldStop]:
-    """Yield what a run asks between steps; while the block runs, signals make it true."""
-    asked = False
+    """Yield a function that returns True once a signal has requested a stop, while the block runs."""
+    is_requested = False
     before = {number: signal.getsignal(number) for number in _SIGNALS}
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        nonlocal is_requested
         del frame
-        asked = True
+        is_requested = True
         signal.signal(number, signal.default_int_handler)
-        print_from_signal("stopping after this step; once more to stop at once")
+        print_from_signal("stopping after this step; interrupt again to stop at once")
 
     for number in _SIGNALS:
-        signal.signal(number, ask)
+        signal.signal(number, request_stop)
     try:
-        yield lambda: asked
+        yield lambda: is_requested
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

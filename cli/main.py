@@ -1,7 +1,7 @@
-"""The Typer app: commands, and errors as one line and an exit code.
+"""The Typer app: runs commands, and shows errors as one line and an exit code.
 
 Exit codes: 0 done, 1 failure, 2 misuse, 3 verification failed, 130 interrupted (state kept).
-Commands import the library in their bodies, so that `--help` answers at once.
+Commands import the library in their bodies, so that `--help` is fast.
 """
 
 import sys
@@ -41,8 +41,8 @@ for command in _COMMANDS:
     app.command(cls=GroupedCommand)(command)
 
 
-def _print_version(wanted: bool | None) -> None:
-    if wanted:
+def _print_version(is_requested: bool | None) -> None:
+    if is_requested:
         typer.echo(__version__)
         raise typer.Exit
 
@@ -56,12 +56,12 @@ def _root(
 ) -> None:
     """Run a teacher once, train many students offline from its cached relations.
 
-    Everything is kept in MINILM_CACHE_HOME, or else in ~/.cache/minilm-cache.
+    Caches and runs are kept in MINILM_CACHE_HOME. Without it they are kept in ~/.cache/minilm-cache.
     """
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code; errors end as one line on stderr."""
+    """Run one command and return its exit code; an error is shown as one line on stderr."""
     try:
         code = app(list(arguments), prog_name="minilm-cache", standalone_mode=False)
     except MiniLMCacheError as error:
@@ -84,6 +84,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _fail(arguments: Sequence[str], kind: ErrorKind, *, message: str, exit_code: int) -> int:
+    """Print an error, also as JSON with --json, and return the exit code."""
     print_error(message)
     if "--json" in arguments and kind is not ErrorKind.VERIFICATION_FAILED:
         with suppress(OSError):  # stdout itself may be what failed

@@ -1,4 +1,4 @@
-"""`minilm-cache head`, `truncate`, `augment`: models made from a teacher, and text made by one."""
+"""`minilm-cache head`, `truncate`, `augment`: make models from a teacher, or text with a teacher."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,7 @@ from minilm_cache.dump.config import AugmentConfig, HeadConfig
 from minilm_cache.models.config import TruncateConfig
 from minilm_cache.settings import validated
 
-OutOption = Annotated[Path, typer.Option(help="Folder of the model, which must not exist.")]
+OutOption = Annotated[Path, typer.Option(help="Folder of the model, which must not exist yet.")]
 
 
 @options(HeadConfig)
@@ -28,7 +28,7 @@ def head(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         if "corpus" not in given:
-            progress.note(f"no --corpus given: taking {config.corpus}")
+            progress.note(f"no --corpus given: using {config.corpus}")
         fitted = fit_head(config, out, progress=progress, should_stop=should_stop)
     if json:
         print_json(
@@ -54,7 +54,7 @@ def head(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
 def augment(
     given: Given,
     *,
-    out: Annotated[Path, typer.Option(help="JSON lines file, which must not exist.")],
+    out: Annotated[Path, typer.Option(help="JSON lines file, which must not exist yet.")],
     json: JsonOption = False,
 ) -> None:
     """Write a task's text and augmented copies of it, for TinyBERT's task-specific stage.
@@ -83,7 +83,7 @@ def augment(
 
 @options(TruncateConfig)
 def truncate(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
-    """Write a teacher with only some of its layers: the baseline that learns nothing.
+    """Write a teacher with only some of its layers: a baseline without training.
 
     Example: minilm-cache truncate --teacher mini --layers 0,1,2 --out bottom-3
     """

@@ -1,7 +1,7 @@
-"""Options of commands, derived from the settings of what they run.
+"""Options of commands, derived from settings.
 
-Default, bounds and help text stand on the field of the settings, and nowhere else. Options that are no
-setting (where to write, what to print) are parameters of the command itself.
+Default, bounds and help text are defined only at the field of the settings. Options that are not settings
+(where to write, what to print) are parameters of the command itself.
 """
 
 import functools
@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 from minilm_cache.settings import FrozenSettings, flag_of
 
 Given = dict[str, Any]
-"""Values of settings that were given on the command line, by the name of the field."""
+"""Values of settings that were given on the command line, by name of the field."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 ResumeOption = Annotated[
@@ -40,8 +40,8 @@ PresetOption = Annotated[
     str | None,
     typer.Option(help="Recipe: minilm, minilm-6x768, minilmv2 or minilmv2-large.", rich_help_panel="Recipe"),
 ]
-_UNSET: Final = re.compile(r" None means (?P<default>[^.]*(?:\.\d[^.]*)*)\.$")
-"""The end of a description that says what an option means when it is not given."""
+_UNSET: Final = re.compile(r" None means (?:that )?(?P<default>[^.]*(?:\.\d[^.]*)*)\.$")
+"""End of a description: what an option means when it is not given."""
 
 
 class GroupedCommand(TyperCommand):
@@ -68,14 +68,14 @@ def options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of settings.
 
-    The command is called with one dictionary for each model, of the values that were given, and with its own
-    parameters by keyword. A name that several models share is one option for all of them.
+    The command is called with one dictionary of given values for each class of settings, and with its own
+    parameters by keyword. A name that several classes share is one option for all of them.
 
     Args:
-        models: the settings of what the command runs.
-        leave_out: fields of a model that the command decides itself. None means that all are options.
-        rename: names of options whose field's own name means something else in another model. None means that
-            all options are named after their fields.
+        models: classes of the settings.
+        leave_out: fields that the command sets itself, by class. None means that all fields are options.
+        rename: names of options by class and field, where another class uses the field's name for something
+            else. None means that all options are named after their fields.
     """
     names = {
         (model, field): (rename or {}).get(model, {}).get(field, field)
@@ -88,21 +88,21 @@ def options(
         derived.setdefault(name, _parameter(model, field, name))
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = list(inspect.signature(command).parameters.values())[len(models) :]
+        command_parameters = list(inspect.signature(command).parameters.values())[len(models) :]
 
         @functools.wraps(command)
-        def run(**values: Any) -> None:  # noqa: ANN401 - of any option
+        def run(**values: Any) -> None:  # noqa: ANN401 - values of any option
             given: list[Given] = [{} for _ in models]
             for (model, field), name in names.items():
                 if values[name] is not None and values[name] != []:
                     given[models.index(model)][field] = values[name]
-            command(*given, **{one.name: values[one.name] for one in own})
+            command(*given, **{parameter.name: values[parameter.name] for parameter in command_parameters})
 
-        parameters = [*derived.values(), *own]
-        del run.__wrapped__  # else typer reads the command's own signature
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        parameters = [*derived.values(), *command_parameters]
+        del run.__wrapped__  # otherwise typer would read the command's own signature
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+            [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
         )
         return run
 
@@ -110,9 +110,9 @@ def options(
 
 
 def _in_groups(model: type[FrozenSettings]) -> list[str]:
-    """Return the fields of settings by group, the model's own group last; in each, required fields first."""
+    """Return the fields of a class by group, its own group last; in each group, required fields are first."""
     classes = [*model.__mro__[1:], model]
-    groups = [one.group for one in classes if issubclass(one, FrozenSettings)]
+    groups = [settings.group for settings in classes if issubclass(settings, FrozenSettings)]
     return sorted(
         model.model_fields,
         key=lambda name: (groups.index(_group(model, name)), not model.model_fields[name].is_required()),
@@ -121,13 +121,13 @@ def _in_groups(model: type[FrozenSettings]) -> list[str]:
 
 def _group(model: type[FrozenSettings], field: str) -> str:
     """Return the heading of a field: the group of the class that declares it."""
-    declaring = next(one for one in model.__mro__ if field in inspect.get_annotations(one))
+    declaring = next(base for base in model.__mro__ if field in inspect.get_annotations(base))
     assert issubclass(declaring, FrozenSettings)
     return declaring.group
 
 
 def _parameter(model: type[FrozenSettings], field: str, name: str) -> inspect.Parameter:
-    """Return the option of a field, as a parameter that typer reads."""
+    """Return the option of a field as a parameter that typer reads."""
     info = model.model_fields[field]
     kind, metavar = _option_type(info.annotation)
     flag = flag_of(name, info)
@@ -143,7 +143,10 @@ def _parameter(model: type[FrozenSettings], field: str, name: str) -> inspect.Pa
 
 
 def _option_type(annotation: Any) -> tuple[Any, str | None]:  # noqa: ANN401 - any type of a field
-    """Return the type that typer parses, and what stands for a value in the help text (None: typer's own)."""
+    """Return the type that typer parses, and the placeholder of a value in the help text.
+
+    None means the placeholder that typer uses for the type.
+    """
     if get_origin(annotation) is Annotated:
         return _option_type(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -158,7 +161,7 @@ def _option_type(annotation: Any) -> tuple[Any, str | None]:  # noqa: ANN401 - a
 
 
 def _help_text(info: FieldInfo) -> str:
-    """Return the description of a field as a line of help, ending in its default."""
+    """Return the description of a field as a line of help that ends with the default."""
     text = " ".join((info.description or "").replace("`", "").split())
     unset = _UNSET.search(text)
     if unset is not None:

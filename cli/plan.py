@@ -1,4 +1,4 @@
-"""`minilm-cache plan`: what a dump would cost and be worth, before it is made."""
+"""`minilm-cache plan`: estimates cost and fidelity of a dump before it is made."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @options(DumpConfig, PlanConfig, CostConfig, leave_out={DumpConfig: PLANNED})
 def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = False) -> None:
-    """Show bytes, fidelity, time and break-even of each codec for your teacher and text.
+    """Estimate bytes, fidelity, time and break-even of each codec for your teacher and text.
 
     Example: minilm-cache plan --teacher mini --max-bytes 50000000
     """
@@ -30,7 +30,7 @@ def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = Fal
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         if "corpus" not in dump:
-            progress.note(f"no --corpus given: taking {DumpConfig.model_fields['corpus'].default}")
+            progress.note(f"no --corpus given: using {DumpConfig.model_fields['corpus'].default}")
         result = plan_dump(dump, config, cost=cost, progress=progress, should_stop=should_stop)
     is_possible = config.max_bytes is None or result.best is not None
     if json and is_possible:
@@ -46,11 +46,11 @@ def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = Fal
     refuse_too_large(result, config)
 
 
-def _document(found: "Plan", best: "PlannedSetting | None") -> dict[str, object]:
+def _document(measured: "Plan", best: "PlannedSetting | None") -> dict[str, object]:
     return {
-        "num_tokens": found.num_tokens,
-        "sample_tokens": found.sample_tokens,
-        "teacher_tokens_per_s": found.teacher_tokens_per_s,
+        "num_tokens": measured.num_tokens,
+        "sample_tokens": measured.sample_tokens,
+        "teacher_tokens_per_s": measured.teacher_tokens_per_s,
         "settings": [
             {
                 "codec": setting.codec.model_dump(mode="json"),
@@ -62,15 +62,15 @@ def _document(found: "Plan", best: "PlannedSetting | None") -> dict[str, object]
                 "dump_s": setting.dump_s,
                 "break_even_epochs": setting.break_even_epochs,
             }
-            for setting in found.settings
+            for setting in measured.settings
         ],
         "best": None if best is None else best.codec.model_dump(mode="json"),
     }
 
 
-def _print_plan(found: "Plan") -> None:
+def _print_plan(measured: "Plan") -> None:
     print_table(
-        f"{found.num_tokens:,} tokens, from a sample of {found.sample_tokens:,}",
+        f"{measured.num_tokens:,} tokens, estimated from a sample of {measured.sample_tokens:,}",
         ["codec", "layers", "B/token", "all files", "KL(teacher, stored)", "dump", "pays from"],
         [
             [
@@ -82,46 +82,46 @@ def _print_plan(found: "Plan") -> None:
                 f"{setting.dump_s / 60:,.1f} min",
                 f"{setting.break_even_epochs} epochs",
             ]
-            for setting in found.settings
+            for setting in measured.settings
         ],
     )
-    states = found.settings[0].states
+    states = measured.settings[0].states
     if states:
         print_table(
             "Stored in addition to relations",
             ["state", "B/token"],
-            [[one.path, f"{one.bytes_per_token:.1f}"] for one in states],
+            [[state.path, f"{state.bytes_per_token:.1f}"] for state in states],
         )
     print_pairs(
         {
-            "KL": "of attention and value relation, nats, of the worst layer; "
-            "sampled rows are unbiased instead",
-            "pays": "after so many student-epochs the cache is cheaper than the teacher running along; "
-            "one epoch of one student never is",
+            "KL": "KL of attention distribution and value relation in the worst layer, in nats; "
+            "sampled rows have no KL, but are unbiased",
+            "pays": "number of student-epochs from which the cache is cheaper than running the teacher in "
+            "every epoch; one epoch of one student is never enough",
         }
     )
 
 
 def _print_costs(costs: "Costs") -> None:
-    source = "as the teacher's forward pass goes here" if costs.is_measured else "as given"
+    source = "measured in the teacher's forward pass here" if costs.is_measured else "as given"
     print_table(
         f"Operations, and hours at {costs.flops_per_s / 1e12:,.4g} TFLOP/s ({source}); "
         f"a training is {costs.train_tokens:,} tokens; the loss and reading are not counted",
         ["work", "TFLOP", "hours"],
-        [[one.what, _digits(one.flops / 1e12), _digits(one.hours)] for one in costs.parts],
+        [[part.what, _digits(part.flops / 1e12), _digits(part.hours)] for part in costs.parts],
     )
 
 
 def _digits(value: float) -> str:
-    """Return a figure to three digits, or all of a whole number that has more."""
+    """Return a number with three significant digits, or as a whole number from 100."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004 - three digits
 
 
 def _kls(layers: Sequence[LayerFidelity]) -> str:
-    """Return the KL of each relation, of its worst layer."""
-    found = []
+    """Return the KL of each relation in its worst layer."""
+    texts = []
     for kind in layers[0].relations:
-        kls = [one.relations[kind].kl_teacher_to_stored for one in layers]
+        kls = [layer.relations[kind].kl_teacher_to_stored for layer in layers]
         known = [kl for kl in kls if kl is not None]
-        found.append(f"{max(known):.4f}" if len(known) == len(kls) else "sampled")
-    return " / ".join(found)
+        texts.append(f"{max(known):.4f}" if len(known) == len(kls) else "sampled")
+    return " / ".join(texts)

@@ -1,4 +1,4 @@
-"""`minilm-cache report`: a page about runs."""
+"""`minilm-cache report`: writes a page about runs."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`minilm-cache push`, `pull`, `ls` and `merge`: caches of a team."""
+"""`minilm-cache push`, `pull`, `ls` and `merge`: share caches within a team."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,13 +21,14 @@ def push(
     store: StoreArgument,
     *,
     full: Annotated[
-        bool, typer.Option("--full", help="Read files that are there and replace those that differ")
+        bool, typer.Option("--full", help="Read files that are already there and replace those that differ")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Copy a complete cache into a store, below its own name there; a push that was cut off goes on.
+    """Copy a complete cache into a store, under its own name; an interrupted push resumes.
 
-    Files that are there with their sizes stay; --full reads them, and mends a cache damaged in the store.
+    Files that are already there with the right size are kept. --full also reads them, and repairs a cache
+    that is damaged in the store.
 
     Example: minilm-cache push notes.cache s3://team/caches
     """
@@ -41,11 +42,11 @@ def push(
 
 
 def pull(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Of a cache, as `ls` shows it")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="URL of a cache, as `ls` shows it")],
     out: Annotated[Path | None, typer.Option(help="Folder of the cache [default: in the cache home]")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Copy a cache from a store, checking every file; a pull that was cut off goes on.
+    """Copy a cache from a store and check every file; an interrupted pull resumes.
 
     Example: minilm-cache pull s3://team/caches/NAME --out notes.cache
     """
@@ -64,7 +65,7 @@ def merge(
     parts: Annotated[list[Path], typer.Argument(metavar="PART...", help="Folders that dumps have written")],
     json: JsonOption = False,
 ) -> None:
-    """Join parts of one cache that several machines have dumped, each its own --rank.
+    """Join the parts of one cache that several machines have dumped, each with its own --rank.
 
     Example: minilm-cache merge whole.cache part0.cache part1.cache
     """
@@ -73,8 +74,8 @@ def merge(
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         done = run_merge(parts, out, progress=progress, should_stop=should_stop)
     if json:
-        found = {"shards_copied": done.shards_copied, "shards_missing": done.shards_missing}
-        print_json({"cache": str(done.path), "shards": done.num_shards, **found})
+        counts = {"shards_copied": done.shards_copied, "shards_missing": done.shards_missing}
+        print_json({"cache": str(done.path), "shards": done.num_shards, **counts})
         return
     state = (
         f"{done.shards_missing} shards are missing: dump them"
@@ -104,26 +105,27 @@ def ls(
     from minilm_cache.store.catalogue import catalogue  # noqa: PLC0415 - importing it takes seconds
 
     place = store or str(home() / "caches")
-    found = catalogue(place)
+    entries = catalogue(place)
     if json:
         caches = [
             {"url": entry.url, "problem": entry.problem}
             if entry.manifest is None
             else {"url": entry.url, "problem": None, **_described(entry.manifest)}
-            for entry in found
+            for entry in entries
         ]
         print_json({"store": place, "caches": caches})
         return
-    for entry in found:
+    for entry in entries:
         if entry.manifest is None:
             print_pairs({"url": entry.url, "problem": entry.problem})
         else:
             print_pairs({"url": entry.url, **_described(entry.manifest)})
-    if not found:
+    if not entries:
         TerminalProgress().note(f"no cache in {place}")
 
 
 def _described(manifest: CacheManifest) -> dict[str, object]:
+    """Return names and values that describe a complete cache."""
     measured = manifest.measured
     assert measured is not None
     kls = [
@@ -145,10 +147,11 @@ def _described(manifest: CacheManifest) -> dict[str, object]:
 def _print_shared(
     name: str, place: str, *, manifest: CacheManifest, shards: tuple[int, int], json: bool
 ) -> None:
+    """Print what a push or a pull has copied."""
     copied, kept = shards
     if json:
-        found = {"fingerprint": manifest.fingerprint, "shards_copied": copied, "shards_kept": kept}
-        print_json({name: place, **found})
+        counts = {"shards_copied": copied, "shards_kept": kept}
+        print_json({name: place, "fingerprint": manifest.fingerprint, **counts})
         return
     print_pairs(
         {

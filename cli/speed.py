@@ -1,4 +1,4 @@
-"""`minilm-cache speed`: what models cost in use, compared with a teacher."""
+"""`minilm-cache speed`: measures the cost of running models, compared with a teacher."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -26,9 +26,9 @@ def speed(
     ],
     json: JsonOption = False,
 ) -> None:
-    """Measure parameters, operations, latency and throughput of models, against those of the first one.
+    """Measure parameters, operations, latency and throughput of models, compared with the first model.
 
-    Models take turns on the same batches, so that ratios hold on a busy machine; times are medians.
+    Models take turns on the same batches, so that ratios are valid on a busy machine; times are medians.
 
     Example: minilm-cache speed mini RUN --batch-size 1 --batch-size 64
     """
@@ -46,7 +46,7 @@ def speed(
 
 def _print(speeds: "list[ModelSpeed]", config: SpeedConfig) -> None:
     print_table(
-        f"Weights, and operations of a pass over sequences of {max(config.length)} tokens",
+        f"Parameters, and operations of a pass over sequences of {max(config.length)} tokens",
         ["model", "parameters", "embeddings'", "layers'", "MFLOPs/token", "of the teacher's"],
         [
             [
@@ -60,7 +60,7 @@ def _print(speeds: "list[ModelSpeed]", config: SpeedConfig) -> None:
         ],
     )
     print_table(
-        f"Passes, medians of {config.turns} turns; speed is times that of {speeds[0].model} in torch",
+        f"Passes, medians of {config.turns} turns; speed is relative to {speeds[0].model} in torch",
         ["model", "runtime", "batch", "length", "latency, ms", "tokens/s", "speed"],
         [
             [

@@ -1,4 +1,4 @@
-"""`minilm-cache study`: many students, one table, one page."""
+"""`minilm-cache study`: trains many students and compares them in one table and one page."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,8 +21,8 @@ def study(
 ) -> None:
     """Train shapes x objectives x caches x seeds, and write one table and one page.
 
-    Caches and runs are ordinary ones in the study's folder; complete ones are not done again. Shapes of one
-    cache, objective and seed train in one pass.
+    Caches and runs are ordinary ones in the study's folder; complete ones are not made again. All shapes of
+    one cache, objective and seed are trained in one pass.
 
     Example: minilm-cache study shapes.yaml
     """
@@ -30,12 +30,12 @@ def study(
     from minilm_cache.workflows.study_spec import read_study  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
-    wanted = read_study(document)
+    settings = read_study(document)
     folder = out or (
         document.with_suffix("") if document.suffix else document.with_name(f"{document.name}-study")
     )
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        result = run_study(wanted, folder, home=home(), progress=progress, should_stop=should_stop)
+        result = run_study(settings, folder, home=home(), progress=progress, should_stop=should_stop)
     if json:
         print_json(
             {

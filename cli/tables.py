@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def max_kl_in_words(manifest: CacheManifest) -> str | None:
-    """Return whether `--max-kl` holds on held-out sequences, and by how much not; None with other codecs."""
+    """Return how the worst KL on held-out sequences compares with `--max-kl`; None for codecs without it."""
     ratio, codec = manifest.kl_over_max, manifest.identity.codec
     if ratio is None or not isinstance(codec, VectorsParameters):
         return None
@@ -32,16 +32,16 @@ def fidelity_table(manifest: CacheManifest) -> None:
     measured = manifest.measured
     assert measured is not None
     rows = []
-    for one in measured.fidelity:
-        for kind, found in one.relations.items():
-            forward = found.kl_teacher_to_stored
+    for layer in measured.fidelity:
+        for kind, fidelity in layer.relations.items():
+            forward = fidelity.kl_teacher_to_stored
             rows.append(
                 [
-                    f"{kind}" if len(measured.fidelity) == 1 else f"{kind} {one.layer}",
+                    f"{kind}" if len(measured.fidelity) == 1 else f"{kind} {layer.layer}",
                     "infinite: sparse" if forward is None else f"{forward:.4f}",
-                    f"{found.kl_stored_to_teacher:.4f}",
-                    f"{found.mass_kept:.3f}",
-                    f"{found.cross_entropy_bias:+.4f}",
+                    f"{fidelity.kl_stored_to_teacher:.4f}",
+                    f"{fidelity.mass_kept:.3f}",
+                    f"{fidelity.cross_entropy_bias:+.4f}",
                 ]
             )
     print_table(
@@ -52,22 +52,22 @@ def fidelity_table(manifest: CacheManifest) -> None:
     )
     if measured.states:
         print_table(
-            "Beside relations, on the same sequences",
+            "States, in addition to relations, on the same sequences",
             ["state", "bytes per token", "relative error", "CE bias, nats"],
             [
                 [
-                    one.path,
-                    f"{one.bytes_per_token:.1f}",
-                    "" if one.relative_error is None else f"{one.relative_error:.4f}",
-                    "" if one.cross_entropy_bias is None else f"{one.cross_entropy_bias:+.4f}",
+                    state.path,
+                    f"{state.bytes_per_token:.1f}",
+                    "" if state.relative_error is None else f"{state.relative_error:.4f}",
+                    "" if state.cross_entropy_bias is None else f"{state.cross_entropy_bias:+.4f}",
                 ]
-                for one in measured.states
+                for state in measured.states
             ],
         )
 
 
 def students_table(students: Sequence[StudentRecord], identity: RunIdentity) -> None:
-    """Print what training has made of students."""
+    """Print the held-out losses of students before and after training."""
     print_table(
         f"{measure_in_words(identity, students[0])} on held-out sequences, before -> after",
         ["student", "parameters", *_measured(students[0])],
@@ -76,7 +76,7 @@ def students_table(students: Sequence[StudentRecord], identity: RunIdentity) -> 
 
 
 def _measured(student: StudentRecord) -> list[str]:
-    """Return the relations that the students of a run were looked at for."""
+    """Return the parts of the held-out loss that a run measured."""
     return sorted(student.held_out_before) if student.held_out_before else ["KL"]
 
 
@@ -90,7 +90,7 @@ def _changes(student: StudentRecord) -> list[str]:
 
 
 def print_summary(summary: "pa.Table") -> None:
-    """Print means over seeds, as `results.summary_table` gives them."""
+    """Print means over seeds, which `report.tables.summary_table` computes."""
     measured = [
         name.removesuffix("_stddev")
         for name in summary.column_names
@@ -109,7 +109,7 @@ def print_summary(summary: "pa.Table") -> None:
 
 
 def _heading(column: str) -> str:
-    return "masked tokens as the teacher" if column == "masked_agreement" else f"KL, {column[3:]}"
+    return "masked tokens like the teacher" if column == "masked_agreement" else f"KL, {column[3:]}"
 
 
 def _cells(row: dict[str, Any], measured: list[str]) -> list[str]:

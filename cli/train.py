@@ -1,4 +1,4 @@
-"""`minilm-cache train`: students from a cache."""
+"""`minilm-cache train`: trains students from a cache."""
 
 import os
 from pathlib import Path
@@ -44,7 +44,7 @@ def train(
     config = validated(TrainConfig, with_preset(preset, given))
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        if preset is not None and os.environ.get("RANK", "0") == "0":  # one process of torchrun says it
+        if preset is not None and os.environ.get("RANK", "0") == "0":  # one process of torchrun prints this
             progress.note(describe_preset(preset, config))
         place = cache or chosen_cache(None, progress)
         result = train_students(
@@ -56,7 +56,7 @@ def train(
             progress=progress,
             should_stop=should_stop,
         )
-    if not result.is_first:  # one process of torchrun prints what all have done
+    if not result.is_first:  # only one process of torchrun prints the results
         return
     if json:
         print_json(_document(result, str(place)))

@@ -1,4 +1,4 @@
-"""`minilm-cache verify`: is a cache what was committed?"""
+"""`minilm-cache verify`: compares a cache with what was committed."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -68,7 +68,7 @@ def _print(verification: "Verification", *, full: bool) -> None:
 
 
 def _print_recheck(again: "Recheck") -> None:
-    """Print how far the teacher is from the cache."""
+    """Print the differences of the teacher, run again, from the cache."""
     rows = [
         [
             str(difference.shard),

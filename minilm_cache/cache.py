@@ -1,4 +1,4 @@
-"""A cache as people use it: sequences with their ids and relations. See `open_cache`."""
+"""A cache as users see it: sequences with their token ids and relations. See `open_cache`."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +35,7 @@ class Cache:
     """Sequences of one cache, by number. The last `manifest.num_held_out` are never trained on."""
 
     def __init__(self, reader: CacheReader) -> None:
-        """Look at a cache through its reader."""
+        """Wrap the reader of a cache."""
         self.reader = reader
         identity, calibration = reader.manifest.identity, reader.manifest.calibration
         codes = read_codes(reader.root, reader.manifest)
@@ -43,21 +43,21 @@ class Cache:
             layer: layer_codec(identity, calibration, layer=layer, codes=codes) for layer in identity.layers
         }
         self.states_codec: StatesCodec | None = None
-        """Of what is stored beside relations; none: nothing is."""
+        """Codec of the states. None means that only relations are stored."""
         if identity.states is not None:
             coded = {name: codes[name.folder] for name in identity.states.coded}
             self.states_codec = StatesCodec.of(identity, coded)
         self._shards: OrderedDict[int, Shard] = OrderedDict()
 
     def __repr__(self) -> str:
-        pairs = self._described()
+        pairs = self._description()
         return f"<Cache {pairs.pop('cache')}: {', '.join(f'{k} {v}' for k, v in pairs.items())}>"
 
     def _repr_html_(self) -> str:
-        return html_table("Cache", self._described())
+        return html_table("Cache", self._description())
 
-    def _described(self) -> dict[str, object]:
-        """Return what it is, by names for people."""
+    def _description(self) -> dict[str, object]:
+        """Return the properties of the cache, by their labels for people."""
         manifest, measured = self.manifest, self.manifest.measured
         return {
             "cache": self.reader.root,
@@ -73,7 +73,7 @@ class Cache:
 
     @property
     def manifest(self) -> CacheManifest:
-        """All that describes the cache."""
+        """The manifest of the cache."""
         return self.reader.manifest
 
     @property
@@ -83,11 +83,11 @@ class Cache:
 
     @property
     def codec(self) -> RelationCodec:
-        """Of the last layer that is stored."""
+        """Codec of the last stored layer."""
         return self.codecs[self.layers[-1]]
 
     def __len__(self) -> int:
-        """Return the number of sequences, held-out ones counted."""
+        """Return the number of sequences, held-out ones included."""
         return self.manifest.num_sequences
 
     def __iter__(self) -> Iterator["CachedSequence"]:
@@ -104,11 +104,11 @@ class Cache:
         """Return a sequence, or those of a slice; reads and checks whole shards, and keeps the last two.
 
         Raises:
-            IndexError: there is no such sequence.
+            IndexError: the cache has fewer sequences.
             CacheCorruptError: its shard is damaged.
         """
         if isinstance(number, slice):
-            return [self[one] for one in range(len(self))[number]]
+            return [self[position] for position in range(len(self))[number]]
         if not -len(self) <= number < len(self):
             raise IndexError(f"sequence {number} of a cache of {len(self)}")
         number %= len(self)
@@ -125,10 +125,10 @@ class Cache:
 
 
 class CachedSequence:
-    """One sequence: its token ids and what the teacher says about them."""
+    """One sequence: its token ids, and the teacher's output for them."""
 
     def __init__(self, cache: Cache, number: int, rows: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Take a sequence's rows: path of an array to `(length, ...)`."""
+        """Wrap the rows of a sequence: path of an array to `(length, ...)`."""
         self.number = number
         self._cache = cache
         self._rows = rows
@@ -138,14 +138,14 @@ class CachedSequence:
         return len(self._rows["tokens"])
 
     def __repr__(self) -> str:
-        pairs = self._described()
+        pairs = self._description()
         return f"<CachedSequence {pairs.pop('sequence')}: {', '.join(f'{k} {v}' for k, v in pairs.items())}>"
 
     def _repr_html_(self) -> str:
-        return html_table("Sequence", self._described())
+        return html_table("Sequence", self._description())
 
-    def _described(self) -> dict[str, object]:
-        """Return what it is, by names for people."""
+    def _description(self) -> dict[str, object]:
+        """Return the properties of the cache, by their labels for people."""
         is_held_out = self.number >= self._cache.manifest.num_train
         return {
             "sequence": self.number,
@@ -157,7 +157,7 @@ class CachedSequence:
 
     @property
     def input_ids(self) -> Int[Tensor, " length"]:
-        """Token ids, int64, special tokens counted."""
+        """Token ids, int64, special tokens included."""
         return torch.from_numpy(self._rows["tokens"].astype(np.int64))
 
     def relation(
@@ -166,18 +166,18 @@ class CachedSequence:
         """Return the stored estimate of a relation, float32, dense.
 
         Args:
-            kind: `attention`, `value`, and of codec `vectors` also `query` and `key`.
-            layer: of the teacher, counted from 0; none: the last that is stored.
+            kind: `attention` or `value`; with codec `vectors` also `query` or `key`.
+            layer: layer of the teacher, counted from 0. None means the last stored layer.
 
         Raises:
-            ValueError: the cache holds no such relation or layer.
+            ValueError: the cache does not hold this relation or layer.
         """
         rows = self.target_rows(kind, layer)
         lengths = torch.tensor([len(self._rows["tokens"])])
         return to_dense(rows, lengths, int(lengths))[0]
 
     def target_rows(self, kind: str | RelationKind, layer: int | None = None) -> RowTargets:
-        """Return a relation as the codec decodes it, a batch of one; arguments and errors: see `relation`."""
+        """Return a relation as the codec decodes it, a batch of 1; arguments and errors: see `relation`."""
         chosen = RelationKind(kind)
         layers = self._cache.layers
         if layer is not None and layer not in layers:
@@ -190,17 +190,17 @@ class CachedSequence:
         return codec.decode(rows, wanted, lengths=lengths)[chosen]
 
     def states(self, reading: int = 0) -> States:
-        """Return what is stored in addition to relations, a batch of one: hidden states, labels, logits.
+        """Return what is stored in addition to relations, a batch of 1: hidden states, labels, logits.
 
         Args:
-            reading: which of the masked readings that the cache holds, counted from 0.
+            reading: number of the masked reading, counted from 0.
 
         Raises:
-            ValueError: nothing is stored in addition to relations, or there is no such reading.
+            ValueError: only relations are stored, or the cache has fewer readings.
         """
         codec = self._cache.states_codec
         if codec is None:
-            raise ValueError("this cache holds nothing beside relations")
+            raise ValueError("this cache stores only relations: no hidden states, labels or logits")
         if not 0 <= reading < codec.parameters.num_readings:
             raise ValueError(f"no reading {reading}: this cache holds {codec.parameters.num_readings}")
         paths = ("tokens", *codec.paths(codec.everything))
@@ -209,7 +209,7 @@ class CachedSequence:
 
 
 def row_checker(reader: CacheReader) -> Callable[[Shard], None]:
-    """Return what looks at a shard's rows, and raises CacheCorruptError for those that no codec writes.
+    """Return a function that checks a shard, and raises CacheCorruptError for rows that no codec writes.
 
     Raises:
         CacheCorruptError: the codecs' own arrays are damaged.
@@ -235,7 +235,7 @@ def _check_rows(cache: Cache, shard: Shard) -> None:
 
 
 def read_codes(root: Path, manifest: CacheManifest) -> dict[str, TransformCode]:
-    """Return the fitted codes of a cache, by the folder of their arrays; no shard is looked at.
+    """Return the fitted codes of a cache, by the folder of their arrays; no shard is read.
 
     Raises:
         CacheCorruptError: their arrays are damaged.
@@ -244,7 +244,7 @@ def read_codes(root: Path, manifest: CacheManifest) -> dict[str, TransformCode]:
     for small in all_small_arrays(manifest.identity, manifest.calibration):
         values = torch.from_numpy(read_small_array(root, manifest, small).copy())
         arrays.setdefault(small.folder, {})[small.name] = values
-    return {folder: TransformCode(**own) for folder, own in arrays.items()}
+    return {folder: TransformCode(**parts) for folder, parts in arrays.items()}
 
 
 def open_cache(
@@ -253,13 +253,14 @@ def open_cache(
     """Open a finished cache.
 
     Args:
-        place: its folder, or its URL (`s3://`, `gs://`, `az://`, `hf://`): shards then come as they are read.
-        home: folder below which shards from a URL are kept; none: `~/.cache/minilm-cache`.
-        local_bytes: of shard files from a URL that are kept.
+        place: its folder, or its URL (`s3://`, `gs://`, `az://`, `hf://`): shards are then
+            downloaded when they are first read.
+        home: folder below which shards from a URL are kept. None means `~/.cache/minilm-cache`.
+        local_bytes: greatest total size of the shard files that are kept from a URL, bytes.
 
     Raises:
         StorageError: the store cannot be reached.
-        CacheNotFoundError: there is none.
+        CacheNotFoundError: there is no cache at this place.
         CacheIncompleteError: its dump has not finished.
         CacheCorruptError: it is damaged.
         UnsupportedFormatError: a newer release wrote it.
@@ -273,18 +274,18 @@ def newest_cache(home: Path) -> Path:
     """Return the complete cache below `home` that was finished last.
 
     Raises:
-        CacheIncompleteError: there is none.
+        CacheIncompleteError: there is no complete cache.
     """
-    found = []
+    finished = []
     for manifest in home.glob("caches/*/manifest.json"):
         try:
             if read_manifest(manifest.parent).complete:
-                found.append((manifest.stat().st_mtime, manifest.parent))
-        except MiniLMCacheError:  # damaged, or newer than this release: not one to choose unasked
+                finished.append((manifest.stat().st_mtime, manifest.parent))
+        except MiniLMCacheError:  # damaged, or newer than this release: not a cache to choose by default
             continue
-    if not found:
+    if not finished:
         raise CacheIncompleteError(
             f"no complete cache in {home / 'caches'}. Make one with `minilm-cache dump`, or name one by "
             "its folder or URL."
         )
-    return max(found)[1]
+    return max(finished)[1]

@@ -1,26 +1,26 @@
 """Every error this project raises on purpose.
 
     MiniLMCacheError
-    |-- InvalidConfigError (ValueError)         a value that cannot be meant: misuse, exit code 2
+    |-- InvalidConfigError (ValueError)         a value that is not valid: misuse, exit code 2
     |   `-- CodecRangeError                     a value outside what a codec can hold
     |-- CorpusError (ValueError)                text that cannot be read or is not there
     |-- TeacherError (ValueError)               a model that cannot be a teacher
     |-- CacheNotFoundError (FileNotFoundError)  no cache at this place
     |-- CacheIncompleteError                    a dump that has not finished
-    |-- CacheCorruptError                       bytes that are not what was committed
+    |-- CacheCorruptError                       bytes that differ from what was committed
     |   `-- VerificationError                   what `verify` found: exit code 3
-    |-- IdentityMismatchError                   two things that must be the same are not
-    |-- UnsupportedFormatError                  written by a format this release cannot read
-    |-- StorageError (OSError)                  the disk said no
+    |-- IdentityMismatchError                   two things differ that must be the same
+    |-- UnsupportedFormatError                  written in a format this release cannot read
+    |-- StorageError (OSError)                  the file system refused
     |   `-- ShardBusyError                      another writer holds the shard
-    |-- DivergedError (ArithmeticError)         a loss that is no longer finite
+    |-- DivergedError (ArithmeticError)         a loss that is NaN or infinite
     |-- TrackerError                            a tracker that does not start
     |-- RankLostError                           another process of a run has ended
-    |-- DeviceError                             a device or its compiler that cannot do what was asked
+    |-- DeviceError                             a device or its compiler that cannot do the work
     `-- InterruptedRunError                     stopped by the user, state kept: exit code 130
 
-Grouped by what a handler would do about them.
-Messages say what failed, what was expected and found, where, and what to do; always one line.
+Errors are grouped by what a handler would do about them. A message is always one line: what failed, what was
+expected and what was found, where, and what to do.
 """
 
 from enum import StrEnum
@@ -28,7 +28,7 @@ from typing import ClassVar
 
 
 class ErrorKind(StrEnum):
-    """Machine-readable kind of an error. Codes are append-only."""
+    """Machine-readable kind of an error. Values are only ever added, never changed."""
 
     INVALID_CONFIG = "invalid_config"
     CODEC_RANGE = "codec_range"
@@ -50,7 +50,7 @@ class ErrorKind(StrEnum):
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error of a library says, as part of a line of ours."""
+    """Return the first line of a library's error, for use within a message of this project."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(". ")
 
 
@@ -62,14 +62,14 @@ class MiniLMCacheError(Exception):
 
 
 class InvalidConfigError(MiniLMCacheError, ValueError):
-    """A setting that cannot be meant."""
+    """A setting that is not valid."""
 
     kind = ErrorKind.INVALID_CONFIG
     exit_code = 2
 
 
 class CodecRangeError(InvalidConfigError):
-    """A codec setting that does not fit the relations it is asked to hold."""
+    """A codec setting that does not fit the relations to be stored."""
 
     kind = ErrorKind.CODEC_RANGE
 
@@ -81,7 +81,7 @@ class CorpusError(MiniLMCacheError, ValueError):
 
 
 class TeacherError(MiniLMCacheError, ValueError):
-    """A model that is not there, or that cannot be tapped safely and exactly."""
+    """A model that is missing, or that cannot be tapped safely and exactly."""
 
     kind = ErrorKind.TEACHER
 
@@ -92,7 +92,7 @@ class CacheNotFoundError(MiniLMCacheError, FileNotFoundError):
     kind = ErrorKind.CACHE_NOT_FOUND
 
     def __str__(self) -> str:
-        """Show the message alone: OSError would format its own."""
+        """Return the message alone: OSError would add its own format."""
         return str(self.args[0])
 
 
@@ -109,7 +109,7 @@ class CacheCorruptError(MiniLMCacheError):
 
 
 class VerificationError(CacheCorruptError):
-    """The verdict of `verify` on a damaged cache."""
+    """A cache that `verify` has found to be damaged."""
 
     kind = ErrorKind.VERIFICATION_FAILED
     exit_code = 3
@@ -128,35 +128,35 @@ class UnsupportedFormatError(MiniLMCacheError):
 
 
 class StorageError(MiniLMCacheError, OSError):
-    """The file system refused: full, read-only, no permission."""
+    """An operation that the file system refused: full, read-only, no permission."""
 
     kind = ErrorKind.STORAGE
 
     def __str__(self) -> str:
-        """Show the message alone: OSError would format its own."""
+        """Return the message alone: OSError would add its own format."""
         return str(self.args[0])
 
 
 class ShardBusyError(StorageError):
-    """Another writer holds this shard."""
+    """A shard that another writer holds."""
 
     kind = ErrorKind.SHARD_BUSY
 
 
 class DivergedError(MiniLMCacheError, ArithmeticError):
-    """A student whose loss is no longer finite."""
+    """A student whose loss is NaN or infinite."""
 
     kind = ErrorKind.DIVERGED
 
 
 class TrackerError(MiniLMCacheError):
-    """A tracker whose service does not answer, or wants a login."""
+    """A tracker whose service does not answer, or requires a login."""
 
     kind = ErrorKind.TRACKER
 
 
 class RankLostError(MiniLMCacheError):
-    """Another process of a distributed run has ended."""
+    """A distributed run of which another process has ended."""
 
     kind = ErrorKind.RANK_LOST
 
@@ -168,7 +168,7 @@ class DeviceError(MiniLMCacheError):
 
 
 class InterruptedRunError(MiniLMCacheError):
-    """Stopped by the user; everything finished so far is kept."""
+    """A run that the user stopped; everything finished so far is kept."""
 
     kind = ErrorKind.INTERRUPTED
     exit_code = 130

@@ -1,4 +1,4 @@
-"""How library code tells of its progress; who shows it, and where, is the caller's business."""
+"""How library code reports progress. The caller decides whether and where it is shown."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -6,38 +6,38 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Progress(Protocol):
-    """Receiver of progress: one task at a time, counted in one unit."""
+    """Receiver of progress: one task at a time, counted in a single unit."""
 
     def start(self, task: str, total: int, unit: str) -> None:
         """Begin a task of `total` units."""
         ...
 
     def advance(self, amount: int) -> None:
-        """Tell that `amount` more units are done."""
+        """Report that `amount` more units are done."""
         ...
 
     def note(self, message: str) -> None:
-        """Tell one line that the user should know."""
+        """Show one line to the user."""
         ...
 
 
 class Silent:
-    """Shows nothing."""
+    """Receiver of progress that shows nothing."""
 
     def start(self, task: str, total: int, unit: str) -> None:
-        """Begin a task."""
+        """Do nothing."""
 
     def advance(self, amount: int) -> None:
-        """Tell of units done."""
+        """Do nothing."""
 
     def note(self, message: str) -> None:
-        """Tell one line."""
+        """Do nothing."""
 
 
 ShouldStop = Callable[[], bool]
-"""Asked between steps; True means: keep what is finished and raise InterruptedRunError."""
+"""Called between steps. True means that the work keeps what is finished and raises InterruptedRunError."""
 
 
 def never_stop() -> bool:
-    """Go on to the end."""
+    """Return False, so that the work continues to its end."""
     return False

@@ -41,28 +41,29 @@ ITEM_BYTES: Final[dict[DType, int]] = {
 INNER_CHUNK_BYTES: Final = 2**18
 """Least decoded size of an inner chunk: zarr-python spends about 64 us on each, whatever its size."""
 PCODEC_ROWS: Final = 2**13
+"""Rows of an inner chunk with `pcodec`, unless the shard has fewer."""
 
 NEVER_WRITTEN: Final = 255
-"""Fill value of bytes; no finished shard has it as a weight."""
+"""Fill value of uint8 arrays; no finished shard holds it as the code of a weight."""
 MAX_ONE_BYTE_LENGTH: Final = 2**8
-"""Longest sequence whose columns fit one byte; of longer ones the high byte is an array of its own."""
+"""Longest sequence whose columns fit one byte; for longer ones the high byte is stored in a second array."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
-    """One array: axis 0 is one row per token, slack at the end of each shard included."""
+    """One array. Axis 0 has one row per token, and includes the slack at the end of each shard."""
 
     path: str
     """Name below the root group, `/` between groups."""
     dtype: DType
     row_shape: tuple[int, ...]
-    """Shape behind axis 0."""
+    """Shape of one row: all axes but axis 0."""
     dimension_names: tuple[str, ...]
     fill_value: int | str
-    """Poison: never a value that a finished shard holds for a token."""
+    """Marks rows that were never written: no finished shard holds this value for a token."""
     meaning: str
     compressor: Literal["zstd", "pcodec"] = "zstd"
-    """`pcodec` takes a chunk component by component."""
+    """`pcodec` compresses a chunk component by component."""
 
     @property
     def row_bytes(self) -> int:
@@ -70,10 +71,10 @@ class ArraySpec:
         return math.prod(self.row_shape) * ITEM_BYTES[self.dtype]
 
     def chunk_tokens(self, shard_tokens: int) -> int:
-        """Rows of an inner chunk, a power of two, at most the shard.
+        """Return the rows of an inner chunk: a power of two, at most `shard_tokens`.
 
-        With zstd the least one that makes 256 KiB; with pcodec so many that each component is coded for
-        itself.
+        With zstd it is the smallest number that makes 256 KiB. With pcodec it is 8192, so many that each
+        component is compressed separately.
         """
         if self.compressor == "pcodec":
             return min(PCODEC_ROWS, shard_tokens)
@@ -83,17 +84,17 @@ class ArraySpec:
         return rows
 
     def shard_path(self, shard: int) -> str:
-        """Path of a shard's file below the cache's root."""
+        """Return the path of a shard's file below the cache's root."""
         return "/".join([self.path, "c", str(shard), *("0" for _ in self.row_shape)])
 
 
 def token_dtype(vocab_size: int) -> DType:
-    """Return the smallest dtype that holds every token id and the fill value beside them."""
+    """Return the smallest dtype that holds every token id and a fill value that is not a token id."""
     return "uint16" if vocab_size < 2**16 else "uint32"
 
 
 def not_chosen(vocab_size: int) -> int:
-    """Return what stands in `labels/read` for a token that is read as it is: no token, and no fill value."""
+    """Return what `labels/read` holds for an unchosen token: neither a token id nor the fill value."""
     greatest: int = 2 ** (8 * ITEM_BYTES[_read_dtype(vocab_size)]) - 1
     return greatest - 1
 
@@ -103,7 +104,10 @@ def _read_dtype(vocab_size: int) -> DType:
 
 
 def array_specs(identity: CacheIdentity, calibration: Calibration | None = None) -> tuple[ArraySpec, ...]:
-    """Return every array of a cache with a row per token, in the order in which they are written."""
+    """Return every array of a cache with a row per token, in writing order.
+
+    `calibration` None leaves out the arrays of codes.
+    """
     tokens = token_dtype(identity.teacher.vocab_size)
     specs = [
         ArraySpec(
@@ -116,7 +120,7 @@ def array_specs(identity: CacheIdentity, calibration: Calibration | None = None)
         )
     ]
     specs.extend(
-        _codes(codes_path(fitted.layer), fitted.components, "queries, keys and values are")
+        _codes_spec(codes_path(fitted.layer), fitted.components, "queries, keys and values are")
         for fitted in (calibration.layers if calibration is not None else ())
     )
     for kind in identity.relations:
@@ -126,7 +130,7 @@ def array_specs(identity: CacheIdentity, calibration: Calibration | None = None)
     return tuple(specs)
 
 
-def _codes(path: str, components: int, what: str) -> ArraySpec:
+def _codes_spec(path: str, components: int, what: str) -> ArraySpec:
     return ArraySpec(
         path=path,
         dtype="int16",
@@ -144,7 +148,7 @@ def _state_specs(
     vocab_size, width = identity.teacher.vocab_size, identity.teacher.hidden_size
     of_first = "of the sequence's first token; 0 at every other"
     specs = [
-        _codes(state_codes_path(fitted.name), fitted.components, "hidden state is")
+        _codes_spec(state_codes_path(fitted.name), fitted.components, "hidden state is")
         for fitted in (calibration.states if calibration is not None else ())
     ]
     specs += [
@@ -160,8 +164,8 @@ def _state_specs(
     ]
     if states.masking is not None:
         read = _read_dtype(vocab_size)
-        said = "token id that a chosen token was read as; the greatest but one of its dtype: not chosen"
-        specs.append(_label_array(READ_PATH, read, entries=None, meaning=said))
+        meaning = "token id that a chosen token was read as; the greatest but one of its dtype: not chosen"
+        specs.append(_label_array(READ_PATH, read, entries=None, meaning=meaning))
     if states.labels is not None:
         tokens, k = token_dtype(vocab_size), states.labels.k
         none = "" if states.labels.tokens == "all" else "; 0 where not chosen"
@@ -189,7 +193,7 @@ def _state_specs(
 
 
 def masked_paths(states: StatesIdentity) -> frozenset[str]:
-    """Return the arrays of the first masked reading, of which every other reading has its own."""
+    """Return the paths of the first masked reading's arrays; every further reading has arrays of its own."""
     labels = (INDEX_PATH, WEIGHT_PATH) if states.labels is not None else ()
     read = (READ_PATH,) if states.masking is not None else ()
     hidden = (state_codes_path(StateName(StateFamily.MASKED, number)) for number in states.masked_hidden)
@@ -209,10 +213,10 @@ def _label_array(path: str, dtype: DType, *, entries: int | None, meaning: str) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallArray:
-    """An array of one uncompressed chunk, the same for all tokens."""
+    """An array of a single uncompressed chunk, which applies to all tokens."""
 
     folder: str
-    """Group that it is in."""
+    """Path of the group that contains it."""
     name: str
     dtype: DType
     shape: tuple[int, ...]
@@ -226,12 +230,12 @@ class SmallArray:
 
     @property
     def chunk_path(self) -> str:
-        """Path of its one chunk below the cache's root."""
+        """Path of its single chunk below the cache's root."""
         return "/".join([self.path, "c", *("0" for _ in self.shape)])
 
 
 def codes_path(layer: int) -> str:
-    """Return the path of a layer's codes, of codec `vectors`."""
+    """Return the path of a layer's codes (codec `vectors`)."""
     return f"{layer_folder(layer)}/codes"
 
 
@@ -241,25 +245,25 @@ def state_codes_path(name: StateName) -> str:
 
 
 def small_arrays(identity: CacheIdentity, fitted: LayerCalibration) -> tuple[SmallArray, ...]:
-    """Return the arrays that codec `vectors` decodes and encodes a layer with."""
+    """Return the arrays with which codec `vectors` encodes and decodes a layer."""
     width = 3 * identity.relation_heads * fitted.head_size
     what = "queries, keys and values, head by head"
     return _code_arrays(layer_folder(fitted.layer), fitted.components, width=width, what=what)
 
 
 def state_small_arrays(identity: CacheIdentity, fitted: StateCalibration) -> tuple[SmallArray, ...]:
-    """Return the arrays that a hidden state of every token is decoded and encoded with."""
+    """Return the arrays with which a hidden state of every token is encoded and decoded."""
     width = identity.teacher.hidden_size
     return _code_arrays(fitted.name.folder, fitted.components, width=width, what="hidden states")
 
 
 def all_small_arrays(identity: CacheIdentity, calibration: Calibration | None) -> tuple[SmallArray, ...]:
-    """Return every array that is the same for all tokens."""
+    """Return every array that applies to all tokens; empty if `calibration` is None."""
     if calibration is None:
         return ()
-    found = [small for fitted in calibration.layers for small in small_arrays(identity, fitted)]
-    found += [small for fitted in calibration.states for small in state_small_arrays(identity, fitted)]
-    return tuple(found)
+    arrays = [small for fitted in calibration.layers for small in small_arrays(identity, fitted)]
+    arrays += [small for fitted in calibration.states for small in state_small_arrays(identity, fitted)]
+    return tuple(arrays)
 
 
 def _code_arrays(folder: str, components: int, *, width: int, what: str) -> tuple[SmallArray, ...]:
@@ -291,7 +295,7 @@ def _code_arrays(folder: str, components: int, *, width: int, what: str) -> tupl
 
 
 def relation_path(kind: RelationKind, name: str) -> str:
-    """Return the path of an array of a relation."""
+    """Return the path of one array of a relation."""
     return f"relations/{kind}/{name}"
 
 

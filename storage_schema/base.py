@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_serializer
 
-_NOTHING: tuple[object, ...] = (None, (), [], {})
-"""Values that say nothing; 0 says something."""
+_EMPTY_VALUES: tuple[object, ...] = (None, (), [], {})
+"""Values that count as empty; 0 does not."""
 
 
 class StoredModel(BaseModel):
@@ -15,8 +15,8 @@ class StoredModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     sections: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are left out where they say nothing: a cache without them has the document, and so the
-    fingerprint, that it had before the format knew them."""
+    """Fields that are left out of the JSON when they are empty. A cache that does not use them keeps the
+    document, and so the fingerprint, that it had before the format had these fields."""
 
     @model_serializer(mode="wrap")
     def _without_empty_sections(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -24,5 +24,5 @@ class StoredModel(BaseModel):
         return {
             name: value
             for name, value in content.items()
-            if name not in self.sections or value not in _NOTHING
+            if name not in self.sections or value not in _EMPTY_VALUES
         }

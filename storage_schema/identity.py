@@ -1,6 +1,6 @@
 """What determines the content of a cache: its canonical JSON is hashed into the fingerprint.
 
-It comes from disk, possibly from a stranger, so every field is typed strictly and unknown fields are refused.
+It is read from disk and may be hostile, so every field is typed strictly and unknown fields are refused.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 MAX_LAYERS: Final = 128
-"""Tapped layers of a cache: each has a file in every shard."""
+"""Most tapped layers of a cache: each has a file in every shard."""
 MAX_TOKENS: Final = 2**44
-"""Far above any corpus; keeps arithmetic on hostile sizes small."""
+"""Most tokens of a cache: far more than any corpus has, and it bounds arithmetic on hostile sizes."""
 
 
 class RelationKind(StrEnum):
@@ -45,9 +45,9 @@ class TeacherIdentity(StoredModel):
     """The teacher, by content."""
 
     model_type: Name
-    """Family, as transformers names it: `bert`, `xlm-roberta`, ..."""
+    """Model family as transformers names it: `bert`, `xlm-roberta`, ..."""
     weights_sha256: Sha256
-    """One safetensors file: its SHA-256. Several: SHA-256 over their names and digests, sorted by name."""
+    """SHA-256 of the safetensors file. For several files: SHA-256 over names and digests, sorted by name."""
     config_sha256: Sha256
     """SHA-256 over the canonical JSON of the model's configuration."""
     num_layers: int = Field(ge=1, le=1024)
@@ -62,10 +62,10 @@ class CorpusIdentity(StoredModel):
     sha256: Sha256
     """SHA-256 over the UTF-8 bytes of every record, each preceded by its length (8 bytes, little-endian)."""
     num_documents: int = Field(ge=1, le=2**40)
-    """Records that hold text."""
+    """Number of records that hold text."""
     copies_sha256: Sha256 | None = None
-    """SHA-256, as `sha256`, over what column `document` says of each record: records of one value are copies
-    of one text. None where there is no such column, or where the split does not look at it."""
+    """SHA-256, formed like `sha256`, over the values of column `document`: records with the same value are
+    copies of one text. None means that the column does not exist, or that the split does not use it."""
 
     sections: ClassVar[frozenset[str]] = frozenset({"copies_sha256"})
 
@@ -74,16 +74,17 @@ class Packing(StoredModel):
     """How text became sequences."""
 
     mode: Literal["packed", "records"]
-    """`packed`: documents joined by the separator and cut to full length; `records`: one document each."""
+    """`packed`: documents are joined by the separator and cut to full length. `records`: each sequence is one
+    document."""
     max_length: int = Field(ge=4, le=2**16)
-    """Tokens per sequence at most, special tokens counted."""
+    """Most tokens of a sequence, including special tokens."""
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    """Tokens at most, special tokens counted; none: the whole corpus."""
+    """Most tokens of the cache, including special tokens. None means the whole corpus."""
     seed: int = Field(ge=0, lt=2**63)
     """Seed of the order in which documents are taken."""
     split: Literal["documents"] | None = None
-    """`documents`: whole documents are held out, together with all their copies. None: the last sequences
-    are, wherever a document ends (all caches of the first releases)."""
+    """`documents`: whole documents are held out, together with all their copies. None means that the last
+    sequences are held out, wherever a document ends (all caches of the first releases)."""
 
     sections: ClassVar[frozenset[str]] = frozenset({"split"})
 
@@ -93,15 +94,15 @@ class TopKParameters(StoredModel):
 
     name: Literal["topk"] = "topk"
     k: int = Field(ge=1, le=4096)
-    """Entries per row."""
+    """Entries that are stored of each row."""
     select: Literal["pps", "largest"]
-    """`pps`: unbiased systematic sampling, probability proportional to size; `largest`: the k largest."""
+    """`pps`: unbiased systematic sampling with probability proportional to size. `largest`: the k largest."""
     tail: Literal["uniform", "renormalise"] | None
-    """What `largest` makes of the mass it left out; none for `pps`, which leaves none out."""
+    """How `largest` treats the mass that it leaves out. None with `pps`, which leaves none out."""
     weight_ratio: float = Field(gt=1.0, le=2.0)
-    """Ratio of neighbouring values of the weight scale."""
+    """Ratio of neighbouring values of the scale that weights are rounded to."""
     seed: int = Field(ge=0, lt=2**63)
-    """Seed of the draw; with the sequence's number it makes a dump reproducible."""
+    """Seed of the draw. Together with the sequence's number it makes a dump reproducible."""
 
     @model_validator(mode="after")
     def _tail_belongs_to_largest(self) -> "TopKParameters":
@@ -109,11 +110,21 @@ class TopKParameters(StoredModel):
             raise ValueError("`tail` goes with select=largest, and only with it")
         return self
 
+    @property
+    def in_words(self) -> str:
+        """The codec and its settings, for people."""
+        return f"topk, k={self.k}, select={self.select}" + (f", tail={self.tail}" if self.tail else "")
+
 
 class DenseParameters(StoredModel):
     """Codec `dense`: every probability as float16, the exact reference."""
 
     name: Literal["dense"] = "dense"
+
+    @property
+    def in_words(self) -> str:
+        """The codec, for people."""
+        return "dense"
 
 
 class VectorsParameters(StoredModel):
@@ -121,16 +132,21 @@ class VectorsParameters(StoredModel):
 
     name: Literal["vectors"] = "vectors"
     max_kl: float = Field(gt=0, le=1)
-    """Mean KL(teacher || stored) that attention and value relation may have, nats."""
+    """Greatest mean KL(teacher || stored) of attention and of value relation, nats."""
     calibration_tokens: int = Field(ge=1, le=2**24)
-    """Tokens that the code is fitted to, about; a quarter as many more are checked with."""
+    """Approximate number of tokens that the code is fitted to; a quarter as many more are for checking."""
+
+    @property
+    def in_words(self) -> str:
+        """The codec and its bound, for people."""
+        return f"vectors, KL at most {self.max_kl}"
 
 
 CodecParameters = Annotated[TopKParameters | DenseParameters | VectorsParameters, Field(discriminator="name")]
 
 
 def codec_words(codec: CodecParameters) -> str:
-    """Return a codec and its settings in words."""
+    """Return a codec's name and its settings as text."""
     content = codec.model_dump(exclude={"name", "seed", "weight_ratio", "calibration_tokens"})
     return " ".join(
         [codec.name, *(f"{name}={value}" for name, value in content.items() if value is not None)]
@@ -148,15 +164,20 @@ class CacheIdentity(StoredModel):
     layers: Annotated[
         tuple[Annotated[int, Field(ge=0, lt=1024)], ...], Field(min_length=1, max_length=MAX_LAYERS)
     ]
-    """Tapped layers, counted from 0, ascending; several only with codec `vectors`."""
+    """Tapped layers, counted from 0, ascending. Only codec `vectors` allows several."""
     relation_heads: int = Field(ge=1, le=1024)
     relations: Annotated[tuple[RelationKind, ...], Field(max_length=2)]
-    """Relations that are stored; with codec `vectors` none is, and all can be computed."""
+    """Relations that are stored. Empty with codec `vectors`, from which every relation can be computed."""
     codec: CodecParameters
     states: StatesIdentity | None = None
-    """What is stored beside relations."""
+    """What is stored in addition to relations. None means nothing."""
 
     sections: ClassVar[frozenset[str]] = frozenset({"states"})
+
+    @property
+    def vectors(self) -> VectorsParameters | None:
+        """Parameters of codec `vectors`. None means another codec."""
+        return self.codec if isinstance(self.codec, VectorsParameters) else None
 
     @model_validator(mode="after")
     def _relations_go_with_the_codec(self) -> "CacheIdentity":

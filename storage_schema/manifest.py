@@ -1,7 +1,6 @@
 """The two documents of a cache: the manifest (one per cache) and the commit record (one per shard).
 
-Both come from disk, possibly from a stranger, so every field is typed strictly and unknown fields
-are refused.
+Both are read from disk and may be hostile, so every field is typed strictly and unknown fields are refused.
 """
 
 from collections.abc import Collection
@@ -24,8 +23,10 @@ from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.storage_schema.versions import FORMAT_VERSION
 
 MAX_MANIFEST_BYTES: Final = 8 * 2**20
-"""Enough for some 80,000 shards. Refusing one that was made to fill memory takes some sixty times as much."""
+"""Longest manifest: enough for about 80,000 shards. Refusing a manifest that was made to fill memory
+takes about sixty times its size."""
 MAX_RECORD_BYTES: Final = 64 * 2**10
+"""Longest commit record."""
 
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -48,19 +49,19 @@ TOKENIZER_FILES: Final = (
     "vocab.json",
     "merges.txt",
 )
-"""What a tokenizer may consist of; other files beside it could steer whoever loads it."""
+"""Files that a tokenizer may consist of; other files in its folder could change how it is loaded."""
 
 
 def layer_folder(layer: int) -> str:
-    """Return the path of the group of a layer's arrays, of codec `vectors`."""
+    """Return the path of the group of a layer's arrays (codec `vectors`)."""
     return f"{_VECTORS_FOLDER}/{layer}"
 
 
 class StoredDocument(StoredModel):
-    """A file of its own, that says what it was when it was written."""
+    """A document that is stored in its own file, with a checksum of its content."""
 
     checksum: Sha256 | None = None
-    """SHA-256 over the canonical JSON of all other fields; set by `to_json`. Finds decay, not malice."""
+    """SHA-256 over the canonical JSON of all other fields; set by `to_json`. Shows damage, not tampering."""
 
     def to_json(self) -> bytes:
         """Return the document as it is stored, with its checksum."""
@@ -80,7 +81,7 @@ class FileDigest(StoredModel):
     """Size and hashes of one file."""
 
     size: int = Field(ge=0, le=2**40)
-    """Bytes."""
+    """Size in bytes."""
     sha256: Sha256
     xxh3_128: Xxh3
 
@@ -100,13 +101,13 @@ class Fidelity(StoredModel):
     """
 
     kl_teacher_to_stored: Finite | None
-    """KL(teacher || stored); none where it is infinite: a sparse row leaves out what the teacher has."""
+    """KL(teacher || stored). None means infinite: a sparse row leaves out columns that the teacher has."""
     kl_stored_to_teacher: Finite
     """KL(stored || teacher)."""
     mass_kept: Finite
-    """Teacher's probability on the stored columns."""
+    """Probability that the teacher puts on the stored columns, 0 to 1."""
     cross_entropy_bias: Finite
-    """Mean of sum_j (stored_j - teacher_j) log teacher_j: 0 in expectation where the codec is unbiased."""
+    """Mean of sum_j (stored_j - teacher_j) log teacher_j; 0 in expectation if the codec is unbiased."""
 
 
 def _require_both(relations: Collection[RelationKind]) -> None:
@@ -119,7 +120,7 @@ class LayerFidelity(StoredModel):
 
     layer: int = Field(ge=0, lt=1024)
     relations: dict[RelationKind, Fidelity]
-    """Of attention and of value relation."""
+    """Fidelity of the attention and of the value relation."""
 
     @model_validator(mode="after")
     def _covers_both_relations(self) -> "LayerFidelity":
@@ -131,14 +132,16 @@ class StateFidelity(StoredModel):
     """How faithful something beside relations is, on held-out sequences read back from disk."""
 
     path: Annotated[str, Field(max_length=128)]
-    """Its array, or the group that its arrays are in."""
+    """Path of its array, or of the group that contains its arrays."""
     bytes_per_token: float = Field(ge=0)
-    """Bytes of its shard files per token of the cache."""
+    """Bytes of its shard files, per token of the cache."""
     relative_error: Finite | None = None
-    """Root of squared error over the variance of what the teacher says, or, of first tokens and logits, which
-    hardly differ from sequence to sequence, over its squares; none: of labels."""
+    """Square root of the squared error over the variance of the teacher's values. For first tokens and
+    logits, which hardly differ from sequence to sequence, the squared values replace the variance. None for
+    labels."""
     cross_entropy_bias: Finite | None = None
-    """Of labels, nats: mean of sum_j (stored_j - teacher_j) log teacher_j, 0 in expectation."""
+    """Mean of sum_j (stored_j - teacher_j) log teacher_j over labels, nats; 0 in expectation. None for
+    everything but labels."""
 
 
 class Measured(StoredModel):
@@ -149,11 +152,11 @@ class Measured(StoredModel):
     total_bytes: int = Field(ge=0)
     """Bytes of all shard files."""
     fidelity_sequences: int = Field(ge=1)
-    """Held-out sequences that the fidelity was measured on."""
+    """Number of held-out sequences that the fidelity was measured on."""
     fidelity: Annotated[tuple[LayerFidelity, ...], Field(min_length=1, max_length=MAX_LAYERS)]
-    """One for each tapped layer, in order."""
+    """One entry for each tapped layer, in order."""
     states: Annotated[tuple[StateFidelity, ...], Field(max_length=1024)] = ()
-    """One for each of `StatesIdentity.paths`, in order."""
+    """One entry for each of `StatesIdentity.paths`, in order."""
 
     sections: ClassVar[frozenset[str]] = frozenset({"states"})
 
@@ -163,12 +166,12 @@ class LayerCalibration(StoredModel):
 
     layer: int = Field(ge=0, lt=1024)
     components: int = Field(ge=1, le=2**18)
-    """Codes of a token."""
+    """Number of codes of a token."""
     head_size: int = Field(ge=1, le=2**16)
     scaling: float = Field(gt=0, le=2**20)
-    """Factor on query-key products."""
+    """Factor that query-key products are multiplied by."""
     window: int | None = Field(ge=0, le=2**16)
-    """Positions to each side that the teacher's attention sees; none: all."""
+    """Positions to each side that the teacher's attention sees. None means all."""
     kl: dict[RelationKind, Annotated[float, Field(ge=0, le=1)]]
     """Mean KL(teacher || stored) of attention and of value relation on the checked sequences, nats."""
 
@@ -184,13 +187,13 @@ class StateCalibration(StoredModel):
     family: StateFamily
     number: int = Field(ge=0, le=1024)
     components: int = Field(ge=1, le=2**16)
-    """Codes of a token."""
+    """Number of codes of a token."""
     error: float = Field(ge=0, le=1)
-    """Relative error on the checked sequences: root of squared error over variance."""
+    """Relative error on the checked sequences: square root of squared error over variance."""
 
     @property
     def name(self) -> StateName:
-        """Which state."""
+        """Name of the state."""
         return StateName(self.family, self.number)
 
 
@@ -198,19 +201,19 @@ class Calibration(StoredModel):
     """How codec `vectors` was fitted to the tapped layers, and codes to hidden states."""
 
     num_fitted: int = Field(ge=1, le=MAX_TOKENS)
-    """The first so many sequences were fitted to."""
+    """Number of sequences, from the first on, that the codes were fitted to."""
     num_checked: int = Field(ge=1, le=MAX_TOKENS)
-    """The so many after them chose the step."""
+    """Number of sequences after those that the step was chosen on."""
     layers: Annotated[tuple[LayerCalibration, ...], Field(max_length=MAX_LAYERS)]
-    """One for each tapped layer, in order; none with another codec than `vectors`."""
+    """One entry for each tapped layer, in order. Empty with every codec but `vectors`."""
     states: Annotated[tuple[StateCalibration, ...], Field(max_length=2 * MAX_LAYERS + 2)] = ()
-    """One for each hidden state of every token, in order."""
+    """One entry for each hidden state of every token, in order."""
 
     sections: ClassVar[frozenset[str]] = frozenset({"states"})
 
     def of_layer(self, layer: int) -> LayerCalibration:
         """Return how the code was fitted to a tapped layer."""
-        return next(one for one in self.layers if one.layer == layer)
+        return next(fitted for fitted in self.layers if fitted.layer == layer)
 
 
 class Labels(StoredModel):
@@ -220,9 +223,11 @@ class Labels(StoredModel):
     corpus: Name
     created_by: Name
     text_column: Name | None = None
-    """Column of the text in records; None means `text`, or that the first releases did not say."""
+    """Column of records that holds the text. None means `text`, or a cache of the first releases, which did
+    not record it."""
     revision: Name | None = None
-    """Revision of a teacher from the hub; None means the newest, or that the first releases did not say."""
+    """Revision of a teacher from the hub. None means the newest, or a cache of the first releases, which
+    did not record it."""
 
     sections: ClassVar[frozenset[str]] = frozenset({"text_column", "revision"})
 
@@ -233,27 +238,27 @@ class CacheManifest(StoredDocument):
     format_version: Literal[1] = FORMAT_VERSION
     fingerprint: Sha256
     complete: bool
-    """True only when every shard is committed."""
+    """True only if every shard is committed."""
     labels: Labels
     identity: CacheIdentity
     num_tokens: int = Field(ge=1, le=MAX_TOKENS)
-    """Tokens of all sequences; without the slack at the end of each shard."""
+    """Number of tokens of all sequences, without the slack at the end of each shard."""
     num_sequences: int = Field(ge=1, le=MAX_TOKENS)
     num_held_out: int = Field(ge=0, le=MAX_TOKENS)
-    """The last so many sequences are never trained on."""
+    """Number of sequences, at the end, that are never trained on."""
     held_out_by: Literal["documents", "sequences"] | None = None
-    """`documents`: no document, and no copy of one, is both held out and trained on. `sequences`: the corpus
-    has too few documents for that, so the last sequences are held out, wherever a document ends. None means
-    the same as `sequences`."""
+    """`documents`: no document, and no copy of a document, is both held out and trained on. `sequences`: the
+    corpus has too few documents for that, so the last sequences are held out, wherever a document ends. None
+    means the same as `sequences`."""
     shard_tokens: int = Field(ge=64, le=2**26)
-    """Rows that a shard takes in every array; a power of two."""
+    """Rows of a shard in every array; a power of two."""
     shards: Annotated[tuple[ShardRange, ...], FailFast(), Field(min_length=1, max_length=2**20)]
     calibration: Calibration | None = None
-    """Of codec `vectors` and of hidden states."""
+    """Calibration of codec `vectors` and of hidden states. None means that neither is stored."""
     files: dict[RelativePath, FileDigest]
     """Files outside the shards: array metadata, the teacher's configuration and tokenizer, the preview."""
     measured: Measured | None = None
-    """Present when complete."""
+    """What the finished dump measured. None until the cache is complete."""
 
     sections: ClassVar[frozenset[str]] = frozenset({"held_out_by"})
 
@@ -265,14 +270,14 @@ class CacheManifest(StoredDocument):
             raise ValueError("shard_tokens is not a power of two")
         if self.shard_tokens < self.identity.packing.max_length:
             raise ValueError("shard_tokens is less than max_length")
-        following = 0
+        next_sequence = 0
         for shard in self.shards:
-            if shard.first_sequence != following:
+            if shard.first_sequence != next_sequence:
                 raise ValueError("shards do not follow each other without gap or overlap")
             if not shard.num_sequences <= shard.num_tokens <= self.shard_tokens:
                 raise ValueError("a shard holds more tokens than it has room for, or empty sequences")
-            following += shard.num_sequences
-        if following != self.num_sequences or self.num_tokens != sum(s.num_tokens for s in self.shards):
+            next_sequence += shard.num_sequences
+        if next_sequence != self.num_sequences or self.num_tokens != sum(s.num_tokens for s in self.shards):
             raise ValueError("the shards do not add up to the totals")
         if self.num_held_out >= self.num_sequences:
             raise ValueError("every sequence is held out")
@@ -284,8 +289,8 @@ class CacheManifest(StoredDocument):
     def _names_no_other_file(self) -> "CacheManifest":
         known = {TEACHER_CONFIG, PREVIEW, *(f"{TEACHER_FOLDER}/{name}" for name in TOKENIZER_FILES)}
         if self.calibration is not None:
-            folders = [layer_folder(one.layer) for one in self.calibration.layers]
-            folders += [one.name.folder for one in self.calibration.states]
+            folders = [layer_folder(fitted.layer) for fitted in self.calibration.layers]
+            folders += [state.name.folder for state in self.calibration.states]
             known |= {f"{folder}/{chunk}" for folder in folders for chunk in _SMALL_CHUNKS}
         unknown = [
             path for path in self.files if path not in known and path.rsplit("/", 1)[-1] != "zarr.json"
@@ -299,25 +304,25 @@ class CacheManifest(StoredDocument):
         codec = self.identity.codec
         layers = self.identity.layers if isinstance(codec, VectorsParameters) else ()
         states = self.identity.states.coded if self.identity.states is not None else ()
-        found = self.calibration
-        if (found is None) == bool(layers or states):
+        calibration = self.calibration
+        if (calibration is None) == bool(layers or states):
             raise ValueError("`calibration` goes with codec `vectors` and hidden states, and only with them")
-        if found is not None:
-            if tuple(one.layer for one in found.layers) != layers:
+        if calibration is not None:
+            if tuple(fitted.layer for fitted in calibration.layers) != layers:
                 raise ValueError("calibration.layers names other layers than identity.layers")
-            if tuple(one.name for one in found.states) != states:
+            if tuple(state.name for state in calibration.states) != states:
                 raise ValueError("calibration.states names other states than identity.states")
-            if found.num_fitted + found.num_checked > self.num_train:
+            if calibration.num_fitted + calibration.num_checked > self.num_train:
                 raise ValueError("the calibration used sequences that are held out")
-            self._keeps_to_its_bounds(found)
+            self._check_bounds(calibration)
         return self
 
-    def _keeps_to_its_bounds(self, found: Calibration) -> None:
+    def _check_bounds(self, calibration: Calibration) -> None:
         codec, states = self.identity.codec, self.identity.states
-        for layer in found.layers:
+        for layer in calibration.layers:
             if isinstance(codec, VectorsParameters) and max(layer.kl.values()) > codec.max_kl:
                 raise ValueError("the calibration does not keep to the codec's max_kl")
-        for state in found.states:
+        for state in calibration.states:
             if state.components > self.identity.teacher.hidden_size:
                 raise ValueError("a hidden state has more components than dimensions")
             if states is not None and states.max_error is not None and state.error > states.max_error:
@@ -327,26 +332,26 @@ class CacheManifest(StoredDocument):
     def _fidelity_is_of_what_is_stored(self) -> "CacheManifest":
         if self.measured is None:
             return self
-        if [one.layer for one in self.measured.fidelity] != list(self.identity.layers):
+        if [layer.layer for layer in self.measured.fidelity] != list(self.identity.layers):
             raise ValueError("measured.fidelity names other layers than identity.layers")
         stored = self.identity.states.paths if self.identity.states is not None else ()
-        if [one.path for one in self.measured.states] != list(stored):
+        if [state.path for state in self.measured.states] != list(stored):
             raise ValueError("measured.states names other states than identity.states")
         return self
 
     @property
     def num_shards(self) -> int:
-        """Shards, committed or not."""
+        """Number of shards, committed or not."""
         return len(self.shards)
 
     @property
     def num_train(self) -> int:
-        """Sequences that may be trained on: numbers 0 to num_train - 1."""
+        """Number of sequences that may be trained on: those numbered 0 to num_train - 1."""
         return self.num_sequences - self.num_held_out
 
     @property
     def kl_over_max(self) -> float | None:
-        """The worst measured KL of codec `vectors` over its `max_kl`, which held on the sequences checked.
+        """Greatest measured KL of codec `vectors` divided by `max_kl`, which held on the checked sequences.
 
         Above 1 the bound does not hold on the held-out sequences. None with another codec, or before the
         cache is complete.
@@ -354,12 +359,12 @@ class CacheManifest(StoredDocument):
         codec = self.identity.codec
         if not isinstance(codec, VectorsParameters) or self.measured is None:
             return None
-        relations = [one for layer in self.measured.fidelity for one in layer.relations.values()]
-        return max(one.kl_teacher_to_stored or 0.0 for one in relations) / codec.max_kl
+        figures = [figure for layer in self.measured.fidelity for figure in layer.relations.values()]
+        return max(figure.kl_teacher_to_stored or 0.0 for figure in figures) / codec.max_kl
 
     @property
     def held_out_in_words(self) -> str:
-        """How many sequences are held out, and whether text of their documents is trained on."""
+        """Text that says how many sequences are held out, and whether their documents are also trained on."""
         if not self.num_held_out:
             return "none held out"
         by = {
@@ -371,19 +376,20 @@ class CacheManifest(StoredDocument):
 
     @property
     def measured_on(self) -> str:
-        """What fidelity was measured on, in words."""
+        """Text that says which sequences fidelity was measured on."""
         return "held-out sequences" if self.num_held_out else "training sequences (none is held out)"
 
 
 class CommitRecord(StoredDocument):
-    """The only thing that makes a shard exist."""
+    """Record of a committed shard; a shard without one does not exist."""
 
     format_version: Literal[1] = FORMAT_VERSION
     fingerprint: Sha256
     shard: int = Field(ge=0, lt=2**20)
     attempt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    """Identifies the one attempt that wrote every file of this record."""
+    """Identifies the attempt that wrote every file of this record, hexadecimal."""
     rank: int = Field(ge=0, lt=2**20)
+    """Rank of the process that wrote the shard."""
     range: ShardRange
     tokens_xxh3: Xxh3
     """XXH3-128 of the shard's token ids as the `tokens` array's dtype, little-endian, without slack."""

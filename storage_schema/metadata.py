@@ -1,7 +1,7 @@
 """Zarr v3 metadata of a cache's arrays, as a pure function of what the cache holds.
 
-The documents are written by us, byte for byte, and compared byte for byte before a reader hands a cache to
-zarr: a stranger's cache can then name no codec, shape or fill value but these.
+This project writes the documents byte for byte, and compares them byte for byte before a reader hands a cache
+to zarr. So an untrusted cache cannot name any other codec, shape or fill value.
 """
 
 import json
@@ -26,7 +26,7 @@ ZSTD_LEVEL: Final = 1
 def zarr_documents(
     identity: CacheIdentity, calibration: Calibration | None, *, num_shards: int, shard_tokens: int
 ) -> dict[str, bytes]:
-    """Return every `zarr.json` of a cache: path below the root, exact content."""
+    """Return every `zarr.json` of a cache: path below the root to exact content."""
     documents = {"zarr.json": _json(_group({"minilm_cache": {"format_version": identity.format_version}}))}
     for small in all_small_arrays(identity, calibration):
         documents[f"{small.path}/zarr.json"] = _json(_small_array(small))

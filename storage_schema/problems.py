@@ -13,19 +13,19 @@ from minilm_cache.storage_schema.versions import READABLE_VERSIONS
 Document = TypeVar("Document", bound=BaseModel)
 
 _SHARD_BYTES = 52
-"""Bytes of a shard's range, without any space."""
+"""Least bytes of a shard's range in JSON without spaces."""
 _FILE_BYTES = 128
-"""Bytes of a file's digest and its name."""
+"""Least bytes of a file's digest and its name in JSON."""
 _FREE_OBJECTS = 4096
 _FREE_VALUES = 2**14
-"""Objects and values that a document may have for everything else."""
+"""Most objects and values that a document may have in addition to its shards and files."""
 _SHOWN = 3
-"""Problems quoted in an error line; the rest is counted."""
+"""Problems quoted in an error line; further ones are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a document: where (`loc`), which sort (`kind`), in words (`message`)."""
+    """One problem of a document: its place (`loc`), its kind (`kind`), and a description (`message`)."""
 
     loc: str
     kind: str
@@ -37,7 +37,7 @@ class Problem:
 
 
 def find_problems(model: type[BaseModel], document: bytes) -> Sequence[Problem]:
-    """Return every problem that keeps `document` (JSON) from being a `model`; empty if it is one."""
+    """Return every problem that keeps `document` (JSON) from being a `model`; empty if it is valid."""
     try:
         model.model_validate_json(document)
     except ValidationError as error:
@@ -55,9 +55,9 @@ def _problems(error: ValidationError) -> Sequence[Problem]:
 def refuse_costly(document: bytes, where: str) -> None:
     """Raise CacheCorruptError for JSON that would take far more memory to parse than its bytes.
 
-    A parsed object takes more than a kilobyte, however short it was, and a wrong one as much again. Long
-    documents of a cache are long by the ranges of their shards and the digests of their files, which say what
-    they are and have a least length; whatever else there is, is little.
+    A parsed object takes more than a kilobyte, however short it was, and an invalid one as much again. A long
+    document of a cache consists almost entirely of shard ranges and file digests, which can be counted and
+    have a least length. Everything else in it is short.
     """
     shards, files = document.count(b'"first_sequence"'), document.count(b'"xxh3_128"')
     objects = document.count(b"{") + document.count(b"[")
@@ -106,6 +106,9 @@ def parse(model: type[Document], document: bytes, where: str) -> Document:
 
 
 def _format_version(document: bytes) -> int | None:
-    """Find the version without parsing the rest: a newer format may differ in every other field."""
-    found = re.search(rb'"format_version"\s*:\s*(\d{1,9})\s*[,}]', document)
-    return None if found is None else int(found[1])
+    """Return the format version, or None where there is none.
+
+    The rest is not parsed: a newer format may differ in every other field.
+    """
+    match = re.search(rb'"format_version"\s*:\s*(\d{1,9})\s*[,}]', document)
+    return None if match is None else int(match[1])

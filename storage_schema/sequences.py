@@ -15,7 +15,7 @@ SEQUENCE_COLUMNS: Final[dict[str, tuple[ColumnType, str]]] = {
 
 
 def entropy_column(kind: RelationKind) -> str:
-    """Name of the float32 column with the teacher's mean row entropy, in nats."""
+    """Return the name of the float32 column with the teacher's mean row entropy, in nats."""
     return f"entropy_{kind}"
 
 

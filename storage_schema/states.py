@@ -1,7 +1,7 @@
-"""What a cache may hold beside relations: hidden states, soft labels, and a classifier's answers.
+"""What a cache may hold in addition to relations: hidden states, soft labels, and a classifier's logits.
 
-None of it is stored unless it was asked for. Hidden states are numbered as transformers numbers them: 0 is
-the output of the embeddings, n that of the n-th layer.
+None of it is stored unless it was requested. Hidden states are numbered as in transformers: 0 is the output
+of the embeddings, n the output of the n-th layer.
 """
 
 from enum import StrEnum
@@ -18,18 +18,18 @@ READ_PATH: Final = "labels/read"
 INDEX_PATH: Final = "labels/index"
 WEIGHT_PATH: Final = "labels/weight"
 MAX_STATES: Final = 129
-"""Of one family: a cache holds 128 layers at most, and the embeddings below them."""
+"""Most hidden states of one family: the outputs of 128 layers and of the embeddings."""
 
 
 class StateFamily(StrEnum):
     """Which reading of a sequence hidden states are of, and which of its tokens have them."""
 
     HIDDEN = "hidden"
-    """Every token of the sequence as it is."""
+    """Every token of the sequence, unmasked."""
     MASKED = "masked"
-    """Every token of the sequence as it is read with some of its tokens masked."""
+    """Every token of the sequence, read with some of its tokens masked."""
     FIRST = "first"
-    """The first token, [CLS], of the sequence as it is."""
+    """The first token, [CLS], of the unmasked sequence."""
 
 
 class StateName(NamedTuple):
@@ -40,7 +40,7 @@ class StateName(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Path below the cache's root, of an array (`first`) or of the group that its code is in."""
+        """Path below the cache's root: an array for `first`, else the group that contains the codes."""
         return f"{STATES_FOLDER}/{self.family}/{self.number}"
 
 
@@ -52,12 +52,12 @@ _READINGS_FOLDER: Final = "readings"
 
 
 def reading_path(path: str, reading: int) -> str:
-    """Return the path of an array of a masked reading; the first reading, number 0, has the plain path."""
+    """Return the path of an array of a masked reading; reading 0 has the plain path."""
     return f"{_READINGS_FOLDER}/{reading}/{path}" if reading else path
 
 
 def plain_path(path: str) -> str:
-    """Return the path that an array of any masked reading has in the first one."""
+    """Return the path that an array of any masked reading has in reading 0."""
     return path.split("/", 2)[2] if path.startswith(f"{_READINGS_FOLDER}/") else path
 
 
@@ -78,7 +78,7 @@ class Masking(StoredModel):
 
     @property
     def num_readings(self) -> int:
-        """Readings of each sequence, at least one."""
+        """Number of masked readings of each sequence, at least 1."""
         return self.readings or 1
 
 
@@ -90,10 +90,10 @@ class SoftLabels(StoredModel):
 
     k: int = Field(ge=1, le=4096)
     temperature: float = Field(gt=0, le=100)
-    """What logits are divided by before the softmax."""
+    """Number that logits are divided by before the softmax."""
     weight_ratio: float = Field(gt=1.0, le=2.0)
     tokens: Literal["all"] | None = None
-    """Tokens that have labels: `all`, or, if None, those that were chosen to be masked."""
+    """Tokens that have labels: `all`. None means those that were chosen to be masked."""
 
     sections: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
@@ -105,13 +105,15 @@ class StatesIdentity(StoredModel):
     masked_hidden: Numbers = ()
     first: Numbers = ()
     max_error: float | None = Field(default=None, gt=0, lt=1)
-    """Relative error that hidden states of every token may have: root of squared error over variance."""
+    """Greatest relative error of hidden states of every token: square root of squared error over variance.
+    None means that there are none."""
     calibration_tokens: int | None = Field(default=None, ge=1, le=2**24)
-    """Tokens that their codes are fitted to, about; a quarter as many more are checked with."""
+    """Approximate number of tokens that their codes are fitted to; a quarter as many more are for
+    checking. None means that there are none."""
     masking: Masking | None = None
     labels: SoftLabels | None = None
     num_classes: int | None = Field(default=None, ge=1, le=2**16)
-    """Logits of a teacher that classifies sequences."""
+    """Number of logits of a teacher that classifies sequences. None means that no logits are stored."""
 
     sections: ClassVar[frozenset[str]] = frozenset(
         {
@@ -148,7 +150,7 @@ class StatesIdentity(StoredModel):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Everything stored: an array each, or a group of arrays."""
+        """Paths of everything that is stored: one array or one group of arrays each."""
         first = [StateName(StateFamily.FIRST, number).folder for number in self.first]
         labels = [LABELS_FOLDER] if self.masking is not None else []
         classes = [LOGITS_PATH] if self.num_classes is not None else []
@@ -156,12 +158,12 @@ class StatesIdentity(StoredModel):
 
     @property
     def head(self) -> Literal["tokens", "sequences"] | None:
-        """The head that a teacher must have to say all this."""
+        """Head that the teacher must have to produce all this. None means that no head is needed."""
         return "tokens" if self.labels is not None else "sequences" if self.num_classes is not None else None
 
     @property
     def in_words(self) -> str:
-        """Everything stored, for people."""
+        """Everything that is stored, as text for people."""
         parts = [
             f"{what} {', '.join(map(str, numbers))}"
             for what, numbers in (
@@ -185,10 +187,10 @@ class StatesIdentity(StoredModel):
 
     @property
     def num_readings(self) -> int:
-        """Masked readings of each sequence; 1 where nothing is masked."""
+        """Number of masked readings of each sequence; 1 if nothing is masked."""
         return 1 if self.masking is None else self.masking.num_readings
 
     @property
     def highest(self) -> int:
-        """The highest number of a hidden state; 0 without any."""
+        """Highest number of a hidden state; 0 if there is none."""
         return max((0, *self.hidden, *self.masked_hidden, *self.first))

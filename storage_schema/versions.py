@@ -1,4 +1,4 @@
-"""Format versions: the one that is written, and those that can be read."""
+"""Format versions: the version that is written, and the versions that can be read."""
 
 from typing import Final
 

@@ -1,12 +1,12 @@
 """The contract of all codecs.
 
-A codec stores one part of what a teacher says about a batch of sequences: the relations of a layer, or the
+A codec stores one part of a teacher's output for a batch of sequences: the relations of a layer, or the
 states of a cache. It is a frozen object that `build.py` makes from a manifest and fitted codes.
 
-1. `paths(everything)` are the paths of the arrays that `encode` writes, each `(batch, length, ...)`.
-2. A sequence is encoded the same whatever batch it is in: what is drawn depends on its number alone.
-3. `decode` is the inverse of `encode` up to the error that the class states, and ignores what stands beyond a
-   sequence's length.
+1. `paths(everything)` returns the paths of the arrays that `encode` writes, each `(batch, length, ...)`.
+2. The encoding of a sequence does not depend on its batch: random draws depend on its number alone.
+3. `decode` is the inverse of `encode` up to the error that the class documents, and ignores positions beyond
+   a sequence's length.
 4. `check` and `decode` refuse rows that `encode` never writes.
 """
 
@@ -22,12 +22,12 @@ from minilm_cache.relations.rows import RowTargets, WantedRelations
 from minilm_cache.relations.scores import TeacherSignal
 from minilm_cache.storage_schema.identity import RelationKind
 
-NOT_OURS = "It was not written by `minilm-cache dump`: dump the cache again, or fetch it from who made it."
-"""What to do about rows that no codec writes."""
+NOT_OURS = "It was not written by `minilm-cache dump`: dump the cache again, or get it again from its author."
+"""What a user can do about rows that no codec writes: the end of error messages."""
 PART_ENTRIES = 2**21
-"""Probabilities that are drawn from at once, 8 MiB: they stay in a processor's cache."""
+"""Probabilities that are sampled from in one step: 8 MiB as float32, which fits into a processor's cache."""
 Rows = Mapping[str, npt.NDArray[np.generic]]
-"""Stored rows: path of an array to `(batch, length, ...)`."""
+"""Stored rows: the path of each array, and its values, `(batch, length, ...)`."""
 Content_contra = TypeVar("Content_contra", contravariant=True)
 Wanted = TypeVar("Wanted")
 Decoded_co = TypeVar("Decoded_co", covariant=True)
@@ -35,26 +35,29 @@ Decoded_co = TypeVar("Decoded_co", covariant=True)
 
 @runtime_checkable
 class Codec(Protocol[Content_contra, Wanted, Decoded_co]):
-    """One way to store a part of what a teacher says. See the rules at the top of this module."""
+    """One way to store a part of a teacher's output. See the rules at the top of this module."""
 
     @property
     def everything(self) -> Wanted:
-        """All that is stored."""
+        """A request for everything that is stored."""
         ...
 
     def paths(self, wanted: Wanted) -> tuple[str, ...]:
-        """Return the paths of the arrays that this is decoded from."""
+        """Return the paths of the arrays that `wanted` is decoded from."""
         ...
 
     def encode(
         self, content: Content_contra, sequences: Sequence[int], *, lengths: Int[Tensor, " batch"]
     ) -> Rows:
-        """Return what is stored of a padded batch.
+        """Encode a padded batch.
 
         Args:
-            content: what the teacher says.
-            sequences: numbers of the sequences in the cache; they seed what is drawn.
+            content: the teacher's output for the batch.
+            sequences: numbers of the sequences in the cache; they seed the random draws.
             lengths: valid positions of each sequence.
+
+        Returns:
+            Path of each array to its rows, `(batch, length, ...)`.
         """
         ...
 
@@ -73,10 +76,10 @@ class Codec(Protocol[Content_contra, Wanted, Decoded_co]):
     def decode(
         self, rows: Mapping[str, Tensor], wanted: Wanted, *, lengths: Int[Tensor, " batch"]
     ) -> Decoded_co:
-        """Return what is wanted, on the device that `rows` are on.
+        """Decode the requested part, on the device of `rows`.
 
         Args:
-            rows: path of an array to `(batch, length, ...)`; whatever stands beyond a sequence's length is
+            rows: path of an array to `(batch, length, ...)`; positions beyond a sequence's length are
                 ignored.
             wanted: what to decode.
             lengths: valid positions of each sequence.

@@ -1,4 +1,4 @@
-"""From a manifest to its codecs: the only place that asks which codec a cache has."""
+"""Building the codecs of a manifest: the only place that checks which codec a cache uses."""
 
 from collections.abc import Mapping
 
@@ -24,7 +24,7 @@ def build_codec(
     max_length: int,
     kinds: tuple[RelationKind, ...] = ROW_RELATIONS,
 ) -> RowsCodec:
-    """Return the codec of a cache that stores rows of these relations.
+    """Return the codec of a cache that stores the rows of these relations.
 
     Raises:
         UnsupportedFormatError: its weight scale is not one of this release's.

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from minilm_cache.codecs.base import Rows
+from minilm_cache.codecs.base import NOT_OURS, Rows
 from minilm_cache.codecs.rows import RowsCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.relations.rows import DenseRows
@@ -23,12 +23,12 @@ class DenseCodec(RowsCodec):
 
     @property
     def parameters(self) -> DenseParameters:
-        """What the manifest says of this codec."""
+        """The parameters of this codec in the manifest."""
         return DenseParameters()
 
     @property
     def is_unbiased(self) -> bool:
-        """The stored row is the teacher's row, up to rounding."""
+        """True: the stored row is the teacher's row, up to rounding."""
         return True
 
     def encode_relation(
@@ -45,20 +45,17 @@ class DenseCodec(RowsCodec):
         return {"probability": padded.transpose(1, 2).cpu().numpy()}
 
     def check_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
-        """Raise CacheCorruptError for values that are no probabilities."""
+        """Raise CacheCorruptError for values that are not probabilities."""
         del lengths
         least, greatest = rows["probability"].aminmax()
-        if not (float(least) >= 0 and float(greatest) <= 1):  # NaN is neither
-            raise CacheCorruptError(
-                "a stored row holds what is no probability. It was not written by `minilm-cache dump`: dump "
-                "the cache again, or fetch it from who made it."
-            )
+        if not (float(least) >= 0 and float(greatest) <= 1):  # so that NaN fails, too
+            raise CacheCorruptError(f"a stored row holds a value that is not a probability. {NOT_OURS}")
 
     def decode_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> DenseRows:
         """Return the rows as float32, cut to the batch's padded length.
 
         Raises:
-            CacheCorruptError: values that are no probabilities.
+            CacheCorruptError: values that are not probabilities.
         """
         probability = rows["probability"][..., : rows["probability"].shape[1]].transpose(1, 2).float()
         valid = torch.arange(probability.shape[-1], device=lengths.device) < lengths[:, None]

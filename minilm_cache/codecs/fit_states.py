@@ -1,4 +1,4 @@
-"""Fit the code of a hidden state: principal components, and the coarsest step that keeps the error."""
+"""Fit the code of a hidden state: principal components, and the coarsest step within the allowed error."""
 
 import math
 
@@ -10,7 +10,7 @@ from minilm_cache.codecs.transform import GAIN_ROWS, TransformCode, fit_code
 from minilm_cache.errors import InvalidConfigError
 
 MARGIN = 0.97
-"""Share of the error allowed that is aimed at: sequences differ by a few per cent."""
+"""Share of the allowed error that a fit aims at: the error differs by a few per cent between sequences."""
 _STEP_ROUNDS = 12
 
 
@@ -20,19 +20,19 @@ def fit_state(
     """Return the coarsest code whose relative error on `check` is at most `max_error`, and that error.
 
     Args:
-        fit: hidden states that components are of.
-        check: others, that the step is chosen on.
-        max_error: root of squared error over variance.
+        fit: hidden states that the principal components are computed from.
+        check: other hidden states, which the step is chosen on.
+        max_error: greatest relative error, the root of squared error over variance.
 
     Raises:
-        InvalidConfigError: no step comes down to `max_error`.
+        InvalidConfigError: no step reaches `max_error`.
     """
     mean = fit.mean(0)
     centred = (fit - mean).double()
     variances, vectors = torch.linalg.eigh(centred.T @ centred / len(fit))
     basis = vectors.flip(-1).T
     sample = fit[:GAIN_ROWS] - mean
-    # Rounding costs a component step**2 / 12, or all its variance where that is less.
+    # Rounding adds an error of step**2 / 12 to a component, or of all its variance where that is less.
     guess = max_error * math.sqrt(12 * float(variances.clamp(min=0).sum()) / len(variances))
     low, high = guess / 64, guess * 64
     best: tuple[TransformCode, float] | None = None
@@ -51,7 +51,7 @@ def fit_state(
     return best
 
 
-def relative_error(said: Tensor, stored: Tensor, mean: Tensor) -> float:
+def relative_error(teacher: Tensor, stored: Tensor, mean: Tensor) -> float:
     """Return the root of squared error over variance, both summed over rows and dimensions."""
-    variance = (said - mean.to(said.device)).double().square().sum()
-    return float(((stored - said).double().square().sum() / variance.clamp(min=1e-30)).sqrt())
+    variance = (teacher - mean.to(teacher.device)).double().square().sum()
+    return float(((stored - teacher).double().square().sum() / variance.clamp(min=1e-30)).sqrt())

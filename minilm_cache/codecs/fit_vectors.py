@@ -4,9 +4,9 @@ To second order, an error in a layer's vectors costs KL(teacher || stored) = 1/2
 a relation's rows of the error in its scores. With independent errors that is a quadratic form in the error of
 each head's query, key and value: for a query the covariance of keys under its attention, for a key the sum
 over the rows that see it of p (1 - p) q q^T, for a value both, with v in place of q and k. Principal
-components under that metric, with one step for all, spend bits where they are worth most. Two numbers remain,
-chosen on sequences that nothing was fitted to: how much the value relation weighs against attention, and the
-step.
+components under that metric, with one step for all, spend bits where they reduce the KL most. Two numbers
+remain: the weight of the value relation against attention, and the step. They are chosen on sequences that
+nothing else was fitted to.
 """
 
 import math
@@ -26,24 +26,25 @@ from minilm_cache.storage_schema.identity import RelationKind
 
 KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
 MARGIN = 0.97
-"""Share of the KL allowed that is aimed at: other sequences than those checked differ by a few per cent."""
+"""Share of the allowed KL that a fit aims at: on other sequences the KL differs by a few per cent."""
 INTERRUPTED = "interrupted while fitting the codec: nothing was written. Run the same command to begin again."
 _WEIGHT_ROUNDS = 3
 _STEP_ROUNDS = 9
 _LEAST_SENSITIVITY = 1e-6
-"""Of a direction, over the greatest of its head: what costs nothing is still stored, coarsely."""
+"""Least sensitivity of a direction over the greatest of its head: errors that cost no KL stay bounded."""
 _LEAST_VARIANCE = 1e-9
-"""Of a component, over the greatest: what is less is rounding of the teacher's own arithmetic."""
+"""Least variance of a component over the greatest: less is rounding error of the teacher's arithmetic."""
 
 _Metric = Float[Tensor, "heads size size"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
-    """A codec, and the KL that it has on the sequences it was checked with."""
+class FittedCodec:
+    """A codec, and its KL on the sequences that it was checked with."""
 
     codec: VectorsCodec
     kl: dict[RelationKind, float]
+    """Mean KL(teacher || stored) over heads and valid rows, nats."""
 
 
 def calibrate(
@@ -54,21 +55,22 @@ def calibrate(
     layer: int,
     longest: TeacherSignal | None = None,
     should_stop: ShouldStop = never_stop,
-) -> Fitted:
+) -> FittedCodec:
     """Return the coarsest code whose mean KLs on `check` are at most `max_kl`, nats.
 
     Args:
-        fit: batches that statistics are taken of.
-        check: batches that weight and step are chosen on.
-        max_kl: for attention and value relation alike.
-        layer: of the teacher, that the vectors are of.
-        longest: a sequence of full length, whose mask tells how far the teacher's attention sees.
-        should_stop: asked before each try.
+        fit: batches that the statistics are computed from.
+        check: batches that the weight and the step are chosen on.
+        max_kl: greatest mean KL, nats, for attention and for the value relation.
+        layer: layer of the teacher, counted from 0.
+        longest: a sequence of full length, whose mask shows how far the teacher's attention sees. None means
+            that the masks of `fit` and `check` are used.
+        should_stop: called before each step that is tried; True stops.
 
     Raises:
-        InterruptedRunError: it was asked to stop.
-        TeacherError: its attention mask is no window.
-        InvalidConfigError: no step comes down to `max_kl`.
+        InterruptedRunError: a stop was requested.
+        TeacherError: the teacher's attention mask is not a sliding window.
+        InvalidConfigError: no step reaches `max_kl`.
     """
     moments = _Moments(layer, fit, [*fit, *check] if longest is None else [longest, *fit, *check])
     weight = 1.0
@@ -76,20 +78,20 @@ def calibrate(
     for _ in range(_WEIGHT_ROUNDS):
         ratio = best.kl[RelationKind.VALUE] / max(best.kl[RelationKind.ATTENTION], 1e-9)
         weight *= min(max(ratio, 0.1), 10.0)
-        found = _coarsest_step(moments, check, weight=weight, max_kl=max_kl, should_stop=should_stop)
-        if _bits(found.codec, check) >= _bits(best.codec, check):
+        candidate = _coarsest_step(moments, check, weight=weight, max_kl=max_kl, should_stop=should_stop)
+        if _bits(candidate.codec, check) >= _bits(best.codec, check):
             break
-        best = found
+        best = candidate
     if max(best.kl.values()) > max_kl:
         raise InvalidConfigError(
-            f"--max-kl {max_kl:g} cannot be reached with this teacher and text: the finest step comes to "
+            f"--max-kl {max_kl:g} cannot be reached with this teacher and text: the finest step gives "
             f"{max(best.kl.values()):.2g} nats. Give a greater --max-kl, or --codec dense."
         )
     return best
 
 
 class _Moments:
-    """Statistics of the sequences fitted to."""
+    """Statistics of the sequences that a codec is fitted to."""
 
     def __init__(self, layer: int, signals: Sequence[TeacherSignal], masked: Sequence[TeacherSignal]) -> None:
         self.layer = layer
@@ -118,34 +120,34 @@ def _sensitivities(signal: TeacherSignal) -> tuple[_Metric, _Metric, _Metric]:
     vectors = signal.vectors
     query, key, value = (part.float() for part in (vectors.query, vectors.key, vectors.value))
     valid = key_mask(signal.lengths, query.shape[2])[:, None, :, None]
-    # Not through the signal, which would keep them: the sequences fitted to are many.
+    # Not through `signal.probs`, which would keep them in memory for every batch.
     attention = relation_probs(vectors, RelationKind.ATTENTION, signal.lengths) * valid
     relation = relation_probs(vectors, RelationKind.VALUE, signal.lengths) * valid
     half = vectors.scaling**2 / 2
     value_half = 1 / (2 * value.shape[-1])
     return (
-        half * _seen(attention, key),
-        half * _seeing(attention, query),
-        value_half * (_seen(relation, value) + _seeing(relation, value)),
+        half * _cost_of_left(attention, key),
+        half * _cost_of_right(attention, query),
+        value_half * (_cost_of_left(relation, value) + _cost_of_right(relation, value)),
     )
 
 
-def _seen(probs: Tensor, right: Tensor) -> _Metric:
-    """Sum over rows of the covariance of `right` under the row."""
+def _cost_of_left(probs: Tensor, right: Tensor) -> _Metric:
+    """Return the sum over rows of the covariance of `right` under the row."""
     expected = probs @ right
     weighted = probs.sum(-2)[..., None] * right
     second = torch.einsum("bhjd,bhje->hde", weighted, right)
     return second - torch.einsum("bhid,bhie->hde", expected, expected)
 
 
-def _seeing(probs: Tensor, left: Tensor) -> _Metric:
-    """Sum over rows i and columns j of p (1 - p) times the outer product of `left` at i."""
+def _cost_of_right(probs: Tensor, left: Tensor) -> _Metric:
+    """Return the sum over rows i and columns j of p (1 - p) times the outer product of `left` at i."""
     weight = (probs * (1 - probs)).sum(-1)[..., None]
     return torch.einsum("bhid,bhie->hde", weight * left, left)
 
 
 def _attention_window(signals: Sequence[TeacherSignal]) -> int | None:
-    """Return how far the teacher's attention sees to each side; none where padding alone hides columns."""
+    """Return how many positions the teacher's attention sees to each side. None means that it sees all."""
     window = None
     for signal in signals:
         mask = signal.vectors.mask
@@ -155,12 +157,14 @@ def _attention_window(signals: Sequence[TeacherSignal]) -> int | None:
         inside = mask & valid[:, None, None, :] & valid[:, None, :, None]
         position = torch.arange(mask.shape[-1], device=mask.device)
         distance = (position[:, None] - position).abs()
-        both = (valid[:, None, None, :] & valid[:, None, :, None]).expand_as(inside)
-        if bool((inside == both).all()):
+        both_valid = (valid[:, None, None, :] & valid[:, None, :, None]).expand_as(inside)
+        if bool((inside == both_valid).all()):
             continue
         reach = int((distance * inside).max())
-        if not bool((inside == (both & (distance <= reach))).all()):
-            raise TeacherError("the teacher's attention mask is no window, which codec vectors cannot keep.")
+        if not bool((inside == (both_valid & (distance <= reach))).all()):
+            raise TeacherError(
+                "the teacher's attention mask is not a sliding window; codec vectors stores no other mask."
+            )
         window = reach if window is None else max(window, reach)
     return window
 
@@ -174,7 +178,7 @@ def _roots(metric: _Metric) -> tuple[Tensor, Tensor]:
 
 
 def _components(moments: _Moments, weight: float) -> tuple[Tensor, Tensor]:
-    """Return matrices to and from principal components under the metric, in no step yet."""
+    """Return matrices to and from principal components under the metric, not yet divided into steps."""
     heads = [*moments.query, *moments.key, *(weight * moments.value)]
     roots, inverses = _roots(torch.stack(heads))
     to_metric, from_metric = torch.block_diag(*roots), torch.block_diag(*inverses)
@@ -192,13 +196,16 @@ def _coarsest_step(
     weight: float,
     max_kl: float,
     should_stop: ShouldStop,
-) -> Fitted:
-    """Return the code of the greatest step that keeps both KLs, by bisection of its logarithm."""
+) -> FittedCodec:
+    """Return the code of the greatest step that keeps both KLs, by bisection of its logarithm.
+
+    Where no step keeps them, it is the code of the finest step that was tried.
+    """
     analysis, synthesis = _components(moments, weight)
     # An error of a step in every component costs step**2 / 12 each, to second order.
     guess = math.sqrt(12 * max_kl * MARGIN / len(analysis))
     low, high = guess / 16, guess * 16
-    best: Fitted | None = None
+    best: FittedCodec | None = None
     for _ in range(_STEP_ROUNDS):
         if should_stop():
             raise InterruptedRunError(INTERRUPTED)
@@ -206,17 +213,17 @@ def _coarsest_step(
         codec = _codec(moments, analysis / step, synthesis * step)
         kl = measured_kl(codec, check)
         if max(kl.values()) <= max_kl * MARGIN:
-            best, low = Fitted(codec=codec, kl=kl), step
+            best, low = FittedCodec(codec=codec, kl=kl), step
         else:
             high = step
     if best is None:
         codec = _codec(moments, analysis / low, synthesis * low)
-        best = Fitted(codec=codec, kl=measured_kl(codec, check))
+        best = FittedCodec(codec=codec, kl=measured_kl(codec, check))
     return best
 
 
 def _codec(moments: _Moments, analysis: Tensor, synthesis: Tensor) -> VectorsCodec:
-    """Return the codec of matrices in steps."""
+    """Return the codec of matrices that are divided into steps."""
     return VectorsCodec(
         layer=moments.layer,
         num_heads=moments.num_heads,
@@ -237,15 +244,15 @@ def measured_kl(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> dict[R
         stored = codec.vectors(torch.from_numpy(codes).to(signal.lengths.device))
         rows += int(signal.lengths.sum()) * codec.num_heads
         for kind in KINDS:
-            teacher, found = signal.probs(kind), relation_probs(stored, kind, signal.lengths)
+            teacher, decoded = signal.probs(kind), relation_probs(stored, kind, signal.lengths)
             tiny = torch.finfo(torch.float32).tiny
-            kl = (teacher * (teacher.clamp(min=tiny).log() - found.clamp(min=tiny).log())).sum(-1)
+            kl = (teacher * (teacher.clamp(min=tiny).log() - decoded.clamp(min=tiny).log())).sum(-1)
             sums[kind] += float((kl * valid).sum())
     return {kind: max(total / rows, 0.0) for kind, total in sums.items()}
 
 
 def _bits(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> float:
-    """Return the entropy of a token's codes, each component by itself, bits."""
+    """Return the entropy of a token's codes, bits, summed over components."""
     encoded = [codec.encode(signal, (), lengths=signal.lengths)[codec.codes_path] for signal in signals]
     codes = torch.cat(
         [
@@ -261,6 +268,6 @@ def _bits(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> float:
 
 
 def split_sample(num_sequences: int, num_fitted: int) -> tuple[range, range]:
-    """Return which of the first training sequences are fitted to and which are checked: a fifth of them."""
+    """Return the numbers of the training sequences to fit to, and of those to check on (a fifth of all)."""
     num_fitted = min(num_fitted, num_sequences - max(1, num_sequences // 5))
     return range(num_fitted), range(num_fitted, min(num_sequences, num_fitted + max(1, num_fitted // 4)))

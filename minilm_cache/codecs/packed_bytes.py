@@ -1,4 +1,7 @@
-"""Sums and zeros of short rows of bytes, eight bytes at a time: several times as fast as one by one."""
+"""Row sums and zero checks of short rows of bytes, several times as fast as byte by byte.
+
+Eight bytes are handled at a time, as one word.
+"""
 
 import functools
 
@@ -19,25 +22,25 @@ def byte_sums(rows: _Bytes) -> npt.NDArray[np.int64]:
     pairs = (words & _EVEN_BYTES) + (words >> np.uint64(8) & _EVEN_BYTES)
     pairs *= _ONES_16  # the highest 16 bits are the sum of all four
     pairs >>= np.uint64(48)
-    return _across(np.add, pairs).view(np.int64)
+    return _reduce_words(np.add, pairs).view(np.int64)
 
 
 def has_zero_byte(rows: _Bytes) -> npt.NDArray[np.bool_]:
     """Return whether each row holds a zero: `(..., k)` uint8 to `(...)` bool."""
     words = _words(rows, fill=1)
-    found = words - _ONES_8  # borrows into the high bit of a byte that is 0
-    found &= ~words
-    found &= _HIGH_BITS
-    return np.not_equal(_across(np.bitwise_or, found), 0)
+    zeros = words - _ONES_8  # borrows into the high bit of a byte that is 0
+    zeros &= ~words
+    zeros &= _HIGH_BITS
+    return np.not_equal(_reduce_words(np.bitwise_or, zeros), 0)
 
 
-def _across(operation: np.ufunc, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the words of each row put together; numpy's own reduction is slow on rows of a few words."""
+def _reduce_words(operation: np.ufunc, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Reduce each row to one word; numpy's own reduction is slow on rows of a few words."""
     return functools.reduce(operation, np.moveaxis(words, -1, 0))
 
 
 def _words(rows: _Bytes, *, fill: int) -> npt.NDArray[np.uint64]:
-    """Return rows as words, `(..., words)`, filled up where they are no multiple of eight bytes."""
+    """Return rows as words, `(..., words)`, filled up to a multiple of eight bytes with `fill`."""
     missing = -rows.shape[-1] % _WORD
     if missing:
         rows = np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)], constant_values=fill)

@@ -1,6 +1,6 @@
 """Weights in one byte: a logarithmic scale from 1 downwards.
 
-Code c in 1..254 stands for ratio**-(c - 1); 0 and 255 are free for the codec (see SPEC.md).
+Code c in 1..254 stands for ratio**-(c - 1); codes 0 and 255 mean what the codec defines (see SPEC.md).
 """
 
 import math

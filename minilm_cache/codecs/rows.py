@@ -19,17 +19,17 @@ ROW_RELATIONS = (RelationKind.ATTENTION, RelationKind.VALUE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsCodec(ABC):
-    """A codec that stores the rows of each relation by themselves, all in one way."""
+    """A codec that stores the rows of each relation by themselves, all in the same way."""
 
     max_length: int
-    """Most tokens of a sequence."""
+    """Greatest number of tokens in a sequence."""
     kinds: tuple[RelationKind, ...] = ROW_RELATIONS
     """The relations that are stored."""
 
     @property
     @abstractmethod
     def parameters(self) -> TopKParameters | DenseParameters:
-        """What the manifest says about this codec."""
+        """The parameters of this codec in the manifest."""
 
     @property
     @abstractmethod
@@ -45,26 +45,29 @@ class RowsCodec(ABC):
         sequences: Sequence[int],
         lengths: Int[Tensor, " batch"],
     ) -> Rows:
-        """Return the stored rows of one relation, by the names of its arrays.
+        """Encode one relation.
 
         Args:
             probs: the teacher's relation; columns beyond a sequence's length are 0.
-            kind: which relation it is; with `sequences` it seeds what is drawn.
+            kind: which relation it is; with `sequences` it seeds the random draws.
             sequences: numbers of the sequences in the cache.
             lengths: valid positions of each sequence.
+
+        Returns:
+            Name of each array of the relation to its rows, `(batch, length, ...)`.
         """
 
     @abstractmethod
     def check_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
-        """Check the rows of one relation (`Codec.check`); `rows` are by the names of its arrays."""
+        """Check one relation, as `Codec.check`; `rows` maps the names of its arrays to values."""
 
     @abstractmethod
     def decode_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> RowTargets:
-        """Return the rows of one relation (`Codec.decode`); `rows` are by the names of its arrays."""
+        """Decode one relation, as `Codec.decode`; `rows` maps the names of its arrays to values."""
 
     @property
     def everything(self) -> WantedRelations:
-        """All relations that are stored."""
+        """A request for all relations that are stored."""
         return WantedRelations(self.kinds)
 
     def paths(self, wanted: WantedRelations) -> tuple[str, ...]:
@@ -72,14 +75,14 @@ class RowsCodec(ABC):
         return tuple(path for kind in wanted.kinds for path in self._arrays(kind).values())
 
     def _arrays(self, kind: RelationKind) -> dict[str, str]:
-        """Return the paths of a relation's arrays, by their names."""
+        """Return the name of each array of a relation to its path."""
         names = relation_arrays(self.parameters, self.max_length)
         return {name: relation_path(kind, name) for name in names}
 
     def encode(
         self, content: TeacherSignal, sequences: Sequence[int], *, lengths: Int[Tensor, " batch"]
     ) -> Rows:
-        """Return the rows of every relation."""
+        """Encode every relation (`Codec.encode`)."""
         return {
             relation_path(kind, name): values
             for kind in self.kinds
@@ -96,7 +99,7 @@ class RowsCodec(ABC):
     def decode(
         self, rows: Mapping[str, Tensor], wanted: WantedRelations, *, lengths: Int[Tensor, " batch"]
     ) -> dict[RelationKind, RowTargets]:
-        """Return relations as targets, with the heads that they were stored with.
+        """Return relations as targets, with the relation heads that they were stored with.
 
         Raises:
             CacheCorruptError: values that `encode` never writes.

@@ -1,8 +1,8 @@
-"""How states are stored: hidden states transform-coded, first tokens' as float16, labels as drawn entries.
+"""How states are stored: hidden states transform-coded, first tokens' as float16, labels as sampled entries.
 
-Error bounds: of a hidden state of every token none for a row, the relative error of the whole is what the
-manifest says; of a first token's 2**-11 of each number; labels are an unbiased sample (`topk.py`), each kept
-weight within a factor `weight_ratio`.
+Error bounds: a hidden state of every token has no bound for a single row, and its relative error over all
+rows is in the manifest; a hidden state of first tokens has 2**-11 for each number; labels are an unbiased
+sample (`topk.py`), each kept weight within a factor `weight_ratio`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,17 +34,17 @@ from minilm_cache.storage_schema.states import (
 )
 
 _LABEL_STREAM = 16
-"""Of the numbers that labels are drawn with; relations have those below."""
+"""Random stream that labels are drawn from; relations use the streams below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatesCodec:
-    """Everything that a cache stores beside relations; names of arrays are their paths in the cache."""
+    """Everything that a cache stores in addition to relations; arrays are named by their paths."""
 
     parameters: StatesIdentity
     vocab_size: int
     codes: Mapping[StateName, TransformCode]
-    """Of hidden states of every token."""
+    """Fitted code of each hidden state of every token."""
 
     @classmethod
     def of(cls, identity: CacheIdentity, codes: Mapping[StateName, TransformCode]) -> "StatesCodec":
@@ -64,7 +64,7 @@ class StatesCodec:
 
     @property
     def everything(self) -> WantedStates:
-        """All that is stored."""
+        """A request for everything that is stored."""
         first = tuple(StateName(StateFamily.FIRST, number) for number in self.parameters.first)
         return WantedStates(
             hidden=(*self.parameters.coded, *first),
@@ -73,7 +73,7 @@ class StatesCodec:
         )
 
     def paths(self, wanted: WantedStates) -> tuple[str, ...]:
-        """Return the arrays that these states are decoded from."""
+        """Return the paths of the arrays that these states are decoded from, in the first masked reading."""
         labels = (INDEX_PATH, WEIGHT_PATH) if self.parameters.labels is not None else ()
         return (
             *(_array(name) for name in wanted.hidden),
@@ -82,31 +82,31 @@ class StatesCodec:
         )
 
     def stored_path(self, path: str, reading: int) -> str:
-        """Return where an array of the first masked reading lies in another one; others lie where they do."""
+        """Return the path of an array in a masked reading; arrays that masks do not change have only one."""
         return reading_path(path, reading) if path in masked_paths(self.parameters) else path
 
     def encode(self, content: States, sequences: Sequence[int], *, lengths: Int[Tensor, " batch"]) -> Rows:
-        """Return the rows of a padded batch; whole numbers are int64 where their arrays hold less."""
+        """Encode a padded batch; integers may be int64 where their arrays store a smaller type."""
         states, reading = content, content.reading
         length = int(lengths.max())
-        found: dict[str, np.ndarray] = {}
+        rows: dict[str, np.ndarray] = {}
         for name, values in states.hidden.items():
             if name.family is StateFamily.FIRST:
-                found[_array(name)] = _at_first(values.half(), length)
+                rows[_array(name)] = _at_first(values.half(), length)
             else:
-                found[_array(name)] = self.codes[name].codes(values).cpu().numpy()
+                rows[_array(name)] = self.codes[name].codes(values).cpu().numpy()
         if states.logits is not None:
-            found[LOGITS_PATH] = _at_first(states.logits.float(), length)
+            rows[LOGITS_PATH] = _at_first(states.logits.float(), length)
         if states.masked is not None:
-            found |= self._encode_masked(states.masked, sequences, reading)
-        return {self.stored_path(path, reading): values for path, values in found.items()}
+            rows |= self._encode_masked(states.masked, sequences, reading)
+        return {self.stored_path(path, reading): values for path, values in rows.items()}
 
     def _encode_masked(
         self, masked: MaskedSequences, sequences: Sequence[int], reading: int
     ) -> dict[str, np.ndarray]:
         read = masked.ids.masked_fill(~masked.chosen, not_chosen(self.vocab_size))
         rows = {READ_PATH: read.cpu().numpy()}
-        if self.parameters.labels is None or masked.labels is None:  # nobody asks for labels that are there
+        if self.parameters.labels is None or masked.labels is None:  # the caller requested none
             return rows
         assert isinstance(masked.labels, DenseLabels)
         probs, k = masked.labels.probs, self.parameters.labels.k
@@ -115,8 +115,8 @@ class StatesCodec:
         part = max(1, PART_ENTRIES // probs.shape[-1])
         scale = LogScale(ratio=self.parameters.labels.weight_ratio)
         drawn = [
-            sample_pps(some, k, draws=own, scale=scale)
-            for some, own in zip(probs.split(part), draws.split(part), strict=True)
+            sample_pps(part_probs, k, draws=part_draws, scale=scale)
+            for part_probs, part_draws in zip(probs.split(part), draws.split(part), strict=True)
         ]
         index = torch.zeros((*masked.ids.shape, k), dtype=torch.int64, device=probs.device)
         weight = torch.zeros_like(index)
@@ -132,12 +132,12 @@ class StatesCodec:
         They are a pure function of seed, sequence and reading.
         """
         assert self.parameters.masking is not None
-        seed, found = self.parameters.masking.seed, []
+        seed, numbers = self.parameters.masking.seed, []
         for sequence, count in zip(sequences, labelled.sum(-1).tolist(), strict=True):
             counter = [0, reading, _LABEL_STREAM, sequence]
             generator = np.random.Generator(np.random.Philox(key=seed, counter=counter))
-            found.append(generator.random(count, dtype=np.float32))
-        return torch.from_numpy(np.concatenate(found))[:, None]
+            numbers.append(generator.random(count, dtype=np.float32))
+        return torch.from_numpy(np.concatenate(numbers))[:, None]
 
     def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
         """Raise CacheCorruptError for values that `encode` never writes."""
@@ -148,7 +148,7 @@ class StatesCodec:
         if self.parameters.num_classes is not None:
             numbers.append(rows[LOGITS_PATH])
         if not all(bool(values.isfinite().all()) for values in numbers):
-            raise CacheCorruptError(f"a stored state is no number. {NOT_OURS}")
+            raise CacheCorruptError(f"a stored state is NaN or infinite. {NOT_OURS}")
         if self.parameters.masking is not None:
             chosen = self._chosen(rows[READ_PATH])
             if self.parameters.labels is not None:
@@ -157,12 +157,12 @@ class StatesCodec:
     def decode(
         self, rows: Mapping[str, Tensor], wanted: WantedStates, *, lengths: Int[Tensor, " batch"]
     ) -> States:
-        """Return states, on the device that `rows` are on.
+        """Decode states, on the device of `rows`.
 
         Args:
-            rows: path of an array to `(batch, length, ...)`, and `tokens`; whatever stands beyond a
-                sequence's length is ignored.
-            wanted: which states.
+            rows: path of an array to `(batch, length, ...)`, and `tokens`; positions beyond a sequence's
+                length are ignored.
+            wanted: which states to decode.
             lengths: valid positions of each sequence, `(batch,)`.
 
         Raises:
@@ -187,12 +187,12 @@ class StatesCodec:
             )
         logits = rows[LOGITS_PATH][:, 0].float() if wanted.logits else None
         if logits is not None and not bool(logits.isfinite().all()):
-            raise CacheCorruptError(f"a stored state is no number. {NOT_OURS}")
+            raise CacheCorruptError(f"a stored state is NaN or infinite. {NOT_OURS}")
         return States(hidden=hidden, masked=masked, logits=logits)
 
     @property
     def _labels_all(self) -> bool:
-        """Whether every token has labels, and not the chosen ones alone."""
+        """Whether every token has labels, and not only the chosen ones."""
         return self.parameters.labels is not None and self.parameters.labels.tokens == "all"
 
     def _hidden(self, rows: Tensor, name: StateName) -> Tensor:
@@ -202,15 +202,15 @@ class StatesCodec:
             return flat.view(*rows.shape[:2], -1)
         first = rows[:, 0].float()
         if not bool(first.isfinite().all()):
-            raise CacheCorruptError(f"a stored state is no number. {NOT_OURS}")
+            raise CacheCorruptError(f"a stored state is NaN or infinite. {NOT_OURS}")
         return first
 
     def _chosen(self, read: Tensor) -> Tensor:
-        """Return where tokens were chosen."""
+        """Return True at the tokens that were chosen, from the ids that were read in their place."""
         read = read.to(torch.int64)
         chosen = read.ne(not_chosen(self.vocab_size))
         if bool((chosen & (read >= self.vocab_size)).any()):
-            raise CacheCorruptError(f"a token was read as what is no token. {NOT_OURS}")
+            raise CacheCorruptError(f"a masked reading holds a token id outside the vocabulary. {NOT_OURS}")
         return chosen
 
     def _entries(self, rows: Mapping[str, Tensor], labelled: Tensor) -> SparseLabels:
@@ -218,7 +218,9 @@ class StatesCodec:
         index = rows[INDEX_PATH][labelled].to(torch.int64)
         code = rows[WEIGHT_PATH][labelled].to(torch.int64)
         if index.numel() and (int(index.amax()) >= self.vocab_size or int(code.amax()) > LAST_CODE):
-            raise CacheCorruptError(f"a label names what is no token, or a weight that is none. {NOT_OURS}")
+            raise CacheCorruptError(
+                f"a label holds a token id outside the vocabulary, or an invalid weight. {NOT_OURS}"
+            )
         weight = LogScale(ratio=self.parameters.labels.weight_ratio).value(code)
         return SparseLabels(index, share_remainder(code, weight))
 

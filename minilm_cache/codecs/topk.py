@@ -11,7 +11,7 @@ eight at length 128).
 Prior work: priority sampling (Duffield, Lund, Thorup 2007) and Sparse Logit Sampling (ACL 2025,
 arXiv 2503.16870), which draws with replacement.
 
-`select=largest` is the literal top-k; `tail` says what stands for the mass left out: a `uniform` share for
+`select=largest` is the literal top-k; `tail` sets what replaces the mass left out: a `uniform` share for
 every other column, or nothing (`renormalise`).
 
 Columns are stored as gaps to the entry before, low and high bytes apart, which compress a third better than
@@ -42,10 +42,10 @@ LARGEST_RATIO = 1.06
 LEAST_TAIL = 0.01
 """Least mass of a uniform tail: rounding may carry the sum of the weights above 1."""
 _ROUNDING = 1e-5
-"""More than a row's sum differs from 1 by rounding."""
+"""A bound above the rounding error of a row's sum."""
 _BYTE = 0xFF
 _CHECKED_TOKENS = 2048
-"""Tokens checked together: few enough to stay in a processor's cache."""
+"""Tokens that are checked together: few enough to fit into a processor's cache."""
 _CODE_RANGE = 256
 """Entries are sorted by column * 256 + code: columns ascend and codes stay with their columns."""
 
@@ -55,7 +55,7 @@ class Entries(NamedTuple):
 
     column: Int[Tensor, "*rows entries"]
     code: Int[Tensor, "*rows entries"]
-    """0 for an equal slot, else that of the kept weight."""
+    """0 for an equal slot, otherwise the code of the kept weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class TopKCodec(RowsCodec):
 
     @property
     def parameters(self) -> TopKParameters:
-        """What the manifest says of this codec."""
+        """The parameters of this codec in the manifest."""
         ratio = self._scale.ratio
         return TopKParameters(
             k=self.k, select=self.select, tail=self.tail, weight_ratio=ratio, seed=self.seed
@@ -77,7 +77,7 @@ class TopKCodec(RowsCodec):
 
     @property
     def is_unbiased(self) -> bool:
-        """Only the sampled rows have the teacher's rows as their expectation."""
+        """True for `pps`: only sampled rows have the teacher's rows as their expectation."""
         return self.select == "pps"
 
     @property
@@ -95,11 +95,11 @@ class TopKCodec(RowsCodec):
         """Return `gap`, `weight` and, above length 256, `gap_high`: uint8, `(batch, length, heads, k)`."""
         if self.select == "pps":
             draws = self._draws(kind, sequences, lengths=lengths, shape=probs.shape).to(probs.device)
-            # A part at a time, that fits into the processor's cache.
+            # One part at a time, small enough for the processor's cache.
             part = max(1, PART_ENTRIES // probs[0].numel())
             parts = zip(probs.split(part), draws.split(part), strict=True)
-            found = [sample_pps(rows, self.k, draws=drawn, scale=self._scale) for rows, drawn in parts]
-            entries = Entries(*(torch.cat(each) for each in zip(*found, strict=True)))
+            sampled = [sample_pps(rows, self.k, draws=numbers, scale=self._scale) for rows, numbers in parts]
+            entries = Entries(*(torch.cat(pieces) for pieces in zip(*sampled, strict=True)))
         else:
             entries = select_largest(probs, self.k, self._scale)
         gap = torch.diff(entries.column, dim=-1, prepend=torch.zeros_like(entries.column[..., :1]))
@@ -111,9 +111,9 @@ class TopKCodec(RowsCodec):
     def _draws(
         self, kind: RelationKind, sequences: Sequence[int], *, lengths: Tensor, shape: torch.Size
     ) -> Float[Tensor, "batch heads query 1"]:
-        """One uniform number per row, a pure function of seed, relation, sequence, head and row.
+        """Return one uniform number per row, a pure function of seed, relation, sequence, head and row.
 
-        Philox is counter-based: no sequence's numbers depend on the batch that it is encoded in.
+        Philox is counter-based, so a sequence's numbers do not depend on the batch that it is encoded in.
         """
         draws = np.zeros((shape[0], shape[1], shape[2], 1), dtype=np.float32)
         stream = list(RelationKind).index(kind)
@@ -123,7 +123,7 @@ class TopKCodec(RowsCodec):
         return torch.from_numpy(draws)
 
     def check_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
-        """Raise CacheCorruptError for what `decode_relation` would; several times as fast."""
+        """Raise CacheCorruptError for the rows that `decode_relation` refuses, several times as fast."""
         for first in range(0, len(lengths), _CHECKED_TOKENS):
             part = slice(first, first + _CHECKED_TOKENS)
             gap, weight = rows["gap"][part].numpy(), rows["weight"][part].numpy()
@@ -161,12 +161,12 @@ def _refuse_entries(*, beyond: bool, highest: int) -> None:
     """Raise CacheCorruptError for entries that `encode` never writes."""
     if beyond or highest > LAST_CODE:
         raise CacheCorruptError(
-            f"a stored row names a column beyond its sequence or a weight that is none. {NOT_OURS}"
+            f"a stored row holds a column beyond its sequence or an invalid weight. {NOT_OURS}"
         )
 
 
 def scale_ratio(select: Literal["pps", "largest"]) -> float:
-    """Return the ratio of neighbouring weights."""
+    """Return the ratio of neighbouring weights on the scale."""
     return PPS_RATIO if select == "pps" else LARGEST_RATIO
 
 
@@ -179,10 +179,10 @@ def sample_pps(
         probs: rows that sum to 1.
         k: entries per row.
         draws: one uniform number in [0, 1) per row.
-        scale: values that kept weights are rounded down to.
+        scale: scale that kept weights are rounded down to.
 
     Returns:
-        Columns ascending, and codes: 0 for an equal slot, else the kept weight's code.
+        Columns ascending, and codes: 0 for an equal slot, otherwise the code of the kept weight.
     """
     shape = (*probs.shape[:-1], k)
     probs, draws = probs.flatten(0, -2), draws.flatten(0, -2)
@@ -223,13 +223,13 @@ def _draw_slots(
     num_slots: Int[Tensor, "rows 1"],
     draws: Float[Tensor, "rows 1"],
 ) -> Int[Tensor, "rows k"]:
-    """Return the column of each slot, systematically drawn; those behind a row's slots mean nothing."""
+    """Return the column of each slot, systematically drawn; ignore values after a row's last slot."""
     cumulative = pool.cumsum(-1)
     total = cumulative[:, -1:]
-    # Below the total, so that rounding never carries a slot past the last column that has any.
+    # Below the total, so that rounding never moves a slot past the last column that has any weight.
     position = torch.minimum((slot + draws) * (total / num_slots), total.nextafter(torch.zeros_like(total)))
     drawn = torch.searchsorted(cumulative, position, right=True, out_int32=True)
-    # Nothing left to draw from: the slots have no weight, and any column of the row will do.
+    # With nothing left to draw from, the slots have no weight, so any column of the row is right.
     return torch.where(total > 0, drawn, 0)
 
 
@@ -237,7 +237,7 @@ def select_largest(probs: Float[Tensor, "*rows key"], k: int, scale: LogScale) -
     """Return the k largest entries of each row, columns ascending; code 0 for those below the scale."""
     weight, column = torch.topk(probs, min(k, probs.shape[-1]))
     code = scale.round(weight)
-    # Columns that a row may not see have no weight and no place among its entries.
+    # Columns that a row may not see have no weight and must not be among its entries.
     column = torch.where(code > 0, column, column[..., :1])
     missing = k - column.shape[-1]
     column = torch.cat([column, column[..., :1].expand(*column.shape[:-1], missing)], -1)
@@ -249,7 +249,7 @@ def select_largest(probs: Float[Tensor, "*rows key"], k: int, scale: LogScale) -
 def share_remainder(
     code: Int[Tensor, "*rows entries"], weight: Float[Tensor, "*rows entries"]
 ) -> Float[Tensor, "*rows entries"]:
-    """Return weights with what the kept entries leave of 1 given to the slots, in equal parts.
+    """Return weights, with the rest of 1 that the kept entries leave shared equally among the slots.
 
     Raises:
         CacheCorruptError: a row has no slot, which pps never draws.
@@ -267,9 +267,9 @@ def _with_tail(column: Tensor, code: Tensor, *, weight: Tensor, lengths: Tensor,
     total = weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
     if not uniform:
         return SparseRows(column, weight / total, None)
-    others = lengths[:, None, None, None] - (code > 0).sum(-1, keepdim=True)
-    tail = torch.where(others > 0, (1 - total).clamp(min=LEAST_TAIL), 0)
-    base = tail / others.clamp(min=1)
-    # An entry's column has the base, too, so its own part is less by that much.
+    num_others = lengths[:, None, None, None] - (code > 0).sum(-1, keepdim=True)
+    tail = torch.where(num_others > 0, (1 - total).clamp(min=LEAST_TAIL), 0)
+    base = tail / num_others.clamp(min=1)
+    # An entry's column also has the base, so the entry's own weight is less by that much.
     part = torch.where(code > 0, weight * ((1 - tail) / total) - base, 0)
     return SparseRows(column, part, base.squeeze(-1))

@@ -1,7 +1,7 @@
 """Transform coding of rows: principal components, a uniform quantiser, entropy coding by the store.
 
-Rounding goes towards zero more than to the nearest (`ROUNDING`), which saves bytes at the same error; what
-that shrinks on average, the basis makes good.
+Rounding goes towards zero more often than to the nearest (`ROUNDING`), which saves bytes at the same error.
+The basis corrects the average shrinkage.
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from minilm_cache.codecs.base import NOT_OURS
 from minilm_cache.errors import CacheCorruptError
 
 ROUNDING = 0.33
-"""A component of n + 1 - ROUNDING steps or more has code n + 1; to the nearest would be 0.5."""
+"""A component of n + 1 - ROUNDING steps or more has code n + 1; rounding to the nearest would be 0.5."""
 MAX_CODE = 2**15 - 1
 GAIN_ROWS = 2**13
-"""Rows that decide which components are stored, and their gains."""
+"""Rows that decide which components are stored, and how much the basis corrects them."""
 
 
 def quantise(components: Float[Tensor, "*rows components"]) -> Float[Tensor, "*rows components"]:
-    """Return codes, whole numbers still as floats, of components in steps."""
+    """Return the codes of components, which are in steps; codes are whole numbers, still as floats."""
     codes = components.abs().add_(ROUNDING).floor_().clamp_(max=MAX_CODE)
     return codes.copysign_(components)
 
 
 def refuse_codes(codes: Tensor) -> None:
-    """Raise CacheCorruptError for codes that no writer writes."""
+    """Raise CacheCorruptError for codes that no codec writes, such as the fill value of an array."""
     if codes.numel() and int(codes.amin()) < -MAX_CODE:
         raise CacheCorruptError(f"a stored token has no codes. {NOT_OURS}")
 
@@ -61,13 +61,13 @@ def fit_code(
     analysis: Float[Tensor, "components width"],
     synthesis: Float[Tensor, "components width"],
 ) -> TransformCode:
-    """Return the code with components that are ever stored, and with the gain that makes rounding good.
+    """Return the code, with the components that any sample needs, and a basis that corrects for rounding.
 
     Args:
-        sample: rows less their mean, those that decide.
-        mean: of rows.
-        analysis: from rows less their mean to components in steps, float64.
-        synthesis: from components in steps to rows less their mean, float64.
+        sample: rows less their mean, which decide components and corrections.
+        mean: mean of the rows.
+        analysis: matrix from rows less their mean to components in steps, float64.
+        synthesis: matrix from components in steps to rows less their mean, float64.
     """
     components = sample @ analysis.float().T
     codes = quantise(components)
@@ -84,6 +84,6 @@ def fit_code(
 def _as_directions(
     matrix: Tensor,
 ) -> tuple[Float16[Tensor, "components width"], Float[Tensor, " components"]]:
-    """Return rows as float16 with a greatest entry of 1, and what they were longer by, float32."""
+    """Return rows scaled to a greatest entry of 1, float16, and the factors that restore them, float32."""
     length = matrix.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
     return (matrix / length[:, None]).half(), length.float()

@@ -1,10 +1,10 @@
-"""Codec `vectors`: queries, keys and values in a few dozen bytes; relations are computed from them.
+"""Codec `vectors`: queries, keys and values in a few dozen bytes per token; relations are computed from them.
 
 The queries, keys and values of a layer are affine in its input, so side by side they lie in a subspace of its
-width (rotary positions widen it). They are taken to that subspace by principal components, weighted by what
-an error costs in KL (`calibrate.py`), rounded with one step, and entropy-coded component by component
+width (rotary positions widen it). Principal components project them to that subspace, weighted by what
+an error costs in KL (`fit_vectors.py`), rounded with one step, and entropy-coded component by component
 (`transform.py`). Decoding is one matrix product: vectors = mean + (codes * step) @ basis. Error bound: none
-for a row; the mean KL of attention and value relation is what the manifest says (`calibration`,
+for a row; the mean KLs of attention and value relation are in the manifest (`calibration`,
 `measured.fidelity`).
 """
 
@@ -32,7 +32,7 @@ def concatenate(vectors: Vectors) -> Float[Tensor, "batch length width"]:
 def window_mask(
     window: int | None, length: int, device: torch.device
 ) -> Bool[Tensor, "1 1 query key"] | None:
-    """Return what an attention sees that looks `window` positions to each side; none: everything."""
+    """Return the mask of attention that sees `window` positions to each side. None means that it sees all."""
     if window is None:
         return None
     position = torch.arange(length, device=device)
@@ -44,32 +44,32 @@ class VectorsCodec:
     """One tapped layer's vectors; see the module's docstring."""
 
     layer: int
-    """Of the teacher, counted from 0."""
+    """Layer of the teacher, counted from 0."""
     num_heads: int
     head_size: int
     scaling: float
     """Factor on query-key products."""
     window: int | None
-    """Positions to each side that the teacher's attention sees; none: all."""
+    """Positions to each side that the teacher's attention sees. None means that it sees all."""
     code: TransformCode
 
     @property
     def codes_path(self) -> str:
-        """The one array that everything is decoded from."""
+        """Path of the one array that everything is decoded from."""
         return codes_path(self.layer)
 
     @property
     def is_unbiased(self) -> bool:
-        """Its relations are rows of their own, close to the teacher's."""
+        """False: the decoded rows are close to the teacher's, but their expectation differs."""
         return False
 
     @property
     def everything(self) -> WantedRelations:
-        """Every relation."""
+        """A request for every relation."""
         return WantedRelations(tuple(RelationKind))
 
     def paths(self, wanted: WantedRelations) -> tuple[str, ...]:
-        """Return `codes_path`, unless nothing is wanted."""
+        """Return `codes_path`, or nothing if no relation is requested."""
         return (self.codes_path,) if wanted.kinds else ()
 
     def encode(

@@ -1,4 +1,4 @@
-"""Where `datasets` keeps the Arrow files that it makes of files on this machine."""
+"""Where `datasets` keeps the Arrow files that it makes from files on this machine."""
 
 import hashlib
 from pathlib import Path
@@ -7,11 +7,12 @@ import datasets
 
 
 def arrow_cache(source: Path) -> str | None:
-    """Return the folder for what is made of a file or a folder; none, the usual one: it is not here.
+    """Return the folder for the Arrow files of a file or a folder. None means the default of `datasets`.
 
-    `datasets` itself goes by a file's path and time of change, and by a folder's name and README alone. One
-    that was written anew, unpacked with the times of its archive, or that has the name of another, would
-    be read as what was there before. What the file system notes of a change cannot be set back.
+    `datasets` itself identifies a file by its path and modification time, and a folder by its name and
+    README. A source that was written again, unpacked with the times of its archive, or that has the name of
+    another source would be read as the old content. This folder depends on inodes and times of
+    change, which only the file system sets.
     """
     if source.is_file():
         files = [source]

@@ -1,9 +1,9 @@
-"""From a corpus's name to its documents: one text each, in an order that is the same everywhere.
+"""Loading a corpus by name: documents of one text each, in the same order on every machine.
 
 `datasets` reads every format and keeps the text in Arrow files on disk, so a corpus may be larger than
-memory. Documents: a record of .jsonl, .csv, .parquet or a hub data set; in .txt a paragraph block, that
-is, what stands between empty lines (one with a space is not); in `python-docs` a docstring or a topic of
-`pydoc`.
+memory. A document is a record of .jsonl, .csv, .parquet or a hub data set; in .txt a paragraph
+block, that is, the text between empty lines (a line with a space is not empty); in `python-docs` a docstring
+or a topic of `pydoc`.
 """
 
 import ast
@@ -39,27 +39,27 @@ _NOT_DOCUMENTED: Final = frozenset(
     {"site-packages", "test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "__pycache__"}
 )
 COPIES_COLUMN: Final = "document"
-"""Column whose equal values say that records are copies of one text; `augment` writes it."""
+"""Column that has equal values where records are copies of one text; `augment` writes it."""
 _COPIES: Final = "copies of"
 _NAMES_OR_NUMBERS: Final = frozenset({"string", "large_string", "int64", "int32"})
 _BATCH: Final = 1000
-"""Documents looked at in one go."""
+"""Documents that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Documents of a corpus, those without text left out."""
+    """Documents of a corpus, without those that hold no text."""
 
     name: str
     documents: datasets.Dataset
     """One column, `text`."""
     identity: CorpusIdentity
     groups: npt.NDArray[np.int64]
-    """For each document the number of its group, `(documents,)`: equal texts, and records with the same value
-    in column `document` (as `augment` writes them), are copies of one text."""
+    """Number of each document's group, `(documents,)`: equal texts, and records with the same value in column
+    `document` (as `augment` writes them), are copies of one text and form one group."""
 
     def identity_for(self, split: str | None) -> CorpusIdentity:
-        """Return the corpus by content, copies included only if the split looks at them."""
+        """Return the identity of the corpus; the copies are part of it only if the split depends on them."""
         return self.identity if split else self.identity.model_copy(update={"copies_sha256": None})
 
     def texts(self) -> Iterator[str]:
@@ -73,10 +73,10 @@ def load_corpus(name: str, text_column: str | None = None) -> Corpus:
     Args:
         name: `python-docs`, a .txt, .jsonl, .csv or .parquet file, a folder of such files, or
             `hf:ID[:CONFIG][:SPLIT]`.
-        text_column: column that holds the text, in records; none: `text`.
+        text_column: column of the records that holds the text. None means `text`.
 
     Raises:
-        CorpusError: it is not there, cannot be read, lacks the column, or holds no text.
+        CorpusError: the corpus does not exist, cannot be read, lacks the column, or holds no text.
     """
     datasets.disable_progress_bars()
     try:
@@ -101,13 +101,13 @@ def load_corpus(name: str, text_column: str | None = None) -> Corpus:
 
 
 def _hashes(documents: datasets.Dataset, column: str) -> npt.NDArray[np.uint64]:
-    """Return a hash of each document's value in a column, `(documents,)`."""
-    found = (
+    """Return a hash of each document's value in a column, `(documents,)`; a missing value is unique."""
+    hashes = (
         number if value is None else xxhash.xxh3_64_intdigest(value.encode())
         for first, values in _text_batches(documents, column)
         for number, value in enumerate(values.to_pylist(), first)
     )
-    return np.fromiter(found, dtype=np.uint64, count=len(documents))
+    return np.fromiter(hashes, dtype=np.uint64, count=len(documents))
 
 
 def _groups(keys: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.int64]:
@@ -116,10 +116,10 @@ def _groups(keys: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.int64]:
     groups = numbered[0].astype(np.int64)
     while True:
         before = groups
-        for own in numbered:
-            least = np.full(int(own.max()) + 1, len(groups), dtype=np.int64)
-            np.minimum.at(least, own, groups)
-            groups = least[own]
+        for key_numbers in numbered:
+            least = np.full(int(key_numbers.max()) + 1, len(groups), dtype=np.int64)
+            np.minimum.at(least, key_numbers, groups)
+            groups = least[key_numbers]
         if np.array_equal(groups, before):
             return groups
 
@@ -139,7 +139,7 @@ def _load(name: str, text_column: str | None) -> datasets.Dataset:
             f"corpus {name} does not exist. Give a file, a folder, {HUB_PREFIX}ID, or {PYTHON_DOCS}."
         )
     files = _files(path)
-    datasets.logging.set_verbosity(CRITICAL)  # what it would say of a broken file, the error says
+    datasets.logging.set_verbosity(CRITICAL)  # the raised error describes a broken file
     parts = [_only_text(_load_file(file), str(file), text_column or "text") for file in files]
     shared = set.intersection(*(set(part.column_names) for part in parts))
     return datasets.concatenate_datasets([part.select_columns(sorted(shared)) for part in parts])
@@ -178,7 +178,7 @@ def _load_file(file: Path) -> datasets.Dataset:
             data_files={"train": pattern},
             split="train",
             cache_dir=arrow_cache(file),
-            **_reading(file),
+            **_format_options(file),
         )
     except (DatasetsError, OSError, ValueError, csv.Error, pa.ArrowException) as error:
         reason = _broken_line(file) or _reason(error)
@@ -187,21 +187,21 @@ def _load_file(file: Path) -> datasets.Dataset:
     return loaded
 
 
-def _reading(file: Path) -> Mapping[str, Any]:
-    """Return what `datasets` is told of a file's format."""
+def _format_options(file: Path) -> Mapping[str, Any]:
+    """Return the keyword arguments for `datasets` that describe a file's format."""
     if file.suffix == ".txt":
         return {"sample_by": "paragraph"}
     if file.suffix != ".csv":
         return {}
-    # Left to itself, pandas takes what is too much in a row for names of rows, and reads texts like "None"
-    # and "007" as nothing and as a number.
+    # By default, pandas takes surplus fields of a row as names of rows, and reads texts like "None" and
+    # "007" as a missing value and as a number.
     header = _csv_header(file)
     features = datasets.Features({name: datasets.Value("string") for name in header})
     return {"index_col": False, "keep_default_na": False, "features": features}
 
 
 def _csv_header(file: Path) -> list[str]:
-    """Return the names of columns; every row has as many fields."""
+    """Return the names of the columns of a .csv file, after checking that every row has as many fields."""
     csv.field_size_limit(sys.maxsize)
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines)
@@ -219,14 +219,14 @@ def _csv_header(file: Path) -> list[str]:
 
 
 def _broken_line(file: Path) -> str | None:
-    """Return which line of a .jsonl file is no JSON; none: another format, or another reason."""
+    """Return which line of a .jsonl file is not JSON. None means another format or another reason."""
     if file.suffix != ".jsonl":
         return None
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
             _ = line.strip() and json.dumps(json.loads(line), ensure_ascii=False).encode()
         except ValueError as error:
-            return f"line {number} is no JSON: {error}. Mend it or leave it out."
+            return f"line {number} is not JSON: {error}. Fix it or remove it."
     return None
 
 
@@ -243,9 +243,9 @@ def _load_hub(name: str) -> datasets.Dataset:
             identifier, config, split=split, cache_dir=arrow_cache(Path(identifier))
         )
     except (DatasetsError, OSError, ValueError) as error:
-        said = " ".join(str(error).splitlines()[:2]).rstrip(".")
+        reason = " ".join(str(error).splitlines()[:2]).rstrip(".")
         raise CorpusError(
-            f"cannot load corpus {name} from the hub: {said}. Write {HUB_PREFIX}ID:CONFIG:SPLIT, of which "
+            f"cannot load corpus {name} from the hub: {reason}. Write {HUB_PREFIX}ID:CONFIG:SPLIT, of which "
             "CONFIG and SPLIT (train) may be left out, or name a file."
         ) from error
     assert isinstance(loaded, datasets.Dataset)
@@ -258,21 +258,21 @@ def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Da
             f"corpus {where} has no column {column!r}; it has {', '.join(loaded.column_names)}. "
             "Name the one with the text: --text-column."
         )
-    only = loaded.select_columns([column])
+    texts = loaded.select_columns([column])
     if column != "text":
-        only = only.rename_column(column, "text")
+        texts = texts.rename_column(column, "text")
     if getattr(loaded.features.get(COPIES_COLUMN), "dtype", "") in _NAMES_OR_NUMBERS:
         copies = loaded.select_columns([COPIES_COLUMN]).cast_column(COPIES_COLUMN, datasets.Value("string"))
-        only = datasets.concatenate_datasets([only, copies.rename_column(COPIES_COLUMN, _COPIES)], axis=1)
-    kind = getattr(only.features["text"], "dtype", "")
+        texts = datasets.concatenate_datasets([texts, copies.rename_column(COPIES_COLUMN, _COPIES)], axis=1)
+    kind = getattr(texts.features["text"], "dtype", "")
     if kind == "null":
-        _refuse_missing_texts(only, where)
+        _refuse_missing_texts(texts, where)
     if kind not in {"string", "large_string", "string_view"}:
         raise CorpusError(
             f"corpus {where}: column {column!r} holds {kind or 'lists or objects'}, not text. "
             "Name another with --text-column, or store it as text."
         )
-    return only.cast_column("text", datasets.Value("string"))
+    return texts.cast_column("text", datasets.Value("string"))
 
 
 def _refuse_missing_texts(documents: datasets.Dataset, where: str) -> None:
@@ -301,7 +301,7 @@ def _texts(documents: datasets.Dataset, column: str = "text") -> Iterator[str]:
 
 
 def _python_docs() -> Iterator[str]:
-    """Yield the docstrings of the standard library, parsed and never imported, then `pydoc`'s topics."""
+    """Yield the docstrings of the standard library (parsed, not imported), then the topics of `pydoc`."""
     root = Path(sysconfig.get_path("stdlib"))
     for file in sorted(root.rglob("*.py")):
         if _NOT_DOCUMENTED.isdisjoint(file.relative_to(root).parts):
@@ -320,7 +320,7 @@ def _docstrings(file: Path) -> Iterator[str]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of the innermost cause: what the reader of a file really stumbled over."""
+    """Return the first line of the innermost cause, which names the real problem in a file."""
     causes: Sequence[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
         causes = [*causes, cause]

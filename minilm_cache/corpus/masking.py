@@ -1,7 +1,8 @@
-"""Which tokens are masked, and what is read in their place (BERT, arXiv 1810.04805, section 3.1).
+"""Which tokens are masked, and what replaces them (BERT, arXiv 1810.04805, section 3.1).
 
-A pure function of seed, sequence and reading, so that a dump is reproducible whatever its batches are. A
-cache holds a number of readings of each sequence, usually one, and epochs take them in turn.
+Masks are a pure function of seed, sequence and reading, so that a dump does not depend on its batches. A
+reading is one masked version of a sequence. A cache holds one or more readings of each sequence, and epochs
+use them in turn.
 """
 
 from dataclasses import dataclass
@@ -19,18 +20,18 @@ SHARE = 0.15
 _MASKED = 0.8
 _RANDOM = 0.1
 _STREAM = 17
-"""Of the numbers that tokens are chosen with; those that labels are drawn with have the one before."""
+"""Random stream that tokens are chosen with; labels use the stream before it."""
 
 Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masker:
-    """Masks sequences of a tokenizer's ids."""
+    """Masks sequences of token ids."""
 
     masking: Masking
     special: frozenset[int]
-    """Tokens that are never chosen, nor read in place of others."""
+    """Tokens that are never chosen and never replace others."""
     ordinary: Ids
     """All other tokens."""
 
@@ -44,22 +45,22 @@ class Masker:
     def mask(
         self, ids: torch.Tensor, numbers: list[int], *, lengths: list[int], reading: int = 0
     ) -> MaskedSequences:
-        """Return a padded batch as it is read masked, on the device of `ids`.
+        """Return a padded batch with tokens masked, on the device of `ids`.
 
         Args:
             ids: token ids, `(batch, length)`.
-            numbers: of the sequences in the cache.
-            lengths: tokens of each.
-            reading: number of the reading; each masks other tokens.
+            numbers: numbers of the sequences in the cache.
+            lengths: tokens of each sequence.
+            reading: number of the reading; each reading masks other tokens.
         """
         read, chosen = ids.cpu().numpy().copy(), np.zeros(ids.shape, dtype=np.bool_)
         for at, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
-            self._mask_one(read[at, :length], chosen[at, :length], number=number, reading=reading)
+            self._mask_sequence(read[at, :length], chosen[at, :length], number=number, reading=reading)
         return MaskedSequences(
             ids=torch.from_numpy(read).to(ids.device), chosen=torch.from_numpy(chosen).to(ids.device)
         )
 
-    def _mask_one(self, read: Ids, chosen: npt.NDArray[np.bool_], *, number: int, reading: int) -> None:
+    def _mask_sequence(self, read: Ids, chosen: npt.NDArray[np.bool_], *, number: int, reading: int) -> None:
         """Mask one sequence in place."""
         counter = [0, reading, _STREAM, number]
         generator = np.random.Generator(np.random.Philox(key=self.masking.seed, counter=counter))
@@ -69,23 +70,23 @@ class Masker:
         count = max(1, round(self.masking.share * len(places)))
         taken = np.sort(generator.choice(places, count, replace=False))
         chosen[taken] = True
-        fate = generator.random(count)
-        others = generator.choice(self.ordinary, count)
-        read[taken[fate < _MASKED]] = self.masking.mask_token
-        is_other = (fate >= _MASKED) & (fate < _MASKED + _RANDOM)
-        read[taken[is_other]] = others[is_other]
+        draws = generator.random(count)
+        replacements = generator.choice(self.ordinary, count)
+        read[taken[draws < _MASKED]] = self.masking.mask_token
+        is_replaced = (draws >= _MASKED) & (draws < _MASKED + _RANDOM)
+        read[taken[is_replaced]] = replacements[is_replaced]
 
 
 def mask_token(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the id of the token that stands for masked ones.
+    """Return the id of the token that replaces masked tokens.
 
     Raises:
-        TeacherError: the tokenizer has none.
+        TeacherError: the tokenizer has no such token.
     """
-    found = tokenizer.mask_token_id
-    if not isinstance(found, int):
+    token = tokenizer.mask_token_id
+    if not isinstance(token, int):
         raise TeacherError(
             f"the tokenizer of {tokenizer.name_or_path} has no mask_token, which soft labels need. Set it "
             "and save the tokenizer again, or leave out --labels."
         )
-    return found
+    return token

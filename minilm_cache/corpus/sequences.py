@@ -2,11 +2,13 @@
 
 Documents are taken in an order drawn from the seed, so that a prefix (`max_tokens`) is a sample of the whole
 corpus, and so are the documents at the end, which are held out together with all their copies and come last.
-`packed`: their tokens are joined, the separator between two documents, and cut to full length, each
-sequence `[CLS] ... [SEP]`, as BERT was pre-trained; the last one is shorter (the last one to train on, too,
-where whole documents are held out). `records`: one sequence per
-document, cut where it is too long.
-Token ids stay in Arrow files on disk; a range of sequences is put together when it is asked for.
+
+- `packed`: tokens of documents are joined, with the separator between two documents, and cut to full length,
+  each sequence `[CLS] ... [SEP]`, as BERT was pre-trained. The last sequence is shorter; where whole
+  documents are held out, so is the last training sequence.
+- `records`: one sequence per document, cut where it is too long.
+
+Token ids stay in Arrow files on disk; a range of sequences is built when it is read.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,22 +26,22 @@ from minilm_cache.errors import CorpusError
 from minilm_cache.storage_schema.identity import Packing
 
 HELD_OUT_SHARE = 0.02
-_MOST_HELD_OUT = 0.05
-"""Share that whole documents may come to where they are long, or twice what is aimed at if that is more."""
+_MAX_HELD_OUT_SHARE = 0.05
+"""Greatest share that is held out as whole documents, unless twice the target is more."""
 MAX_HELD_OUT = 2048
-"""Sequences; more would not make the held-out KL more certain."""
+"""Greatest number of held-out sequences; more would not make the held-out KL more certain."""
 
 Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """Consecutive sequences."""
+    """Token ids of consecutive sequences."""
 
     ids: list[Ids]
-    """Token ids of each, special tokens counted."""
+    """Token ids of each sequence, special tokens included."""
     documents: Ids
-    """Number in the corpus of the document that each one's first token is from, `(sequences,)`."""
+    """Number of the document in the corpus that each sequence begins with, `(sequences,)`."""
 
 
 class SequenceTable:
@@ -52,7 +54,7 @@ class SequenceTable:
             CorpusError: no document has a token.
         """
         self.packing = packing
-        self._cls, self._sep = _specials(tokenizer)
+        self._cls, self._sep = _special_tokens(tokenizer)
         self._room = packing.max_length - 2
         tokens = corpus.documents.map(
             _tokenise,
@@ -77,30 +79,30 @@ class SequenceTable:
             self.held_out_by = "documents" if len(self._parts) > 1 else "sequences"
 
     held_out_by: Literal["documents", "sequences"] | None
-    """As in `CacheManifest`."""
+    """What is held out, same as in `CacheManifest`."""
 
     @cached_property
     def lengths(self) -> Ids:
-        """Tokens of each sequence, special tokens counted, `(sequences,)`."""
+        """Tokens of each sequence, special tokens included, `(sequences,)`."""
         return np.concatenate([part.lengths for part in self._parts])
 
     @property
     def num_held_out(self) -> int:
-        """How many of the last sequences are held out: about 2 %, at least one, none of a single sequence."""
+        """Number of held-out sequences, the last ones: about 2 %, at least 1, or 0 if there is only one."""
         if self.held_out_by == "documents":
             return len(self._parts[-1].lengths)
-        return _wanted_held_out(len(self.lengths))
+        return _held_out_target(len(self.lengths))
 
     def read(self, first: int, last: int) -> TokenBatch:
-        """Return the sequences numbered from `first` to before `last`."""
+        """Return the sequences with numbers from `first` up to, but not including, `last`."""
         bodies: list[Ids] = []
         documents: list[Ids] = []
         for part in self._parts:
             if first < min(last, len(part.lengths)):
-                taken, numbers = part.read(
+                part_bodies, numbers = part.read(
                     first, min(last, len(part.lengths)), documents=self._documents, separator=self._sep
                 )
-                bodies += taken
+                bodies += part_bodies
                 documents.append(numbers)
             first, last = max(0, first - len(part.lengths)), last - len(part.lengths)
         ids = [np.concatenate(([self._cls], body, [self._sep])) for body in bodies]
@@ -114,22 +116,22 @@ class SequenceTable:
 
 
 class _Part:
-    """Documents in an order, and the sequences that they make; the ends of parts are ends of sequences."""
+    """Documents in order, and the sequences made from them; no sequence crosses the end of a part."""
 
     def __init__(self, packing: Packing, room: int, *, order: Ids, counts: Ids) -> None:
-        """Take documents.
+        """Store the documents of the part.
 
         Args:
-            packing: how they become sequences.
-            room: tokens of a sequence, special tokens left out.
-            order: their numbers in the corpus, `(documents,)`.
-            counts: the tokens of each that are taken, at least one, `(documents,)`.
+            packing: how documents become sequences.
+            room: greatest number of tokens in a sequence, without special tokens.
+            order: numbers of the documents in the corpus, `(documents,)`.
+            counts: number of tokens to use of each document, at least one, `(documents,)`.
         """
         self.packing, self.room, self.order, self.counts = packing, room, order, counts
 
     @cached_property
     def lengths(self) -> Ids:
-        """Tokens of each sequence, special tokens counted, `(sequences,)`."""
+        """Tokens of each sequence, special tokens included, `(sequences,)`."""
         if self.packing.mode == "records":
             lengths: Ids = np.minimum(self.counts, self.room) + 2
         else:
@@ -144,17 +146,17 @@ class _Part:
 
     @cached_property
     def ends(self) -> Ids:
-        """Ends of documents in the packed stream; each but the last is followed by a separator."""
+        """Ends of documents in the packed stream; a separator follows each document but the last."""
         sizes = self.counts + 1
         sizes[-1] -= 1
         return np.cumsum(sizes)
 
     def of(self, chosen: npt.NDArray[np.bool_]) -> "_Part":
-        """Return these documents alone, `(documents,)`, in the same order."""
+        """Return a part with only the documents where `chosen`, `(documents,)`, is True."""
         return _Part(self.packing, self.room, order=self.order[chosen], counts=self.counts[chosen])
 
     def kept(self) -> "_Part":
-        """Return the documents, or the beginnings of documents, that sequences hold."""
+        """Return a part with only the documents, or beginnings of documents, that its sequences hold."""
         if self.packing.mode == "records":
             return self.of(np.arange(len(self.order)) < len(self.lengths))
         stop = int((self.lengths - 2).sum())
@@ -165,7 +167,7 @@ class _Part:
     def read(
         self, first: int, last: int, *, documents: Callable[[Ids], list[Ids]], separator: int
     ) -> tuple[list[Ids], Ids]:
-        """Return sequences, without special tokens at their ends, and the document that each begins with."""
+        """Return sequences without special tokens at their ends, and the first document of each."""
         if self.packing.mode == "records":
             numbers = self.order[first:last]
             return [ids[: self.room] for ids in documents(numbers)], numbers
@@ -173,9 +175,9 @@ class _Part:
         stop = min(last * self.room, int(self.ends[-1]))
         first_document = int(np.searchsorted(self.ends, start, side="right"))
         last_document = int(np.searchsorted(self.ends, stop - 1, side="right")) + 1
-        some = slice(first_document, last_document)
+        span = slice(first_document, last_document)
         pieces: list[Ids] = []
-        for ids, count in zip(documents(self.order[some]), self.counts[some].tolist(), strict=True):
+        for ids, count in zip(documents(self.order[span]), self.counts[span].tolist(), strict=True):
             pieces += [ids[:count], np.asarray([separator])]
         begin = int(self.ends[first_document - 1]) if first_document else 0
         stream = np.concatenate(pieces)[start - begin : stop - begin]
@@ -184,43 +186,43 @@ class _Part:
         return np.split(stream, (cuts - start)[1:]), numbers
 
 
-def _wanted_held_out(num_sequences: int) -> int:
+def _held_out_target(num_sequences: int) -> int:
     return min(max(1, round(num_sequences * HELD_OUT_SHARE)), MAX_HELD_OUT, num_sequences - 1)
 
 
 def _split(everything: _Part, groups: Ids) -> list[_Part]:
     """Return the documents to train on and those to hold out, or one part where documents are too few.
 
-    From the end of the order, each document is held out with all its copies until about 2 % of the sequences
-    are; those that would come to more than 5 %, or leave nothing to train on, are passed over.
+    From the end of the order, each document is held out with all its copies, until about 2 % of the sequences
+    are held out. A group is skipped if it would bring the share above 5 % or leave nothing to train on.
 
     Args:
         everything: all documents.
-        groups: for each document of the corpus the number of its group, `(corpus documents,)`.
+        groups: number of the group of each document in the corpus, `(corpus documents,)`.
     """
     kept = everything.kept()
     num_sequences = len(kept.lengths)
-    of_each = np.ones_like(kept.counts) if kept.packing.mode == "records" else kept.counts + 1
-    total = int(of_each.sum())
-    wanted = _wanted_held_out(num_sequences) * total / num_sequences
-    most = min(max(2 * wanted, _MOST_HELD_OUT * total), total - 1)
-    own = groups[kept.order]
-    sizes = np.bincount(own, weights=of_each)
+    document_sizes = np.ones_like(kept.counts) if kept.packing.mode == "records" else kept.counts + 1
+    total = int(document_sizes.sum())
+    target = _held_out_target(num_sequences) * total / num_sequences
+    most = min(max(2 * target, _MAX_HELD_OUT_SHARE * total), total - 1)
+    kept_groups = groups[kept.order]
+    sizes = np.bincount(kept_groups, weights=document_sizes)
     taken, seen, size = list[int](), set[int](), 0.0
-    for group in map(int, own[::-1]):  # one by one: it ends after a few of perhaps many millions
-        if size >= wanted:
+    for group in map(int, kept_groups[::-1]):  # a loop, because it ends after a few of perhaps many millions
+        if size >= target:
             break
         if group not in seen and size + sizes[group] <= most:
             taken.append(group)
             size += sizes[group]
         seen.add(group)
-    is_held_out = np.isin(own, taken)
+    is_held_out = np.isin(kept_groups, taken)
     if not taken or num_sequences == 1:
         return [everything]
     train, held_out = kept.of(~is_held_out), kept.of(is_held_out)
     most_tokens, tokens = kept.packing.max_tokens, int(train.lengths.sum() + held_out.lengths.sum())
     if most_tokens is not None and tokens > most_tokens:
-        # A second beginning costs a token more than there was room for: the last sequence before it goes.
+        # Two parts need more special tokens than one, so the last training sequence may no longer fit.
         if len(train.lengths) == 1:
             return [everything]
         train.lengths = train.lengths[:-1]
@@ -239,7 +241,7 @@ def _tokenise(batch: Mapping[str, list[str]], tokenizer: PreTrainedTokenizerFast
     return {"ids": ids, "num_tokens": [len(row) for row in ids]}
 
 
-def _specials(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
+def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
     cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
     assert isinstance(cls, int)
     assert isinstance(sep, int)

@@ -1,4 +1,4 @@
-"""Adding to a cache: which parts of a new one are another's, and which are still to be computed."""
+"""Add to a cache: which parts of the new cache come from the old one, and which are still to be computed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,24 +13,25 @@ from minilm_cache.store.reader import CacheReader
 
 
 def open_donor(add: Path, identity: CacheIdentity) -> CacheReader:
-    """Open a cache that is added to.
+    """Open the cache that a dump adds to.
 
     Args:
-        add: its folder.
-        identity: of the cache that is to hold what it holds, and more.
+        add: folder of that cache.
+        identity: identity of the new cache, which is to hold everything that the old one holds.
 
     Raises:
-        MiniLMCacheError: there is no such cache, or it is damaged or not complete.
-        IdentityMismatchError: it is of another teacher, text or codec, or holds what the new one does not.
+        MiniLMCacheError: the cache does not exist, is damaged or is not complete.
+        IdentityMismatchError: the cache has another teacher, text or codec, or holds something that the new
+            one does not.
     """
     donor = CacheReader(add)
-    own = donor.manifest.identity
+    donor_identity = donor.manifest.identity
     free = {"layers", "states"}
-    theirs, ours = own.model_dump(exclude=free), identity.model_dump(exclude=free)
+    theirs, ours = donor_identity.model_dump(exclude=free), identity.model_dump(exclude=free)
     differing = [name for name in ours if ours[name] != theirs[name]]
-    if not set(own.layers) <= set(identity.layers):
+    if not set(donor_identity.layers) <= set(identity.layers):
         differing.append("layers")
-    differing += _more_states(own.states, identity.states)
+    differing += _states_that_differ(donor_identity.states, identity.states)
     if differing:
         raise IdentityMismatchError(
             f"--add {add}: that cache differs in {', '.join(differing)}, and only layers and states can be "
@@ -39,38 +40,38 @@ def open_donor(add: Path, identity: CacheIdentity) -> CacheReader:
     return donor
 
 
-def _more_states(there: StatesIdentity | None, asked: StatesIdentity | None) -> list[str]:
-    """Return the states that a cache has and another one lacks, or has otherwise."""
-    if there is None:
+def _states_that_differ(stored: StatesIdentity | None, requested: StatesIdentity | None) -> list[str]:
+    """Return the names of what a cache stores and the new one lacks, or stores with other settings."""
+    if stored is None:
         return []
-    if asked is None:
+    if requested is None:
         return ["states"]
-    found = [
+    lacking = [
         name
         for name in ("hidden", "masked_hidden", "first")
-        if not set(getattr(there, name)) <= set(getattr(asked, name))
+        if not set(getattr(stored, name)) <= set(getattr(requested, name))
     ]
     same = ("max_error", "calibration_tokens", "masking", "labels", "num_classes")
-    return found + [name for name in same if getattr(there, name) not in (None, getattr(asked, name))]
+    return lacking + [name for name in same if getattr(stored, name) not in (None, getattr(requested, name))]
 
 
 def layers_to_write(
     codecs: Sequence[RelationCodec], identity: CacheIdentity, donor: CacheReader | None
 ) -> dict[int, RelationCodec]:
-    """Return the codecs of layers whose relations are to be computed."""
-    there = () if donor is None else donor.manifest.identity.layers
-    return {layer: codec for layer, codec in zip(identity.layers, codecs, strict=True) if layer not in there}
+    """Return the codecs of the layers whose relations are still to be computed."""
+    stored = () if donor is None else donor.manifest.identity.layers
+    return {layer: codec for layer, codec in zip(identity.layers, codecs, strict=True) if layer not in stored}
 
 
 def states_to_write(codec: StatesCodec | None, donor: CacheReader | None) -> WantedStates:
-    """Return the states that are to be computed."""
+    """Return the states that are still to be computed."""
     if codec is None:
         return WantedStates()
     everything = codec.everything
-    there = set() if donor is None else {spec.path for spec in donor.specs}
+    stored = set() if donor is None else {spec.path for spec in donor.specs}
 
     def is_new(wanted: WantedStates) -> bool:
-        return not there.issuperset(codec.paths(wanted))
+        return not stored.issuperset(codec.paths(wanted))
 
     return WantedStates(
         hidden=tuple(name for name in everything.hidden if is_new(WantedStates(hidden=(name,)))),

@@ -1,4 +1,4 @@
-"""Fidelity of a dump: the bytes on disk against the teacher, run again on held-out sequences."""
+"""Fidelity of a dump: the bytes on disk compared with the teacher, run again on held-out sequences."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from minilm_cache.storage_schema.manifest import Fidelity, LayerFidelity
 
 MAX_SEQUENCES = 64
 LEAST_PROBABILITY = 2.0**-24
-"""Least number above 0 of float16: teacher's probabilities below it count as 0 in KL(teacher || stored)."""
+"""Smallest float16 number above 0: teacher probabilities below it count as 0 in KL(teacher || stored)."""
 
 
 @dataclass(slots=True)
@@ -64,14 +64,14 @@ class _Sums:
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """What an audit found."""
+    """Result of an audit."""
 
     num_sequences: int
     fidelity: tuple[LayerFidelity, ...]
 
 
 def audit_sequences(cache: Cache) -> range:
-    """Return the sequences an audit looks at: held-out ones, or the last one where none is held out."""
+    """Return the numbers of the sequences to audit: held-out ones, or the last one where none is held out."""
     first = min(cache.manifest.num_train, len(cache) - 1)
     return range(first, min(first + MAX_SEQUENCES, len(cache)))
 
@@ -87,11 +87,11 @@ def audit(
     """Run the teacher again on some sequences and compare with what was stored.
 
     Args:
-        stored: returns a sequence by its number.
-        teacher: the teacher, tapped at the layers to look at.
-        numbers: of the sequences.
-        batch_size: sequences that the teacher reads at once.
-        progress: told of sequences done.
+        stored: function that returns a stored sequence by its number.
+        teacher: the teacher, tapped at the layers to compare.
+        numbers: numbers of the sequences.
+        batch_size: sequences per forward pass of the teacher.
+        progress: shows sequences done.
 
     Raises:
         CacheCorruptError: a shard is damaged.

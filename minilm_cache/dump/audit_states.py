@@ -1,4 +1,4 @@
-"""Fidelity of what is stored beside relations: the bytes on disk against the teacher, run again."""
+"""Fidelity of states: the bytes on disk compared with the teacher, run again."""
 
 import math
 from collections.abc import Sequence
@@ -16,27 +16,28 @@ from minilm_cache.storage_schema.states import LABELS_FOLDER, LOGITS_PATH, State
 
 
 @dataclass(slots=True)
-class _Rows:
+class _ErrorSums:
     """Sums over rows, for a relative error."""
 
     is_centred: bool
-    """True: over variance; else over squares, for rows that hardly differ from sequence to sequence."""
+    """True divides by the variance. False divides by the squares, for rows that hardly differ between
+    sequences."""
     num_rows: int = 0
     total: Tensor | float = 0.0
     squares: float = 0.0
     errors: float = 0.0
 
-    def add(self, said: Tensor, stored: Tensor) -> None:
-        """Add rows, `(rows, width)`."""
-        said, stored = said.double().cpu(), stored.double().cpu()
-        self.num_rows += len(said)
-        self.total = self.total + said.sum(0)
-        self.squares += float(said.square().sum())
-        self.errors += float((stored - said).square().sum())
+    def add(self, teacher: Tensor, stored: Tensor) -> None:
+        """Add rows of the teacher and the same rows as stored, both `(rows, width)`."""
+        teacher, stored = teacher.double().cpu(), stored.double().cpu()
+        self.num_rows += len(teacher)
+        self.total = self.total + teacher.sum(0)
+        self.squares += float(teacher.square().sum())
+        self.errors += float((stored - teacher).square().sum())
 
     @property
     def relative_error(self) -> float:
-        """Root of squared error over variance, or over squares."""
+        """Square root of the squared error divided by the variance, or by the squares."""
         assert isinstance(self.total, Tensor)
         mean = float(self.total.square().sum()) / self.num_rows if self.is_centred else 0.0
         return math.sqrt(self.errors / max(self.squares - mean, 1e-30))
@@ -45,13 +46,13 @@ class _Rows:
 def audit_states(
     cache: Cache, reader: SequenceReader, *, numbers: Sequence[int], batch_size: int
 ) -> tuple[StateFidelity, ...]:
-    """Run the teacher again on some sequences and compare with what was stored beside relations.
+    """Run the teacher again on some sequences and compare with the states that were stored.
 
     Args:
-        cache: complete but for its seal.
-        reader: the teacher.
-        numbers: of the sequences.
-        batch_size: sequences that the teacher reads at once.
+        cache: cache that is complete except for its seal.
+        reader: reader with the teacher.
+        numbers: numbers of the sequences.
+        batch_size: sequences per forward pass of the teacher.
 
     Raises:
         CacheCorruptError: a shard is damaged.
@@ -60,23 +61,25 @@ def audit_states(
     if codec is None:
         return ()
     batch_size = sequences_at_once(cache.manifest.identity, batch_size)
-    errors: dict[str, _Rows] = {}
+    errors: dict[str, _ErrorSums] = {}
     bias: list[Tensor] = []
     for start in range(0, len(numbers), batch_size):
-        some = numbers[start : start + batch_size]
-        sequences = [cache[number] for number in some]
-        ids, lengths = pad([one.input_ids for one in sequences], reader.teacher.tokenizer.pad_token_id)
+        batch = numbers[start : start + batch_size]
+        sequences = [cache[number] for number in batch]
+        ids, lengths = pad(
+            [sequence.input_ids for sequence in sequences], reader.teacher.tokenizer.pad_token_id
+        )
         device = reader.teacher.device
         for reading in range(codec.parameters.num_readings):
             wanted = codec.everything if reading == 0 else codec.everything.of_masked_reading()
-            _, said = reader.read(
-                ids.to(device), lengths.to(device), numbers=some, layers=(), wanted=wanted, reading=reading
+            _, output = reader.read(
+                ids.to(device), lengths.to(device), numbers=batch, layers=(), wanted=wanted, reading=reading
             )
             for at, sequence in enumerate(sequences):
-                _compare(said, sequence.states(reading), at=at, length=int(lengths[at]), errors=errors)
-            if said.masked is not None and said.masked.labels is not None:
-                stored = [one.states(reading).masked for one in sequences]
-                bias.append(_bias(said.masked, [one for one in stored if one is not None]))
+                _compare(output, sequence.states(reading), at=at, length=int(lengths[at]), errors=errors)
+            if output.masked is not None and output.masked.labels is not None:
+                stored = [sequence.states(reading).masked for sequence in sequences]
+                bias.append(_bias(output.masked, [masked for masked in stored if masked is not None]))
     shares = _bytes_per_token(cache, codec.parameters.paths)
     return tuple(
         StateFidelity(
@@ -89,33 +92,35 @@ def audit_states(
     )
 
 
-def _compare(said: States, stored: States, *, at: int, length: int, errors: dict[str, _Rows]) -> None:
-    """Add one sequence of a batch to the errors of its states."""
-    for name, values in said.hidden.items():
+def _compare(output: States, stored: States, *, at: int, length: int, errors: dict[str, _ErrorSums]) -> None:
+    """Add the sequence at one place of a batch to the errors of its states."""
+    for name, values in output.hidden.items():
         is_first = name.family is StateFamily.FIRST
-        own = values[at][None] if is_first else values[at, :length]
-        found = stored.hidden[name] if is_first else stored.hidden[name][0]
-        errors.setdefault(name.folder, _Rows(is_centred=not is_first)).add(own, found)
-    if said.logits is not None and stored.logits is not None:
-        errors.setdefault(LOGITS_PATH, _Rows(is_centred=False)).add(said.logits[at][None], stored.logits)
+        teacher_rows = values[at][None] if is_first else values[at, :length]
+        stored_rows = stored.hidden[name] if is_first else stored.hidden[name][0]
+        errors.setdefault(name.folder, _ErrorSums(is_centred=not is_first)).add(teacher_rows, stored_rows)
+    if output.logits is not None and stored.logits is not None:
+        errors.setdefault(LOGITS_PATH, _ErrorSums(is_centred=False)).add(
+            output.logits[at][None], stored.logits
+        )
 
 
-def _bias(said: MaskedSequences, stored: Sequence[MaskedSequences]) -> Tensor:
+def _bias(output: MaskedSequences, stored: Sequence[MaskedSequences]) -> Tensor:
     """Return sum_j (stored_j - teacher_j) log teacher_j of each token with labels."""
-    assert isinstance(said.labels, DenseLabels)
-    probs = said.labels.probs.cpu()
+    assert isinstance(output.labels, DenseLabels)
+    probs = output.labels.probs.cpu()
     logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
-    found, first = [], 0
-    for one in stored:
-        assert one.labels is not None
-        count = int(one.with_labels.sum())
-        found.append(expected(one.labels, logs[first : first + count]))
+    expected_logs, first = [], 0
+    for sequence in stored:
+        assert sequence.labels is not None
+        count = int(sequence.with_labels.sum())
+        expected_logs.append(expected(sequence.labels, logs[first : first + count]))
         first += count
-    return torch.cat(found) - (probs * logs).sum(-1)
+    return torch.cat(expected_logs) - (probs * logs).sum(-1)
 
 
 def _bytes_per_token(cache: Cache, paths: Sequence[str]) -> dict[str, float]:
-    """Return the bytes of shard files of each array, or group of arrays, per token of the cache."""
+    """Return the bytes per token that the shard files of each array, or group of arrays, take."""
     files = [item for record in cache.reader.records.values() for item in record.files.items()]
     return {
         path: sum(file.size for name, file in files if plain_path(name).startswith(f"{path}/"))

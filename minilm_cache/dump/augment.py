@@ -1,12 +1,12 @@
 """Augment text for a task: TinyBERT's algorithm 1 (Jiao et al. 2020, arXiv 1909.10351, section 3.2).
 
-Every word of a document has candidates: of a word of one piece the tokens that a model with a head for masked
-tokens puts in its place, of a longer one the words of the corpus whose embeddings are nearest. Each copy of a
-document takes a candidate in place of a word with probability `replace`. The authors' code differs from the
-algorithm as printed, and is the default form: stop words and words with other letters than a to z stay, the
-model reads the document itself as a second segment, and nearest words take a capital where the word has one.
-Where the paper takes nearest words from GloVe, a word's embedding is the mean of its pieces' input embeddings
-of the same model.
+Every word of a document has candidates. For a word of one piece they are the tokens that a model with a head
+for masked tokens predicts in its place; for a longer word they are the words of the corpus whose embeddings
+are nearest. Each copy of a document replaces a word by a candidate with probability `replace`. The authors'
+code differs from the algorithm as printed, and is the default form: stop words and words with other letters
+than a to z stay, the model reads the document itself as a second segment, and nearest words take a capital
+where the word has one. Where the paper takes nearest words from GloVe, a word's embedding is the mean of its
+pieces' input embeddings of the same model.
 """
 
 import json
@@ -37,7 +37,7 @@ from minilm_cache.relations.scores import key_mask
 from minilm_cache.store.durable import new_file, refuse_existing, storage_errors
 
 _MAX_WORDS = 2**14
-"""Of the corpus, the most frequent ones: among them nearest words are looked for."""
+"""Number of most frequent words of the corpus among which nearest words are searched."""
 STOP_WORDS = frozenset(
     re.findall(
         r"\w+",
@@ -54,28 +54,32 @@ STOP_WORDS = frozenset(
 )
 """English words that carry little of a sentence's meaning."""
 _SPARE = 4
-"""Positions for special tokens, and those that some families leave out."""
+"""Positions that are left for special tokens, and for those that some model families do not use."""
 _BATCH = 32
-"""Masked variants of a document read together."""
+"""Masked variants of a document per forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Augmented:
-    """What augmenting has come to."""
+    """Result of an augmentation."""
 
     path: Path
     num_documents: int
     num_lines: int
-    """Documents and their copies."""
+    """Number of documents and copies written."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Word:
+    """A word of a document."""
+
     start: int
+    """Position of its first character in the document."""
     end: int
-    """Of its letters in the document."""
+    """Position after its last character."""
     text: str
     pieces: tuple[int, ...]
+    """Token ids of its pieces."""
 
 
 def augment(
@@ -89,14 +93,14 @@ def augment(
 
     Args:
         config: what to augment, by which model, how much.
-        out: the file, which must not exist.
-        progress: told of documents done.
-        should_stop: asked before each document; nothing is written then.
+        out: file to write, which must not exist.
+        progress: shows documents done. None means that nothing is shown.
+        should_stop: called before each document; True stops, and nothing is written.
 
     Raises:
         TeacherError: the model has no head for masked tokens.
         CorpusError: the corpus cannot be read.
-        InterruptedRunError: it was asked to stop.
+        InterruptedRunError: a stop was requested.
         StorageError: the file cannot be written.
     """
     progress = progress or Silent()
@@ -108,7 +112,7 @@ def augment(
     model.tap((), head="tokens")
     corpus = load_corpus(config.corpus, config.text_column)
     device = choose_device(config.device)
-    proposals = _Proposals(
+    replacer = _WordReplacer(
         model=model.to(device).eval(),
         tokenizer=tokenizer,
         config=config,
@@ -120,17 +124,19 @@ def augment(
         for number, text in enumerate(corpus.texts()):
             if should_stop():
                 raise InterruptedRunError("interrupted: nothing was written. Run the same command again.")
-            own = [text, *proposals.copies(text, number)]
-            lines = (json.dumps({"text": one, "document": number}, ensure_ascii=False) for one in own)
+            versions = [text, *replacer.copies(text, number)]
+            lines = (
+                json.dumps({"text": version, "document": number}, ensure_ascii=False) for version in versions
+            )
             file.writelines(f"{line}\n".encode() for line in lines)
-            num_lines += len(own)
+            num_lines += len(versions)
             progress.advance(1)
     return Augmented(path=out, num_documents=corpus.identity.num_documents, num_lines=num_lines)
 
 
 @dataclass(frozen=True)
-class _Proposals:
-    """Candidates for the words of documents."""
+class _WordReplacer:
+    """Makes copies of documents with words replaced by candidates."""
 
     model: TappedModel
     tokenizer: PreTrainedTokenizerFast
@@ -139,36 +145,39 @@ class _Proposals:
     """Frequent words of the corpus."""
 
     def copies(self, text: str, number: int) -> list[str]:
-        """Return a document's copies, those that are none dropped; a pure function of seed and number."""
+        """Return the different copies of a document that are not equal to it.
+
+        With the same model and settings, they depend only on the text and its number.
+        """
         words = _words(text, self.tokenizer)
         candidates = self._candidates(text, words)
-        found = []
+        copies = []
         for copy in range(self.config.copies):
             generator = np.random.default_rng([self.config.seed, number, copy])
             parts, end = [], 0
-            for word, own in zip(words, candidates, strict=True):
-                taken = word.text
-                if own and generator.random() < self.config.replace:
-                    taken = own[int(generator.integers(len(own)))]
-                parts += [text[end : word.start], taken]
+            for word, choices in zip(words, candidates, strict=True):
+                written = word.text
+                if choices and generator.random() < self.config.replace:
+                    written = choices[int(generator.integers(len(choices)))]
+                parts += [text[end : word.start], written]
                 end = word.end
-            found.append("".join([*parts, text[end:]]))
-        return [one for one in dict.fromkeys(found) if one != text]
+            copies.append("".join([*parts, text[end:]]))
+        return [copy_text for copy_text in dict.fromkeys(copies) if copy_text != text]
 
     @property
     def _is_authors(self) -> bool:
         return self.config.form == "authors"
 
     def _candidates(self, text: str, words: Sequence[_Word]) -> list[list[str]]:
-        """Return the candidates of each word; a word without any stays."""
+        """Return the candidates of each word; a word without candidates stays."""
         chosen = [word for word in words if not self._is_authors or _may_be_replaced(word.text)]
         masked = iter(self._masked(text, [word for word in chosen if len(word.pieces) == 1]))
-        found = {word: next(masked) if len(word.pieces) == 1 else self._nearest(word) for word in chosen}
-        return [found.get(word, []) for word in words]
+        candidates = {word: next(masked) if len(word.pieces) == 1 else self._nearest(word) for word in chosen}
+        return [candidates.get(word, []) for word in words]
 
     @torch.no_grad()
     def _masked(self, text: str, words: Sequence[_Word]) -> list[list[str]]:
-        """Return the likeliest tokens in place of each word; none beyond the model's length."""
+        """Return the likeliest tokens in place of each word. A word beyond the model's length has none."""
         device = next(self.model.parameters()).device
         mask = mask_token(self.tokenizer)
         encoded = self._encoded(text)
@@ -190,43 +199,45 @@ class _Proposals:
             chosen = torch.zeros_like(ids, dtype=torch.bool)
             chosen[torch.arange(len(ids)), torch.tensor(masked[first : first + _BATCH])] = True
             attention = key_mask(lengths, ids.shape[1]).to(torch.int64)
-            read = [part.to(device) for part in (ids, attention, chosen)]
-            own_types = types.expand_as(ids).to(device) if self._has_segments else None
-            likeliest += [self._whole_words(one) for one in self.model(*read, own_types).logits]
+            inputs = [part.to(device) for part in (ids, attention, chosen)]
+            segment_ids = types.expand_as(ids).to(device) if self._has_segments else None
+            output = self.model(*inputs, token_type_ids=segment_ids)
+            likeliest += [self._whole_words(logits) for logits in output.logits]
         answers = iter(likeliest)
         return [[] if place is None else next(answers) for place in places]
 
     def _encoded(self, text: str) -> BatchEncoding:
-        """Return a document's tokens, and behind them those of the document again in form `authors`.
+        """Return the tokens of a document; form `authors` repeats the document as a second segment.
 
-        The document itself is cut to `max_length`; what is read again is cut to what the model has room for.
+        The document is cut to `max_length` tokens, and the second segment to the positions that the model has
+        left.
         """
         positions = getattr(self.model.model.config, "max_position_embeddings", 2 * self.config.max_length)
         limit, room = self.config.max_length, min(positions - _SPARE, 2 * self.config.max_length)
         if not self._is_authors or room < 2 * _SPARE:
             return self._tokens(text, truncation=True, max_length=limit)
-        own = self._tokens(text, truncation=True, max_length=min(limit, room - _SPARE))
-        read = text[: max(end for _, end in own["offset_mapping"])]
-        return self._tokens(read, read, truncation="only_second", max_length=room)
+        tokens = self._tokens(text, truncation=True, max_length=min(limit, room - _SPARE))
+        kept = text[: max(end for _, end in tokens["offset_mapping"])]
+        return self._tokens(kept, kept, truncation="only_second", max_length=room)
 
     def _tokens(self, *texts: str, truncation: bool | str, max_length: int) -> BatchEncoding:
-        found = self.tokenizer(
+        encoded = self.tokenizer(
             *texts,
             truncation=truncation,
             max_length=max_length,
             return_offsets_mapping=True,
             return_token_type_ids=True,
         )
-        assert isinstance(found, BatchEncoding)
-        return found
+        assert isinstance(encoded, BatchEncoding)
+        return encoded
 
     @cached_property
     def _has_segments(self) -> bool:
-        """Whether the model tells segments apart."""
+        """Whether the model distinguishes segments."""
         return int(getattr(self.model.model.config, "type_vocab_size", 0) or 0) > 1
 
     def _whole_words(self, logits: Tensor) -> list[str]:
-        """Return the likeliest tokens that are words of their own."""
+        """Return the likeliest tokens that are whole words."""
         most = min(self.config.candidates, int(self._is_word.sum()))
         best = logits.masked_fill(~self._is_word.to(logits.device), -torch.inf).topk(most).indices
         return [self._text(token) for token in best.tolist()]
@@ -236,21 +247,21 @@ class _Proposals:
 
     @cached_property
     def _is_word(self) -> Tensor:
-        """True at tokens that are words: a word encoded alone is one piece, and that piece."""
+        """True at tokens that are whole words: their text, encoded alone, is that one token."""
         special = set(self.tokenizer.all_special_ids)
-        found = torch.zeros(self.model.model.config.vocab_size, dtype=torch.bool)
+        is_word = torch.zeros(self.model.model.config.vocab_size, dtype=torch.bool)
         for number in range(len(self.tokenizer)):
             text = self._text(number)
             if number not in special and text.isalnum():
-                found[number] = _pieces(text, self.tokenizer) == (number,)
-        return found
+                is_word[number] = _pieces(text, self.tokenizer) == (number,)
+        return is_word
 
     def _nearest(self, word: _Word) -> list[str]:
-        own = F.normalize(self._embedding(word.pieces), dim=-1)
-        best = (self._vectors @ own).topk(min(self.config.candidates + 1, len(self.vocabulary))).indices
+        vector = F.normalize(self._embedding(word.pieces), dim=-1)
+        best = (self._vectors @ vector).topk(min(self.config.candidates + 1, len(self.vocabulary))).indices
         near = [self.vocabulary[at] for at in best.tolist()]
-        others = [one for one in near if one != word.text.lower()][: self.config.candidates]
-        return [one.title() for one in others] if self._is_authors and word.text.istitle() else others
+        others = [text for text in near if text != word.text.lower()][: self.config.candidates]
+        return [text.title() for text in others] if self._is_authors and word.text.istitle() else others
 
     @cached_property
     def _vectors(self) -> Tensor:
@@ -264,36 +275,36 @@ class _Proposals:
 
 
 def _may_be_replaced(word: str) -> bool:
-    """Return whether the authors' code replaces a word: letters a to z alone, and no stop word."""
+    """Return whether the authors' code replaces a word: it has only letters a to z and is not a stop word."""
     lower = word.lower()
     return bool(re.fullmatch("[a-z]+", lower)) and lower not in STOP_WORDS
 
 
 def _place(starts: dict[int, int], word: _Word) -> int | None:
-    """Return the token of a word; tokenizers that keep the space before a word may count it in."""
+    """Return the position of a word's token; some tokenizers count the space before a word as its part."""
     return starts.get(word.start, starts.get(word.start - 1))
 
 
 def _words(text: str, tokenizer: PreTrainedTokenizerFast) -> list[_Word]:
     """Return the words of a document that hold a letter or a number."""
-    found = []
+    words = []
     for _, (start, end) in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text):
-        own = text[start:end]
-        start += len(own) - len(own.lstrip())
-        own = own.strip()
-        if any(letter.isalnum() for letter in own):
-            found.append(_Word(start, start + len(own), own, _pieces(own, tokenizer)))
-    return found
+        part = text[start:end]
+        start += len(part) - len(part.lstrip())
+        part = part.strip()
+        if any(letter.isalnum() for letter in part):
+            words.append(_Word(start, start + len(part), part, _pieces(part, tokenizer)))
+    return words
 
 
 def _pieces(word: str, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
-    """Return the pieces of a word as it is inside a text."""
+    """Return the token ids of a word as it is encoded inside a text."""
     ids = tokenizer(f" {word}", add_special_tokens=False)["input_ids"]
-    return tuple(int(one) for one in ids)
+    return tuple(int(token) for token in ids)
 
 
 def _frequent_words(texts: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Return the most frequent words, in lower case, those of equal count in alphabetical order."""
+    """Return the most frequent words in lower case; words of equal count are in alphabetical order."""
     counts: Counter[str] = Counter()
     for text in texts:
         split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)

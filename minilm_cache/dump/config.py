@@ -18,7 +18,7 @@ from minilm_cache.storage_schema.identity import MAX_LAYERS
 from minilm_cache.storage_schema.states import MAX_READINGS
 
 Chosen = Literal["last", "all"] | tuple[int, ...]
-"""The teacher's last layer or hidden state, all of them, or these."""
+"""The teacher's last layer or hidden state, all of them, or those with these numbers."""
 MIN_SHARD_TOKENS = 64
 DEFAULT_K = 16
 """Entries per row: students are within 0.3 % of dense targets after one epoch, within 1.6 % on their training
@@ -28,6 +28,7 @@ DEFAULT_MAX_KL = 0.005
 DEFAULT_MAX_ERROR = 0.1
 """Relative error of hidden states: losses come within 1 % of the teacher's (docs/objectives.md)."""
 DEFAULT_LABEL_K = 32
+"""Entries of each soft label."""
 _DETECTED: Final[JsonDict] = {"default": "detected from torchrun or SLURM"}
 
 
@@ -259,7 +260,7 @@ class AugmentConfig(TeacherSettings, CorpusSettings):
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
     """Tokens that the model reads of a document; words beyond them are not replaced."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of what is drawn."""
+    """Seed of the random replacements."""
 
 
 PLANNED = frozenset({"codec", "k", "max_kl", "select", "tail", "rank", "world_size", "shard_tokens"})
@@ -275,8 +276,8 @@ class PlanConfig(FrozenSettings):
     max_kl: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.02, 0.015, 0.005)
     """Mean KL of each relation of codec `vectors` to compare, nats; may be repeated."""
     dense: bool = True
-    """Compare codec `dense`, too, the exact reference."""
+    """Compare codec `dense`, the exact reference, too."""
     sample_tokens: Annotated[int, Field(ge=512)] = 65_536
-    """Tokens that are really dumped, about."""
+    """Approximate number of tokens that are really dumped."""
     max_bytes: Annotated[int, Field(ge=1)] | None = None
     """Choose the most faithful setting of at most this many bytes. None means that none is chosen."""

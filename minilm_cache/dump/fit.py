@@ -23,7 +23,7 @@ from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.relations.scores import TeacherSignal, key_mask
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.arrays import all_small_arrays
-from minilm_cache.storage_schema.identity import CacheIdentity, VectorsParameters
+from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import (
     CacheManifest,
     Calibration,
@@ -36,7 +36,7 @@ from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import CacheReader, read_manifest
 
 MIN_SEQUENCES = 4
-"""Training sequences below which nothing could be checked that nothing was fitted to."""
+"""Fewest training sequences that codes are fitted to, so that others are left to check the codes with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,40 +44,42 @@ class FittedCodec:
     """Codecs and what the cache must hold for them."""
 
     codecs: tuple[RelationCodec, ...]
-    """One for each tapped layer."""
+    """Codecs of the tapped layers, in their order."""
     states: StatesCodec | None
+    """Codec of the states. None means that the cache holds relations only."""
     calibration: Calibration | None = None
+    """How the codes were fitted. None means that nothing is fitted."""
     attachments: Mapping[str, bytes] = field(default_factory=dict)
     """Content of the codecs' own arrays: path below the cache's root to bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
-    """Codes that are there already."""
+class _KnownCodes:
+    """Codes that exist already."""
 
     manifest: CacheManifest | None = None
     codes: Mapping[str, TransformCode] = field(default_factory=dict)
-    """By the folder of their arrays."""
+    """Codes by the folder of their arrays."""
 
     @classmethod
-    def in_cache(cls, root: Path, manifest: CacheManifest) -> "_Known":
+    def in_cache(cls, root: Path, manifest: CacheManifest) -> "_KnownCodes":
         """Read all codes of a cache.
 
         Raises:
-            CacheCorruptError: one is damaged.
+            CacheCorruptError: a code is damaged.
         """
         return cls(manifest=manifest, codes=read_codes(root, manifest))
 
     def layer(self, layer: int) -> LayerCalibration | None:
-        """Return how a layer was fitted; none: it was not."""
+        """Return how a layer was fitted. None means that it was not."""
         known = layer_folder(layer) in self.codes
         return self._calibration.of_layer(layer) if known else None
 
     def state(self, name: StateName) -> StateCalibration | None:
-        """Return how a state was fitted; none: it was not."""
+        """Return how a state was fitted. None means that it was not."""
         if name.folder not in self.codes:
             return None
-        return next(one for one in self._calibration.states if one.name == name)
+        return next(state for state in self._calibration.states if state.name == name)
 
     @property
     def _calibration(self) -> Calibration:
@@ -88,7 +90,7 @@ class _Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecFitter:
-    """What it takes to fit codecs."""
+    """Fits the codecs of a dump."""
 
     identity: CacheIdentity
     reader: SequenceReader
@@ -101,27 +103,26 @@ class CodecFitter:
         """Return the codecs of the cache at `path`, existing or not.
 
         Args:
-            path: its folder.
-            donor: another cache, whose codes are taken over.
+            path: folder of the cache.
+            donor: another cache whose codes are reused. None means that there is no such cache.
 
         Raises:
             CorpusError: the corpus is too small to fit codes to.
-            InterruptedRunError: it was asked to stop.
+            InterruptedRunError: a stop was requested.
         """
         identity = self.identity
         coded = identity.states.coded if identity.states is not None else ()
-        if not (isinstance(identity.codec, VectorsParameters) or coded):
+        if identity.vectors is None and not coded:
             return self._complete(None, {})
         known = _known_at(path, identity)
         if known is None:
-            known = _Known() if donor is None else _Known.in_cache(donor.root, donor.manifest)
+            known = _KnownCodes() if donor is None else _KnownCodes.in_cache(donor.root, donor.manifest)
         return self._fit(coded, known)
 
-    def _fit(self, coded: Sequence[StateName], known: _Known) -> FittedCodec:
-        is_vectors = isinstance(self.identity.codec, VectorsParameters)
+    def _fit(self, coded: Sequence[StateName], known: _KnownCodes) -> FittedCodec:
         num_train = len(self.sequences.lengths) - self.sequences.num_held_out
         if num_train < MIN_SEQUENCES:
-            what = "codec vectors is" if is_vectors else "codes of hidden states are"
+            what = "codec vectors is" if self.identity.vectors is not None else "codes of hidden states are"
             raise CorpusError(
                 f"{what} fitted to the corpus, and {num_train} training sequences are too few: it needs "
                 f"{MIN_SEQUENCES}. Give more text, or take --codec topk or dense without hidden states."
@@ -141,37 +142,39 @@ class CodecFitter:
 
     @property
     def _calibration_tokens(self) -> int:
-        """The most that anything is fitted to."""
-        states, codec = self.identity.states, self.identity.codec
+        """Largest number of tokens that any code is fitted to."""
+        states, vectors = self.identity.states, self.identity.vectors
         of_states = states.calibration_tokens if states is not None else None
-        of_codec = codec.calibration_tokens if isinstance(codec, VectorsParameters) else 0
+        of_codec = vectors.calibration_tokens if vectors is not None else 0
         return max(of_states or 0, of_codec)
 
-    def _all_layers(self, known: _Known) -> list[tuple[LayerCalibration, TransformCode]]:
-        codec = self.identity.codec
-        if not isinstance(codec, VectorsParameters):
+    def _all_layers(self, known: _KnownCodes) -> list[tuple[LayerCalibration, TransformCode]]:
+        """Return the codes of all layers; those that are known are not fitted again."""
+        codec = self.identity.vectors
+        if codec is None:
             return []
         fit, check = self._sample(codec.calibration_tokens)
         missing = sum(known.layer(layer) is None for layer in self.identity.layers)
         self.progress.start("calibrate", missing * (len(fit) + len(check)), "sequences")
-        found = []
+        layers = []
         for layer in self.identity.layers:
-            there = known.layer(layer)
-            if there is None:
-                found.append(self._fit_layer(layer, fit, check=check, max_kl=codec.max_kl))
+            described = known.layer(layer)
+            if described is None:
+                layers.append(self._fit_layer(layer, fit, check=check, max_kl=codec.max_kl))
             else:
-                found.append((there, known.codes[layer_folder(layer)]))
-        return found
+                layers.append((described, known.codes[layer_folder(layer)]))
+        return layers
 
     def _all_states(
-        self, coded: Sequence[StateName], known: _Known
+        self, coded: Sequence[StateName], known: _KnownCodes
     ) -> list[tuple[StateCalibration, TransformCode]]:
+        """Return the codes of all coded states; those that are known are not fitted again."""
         new = self._fit_states([name for name in coded if known.state(name) is None])
-        found = []
+        states = []
         for name in coded:
-            there = known.state(name)
-            found.append(new[name] if there is None else (there, known.codes[name.folder]))
-        return found
+            described = known.state(name)
+            states.append(new[name] if described is None else (described, known.codes[name.folder]))
+        return states
 
     def _complete(self, calibration: Calibration | None, codes: Mapping[str, TransformCode]) -> FittedCodec:
         identity = self.identity
@@ -192,7 +195,7 @@ class CodecFitter:
         )
 
     def _sample(self, num_tokens: int) -> tuple[range, range]:
-        """Return the sequences that are fitted to, about so many tokens, and those that are checked with."""
+        """Return the sequences to fit codes to, about so many tokens, and those to check them with."""
         num_train = len(self.sequences.lengths) - self.sequences.num_held_out
         ends = np.cumsum(self.sequences.lengths[:num_train])
         return split_sample(num_train, int(np.searchsorted(ends, num_tokens)) + 1)
@@ -200,8 +203,8 @@ class CodecFitter:
     def _fit_layer(
         self, layer: int, fit: range, *, check: range, max_kl: float
     ) -> tuple[LayerCalibration, TransformCode]:
-        """Fit the code of one tapped layer; the sample's vectors of all layers would not fit into memory."""
-        found = calibrate(
+        """Fit the code of a single layer: the vectors of all layers would not fit into memory."""
+        fitted = calibrate(
             self._signals(layer, fit),
             self._signals(layer, check),
             max_kl,
@@ -209,8 +212,8 @@ class CodecFitter:
             longest=self._longest(layer),
             should_stop=self.should_stop,
         )
-        codec = found.codec
-        kls = ", ".join(f"{kind} {value:.4f}" for kind, value in found.kl.items())
+        codec = fitted.codec
+        kls = ", ".join(f"{kind} {value:.4f}" for kind, value in fitted.kl.items())
         self.progress.note(f"calibrated layer {layer}: {len(codec.code.basis)} components, KL {kls}")
         described = LayerCalibration(
             layer=layer,
@@ -218,22 +221,23 @@ class CodecFitter:
             head_size=codec.head_size,
             scaling=codec.scaling,
             window=codec.window,
-            kl=found.kl,
+            kl=fitted.kl,
         )
         return described, codec.code
 
     def _longest(self, layer: int) -> TeacherSignal:
-        """Return what a layer says of a sequence of full length: its attention may have a window."""
+        """Return a layer's signal of a sequence of full length, since its attention may have a window."""
         length, teacher = self.identity.packing.max_length, self.reader.teacher
         ids = torch.full((1, length), teacher.tokenizer.cls_token_id, device=teacher.device)
         lengths = torch.full((1,), length, device=teacher.device)
         return teacher.read(ids, lengths, layers=(layer,)).signals[0]
 
     def _signals(self, layer: int, numbers: range) -> list[TeacherSignal]:
+        """Return a layer's signals of some sequences, batch by batch."""
         signals = []
-        for ids, lengths, some in self._batches(numbers):
+        for ids, lengths, batch in self._batches(numbers):
             signals.append(self.reader.teacher.read(ids, lengths, layers=(layer,)).signals[0])
-            self.progress.advance(len(some))
+            self.progress.advance(len(batch))
         return signals
 
     def _batches(self, numbers: range) -> Iterator[tuple[Tensor, Tensor, range]]:
@@ -242,10 +246,10 @@ class CodecFitter:
         for first in range(numbers.start, numbers.stop, self.batch_size):
             if self.should_stop():
                 raise InterruptedRunError(INTERRUPTED)
-            some = range(first, min(first + self.batch_size, numbers.stop))
-            tokens = [torch.from_numpy(row) for row in self.sequences.read(some.start, some.stop).ids]
+            batch = range(first, min(first + self.batch_size, numbers.stop))
+            tokens = [torch.from_numpy(row) for row in self.sequences.read(batch.start, batch.stop).ids]
             ids, lengths = pad(tokens, teacher.tokenizer.pad_token_id)
-            yield ids.to(teacher.device), lengths.to(teacher.device), some
+            yield ids.to(teacher.device), lengths.to(teacher.device), batch
 
     def _fit_states(
         self, names: Sequence[StateName]
@@ -259,7 +263,7 @@ class CodecFitter:
         fit, check = self._sample(states.calibration_tokens)
         self.progress.start("calibrate hidden states", len(fit) + len(check), "sequences")
         fit_rows, check_rows = self._state_rows(names, fit), self._state_rows(names, check)
-        found = {}
+        fitted = {}
         for name in names:
             code, error = fit_state(fit_rows[name], check_rows[name], states.max_error)
             self.progress.note(
@@ -268,31 +272,31 @@ class CodecFitter:
             described = StateCalibration(
                 family=name.family, number=name.number, components=len(code.basis), error=error
             )
-            found[name] = (described, code)
-        return found
+            fitted[name] = (described, code)
+        return fitted
 
     def _state_rows(self, names: Sequence[StateName], numbers: range) -> dict[StateName, Tensor]:
-        """Return hidden states of the tokens of some sequences, `(tokens, hidden)` each."""
+        """Return the hidden states of all tokens of some sequences, `(tokens, hidden)` for each name."""
         rows: dict[StateName, list[Tensor]] = {name: [] for name in names}
         wanted = WantedStates(hidden=tuple(names))
-        for ids, lengths, some in self._batches(numbers):
-            _, states = self.reader.read(ids, lengths, numbers=some, layers=(), wanted=wanted)
+        for ids, lengths, batch in self._batches(numbers):
+            _, states = self.reader.read(ids, lengths, numbers=batch, layers=(), wanted=wanted)
             valid = key_mask(lengths, ids.shape[1])
             for name in names:
                 rows[name].append(states.hidden[name][valid].cpu())
-            self.progress.advance(len(some))
+            self.progress.advance(len(batch))
         return {name: torch.cat(parts) for name, parts in rows.items()}
 
 
-def _known_at(path: Path, identity: CacheIdentity) -> _Known | None:
-    """Return the codes that a dump into this folder began with; none where it did not get so far."""
+def _known_at(path: Path, identity: CacheIdentity) -> _KnownCodes | None:
+    """Return the codes that a dump into this folder began with. None means that it has written none yet."""
     if not (path / MANIFEST).is_file():
         return None
     manifest = read_manifest(path)
     if manifest.identity != identity:  # the writer will refuse this folder, and say why
         return None
     try:
-        return _Known.in_cache(path, manifest)
+        return _KnownCodes.in_cache(path, manifest)
     except CacheCorruptError:  # killed before the codes were written: fitted again, they are the same
         return None
 

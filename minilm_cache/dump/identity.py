@@ -48,26 +48,28 @@ from minilm_cache.store.layout import (
 from minilm_cache.wording import printable
 
 CALIBRATION_TOKENS = 2**15
+"""Tokens that codec `vectors` is fitted to."""
 STATE_CALIBRATION_TOKENS = 2**13
+"""Tokens that the codes of hidden states are fitted to."""
 _LEAST_CLASSES = 2
 _SHARD_BYTES = 96
-"""Bytes of a shard's range in a manifest, at most."""
+"""Most bytes that the range of a shard takes in a manifest."""
 _RECORD_FILE_BYTES = 240
-"""Bytes of a file's path and digest in a commit record, at most."""
+"""Most bytes that the path and digest of a file take in a commit record."""
 _MANIFEST_SPARE = 2**20
-"""Bytes of a manifest that are left for everything but its shards."""
+"""Bytes of a manifest that are reserved for everything except its shards."""
 
 
 def identify(
     config: DumpConfig, teacher: Teacher, *, corpus: Corpus, split: Literal["documents"] | None = "documents"
 ) -> CacheIdentity:
-    """Return what determines the content of the cache.
+    """Return the identity of the cache: everything that determines its content.
 
     Args:
         config: what to dump.
-        teacher: that says it.
+        teacher: the loaded teacher.
         corpus: the text.
-        split: how text is held out; None as the first releases did, for caches that they began.
+        split: how text is held out. None means as in the first releases, for caches that they began.
     """
     parameters = codec_parameters(config)
     return CacheIdentity(
@@ -83,14 +85,14 @@ def identify(
         ),
         layers=teacher.layers,
         relation_heads=teacher.identity.num_heads,
-        relations=() if isinstance(parameters, VectorsParameters) else ROW_RELATIONS,
+        relations=() if config.codec == "vectors" else ROW_RELATIONS,
         codec=parameters,
         states=_states(config, teacher),
     )
 
 
 def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
-    """Return what is stored beside relations; none: nothing is."""
+    """Return what is stored in addition to relations. None means that only relations are stored."""
     hidden = _numbers("--hidden", config.hidden, teacher)
     masked = _numbers("--masked-hidden", config.masked_hidden, teacher)
     first = _numbers("--first-hidden", config.first_hidden, teacher)
@@ -133,7 +135,7 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
 
 
 def _numbers(option: str, chosen: Chosen | None, teacher: Teacher) -> tuple[int, ...]:
-    """Return numbers of hidden states.
+    """Return the numbers of the hidden states that an option chooses.
 
     Raises:
         InvalidConfigError: the teacher has no such state.
@@ -152,7 +154,7 @@ def _numbers(option: str, chosen: Chosen | None, teacher: Teacher) -> tuple[int,
 
 
 def codec_parameters(config: DumpConfig) -> CodecParameters:
-    """Return the codec asked for, its defaults filled in."""
+    """Return the parameters of the requested codec, with defaults filled in."""
     if config.codec == "dense":
         return DenseParameters()
     if config.codec == "vectors":
@@ -170,7 +172,7 @@ def codec_parameters(config: DumpConfig) -> CodecParameters:
 
 
 def name_labels(config: DumpConfig) -> Labels:
-    """Return the names that a cache carries for people."""
+    """Return the readable names that a cache carries."""
     return Labels(
         teacher=_label(config.teacher),
         corpus=_label(config.corpus),
@@ -181,7 +183,7 @@ def name_labels(config: DumpConfig) -> Labels:
 
 
 def _label(name: str) -> str:
-    """Return a name for people: of a path only its end, since caches travel and paths tell of machines."""
+    """Return a readable name; only the end of a path, since paths reveal details of a machine."""
     return printable(Path(name).resolve().name or "root")[:64]
 
 
@@ -193,7 +195,18 @@ def plan_manifest(
     sequences: SequenceTable,
     attachments: Mapping[str, bytes],
 ) -> CacheManifest:
-    """Return the manifest that the dump will fill: everything but what is measured."""
+    """Return the manifest of a dump: everything but what is measured at its end.
+
+    Args:
+        config: what to dump.
+        identity: identity of the cache.
+        calibration: how the codes were fitted. None means that nothing is fitted.
+        sequences: the corpus as sequences.
+        attachments: content of the files that are not shards, by path in the cache.
+
+    Raises:
+        InvalidConfigError: a shard, a manifest or a commit record would be too large.
+    """
     shard_tokens = config.shard_tokens or default_shard_tokens(identity, calibration)
     if shard_bytes(identity, calibration, shard_tokens) > MAX_SHARD_BYTES:
         raise InvalidConfigError(

@@ -1,7 +1,8 @@
-"""A head for masked tokens, for teachers that have none: fitted to a corpus, the encoder left as it is.
+"""Fit a head for masked tokens to a corpus, for teachers that have none; the encoder is not changed.
 
 Sentence encoders, and many encoders on the hub, come without the head that they were pre-trained with; soft
-labels need one. What it says is as good as what the frozen encoder kept of masked language modelling.
+labels need such a head. It predicts as well as what the frozen encoder has kept of masked language modelling
+allows.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.masking import SHARE, Masker, mask_token
@@ -31,25 +33,31 @@ from minilm_cache.storage_schema.states import Masking
 from minilm_cache.store.durable import new_folder, refuse_existing
 
 _MAX_CHECKED = 256
+"""Most held-out sequences that the fitted head is measured on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedHead:
-    """What fitting has come to."""
+    """Result of the fit of a head."""
 
     path: Path
     steps: int
     accuracy: float
-    """Share of masked tokens of held-out sequences that the model tells."""
+    """Share of masked tokens of held-out sequences that the model predicts correctly, from 0 to 1."""
     cross_entropy: float
-    """Of these tokens, nats."""
+    """Mean cross-entropy of these tokens, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
+    """A padded batch of sequences."""
+
     lengths: Tensor
+    """Tokens of each sequence, `(batch,)` int64."""
     ids: Tensor
+    """Token ids, `(batch, length)` int64."""
     masked: MaskedSequences
+    """The same sequences with tokens masked."""
 
 
 def fit_head(
@@ -63,15 +71,15 @@ def fit_head(
 
     Args:
         config: what to fit, and to which text.
-        out: the folder, which must not exist.
-        progress: told of tokens done.
-        should_stop: asked before each step; nothing is written then.
+        out: folder to write, which must not exist.
+        progress: shows sequences done. None means that nothing is shown.
+        should_stop: called before each step; True stops, and nothing is written.
 
     Raises:
-        TeacherError: it has such a head, or is no encoder.
+        TeacherError: the teacher has such a head already, or is not an encoder.
         CorpusError: there is too little text.
-        InterruptedRunError: it was asked to stop.
-        DivergedError: the loss is no number.
+        InterruptedRunError: a stop was requested.
+        DivergedError: the loss is NaN or infinite.
         StorageError: the folder exists, or cannot be written.
     """
     progress = progress or Silent()
@@ -86,23 +94,8 @@ def fit_head(
     tapped = TappedModel(model).to(device)
     check_length(tapped, source.name, token=tokenizer.cls_token_id, max_length=config.max_length)
     tapped.tap((), head="tokens")
-    corpus = load_corpus(config.corpus, config.text_column)
-    packing = Packing(
-        mode="packed",
-        max_length=config.max_length,
-        max_tokens=config.max_tokens,
-        seed=config.seed,
-        split="documents",
-    )
-    sequences = SequenceTable(corpus, tokenizer, packing)
-    num_train = len(sequences.lengths) - sequences.num_held_out
-    if num_train < config.batch_size:
-        raise CorpusError(
-            f"corpus {config.corpus} has {num_train} training sequences, fewer than --batch-size "
-            f"{config.batch_size}. Give more text."
-        )
-    masking = Masking(share=SHARE, mask_token=mask_token(tokenizer), seed=config.seed)
-    masker = Masker.of(masking, tokenizer)
+    sequences, num_train = _load_sequences(config, tokenizer)
+    masker = Masker.of(Masking(share=SHARE, mask_token=mask_token(tokenizer), seed=config.seed), tokenizer)
     reader = _MaskedReader(sequences, masker, tokenizer.pad_token_id, device)
     steps = config.epochs * (num_train // config.batch_size)
     progress.start("fit head", steps * config.batch_size, "sequences")
@@ -129,6 +122,30 @@ def fit_head(
     return FittedHead(path=out, steps=steps, accuracy=accuracy, cross_entropy=cross_entropy)
 
 
+def _load_sequences(config: HeadConfig, tokenizer: PreTrainedTokenizerFast) -> tuple[SequenceTable, int]:
+    """Return the corpus as packed sequences, and the number of training sequences among them.
+
+    Raises:
+        CorpusError: there is too little text.
+    """
+    corpus = load_corpus(config.corpus, config.text_column)
+    packing = Packing(
+        mode="packed",
+        max_length=config.max_length,
+        max_tokens=config.max_tokens,
+        seed=config.seed,
+        split="documents",
+    )
+    sequences = SequenceTable(corpus, tokenizer, packing)
+    num_train = len(sequences.lengths) - sequences.num_held_out
+    if num_train < config.batch_size:
+        raise CorpusError(
+            f"corpus {config.corpus} has {num_train} training sequences, fewer than --batch-size "
+            f"{config.batch_size}. Give more text."
+        )
+    return sequences, num_train
+
+
 def _train(
     model: TappedModel,
     batches: Iterator[_Batch],
@@ -138,11 +155,11 @@ def _train(
     progress: Progress,
     should_stop: ShouldStop,
 ) -> None:
-    """Train whatever is not the encoder's."""
+    """Train the weights that are not the encoder's; the learning rate falls linearly to 0."""
     encoder = model.model.base_model.requires_grad_(requires_grad=False)
     shared = {id(weight) for weight in encoder.parameters()}
-    own = [weight for weight in model.parameters() if id(weight) not in shared]
-    optimizer = torch.optim.AdamW(own, lr=lr)
+    head_weights = [weight for weight in model.parameters() if id(weight) not in shared]
+    optimizer = torch.optim.AdamW(head_weights, lr=lr)
     for step, batch in enumerate(batches):
         if should_stop():
             raise InterruptedRunError("interrupted: nothing was written. Run the same command again.")
@@ -150,7 +167,7 @@ def _train(
             group["lr"] = lr * (1 - step / steps)
         loss, _ = _loss(model, batch)
         if not bool(loss.isfinite()):
-            raise DivergedError(f"the loss is no number at step {step}. Lower --lr.")
+            raise DivergedError(f"the loss is NaN or infinite at step {step}. Lower --lr.")
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -159,7 +176,7 @@ def _train(
 
 @dataclass(frozen=True, slots=True)
 class _MaskedReader:
-    """Sequences as they are read masked."""
+    """Reads sequences with tokens masked."""
 
     sequences: SequenceTable
     masker: Masker
@@ -167,44 +184,44 @@ class _MaskedReader:
     device: torch.device
 
     def epochs(self, num_train: int, config: HeadConfig) -> Iterator[_Batch]:
-        """Yield the batches of every epoch, each masked anew."""
+        """Yield the full batches of every epoch; each epoch masks other tokens."""
         generator = torch.Generator().manual_seed(config.seed)
         for epoch in range(config.epochs):
             order = torch.randperm(num_train, generator=generator)
-            for some in order.split(config.batch_size):
-                if len(some) == config.batch_size:
-                    yield self.batch(some.tolist(), epoch * num_train)
+            for numbers in order.split(config.batch_size):
+                if len(numbers) == config.batch_size:
+                    yield self.batch(numbers.tolist(), epoch * num_train)
 
     def batch(self, numbers: list[int], shift: int = 0) -> _Batch:
-        """Return sequences, masked by their numbers plus a shift."""
-        rows = [torch.from_numpy(self.sequences.read(one, one + 1).ids[0]) for one in numbers]
+        """Return a batch; number plus shift of a sequence determine which of its tokens are masked."""
+        rows = [torch.from_numpy(self.sequences.read(number, number + 1).ids[0]) for number in numbers]
         ids, lengths = pad(rows, self.pad_token)
         masked = self.masker.mask(
-            ids.to(self.device), [one + shift for one in numbers], lengths=lengths.tolist()
+            ids.to(self.device), [number + shift for number in numbers], lengths=lengths.tolist()
         )
         return _Batch(lengths=lengths.to(self.device), ids=ids.to(self.device), masked=masked)
 
 
 def _loss(model: TappedModel, batch: _Batch) -> tuple[Tensor, Tensor]:
-    """Return the mean cross-entropy of chosen tokens, and the logits."""
+    """Return the mean cross-entropy of chosen tokens, nats, and their logits, `(chosen, vocabulary)`."""
     mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
     logits = model(batch.masked.ids, mask, batch.masked.chosen).logits
-    told = batch.ids[batch.masked.chosen]
-    return F.cross_entropy(logits, told, reduction="sum") / max(len(told), 1), logits
+    targets = batch.ids[batch.masked.chosen]
+    return F.cross_entropy(logits, targets, reduction="sum") / max(len(targets), 1), logits
 
 
 @torch.no_grad()
 def _measure(
     model: TappedModel, reader: _MaskedReader, *, numbers: range, config: HeadConfig
 ) -> tuple[float, float]:
-    """Return cross-entropy and accuracy on some sequences."""
+    """Return the mean cross-entropy, nats, and the accuracy on chosen tokens of some sequences."""
     model.eval()
     total, right, count = 0.0, 0, 0
     for first in range(numbers.start, numbers.stop, config.batch_size):
         batch = reader.batch(list(range(first, min(first + config.batch_size, numbers.stop))))
         loss, logits = _loss(model, batch)
-        told = batch.ids[batch.masked.chosen]
-        total += float(loss) * len(told)
-        right += int((logits.argmax(-1) == told).sum())
-        count += len(told)
+        targets = batch.ids[batch.masked.chosen]
+        total += float(loss) * len(targets)
+        right += int((logits.argmax(-1) == targets).sum())
+        count += len(targets)
     return total / max(count, 1), right / max(count, 1)

@@ -1,11 +1,12 @@
-"""A dump on a Ray cluster: each rank is a task, and Ray starts those again whose worker was lost.
+"""Dump on a Ray cluster: each rank is a task, and Ray starts a task again when its worker is lost.
 
-Ray decides what runs where and when; ranks write their own shards and never talk to each other, so that
-a rank that is started again takes up what it had committed. Machines need a common file system.
+Ray decides what runs where and when. Ranks write their own shards and never talk to each other, so that a
+rank that is started again resumes from the shards that it had committed. Machines need a common file system.
 """
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import DumpResult, dump_cache
@@ -15,6 +16,7 @@ from minilm_cache.settings import cache_home
 from minilm_cache.store.reader import read_manifest
 
 _POLL_S = 1.0
+"""Longest wait for a rank, in seconds, before `should_stop` is called again."""
 
 
 def dump_on_ray(
@@ -25,21 +27,22 @@ def dump_on_ray(
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> DumpResult:
-    """Dump as `config.world_size` tasks of the cluster that RAY_ADDRESS names, or of one on this machine.
+    """Dump as `config.world_size` tasks of the cluster that RAY_ADDRESS names, or of a local cluster.
 
     A task takes a GPU where the cluster has any, else a CPU core.
 
     Args:
         config: what to dump; its rank is ignored.
-        out: folder of the cache, the same on every machine; none: below `home`, named by content.
-        home: folder of caches.
-        progress: told of ranks done.
-        should_stop: asked about once a second.
+        out: folder of the cache, the same on every machine. None means a folder below `home`, named by
+            content.
+        home: folder of caches. None means `~/.cache/minilm-cache`.
+        progress: shows ranks done. None means that nothing is shown.
+        should_stop: called about once a second; True stops, and keeps what is committed.
 
     Raises:
         InvalidConfigError: Ray is not installed.
-        InterruptedRunError: it was asked to stop; what is committed is kept.
-        MiniLMCacheError: as `dump`.
+        InterruptedRunError: a stop was requested; what is committed is kept.
+        MiniLMCacheError: same as for `dump_cache`.
     """
     try:
         import ray  # noqa: PLC0415 - an extra
@@ -59,21 +62,7 @@ def dump_on_ray(
     ]
     progress.note(f"{config.world_size} ranks as tasks of Ray, each with {'a GPU' if num_gpus else 'a core'}")
     progress.start("dump", config.world_size, "ranks")
-    results: list[DumpResult] = []
-    while pending:
-        done, pending = ray.wait(pending, timeout=_POLL_S)
-        try:
-            results += ray.get(done)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None  # a rank's own error, without the trace of where Ray ran it
-        progress.advance(len(done))
-        if pending and should_stop():
-            for waiting in pending:
-                ray.cancel(waiting, force=True)
-            raise InterruptedRunError(
-                f"interrupted with {len(pending)} of {config.world_size} ranks to do: committed shards are "
-                "kept. Run the same command again to go on."
-            )
+    results = _wait_for_ranks(pending, progress, should_stop)
     manifest = read_manifest(results[0].path)
     written = sum(result.shards_written for result in results)
     return DumpResult(
@@ -84,10 +73,43 @@ def dump_on_ray(
     )
 
 
+def _wait_for_ranks(pending: list[Any], progress: Progress, should_stop: ShouldStop) -> list[DumpResult]:
+    """Return the results of all ranks, in the order in which they finish.
+
+    Args:
+        pending: Ray's references to the results, one for each rank.
+        progress: shows ranks done.
+        should_stop: called about once a second; True cancels the ranks that have not finished.
+
+    Raises:
+        InterruptedRunError: a stop was requested.
+        MiniLMCacheError: the error of a rank.
+    """
+    import ray  # noqa: PLC0415 - an extra
+
+    world_size = len(pending)
+    results: list[DumpResult] = []
+    while pending:
+        done, pending = ray.wait(pending, timeout=_POLL_S)
+        try:
+            results += ray.get(done)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None  # a rank's own error, without the trace of where Ray ran it
+        progress.advance(len(done))
+        if pending and should_stop():
+            for task in pending:
+                ray.cancel(task, force=True)
+            raise InterruptedRunError(
+                f"interrupted with {len(pending)} of {world_size} ranks to do: committed shards are "
+                "kept. Run the same command again to go on."
+            )
+    return results
+
+
 def _dump_rank(config: DumpConfig, out: Path | None, home: Path) -> DumpResult:
     return dump_cache(config, out=out, home=home)
 
 
 def _from_anywhere(name: str) -> str:
-    """Return an absolute path for what is a file or folder here: workers run in folders of their own."""
+    """Return an existing path as an absolute path, since workers run in other folders; else the name."""
     return str(Path(name).resolve()) if Path(name).exists() else name

@@ -1,7 +1,7 @@
-"""What a dump would cost and be worth, from a sample: bytes, fidelity, time, and when it pays.
+"""Estimate from a sample what a dump costs and is worth: bytes, fidelity, time, and when it pays.
 
-Each setting is really dumped, over the first tokens of the corpus, and read back; nothing is modelled but the
-step from the sample to the whole.
+Each setting is really dumped, over the first tokens of the corpus, and read back. Only the step from the
+sample to the whole corpus is modelled.
 """
 
 import math
@@ -31,60 +31,62 @@ from minilm_cache.storage_schema.identity import CodecParameters, Packing, codec
 from minilm_cache.storage_schema.manifest import CacheManifest, LayerFidelity, StateFidelity
 
 LEAST_SEQUENCES = 16
-"""Of a sample, at full length: enough to fit codec `vectors`, check it, and hold something out."""
+"""Fewest sequences of full length in a sample: enough to fit codec `vectors`, check it and hold some out."""
 TIMED_BATCHES = 5
-"""Forward passes timed for the break-even, after one that is not."""
+"""Forward passes that are timed for the break-even, after a first pass that is not timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSetting:
-    """One setting, as the sample shows it."""
+    """Estimated cost and fidelity of one setting."""
 
     codec: CodecParameters
     bytes_per_token: float
-    """Shard files, per token."""
+    """Bytes of shard files per token."""
     total_bytes: int
-    """Of a cache of the whole corpus, all files."""
+    """Bytes of all files of a cache of the whole corpus."""
     fidelity: tuple[LayerFidelity, ...]
     states: tuple[StateFidelity, ...]
-    """What is stored in addition to relations, with its bytes per token, which are counted above, too."""
+    """Fidelity of states. Their bytes per token are included in `bytes_per_token`."""
     tokens_per_s: float
-    """Of the corpus, written."""
+    """Tokens of the corpus that are written per second."""
     dump_s: float
     """Seconds that the whole corpus takes, fitting the codec and measuring fidelity included."""
     break_even_epochs: int
-    """Student-epochs from which on the cache is cheaper than the teacher running along."""
+    """Student epochs from which on the cache is cheaper than running the teacher during training."""
 
     @property
     def words(self) -> str:
-        """The codec and its settings."""
+        """The codec and its settings, in words."""
         return codec_words(self.codec)
 
     @property
     def worst_kl(self) -> float:
-        """The greater KL(teacher || stored), nats; infinite where rows are sampled."""
-        found = [
-            fidelity.kl_teacher_to_stored for one in self.fidelity for fidelity in one.relations.values()
+        """Largest KL(teacher || stored) of any relation, nats; infinite where rows are sampled."""
+        kls = [
+            fidelity.kl_teacher_to_stored for layer in self.fidelity for fidelity in layer.relations.values()
         ]
-        return max(math.inf if kl is None else kl for kl in found)
+        return max(math.inf if kl is None else kl for kl in kls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Every setting asked for, and the choice among them."""
+    """Every requested setting, and the choice among them."""
 
     num_tokens: int
-    """Of the whole corpus."""
+    """Tokens of the whole corpus."""
     sample_tokens: int
+    """Tokens of the sample."""
     teacher_tokens_per_s: float
-    """The teacher's forward pass as an online loop needs it, stopped at its last layer's vectors."""
+    """Tokens per second of the teacher's forward pass as online training needs it: it stops at the vectors of
+    the last layer."""
     settings: tuple[PlannedSetting, ...]
 
     def best_within(self, max_bytes: int) -> PlannedSetting | None:
-        """Return the most faithful setting of at most so many bytes; none: all are larger.
+        """Return the most faithful setting of at most `max_bytes` bytes. None means that all are larger.
 
-        The least KL decides; among settings whose KL is infinite, because they are sampled or leave something
-        out, the one that keeps most bytes.
+        The smallest KL decides. Among settings whose KL is infinite, because they are sampled or leave
+        something out, it is the setting that keeps most bytes.
         """
         fitting = [setting for setting in self.settings if setting.total_bytes <= max_bytes]
         return min(fitting, key=lambda setting: (setting.worst_kl, -setting.total_bytes), default=None)
@@ -93,13 +95,13 @@ class Plan:
 def plan(
     configs: Sequence[DumpConfig], sample_tokens: int, *, progress: Progress, should_stop: ShouldStop
 ) -> Plan:
-    """Dump a sample with each setting.
+    """Dump a sample with each setting, and estimate what the whole corpus would cost.
 
     Args:
-        configs: settings that differ in their codec alone.
-        sample_tokens: tokens of the sample, about.
-        progress: told of tokens done.
-        should_stop: asked before each batch.
+        configs: settings that differ only in their codec.
+        sample_tokens: approximate number of tokens of the sample.
+        progress: shows tokens done.
+        should_stop: called before each batch; True stops, and nothing is kept.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`.
@@ -110,15 +112,7 @@ def plan(
         locate_teacher(first.teacher, first.revision), choose_device(first.device), layers=layers
     )
     teacher.check_length(first.max_length)
-    corpus = load_corpus(first.corpus, first.text_column)
-    packing = Packing(
-        mode=first.packing,
-        max_length=first.max_length,
-        max_tokens=first.max_tokens,
-        seed=first.seed,
-        split="documents",
-    )
-    sequences = SequenceTable(corpus, teacher.tokenizer, packing)
+    sequences = _load_sequences(first, teacher)
     num_tokens = int(sequences.lengths.sum())
     rate = _teacher_rate(teacher, sequences, first.batch_size)
     sample = min(max(sample_tokens, LEAST_SEQUENCES * first.max_length), num_tokens)
@@ -153,6 +147,19 @@ def plan(
     )
 
 
+def _load_sequences(config: DumpConfig, teacher: Teacher) -> SequenceTable:
+    """Return the whole corpus as the sequences of a dump."""
+    corpus = load_corpus(config.corpus, config.text_column)
+    packing = Packing(
+        mode=config.packing,
+        max_length=config.max_length,
+        max_tokens=config.max_tokens,
+        seed=config.seed,
+        split="documents",
+    )
+    return SequenceTable(corpus, teacher.tokenizer, packing)
+
+
 def _measure(
     config: DumpConfig,
     sample: int,
@@ -162,6 +169,7 @@ def _measure(
     progress: Progress,
     should_stop: ShouldStop,
 ) -> PlannedSetting:
+    """Dump a sample of `sample` tokens with one setting, and scale what is measured to the whole corpus."""
     clock = _Clock(progress)
     # Several shards, so that writing one while the teacher runs on the next is timed, too.
     shard_tokens = 2 ** max(math.ceil(math.log2(config.max_length)), math.floor(math.log2(sample)) - 3)
@@ -180,14 +188,14 @@ def _measure(
         whole = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     measured = manifest.measured
     assert measured is not None
-    beside = whole - measured.total_bytes
+    other_bytes = whole - measured.total_bytes
     num_tokens = int(sequences.lengths.sum())
     rate = manifest.num_tokens / clock.seconds["dump"]
     dump_s = num_tokens / rate + _fixed_s(manifest, clock, sequences)
     return PlannedSetting(
         codec=manifest.identity.codec,
         bytes_per_token=measured.bytes_per_token,
-        total_bytes=round(measured.bytes_per_token * num_tokens) + beside,
+        total_bytes=round(measured.bytes_per_token * num_tokens) + other_bytes,
         fidelity=measured.fidelity,
         states=measured.states,
         tokens_per_s=rate,
@@ -198,7 +206,7 @@ def _measure(
 
 
 def _fixed_s(manifest: CacheManifest, clock: "_Clock", sequences: SequenceTable) -> float:
-    """Return the seconds of measuring fidelity and fitting the codec, for the whole corpus."""
+    """Return the seconds that measuring fidelity and fitting the codec take for the whole corpus."""
     assert manifest.measured is not None
     audited = min(max(sequences.num_held_out, 1), MAX_SEQUENCES)
     seconds = clock.seconds["measure fidelity"] * audited / manifest.measured.fidelity_sequences
@@ -207,8 +215,8 @@ def _fixed_s(manifest: CacheManifest, clock: "_Clock", sequences: SequenceTable)
     num_train = len(sequences.lengths) - sequences.num_held_out
     is_vectors = bool(manifest.calibration.layers)
     tokens = CALIBRATION_TOKENS if is_vectors else STATE_CALIBRATION_TOKENS
-    wanted = math.ceil(tokens / float(sequences.lengths.mean()))
-    fit, check = split_sample(num_train, wanted)
+    num_fitted = math.ceil(tokens / float(sequences.lengths.mean()))
+    fit, check = split_sample(num_train, num_fitted)
     used = manifest.calibration.num_fitted + manifest.calibration.num_checked
     spent = sum(taken for task, taken in clock.seconds.items() if task.startswith("calibrate"))
     return seconds + spent * (len(fit) + len(check)) / used
@@ -222,7 +230,7 @@ class _Clock(Silent):
         self._task: str | None = None
         self._started = 0.0
         self.seconds: dict[str, float] = {}
-        """Of each task, up to the beginning of the next one: with its last shard, with the fit."""
+        """Seconds of each task up to the beginning of the next one, its last shard and the fit included."""
 
     def start(self, task: str, total: int, unit: str) -> None:
         """Begin a task."""
@@ -232,17 +240,17 @@ class _Clock(Silent):
         self._progress.start(task, total, unit)
 
     def stop(self) -> None:
-        """End the task that was begun last."""
+        """End the task that began last."""
         if self._task is not None:
             self.seconds[self._task] = time.perf_counter() - self._started
 
     def advance(self, amount: int) -> None:
-        """Tell of units done."""
+        """Report that units are done."""
         self._progress.advance(amount)
 
 
 def _teacher_rate(teacher: Teacher, sequences: SequenceTable, batch_size: int) -> float:
-    """Return the tokens per second of the teacher's forward pass, stopped at its last vectors."""
+    """Return the median tokens per second of the teacher's forward pass up to its last tapped vectors."""
     size = min(batch_size, len(sequences.lengths))
     ids, lengths = pad(
         [torch.from_numpy(row) for row in sequences.read(0, size).ids], teacher.tokenizer.pad_token_id

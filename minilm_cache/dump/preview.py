@@ -1,4 +1,4 @@
-"""What a finished cache shows to people and dataset viewers: some of its sequences."""
+"""Preview of a finished cache for people and dataset viewers: some of its sequences."""
 
 import pyarrow as pa
 from transformers import PreTrainedTokenizerFast
@@ -10,7 +10,7 @@ PREVIEW_SEQUENCES = 8
 
 
 def preview_table(cache: Cache, tokenizer: PreTrainedTokenizerFast) -> pa.Table:
-    """Return the first sequences with their text, and the attention of head 0 from [CLS]."""
+    """Return a table of the first sequences: their text, tokens, and the attention of head 0 from [CLS]."""
     rows = []
     for number in range(min(PREVIEW_SEQUENCES, len(cache))):
         sequence = cache[number]

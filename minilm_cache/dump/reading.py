@@ -1,4 +1,4 @@
-"""What a teacher is asked of a batch: its relations, and whatever a cache stores beside them."""
+"""Read a batch with the teacher: its relations, and the states that a cache stores in addition to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,16 +16,16 @@ from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.states import StateFamily, StateName, StatesIdentity
 
 _MOST_PROBABILITIES: Final = 2**28
-"""Most probabilities that the labels of a batch may have: 1 GiB as float32, and as much for the logits."""
+"""Most probabilities that the labels of a batch may have: 1 GiB as float32; the logits take 1 GiB more."""
 
 
 def sequences_at_once(identity: CacheIdentity, batch_size: int) -> int:
-    """Return the sequences that a teacher reads at once, fewer than asked where all tokens have labels."""
+    """Return the sequences per forward pass: `batch_size`, or fewer where all tokens have labels."""
     states = identity.states
     if states is None or states.labels is None or states.labels.tokens != "all":
         return batch_size
-    of_each = identity.packing.max_length * identity.teacher.vocab_size
-    return max(1, min(batch_size, _MOST_PROBABILITIES // of_each))
+    per_sequence = identity.packing.max_length * identity.teacher.vocab_size
+    return max(1, min(batch_size, _MOST_PROBABILITIES // per_sequence))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +34,13 @@ class SequenceReader:
 
     teacher: Teacher
     states: StatesIdentity | None
+    """States that the cache stores. None means that it stores relations only."""
     masker: Masker | None
+    """What masks tokens. None means that no state needs masked sequences."""
 
     @classmethod
     def of(cls, teacher: Teacher, states: StatesIdentity | None) -> "SequenceReader":
-        """Return what reads sequences for a cache of these states."""
+        """Return the reader for a cache of these states."""
         masking = None if states is None else states.masking
         masker = None if masking is None else Masker.of(masking, teacher.tokenizer)
         return cls(teacher=teacher, states=states, masker=masker)
@@ -53,15 +55,18 @@ class SequenceReader:
         wanted: WantedStates,
         reading: int = 0,
     ) -> tuple[list[TeacherSignal], States]:
-        """Return what the teacher says of a padded batch: one forward pass, and one more for masked tokens.
+        """Return the teacher's output for a padded batch: one forward pass, and one more for masked tokens.
 
         Args:
-            ids: token ids, on the teacher's device.
-            lengths: tokens of each sequence, likewise.
-            numbers: of the sequences in the cache; they decide what is masked.
-            layers: whose relations are wanted.
-            wanted: what else is.
+            ids: token ids `(batch, length)`, on the teacher's device.
+            lengths: tokens of each sequence `(batch,)`, on the same device.
+            numbers: numbers of the sequences in the cache; they determine what is masked.
+            layers: layers whose relations are returned.
+            wanted: states to return.
             reading: number of the masked reading.
+
+        Returns:
+            Signals of `layers`, in their order, and the states.
         """
         plain = [name for name in wanted.hidden if name.family is not StateFamily.MASKED]
         head: Head | None = "sequences" if wanted.logits else None
@@ -85,14 +90,15 @@ class SequenceReader:
         plain: Sequence[StateName],
         head: Head | None,
     ) -> tuple[States, list[TeacherSignal]]:
-        found = self.teacher.read(ids, lengths, hidden=_numbers(plain), head=head, layers=layers)
+        """Return the states and signals of sequences without masked tokens."""
+        output = self.teacher.read(ids, lengths, hidden=_numbers(plain), head=head, layers=layers)
         hidden = {
-            name: found.hidden[name.number][:, 0]
+            name: output.hidden[name.number][:, 0]
             if name.family is StateFamily.FIRST
-            else found.hidden[name.number]
+            else output.hidden[name.number]
             for name in plain
         }
-        return States(hidden=hidden, logits=found.logits), found.signals
+        return States(hidden=hidden, logits=output.logits), output.signals
 
     def _read_masked(
         self,
@@ -103,11 +109,12 @@ class SequenceReader:
         names: Sequence[StateName],
         labels: bool,
     ) -> States:
+        """Return `states` with those of masked sequences added."""
         assert self.states is not None
         wants_labels = labels and self.states.labels is not None
         if wants_labels and self.states.labels is not None and self.states.labels.tokens == "all":
             masked = replace(masked, labelled=key_mask(lengths, masked.ids.shape[1]))
-        found = self.teacher.read(
+        output = self.teacher.read(
             masked.ids,
             lengths,
             hidden=_numbers(names),
@@ -115,10 +122,10 @@ class SequenceReader:
             chosen=masked.with_labels,
             layers=(),
         )
-        if wants_labels and self.states.labels is not None and found.logits is not None:
+        if wants_labels and self.states.labels is not None and output.logits is not None:
             temperature = self.states.labels.temperature
-            masked = replace(masked, labels=soft_labels(found.logits, temperature), temperature=temperature)
-        hidden = {**states.hidden, **{name: found.hidden[name.number] for name in names}}
+            masked = replace(masked, labels=soft_labels(output.logits, temperature), temperature=temperature)
+        hidden = {**states.hidden, **{name: output.hidden[name.number] for name in names}}
         return replace(states, hidden=hidden, masked=masked)
 
 

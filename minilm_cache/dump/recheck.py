@@ -1,8 +1,9 @@
-"""Run the teacher again on a sample of a cache: is it the teacher, and the text, that the cache says it is?
+"""Run the teacher again on a sample of a cache, to check that the cache is of this teacher and this text.
 
-Hashes tell a swapped teacher, tokenizer or corpus; the relations themselves tell a cache whose hashes lie.
-What is stored is no exact copy, so the difference is shown beside the codec's noise floor: what it makes of
-the same sequences when they are encoded anew. What the manifest claims to have measured binds it, too.
+Hashes show a swapped teacher, tokenizer or corpus; the relations themselves show a cache whose hashes are
+wrong. Stored relations are not exact copies, so their difference is compared with the codec's noise floor:
+the difference of the same sequences when they are encoded anew. It is also compared with what the manifest
+claims to have measured.
 """
 
 from collections.abc import Sequence
@@ -28,22 +29,24 @@ from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import StatesIdentity
 
 MAX_SHARDS = 16
+"""Most shards that are sampled."""
 SEQUENCES = 4
-"""Looked at in each of these shards."""
+"""Sequences that are compared in each of these shards."""
 _FACTOR = 2.0
 _LEAST = 0.01
-"""A shard's KL may be so many times the least it should be, plus so many nats: sequences differ."""
+"""A shard's KL may be `_FACTOR` times its floor or the measured KL, whichever is smaller, plus `_LEAST` nats,
+since sequences differ."""
 _BATCH_SIZE = 8
 _ERROR_FACTOR = 1.5
 _ROUNDED_AWAY = 0.01
 _LABELS_AWAY = 1.0
-"""Relative error of states: so many times what they were coded to, or so much where they were only rounded;
-bias of a few labels, nats."""
+"""Bounds of states: the relative error may be `_ERROR_FACTOR` times the one that they were coded to, or
+`_ROUNDED_AWAY` where they were only rounded; the bias of a few labels may be `_LABELS_AWAY` nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardDifference:
-    """How far a shard is from what the teacher says now."""
+    """Difference between a relation in a shard and what the teacher gives now."""
 
     shard: int
     layer: int
@@ -51,9 +54,9 @@ class ShardDifference:
     kl: float
     """KL(stored || teacher), nats."""
     floor: float
-    """The same of these sequences, encoded anew with the cache's codec: its noise floor."""
+    """KL of the same sequences, encoded anew with the cache's codec, nats: its noise floor."""
     measured: float
-    """The same, as the manifest says the dump measured it on held-out sequences."""
+    """KL that the dump measured on held-out sequences, as the manifest states it, nats."""
 
     @property
     def is_too_far(self) -> bool:
@@ -63,12 +66,13 @@ class ShardDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDifference:
-    """How far something beside relations is from what the teacher says now."""
+    """Difference between a stored state and what the teacher gives now."""
 
     path: str
     found: float
-    """Relative error; of labels the size of the cross-entropy bias, nats."""
+    """Relative error; for labels the absolute value of the cross-entropy bias, nats."""
     allowed: float
+    """Largest allowed value of `found`."""
 
     @property
     def is_too_far(self) -> bool:
@@ -78,24 +82,25 @@ class StateDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recheck:
-    """What running the teacher again has shown."""
+    """Result of running the teacher again."""
 
     identity: tuple[str, ...]
-    """What of teacher, tokenizer and corpus is not what the cache says it was made with."""
+    """Parts of teacher, tokenizer and corpus that differ from what the manifest states."""
     tokens: tuple[int, ...]
-    """Shards whose token ids are not those of the corpus."""
+    """Numbers of the shards whose token ids are not those of the corpus."""
     differences: tuple[ShardDifference, ...]
     states: tuple[StateDifference, ...]
 
     @property
     def wrong_states(self) -> list[str]:
-        """What beside relations is not the teacher's."""
-        return [one.path for one in self.states if one.is_too_far]
+        """Paths of the states that are not the teacher's."""
+        return [state.path for state in self.states if state.is_too_far]
 
     @property
     def damaged_shards(self) -> list[int]:
-        """Shards to dump again."""
-        return sorted({*self.tokens, *(one.shard for one in self.differences if one.is_too_far)})
+        """Numbers of the shards to dump again, ascending."""
+        too_far = {difference.shard for difference in self.differences if difference.is_too_far}
+        return sorted({*self.tokens, *too_far})
 
 
 def recheck(
@@ -104,11 +109,11 @@ def recheck(
     """Compare a cache with a teacher, and with a corpus where one is given.
 
     Args:
-        cache: a complete one.
-        teacher_name: as `dump` takes it.
-        corpus: what the cache should be of.
-        device: torch device; none: a GPU where there is one.
-        progress: told of sequences done.
+        cache: a complete cache.
+        teacher_name: name or folder of the teacher, the same as for `dump`.
+        corpus: text that the cache should be of. None means that tokens are not compared.
+        device: torch device. None means a GPU where there is one.
+        progress: shows sequences done.
 
     Raises:
         TeacherError: the teacher cannot be run.
@@ -131,7 +136,9 @@ def recheck(
         else:
             sequences = SequenceTable(corpus, teacher.tokenizer, identity.packing)
             wrong_tokens = tuple(
-                shard for shard, numbers in _sample(cache).items() if not _same(cache, sequences, numbers)
+                shard
+                for shard, numbers in _sample(cache).items()
+                if not _has_same_tokens(cache, sequences, numbers)
             )
     is_alike = _is_alike(cache, teacher)
     return Recheck(
@@ -143,28 +150,32 @@ def recheck(
 
 
 def _state_differences(cache: Cache, teacher: Teacher) -> tuple[StateDifference, ...]:
-    """Return how far states are from the teacher's, on the sample."""
+    """Return the differences between the stored states and the teacher's, on the sample."""
     states = cache.manifest.identity.states
     if states is None:
         return ()
-    numbers = [number for some in _sample(cache).values() for number in some]
-    found = audit_states(cache, SequenceReader.of(teacher, states), numbers=numbers, batch_size=_BATCH_SIZE)
+    numbers = [number for sampled in _sample(cache).values() for number in sampled]
+    audited = audit_states(cache, SequenceReader.of(teacher, states), numbers=numbers, batch_size=_BATCH_SIZE)
     coded = {name.folder for name in states.coded}
     return tuple(
-        StateDifference(path=one.path, found=one.relative_error, allowed=_bound(one.path in coded, states))
-        if one.relative_error is not None
-        else StateDifference(path=one.path, found=abs(one.cross_entropy_bias or 0.0), allowed=_LABELS_AWAY)
-        for one in found
+        StateDifference(
+            path=state.path, found=state.relative_error, allowed=_bound(state.path in coded, states)
+        )
+        if state.relative_error is not None
+        else StateDifference(
+            path=state.path, found=abs(state.cross_entropy_bias or 0.0), allowed=_LABELS_AWAY
+        )
+        for state in audited
     )
 
 
 def _bound(is_coded: bool, states: StatesIdentity) -> float:
-    """Return the relative error that a sample may have."""
+    """Return the largest relative error that a state of the sample may have."""
     return _ERROR_FACTOR * (states.max_error or 0.0) if is_coded else _ROUNDED_AWAY
 
 
 def _is_alike(cache: Cache, teacher: Teacher) -> bool:
-    """Return whether a teacher has relations of the cache's shape, for ids such as the cache's."""
+    """Return whether a teacher has relations of the cache's shape, and can read the cache's token ids."""
     identity = cache.manifest.identity
     shape = ("num_layers", "num_heads", "vocab_size")
     if any(getattr(teacher.identity, name) != getattr(identity.teacher, name) for name in shape):
@@ -177,18 +188,19 @@ def _is_alike(cache: Cache, teacher: Teacher) -> bool:
 
 
 def _sample(cache: Cache) -> dict[int, list[int]]:
-    """Return some sequences of some shards, spread over the cache."""
+    """Return the numbers of some sequences for some shards, spread over the cache, by shard."""
     shards = cache.manifest.shards
     chosen = np.unique(np.linspace(0, len(shards) - 1, min(len(shards), MAX_SHARDS)).round().astype(int))
-    found = {}
+    sample = {}
     for number in chosen.tolist():
         part = shards[number]
         spread = np.linspace(0, part.num_sequences - 1, min(part.num_sequences, SEQUENCES))
-        found[number] = (part.first_sequence + np.unique(spread.round().astype(int))).tolist()
-    return found
+        sample[number] = (part.first_sequence + np.unique(spread.round().astype(int))).tolist()
+    return sample
 
 
-def _same(cache: Cache, sequences: SequenceTable, numbers: list[int]) -> bool:
+def _has_same_tokens(cache: Cache, sequences: SequenceTable, numbers: list[int]) -> bool:
+    """Return whether sequences of the cache have the token ids of the corpus."""
     if numbers[-1] >= len(sequences.lengths):
         return False
     return all(
@@ -198,22 +210,23 @@ def _same(cache: Cache, sequences: SequenceTable, numbers: list[int]) -> bool:
 
 
 def _differences(cache: Cache, teacher: Teacher, progress: Progress) -> tuple[ShardDifference, ...]:
+    """Return the differences between the stored relations and the teacher's, on the sample."""
     measured = cache.manifest.measured
     assert measured is not None
     teacher.tap(cache.layers)
     sample = _sample(cache)
     progress.start("run the teacher again", 2 * sum(map(len, sample.values())), "sequences")
-    found = []
+    differences = []
     for shard, numbers in sample.items():
         anew = _encode_anew(cache, teacher, numbers)
-        found_now = audit(
+        stored_now = audit(
             cache.__getitem__, teacher, numbers=numbers, batch_size=len(numbers), progress=progress
         ).fidelity
         floors = audit(
             anew.__getitem__, teacher, numbers=numbers, batch_size=len(numbers), progress=progress
         ).fidelity
-        for now, floor, then in zip(found_now, floors, measured.fidelity, strict=True):
-            found += [
+        for now, floor, then in zip(stored_now, floors, measured.fidelity, strict=True):
+            differences += [
                 ShardDifference(
                     shard=shard,
                     layer=now.layer,
@@ -224,7 +237,7 @@ def _differences(cache: Cache, teacher: Teacher, progress: Progress) -> tuple[Sh
                 )
                 for kind in now.relations
             ]
-    return tuple(found)
+    return tuple(differences)
 
 
 def _encode_anew(cache: Cache, teacher: Teacher, numbers: Sequence[int]) -> dict[int, CachedSequence]:

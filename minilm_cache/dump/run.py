@@ -1,4 +1,4 @@
-"""Stage one on one page: corpus -> sequences -> teacher -> codec -> shards -> sealed cache."""
+"""Stage one as a whole: corpus -> sequences -> teacher -> codec -> shards -> sealed cache."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -36,13 +36,13 @@ from minilm_cache.store.writer import CacheWriter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpResult:
-    """What a dump did."""
+    """Result of a dump."""
 
     path: Path
     manifest: CacheManifest
     shards_written: int
     shards_kept: int
-    """Shards that others, or an earlier run, have committed, or that were pulled."""
+    """Shards that other ranks or an earlier run have committed, or that were pulled."""
 
 
 def dump_cache(
@@ -68,8 +68,8 @@ def dump_cache(
             means that no store is searched.
         tokens_of: folder of a complete cache, whose token files are linked where they are the same. None
             means that tokens are written.
-        add: folder of a complete cache that this one is to hold, and more: whatever it holds is linked or
-            copied, and only the rest is computed. None means that everything is computed.
+        add: folder of a complete cache to add to: everything that it holds is linked or copied, and only
+            the rest is computed. None means that everything is computed.
         progress: shows tokens done. None means that nothing is shown.
         should_stop: called before each batch; True stops the dump and keeps what is committed.
 
@@ -93,10 +93,15 @@ def dump_cache(
         )
         if pulled is not None:
             return pulled
-    # Ranks on unlike machines would fit unlike codecs: the first one's is everybody's.
+    # Ranks on different machines would fit different codecs: all ranks use the codecs of the first.
     with creating(path, progress, should_stop) if config.world_size > 1 else nullcontext():
         job = _begin(resolved, progress, should_stop)
-    writer = job.writer
+    return _write_shards(job, path, progress=progress, should_stop=should_stop)
+
+
+def _write_shards(job: ShardJob, path: Path, *, progress: Progress, should_stop: ShouldStop) -> DumpResult:
+    """Write the missing and damaged shards of this rank, and seal the cache if every shard exists."""
+    writer, config = job.writer, job.config
     progress.note(
         f"cache {path} ({writer.manifest.num_tokens:,} tokens, {len(writer.manifest.shards)} shards)"
     )
@@ -114,7 +119,7 @@ def dump_cache(
 
 
 def _begin(resolved: ResolvedDump, progress: Progress, should_stop: ShouldStop) -> ShardJob:
-    """Fit the codecs, and create the cache or find it as it was begun."""
+    """Fit the codecs, and create the cache or open the unfinished one."""
     teacher, identity, donor = resolved.teacher, resolved.identity, resolved.donor
     sequences = SequenceTable(resolved.corpus, teacher.tokenizer, identity.packing)
     reader = SequenceReader.of(teacher, identity.states)
@@ -150,7 +155,7 @@ def _begin(resolved: ResolvedDump, progress: Progress, should_stop: ShouldStop) 
 
 
 def _finish(job: ShardJob, progress: Progress) -> None:
-    """Seal the cache where every shard is there, and write a damaged preview again."""
+    """Seal the cache if every shard exists, and write a damaged preview again."""
     writer, teacher = job.writer, job.reader.teacher
     with writer.sealing() as ready:
         if ready:
@@ -164,7 +169,7 @@ def _finish(job: ShardJob, progress: Progress) -> None:
 def _pull_if_there(
     cache_store: str, identity: CacheIdentity, *, path: Path, progress: Progress, should_stop: ShouldStop
 ) -> DumpResult | None:
-    """Pull a cache from a store; none: it is not there."""
+    """Pull a cache from a store. None means that the store does not have it."""
     url = find_cache(cache_store, identity.fingerprint())
     progress.note(f"this cache is {'not in' if url is None else 'to be pulled from'} {url or cache_store}")
     if url is None:
@@ -175,13 +180,13 @@ def _pull_if_there(
 
 
 def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress) -> list[int]:
-    """Return this rank's shards that do not exist yet, or are damaged; the latter are withdrawn."""
+    """Return the numbers of this rank's shards that are missing or damaged; damaged shards are withdrawn."""
     mine = range(config.rank, len(writer.manifest.shards), config.world_size)
     committed = [shard for shard in mine if writer.is_committed(shard)]
     for shard in _unsound(writer, committed, progress) if committed else ():
         progress.note(f"shard {shard} is damaged and will be written again")
         with writer.claim(shard):
-            if _unsound(writer, [shard], Silent()):  # nobody was faster
+            if _unsound(writer, [shard], Silent()):  # no other process has written it again
                 writer.withdraw(shard)
     return [shard for shard in mine if not writer.is_committed(shard)]
 
@@ -193,7 +198,7 @@ def _unsound(writer: CacheWriter, shards: Sequence[int], progress: Progress) -> 
 
 
 def _seal(writer: CacheWriter, reader: SequenceReader, *, config: DumpConfig, progress: Progress) -> None:
-    """Measure the finished dump from its bytes on disk, then declare it complete."""
+    """Measure the finished dump from its bytes on disk, then mark it as complete."""
     teacher = reader.teacher
     cache = Cache(CacheReader(writer.root, partial=True))
     numbers = audit_sequences(cache)

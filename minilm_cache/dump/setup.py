@@ -1,4 +1,4 @@
-"""Settings of a dump, resolved once: teacher, corpus, identity, folder, and what other caches lend."""
+"""Settings of a dump, resolved once: teacher, corpus, identity, folder, and the caches to reuse."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +83,7 @@ def resolve_dump(
 
 
 def head_for(config: DumpConfig) -> Head | None:
-    """Return the head that a teacher must have for a dump. None means that an encoder will do."""
+    """Return the head that a teacher must have for a dump. None means that an encoder is enough."""
     if config.logits:
         return "sequences"
     return "tokens" if config.labels else None
@@ -133,7 +133,7 @@ def _with_shards(config: DumpConfig, path: Path, donor: CacheReader | None) -> D
     """Return settings with the shard size of a donor, or of a complete cache, which may have been pulled.
 
     Raises:
-        InvalidConfigError: another shard size was asked for than the donor's.
+        InvalidConfigError: another shard size was requested than the donor's.
     """
     if donor is not None:
         theirs = donor.manifest.shard_tokens
@@ -144,7 +144,7 @@ def _with_shards(config: DumpConfig, path: Path, donor: CacheReader | None) -> D
             )
         return config.with_changes(shard_tokens=theirs)
     if config.shard_tokens is None and (path / MANIFEST).exists():
-        there = read_manifest(path)
-        if there.complete:
-            return config.with_changes(shard_tokens=there.shard_tokens)
+        manifest = read_manifest(path)
+        if manifest.complete:
+            return config.with_changes(shard_tokens=manifest.shard_tokens)
     return config

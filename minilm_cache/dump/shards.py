@@ -1,4 +1,4 @@
-"""Write shards: the teacher runs on one while the one before is written to disk."""
+"""Write shards: the teacher runs on one shard while the shard before it is written to disk."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,8 +9,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 from filelock import FileLock
+from torch import Tensor
 
-from minilm_cache.codecs.base import RelationCodec
+from minilm_cache.codecs.base import RelationCodec, Rows
 from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.config import DumpConfig
@@ -18,7 +19,7 @@ from minilm_cache.dump.reading import SequenceReader, sequences_at_once
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.padding import pad
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.relations.scores import mean_row_entropy
+from minilm_cache.relations.scores import TeacherSignal, mean_row_entropy
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.arrays import array_specs, token_dtype
 from minilm_cache.storage_schema.sequences import entropy_column
@@ -29,27 +30,28 @@ _Rows = dict[str, npt.NDArray[np.generic]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardJob:
-    """What it takes to write a shard."""
+    """Writes the shards of a cache."""
 
     config: DumpConfig
     reader: SequenceReader
     codecs: Mapping[int, RelationCodec]
-    """By the layers whose relations are written."""
+    """Codecs by the layers whose relations are written."""
     states: StatesCodec | None
+    """Codec of the states. None means that only relations are written."""
     wanted: WantedStates
-    """What is written beside relations."""
+    """States that are written in addition to relations."""
     sequences: SequenceTable
     writer: CacheWriter
 
     def write(self, shards: list[int], progress: Progress, should_stop: ShouldStop) -> None:
-        """Write shards; while one is written to disk, the teacher runs on the next."""
+        """Write shards; while a shard is written to disk, the teacher runs on the next one."""
         ranges = self.writer.manifest.shards
         progress.start("dump", sum(ranges[n].num_tokens for n in shards), "tokens")
         pending: Future[None] | None = None
         with ThreadPoolExecutor(max_workers=1) as disk:
             for shard in shards:
                 lock = self.writer.claim(shard)
-                if self.writer.is_committed(shard):  # by another process, since this one looked
+                if self.writer.is_committed(shard):  # by another process in the meantime
                     lock.release()
                     continue
                 try:
@@ -83,7 +85,7 @@ class ShardJob:
     def _encode(
         self, shard: int, progress: Progress, should_stop: ShouldStop
     ) -> tuple[_Rows, pa.Table] | None:
-        """Return a shard's rows and sequence table; none when asked to stop."""
+        """Return the rows and the sequence table of a shard. None means that a stop was requested."""
         manifest = self.writer.manifest
         part = manifest.shards[shard]
         tokens = self.sequences.read(part.first_sequence, part.first_sequence + part.num_sequences)
@@ -96,10 +98,10 @@ class ShardJob:
             if not self.writer.takes_over(spec)
         }
         rows["tokens"] = np.concatenate(tokens.ids).astype(token_dtype(teacher.identity.vocab_size))
-        # Those that are taken over have their entropies in a table that is taken over, too.
+        # Relations that are linked or copied have their entropies in a table that is reused, too.
         kinds = manifest.identity.relations if self.codecs else ()
         entropy = {kind: np.zeros(len(lengths), dtype=np.float32) for kind in kinds}
-        # Sequences of one length share a batch: the least padding, and the same batches in every run.
+        # Sequences of the same length share a batch: the least padding, and the same batches in every run.
         by_length = np.argsort(lengths, kind="stable")
         size = sequences_at_once(manifest.identity, self.config.batch_size)
         for chosen in np.split(by_length, range(size, len(lengths), size)):
@@ -110,35 +112,12 @@ class ShardJob:
             )
             on_device = batch_lengths.to(teacher.device)
             numbers = (part.first_sequence + chosen).tolist()
-            signals, states = self.reader.read(
-                batch.to(teacher.device),
-                on_device,
-                numbers=numbers,
-                layers=tuple(self.codecs),
-                wanted=self.wanted,
-            )
-            encoded = [
-                codec.encode(signal, numbers, lengths=on_device)
-                for codec, signal in zip(self.codecs.values(), signals, strict=True)
-            ]
-            if self.states is not None:
-                encoded.append(self.states.encode(states, numbers, lengths=on_device))
-                more = self.wanted.of_masked_reading()
-                for reading in range(1, self.states.parameters.num_readings if more else 1):
-                    _, states = self.reader.read(
-                        batch.to(teacher.device),
-                        on_device,
-                        numbers=numbers,
-                        layers=(),
-                        wanted=more,
-                        reading=reading,
-                    )
-                    encoded.append(self.states.encode(states, numbers, lengths=on_device))
-            for path, values in [item for found in encoded for item in found.items() if item[0] in rows]:
+            signals, encoded = self._encode_batch(batch.to(teacher.device), on_device, numbers)
+            for path, values in [item for arrays in encoded for item in arrays.items() if item[0] in rows]:
                 for at, n in enumerate(chosen):
                     rows[path][starts[n] : starts[n] + lengths[n]] = values[at, : lengths[n]]
             for kind in kinds:
-                probs = signals[0].probs(kind)  # relations are stored of one layer
+                probs = signals[0].probs(kind)  # rows of relations are stored for a single layer
                 entropy[kind][chosen] = mean_row_entropy(probs, on_device).cpu().numpy()
             progress.advance(int(batch_lengths.sum()))
         table = {
@@ -148,3 +127,33 @@ class ShardJob:
             "document": tokens.documents,
         }
         return rows, pa.table(table | {entropy_column(kind): entropy[kind] for kind in kinds})
+
+    def _encode_batch(
+        self, ids: Tensor, lengths: Tensor, numbers: list[int]
+    ) -> tuple[list[TeacherSignal], list[Rows]]:
+        """Run the teacher on a batch, and encode its relations and states.
+
+        Args:
+            ids: token ids `(batch, length)`, padded, on the teacher's device.
+            lengths: tokens of each sequence `(batch,)`, on the same device.
+            numbers: numbers of the sequences in the cache.
+
+        Returns:
+            Signals of the layers whose relations are written, and the rows of each codec and masked reading.
+        """
+        signals, states = self.reader.read(
+            ids, lengths, numbers=numbers, layers=tuple(self.codecs), wanted=self.wanted
+        )
+        encoded = [
+            codec.encode(signal, numbers, lengths=lengths)
+            for codec, signal in zip(self.codecs.values(), signals, strict=True)
+        ]
+        if self.states is not None:
+            encoded.append(self.states.encode(states, numbers, lengths=lengths))
+            masked = self.wanted.of_masked_reading()
+            for reading in range(1, self.states.parameters.num_readings if masked else 1):
+                _, states = self.reader.read(
+                    ids, lengths, numbers=numbers, layers=(), wanted=masked, reading=reading
+                )
+                encoded.append(self.states.encode(states, numbers, lengths=lengths))
+        return signals, encoded

@@ -1,1 +1,1 @@
-"""Stage three: fine-tune teachers, assistants and students alike on downstream tasks, and score them."""
+"""Stage three: fine-tune teachers, teacher assistants and students on downstream tasks, and score them."""

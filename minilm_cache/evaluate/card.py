@@ -1,4 +1,4 @@
-"""Scores in a model's card: rows that people read, and the `model-index` that the hub reads."""
+"""Write scores into a model card: tables for people, and the `model-index` for the hub."""
 
 import re
 from collections.abc import Sequence
@@ -15,38 +15,40 @@ from minilm_cache.store.durable import write_file
 
 
 def check_cards(models: Sequence[Evaluated], names: Sequence[str]) -> None:
-    """Raise InvalidConfigError if a model has no card of the user's to write into."""
+    """Raise InvalidConfigError if a model is not a local folder, or its card cannot be read."""
     foreign = next((name for name in names if not Path(name).is_dir()), None)
     if foreign is not None:
         raise InvalidConfigError(
-            f"--card writes into folders of your own, and {foreign} is none. Leave --card out, or copy "
-            "it first."
+            f"--card writes into folders of your own, and {foreign} is not one. Leave --card out, or copy "
+            "the model into a folder first."
         )
     for model in models:
         _load(model)
 
 
 def write_card(model: Evaluated, summaries: Sequence[Summary]) -> Path:
-    """Write a model's scores into its README.md, a section for each task; that of the same task is replaced.
+    """Write a model's scores into its README.md, one section per task.
+
+    An older section of the same task is replaced.
 
     Returns:
-        The file.
+        Path of the README.md.
 
     Raises:
-        InvalidConfigError: its README.md is no model card.
-        StorageError: the file system refused.
+        InvalidConfigError: its README.md is not a valid model card.
+        StorageError: the file cannot be written.
     """
     card = _load(model)
     assert isinstance(card.data, ModelCardData)
-    found = [result for one in summaries for result in _results(one)]
-    replaced = {_place(result) for result in found}
-    kept = [one for one in card.data.eval_results or [] if _place(one) not in replaced]
+    results = [result for summary in summaries for result in _results(summary)]
+    replaced = {_place(result) for result in results}
+    kept = [result for result in card.data.eval_results or [] if _place(result) not in replaced]
     card.data.model_name = card.data.model_name or model.name
-    card.data.eval_results = [*kept, *found]
-    for one in summaries:
-        name = re.escape(_dataset(one))
+    card.data.eval_results = [*kept, *results]
+    for summary in summaries:
+        name = re.escape(_dataset(summary))
         section = rf"\n*<!-- scores of {name} -->.*?<!-- end of scores of {name} -->\n*"
-        card.text = re.sub(section, "\n\n", card.text, flags=re.DOTALL).rstrip() + "\n\n" + _section(one)
+        card.text = re.sub(section, "\n\n", card.text, flags=re.DOTALL).rstrip() + "\n\n" + _section(summary)
     file = model.folder / "README.md"
     write_file(file, str(card).encode())
     return file
@@ -60,7 +62,7 @@ def _load(model: Evaluated) -> ModelCard:
         return ModelCard(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise InvalidConfigError(
-            f"{file} is no model card that scores can be written into: {first_line(error)}. Mend it, or "
+            f"{file} is not a model card that scores can be written into: {first_line(error)}. Fix it, or "
             "leave --card out."
         ) from error
 
@@ -93,7 +95,7 @@ def _results(summary: Summary) -> list[EvalResult]:
 
 
 def _section(summary: Summary) -> str:
-    """Return a table of scores and how they came about."""
+    """Return the card section of a task: a table of scores, and the settings of the fine-tuning."""
     name = _dataset(summary)
     rows = [
         f"| {set_name} ({summary.num_scored[set_name]:,} examples) | {metric} | {score.mean:.1f}"

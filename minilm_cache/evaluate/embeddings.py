@@ -1,4 +1,4 @@
-"""Students of sentence encoders without fine-tuning: pooled means of last states, beside the teacher's."""
+"""Compare students of sentence encoders with their teacher by mean-pooled embeddings, without fine-tuning."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError, first_line
-from minilm_cache.evaluate.examples import TextExample, some
+from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.files import data_source
 from minilm_cache.evaluate.glue import Source, read_dev
 from minilm_cache.evaluate.metrics import text_scores
@@ -40,25 +40,28 @@ Vectors = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingScores:
-    """What a model's embeddings are worth, without fine-tuning."""
+    """Scores of a model's embeddings, without fine-tuning."""
 
     model: str
     width: int
-    """Of an embedding."""
+    """Components of an embedding."""
     spearman: float
-    """Of pairs' cosines with people's scores, times 100 (Reimers and Gurevych 2019, arXiv 1908.10084)."""
+    """Spearman correlation of pairs' cosines with human scores, times 100 (Reimers and Gurevych 2019, arXiv
+    1908.10084)."""
     pearson: float
+    """Pearson correlation of pairs' cosines with human scores, times 100."""
     teacher_spearman: float
-    """Of pairs' cosines with the teacher's, times 100."""
+    """Spearman correlation of pairs' cosines with the teacher's, times 100."""
     teacher_pearson: float
+    """Pearson correlation of pairs' cosines with the teacher's, times 100."""
     cosine_error: float
     """Mean absolute difference of pairs' cosines from the teacher's."""
     teacher_cosine: float | None
-    """Mean cosine of texts' embeddings with the teacher's; none: they are of another width."""
+    """Mean cosine of texts' embeddings with the teacher's. None means that the widths differ."""
     mteb: dict[str, float]
-    """Main scores by task, between 0 and 1."""
+    """Main score of each MTEB task, between 0 and 1."""
     path: Path | None
-    """Where it was saved."""
+    """Folder that the model was saved to. None means that it was not saved."""
 
 
 def compare_embeddings(
@@ -68,22 +71,26 @@ def compare_embeddings(
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> list[EmbeddingScores]:
-    """Compare models' embeddings with the first one's, which is the teacher, and with people's judgement.
+    """Compare models' embeddings with those of the teacher, the first model, and with human scores.
 
-    Embeddings are means of last states over tokens, of unit length. Pairs are those of STS-B's dev set,
-    which no training of a cache has seen.
+    An embedding is the mean of the last hidden states over tokens, scaled to unit length. The pairs are those
+    of STS-B's dev set, which no training from a cache has seen.
 
     Args:
-        config: pairs, lengths, what else to do.
-        names: of models, as of an evaluation.
-        progress: told of texts.
-        should_stop: asked between models.
+        config: pairs, lengths, MTEB tasks, and where to save.
+        names: names of the models, same as for `evaluate`; the first one is the teacher.
+        progress: shows the number of encoded texts; None means that nothing is shown.
+        should_stop: called before each model; True stops.
+
+    Returns:
+        Scores of each model, in the order of the models.
 
     Raises:
-        CorpusError: the pairs are not there, or damaged.
-        TeacherError: a model is not there.
-        InvalidConfigError: a model has fewer positions than a text's tokens, or an extra is not installed.
-        StorageError: a folder exists, or cannot be written.
+        CorpusError: the pairs are missing or damaged.
+        TeacherError: a model does not exist.
+        InvalidConfigError: a model has fewer positions than `max_length`, or an extra is not installed.
+        StorageError: a folder exists already, or cannot be written.
+        InterruptedRunError: a stop was requested.
     """
     progress = progress or Silent()
     device = choose_device(config.device)
@@ -92,38 +99,40 @@ def compare_embeddings(
     tasks = _mteb_tasks(config.mteb)
     pairs = _pairs(config, progress.note)
     texts = [text for pair in pairs for text in pair.texts]
-    people = np.asarray([pair.label for pair in pairs], np.float64)
+    human = np.asarray([pair.label for pair in pairs], np.float64)
     progress.start("embed", len(texts) * len(models), "texts")
-    found: list[EmbeddingScores] = []
-    first: Vectors | None = None
+    scores: list[EmbeddingScores] = []
+    teacher: Vectors | None = None
     for model in models:
         if should_stop():
             raise InterruptedRunError(
-                "interrupted: what was saved is kept. Run it again, with another --save."
+                "interrupted: models that were saved are kept. Run it again with another --save."
             )
         encoder: Any = sentence_encoder(model, config.max_length, str(device))
         with enough_memory(device, "Take a lower --batch-size or --max-length"):
             encoded = encoder.encode(texts, batch_size=config.batch_size, show_progress_bar=False)
         vectors = np.asarray(encoded, np.float64)
         progress.advance(len(texts))
-        first = vectors if first is None else first
+        teacher = vectors if teacher is None else teacher
         path = paths[model.name]
         if path is not None:
             _save(encoder, path)
-        found.append(
-            _scores(
-                model.name, vectors, teacher=first, people=people, mteb=mteb_scores(encoder, tasks), path=path
-            )
-        )
-    return found
+        mteb = mteb_scores(encoder, tasks)
+        scores.append(_scores(model.name, vectors, teacher=teacher, human=human, mteb=mteb, path=path))
+    return scores
 
 
 def sentence_encoder(model: Evaluated, max_length: int, device: str) -> SentenceTransformer:
-    """Return a model as a sentence-transformer: means over tokens, of unit length.
+    """Return a model as a sentence-transformer that gives means over tokens, scaled to unit length.
+
+    Args:
+        model: model to wrap.
+        max_length: most tokens of a text.
+        device: device in torch's notation, such as `cuda:0`.
 
     Raises:
-        InvalidConfigError: it has fewer positions than a text may have tokens.
-        TeacherError: its folder holds no model that is safe to load.
+        InvalidConfigError: it has fewer positions than `max_length`.
+        TeacherError: its folder has no model that is safe to load.
     """
     model.tokenizer(max_length)
     safely = {"trust_remote_code": False, "local_files_only": True}
@@ -143,7 +152,7 @@ def _pairs(config: EmbeddingsConfig, note: Callable[[str], None]) -> Sequence[Te
     assert isinstance(task, TextTask)
     folder, hub = data_source(config.data)
     source = Source(folder=folder, hub=hub, unlabelled=False, note=note)
-    return some(read_dev(task, source), config.max_pairs)
+    return sample_examples(read_dev(task, source), config.max_pairs)
 
 
 def _path(config: EmbeddingsConfig, model: Evaluated) -> Path | None:
@@ -165,36 +174,36 @@ def _scores(
     vectors: Vectors,
     *,
     teacher: Vectors,
-    people: Vectors,
+    human: Vectors,
     mteb: dict[str, float],
     path: Path | None,
 ) -> EmbeddingScores:
-    own, others = _cosines(vectors), _cosines(teacher)
-    to_people = text_scores(("spearman", "pearson"), own, people)
-    to_teacher = text_scores(("spearman", "pearson"), own, others)
-    alike = vectors.shape[1] == teacher.shape[1]
+    cosines, teacher_cosines = _cosines(vectors), _cosines(teacher)
+    to_human = text_scores(("spearman", "pearson"), cosines, human)
+    to_teacher = text_scores(("spearman", "pearson"), cosines, teacher_cosines)
+    same_width = vectors.shape[1] == teacher.shape[1]
     return EmbeddingScores(
         model=name,
         width=vectors.shape[1],
-        spearman=to_people["spearman"],
-        pearson=to_people["pearson"],
+        spearman=to_human["spearman"],
+        pearson=to_human["pearson"],
         teacher_spearman=to_teacher["spearman"],
         teacher_pearson=to_teacher["pearson"],
-        cosine_error=float(np.abs(own - others).mean()),
-        teacher_cosine=float((vectors * teacher).sum(1).mean()) if alike else None,
+        cosine_error=float(np.abs(cosines - teacher_cosines).mean()),
+        teacher_cosine=float((vectors * teacher).sum(1).mean()) if same_width else None,
         mteb=mteb,
         path=path,
     )
 
 
 def _cosines(vectors: Vectors) -> Vectors:
-    """Return the cosine of each pair; texts of a pair follow each other."""
+    """Return the cosine of each pair, `(pairs,)`. The two texts of a pair are neighbouring rows."""
     cosines: Vectors = (vectors[0::2] * vectors[1::2]).sum(1)
     return cosines
 
 
 def _mteb_tasks(names: Sequence[str]) -> "list[AbsTask]":
-    """Return tasks of the benchmark by their names."""
+    """Return the MTEB tasks of these names."""
     if not names:
         return []
     try:
@@ -204,19 +213,22 @@ def _mteb_tasks(names: Sequence[str]) -> "list[AbsTask]":
     try:
         return list(mteb.get_tasks(tasks=list(names)))
     except KeyError as error:
-        told = str(error.args[0]).rstrip(".")
-        raise InvalidConfigError(f"--mteb: {told}. Names are those of mteb.get_tasks().") from error
+        reason = str(error.args[0]).rstrip(".")
+        raise InvalidConfigError(f"--mteb: {reason}. Names are those of mteb.get_tasks().") from error
 
 
 def mteb_scores(encoder: SentenceTransformer, tasks: "Sequence[AbsTask]") -> dict[str, float]:
     """Return the main score of each task of the Massive Text Embedding Benchmark (arXiv 2210.07316).
 
     Args:
-        encoder: a sentence-transformer.
-        tasks: of `mteb.get_tasks`.
+        encoder: sentence-transformer to evaluate.
+        tasks: tasks as `mteb.get_tasks` returns them.
+
+    Returns:
+        Main scores between 0 and 1, by the name of the task.
 
     Raises:
-        CorpusError: a task's data cannot be had.
+        CorpusError: the data of a task cannot be loaded.
     """
     if not tasks:
         return {}
@@ -226,4 +238,4 @@ def mteb_scores(encoder: SentenceTransformer, tasks: "Sequence[AbsTask]") -> dic
         results = mteb.evaluate(encoder, tasks, cache=None, show_progress_bar=False)
     except (OSError, ValueError) as error:
         raise CorpusError(f"mteb cannot evaluate: {first_line(error)}.") from error
-    return {one.task_name: float(one.get_score()) for one in results.task_results}
+    return {result.task_name: float(result.get_score()) for result in results.task_results}

@@ -1,4 +1,4 @@
-"""Examples of tasks, and the sets that a training sees: what every reader of files gives."""
+"""Examples of downstream tasks, grouped into the sets of one training. All readers of files return these."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,29 +8,29 @@ import torch
 
 from minilm_cache.store.fingerprint import sha256_texts
 
-Chosen = TypeVar("Chosen")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class TextExample:
-    """One or two texts and what is to be told of them."""
+    """One or two texts and their label."""
 
     texts: tuple[str, ...]
     label: float | None
-    """The number of a class, or a number on a scale; none: not published."""
+    """Number of a class, or a value on a scale. None means that the label is not published."""
     index: str
-    """That predictions are told by: the file's own, or its number from 0."""
+    """Index that predictions are submitted under: the one in the file, or the example's number from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanExample:
-    """A question about a context."""
+    """A question about a context, and its answers."""
 
     identifier: str
     question: str
     context: str
     answers: tuple[tuple[int, str], ...]
-    """Where each answer begins in the context, in characters, and its text; none: it has no answer."""
+    """Start of each answer in the context, in characters, and its text. Empty means that it has none."""
 
 
 Example = TextExample | SpanExample
@@ -39,18 +39,18 @@ E = TypeVar("E", TextExample, SpanExample)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track(Generic[E]):
-    """What one training learns from, and the sets that it is scored on."""
+    """The training set of one fine-tuning, and the sets that it is scored on."""
 
     name: str
-    """Of the language that it trains on; empty where there is but one."""
+    """Language of the training set. Empty if the task is trained on one language only."""
     train: Sequence[E]
     dev: Mapping[str, Sequence[E]]
-    """Sets that settings are chosen by."""
+    """Dev sets by name. Settings are chosen by their scores."""
     test: Mapping[str, Sequence[E]]
-    """Scored where labels are published."""
+    """Test sets by name. They are scored if their labels are published."""
 
     def __post_init__(self) -> None:
-        """Sets have examples: readers leave out those that have none."""
+        """Check that no set is empty: readers leave empty sets out."""
         assert all(self.sets().values())
 
     def unlabelled(self) -> list[str]:
@@ -58,13 +58,19 @@ class Track(Generic[E]):
         return [name for name, examples in self.sets().items() if not is_labelled(examples)]
 
     def sets(self) -> dict[str, Sequence[E]]:
-        """Return all sets but the training set."""
+        """Return the dev and test sets by name."""
         return {**self.dev, **self.test}
 
     def subset(self, max_train: int | None, max_scored: int | None) -> "Track[E]":
-        """Return a track of at most so many examples, always the same ones; test sets stay whole."""
-        dev = {name: some(examples, max_scored) for name, examples in self.dev.items()}
-        return Track(name=self.name, train=some(self.train, max_train), dev=dev, test=self.test)
+        """Return a track with smaller sets, which always have the same examples; test sets stay whole.
+
+        Args:
+            max_train: most training examples. None means all of them.
+            max_scored: most examples of each dev set. None means all of them.
+        """
+        dev = {name: sample_examples(examples, max_scored) for name, examples in self.dev.items()}
+        train = sample_examples(self.train, max_train)
+        return Track(name=self.name, train=train, dev=dev, test=self.test)
 
     def sha256(self) -> str:
         """Return the SHA-256 (hex) of every example that scores depend on."""
@@ -83,8 +89,8 @@ def is_labelled(examples: Sequence[Example]) -> bool:
     return isinstance(first, SpanExample) or first.label is not None
 
 
-def some(examples: Sequence[Chosen], most: int | None) -> Sequence[Chosen]:
-    """Return so many examples, always the same ones, in their order; none: all."""
+def sample_examples(examples: Sequence[T], most: int | None) -> Sequence[T]:
+    """Return at most `most` examples in their order, always the same ones. None means all of them."""
     if most is None or most >= len(examples):
         return examples
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))

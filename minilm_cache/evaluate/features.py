@@ -1,4 +1,4 @@
-"""From examples to what a model reads, and from its answers about spans back to text."""
+"""Tokenize examples into model inputs, and turn logits of spans back into answer texts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,19 +16,20 @@ Features = list[dict[str, Any]]
 _MAX_QUESTION: Final = 64
 _MAX_ANSWER: Final = 30
 _BEST: Final = 20
-"""Longest question and answer in tokens, and beginnings and ends that are looked at, as BERT had them."""
+"""Number of start and end tokens that are considered per window; like the longest question and answer, in
+tokens, as in BERT's code."""
 
 
 def text_features(
     examples: Sequence[TextExample], tokenizer: PreTrainedTokenizerFast, max_length: int, *, regression: bool
 ) -> Features:
-    """Return what a model reads of texts, one or pairs, with labels where they are known.
+    """Return the model inputs of single texts or pairs, with labels where they are published.
 
     Args:
-        examples: of a set.
-        tokenizer: of the model.
-        max_length: tokens at most; the longer text of a pair is cut first.
-        regression: labels are numbers on a scale.
+        examples: examples of one set.
+        tokenizer: tokenizer of the model.
+        max_length: most tokens of an example; the longer text of a pair is truncated first.
+        regression: whether labels are values on a scale instead of classes.
     """
     columns = list(zip(*(example.texts for example in examples), strict=True))
     encoded = tokenizer(*map(list, columns), truncation=True, max_length=max_length)
@@ -42,22 +43,23 @@ def text_features(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """What a model reads of questions: sliding windows over their contexts."""
+    """Model inputs of questions: sliding windows over their contexts."""
 
     features: Features
-    """With `start_positions` and `end_positions`, in tokens; a window without the answer points at [CLS]."""
+    """Model inputs with `start_positions` and `end_positions`, in tokens. In a window without the whole
+    answer both are the position of [CLS]."""
     example: list[int]
-    """Of which example each window is."""
+    """Number of the example that each window belongs to."""
     offsets: list[list[tuple[int, int] | None]]
-    """Characters of the context at each token; none: a token of something else."""
+    """Span of each token in the context, in characters. None means that the token is not part of it."""
     first: list[int]
-    """Where [CLS] is."""
+    """Position of [CLS] in each window."""
 
 
 def span_features(
     examples: Sequence[SpanExample], tokenizer: PreTrainedTokenizerFast, task: SpanTask
 ) -> Windows:
-    """Return the windows of questions with their contexts; the first answer of each is the target."""
+    """Return the windows of questions with their contexts; the target is a question's first answer."""
     longest = min(_MAX_QUESTION, task.max_length // 3)
     questions = [_cut(example.question, tokenizer, longest) for example in examples]
     encoded = tokenizer(
@@ -73,8 +75,10 @@ def span_features(
     mapped = encoded.pop("offset_mapping")
     windows = Windows(features=[], example=numbers, offsets=[], first=[])
     for window, number in enumerate(numbers):
-        of_context = [part == 1 for part in encoded.sequence_ids(window)]
-        offsets = [tuple(one) if own else None for one, own in zip(mapped[window], of_context, strict=True)]
+        in_context = [part == 1 for part in encoded.sequence_ids(window)]
+        offsets = [
+            tuple(span) if inside else None for span, inside in zip(mapped[window], in_context, strict=True)
+        ]
         feature = {name: values[window] for name, values in encoded.items()}
         first = feature["input_ids"].index(tokenizer.cls_token_id)
         start, end = _target(examples[number], offsets) or (first, first)
@@ -96,7 +100,7 @@ def _target(example: SpanExample, offsets: Sequence[tuple[int, int] | None]) -> 
         return None
     start, text = example.answers[0]
     end = start + len(text)
-    touched = [at for at, one in enumerate(offsets) if one and one[1] > start and one[0] < end]
+    touched = [at for at, span in enumerate(offsets) if span and span[1] > start and span[0] < end]
     if not touched:
         return None
     first, last = offsets[touched[0]], offsets[touched[-1]]
@@ -106,12 +110,12 @@ def _target(example: SpanExample, offsets: Sequence[tuple[int, int] | None]) -> 
 
 @dataclass(frozen=True, slots=True)
 class SpanAnswer:
-    """What a model tells of a question."""
+    """A model's answer to a question."""
 
     text: str
-    """The best span; empty where none scores above having no answer."""
+    """Text of the best span. Empty if no span scores above having no answer."""
     no_answer: float
-    """Probability that there is none, by the difference of both scores."""
+    """Probability that there is no answer, the sigmoid of the difference of both scores."""
 
 
 def span_answers(
@@ -125,33 +129,34 @@ def span_answers(
     """Return the answer to each question, by identifier.
 
     Args:
-        examples: of a set.
-        windows: of them.
-        starts: logits of beginnings, `(windows, length)`.
-        ends: logits of ends, likewise.
-        has_unanswerable: an answer may be none: where [CLS] scores higher than any span, at its lowest over
-            a question's windows (Devlin et al. 2019, arXiv 1810.04805, section 4.3).
+        examples: examples of one set.
+        windows: windows of these examples.
+        starts: logits of start positions, `(windows, length)`.
+        ends: logits of end positions, `(windows, length)`.
+        has_unanswerable: whether a question may have no answer. That is predicted where the score of [CLS],
+            its lowest over the question's windows, is higher than that of any span (Devlin et al. 2019, arXiv
+            1810.04805, section 4.3).
     """
     best: dict[int, tuple[float, str]] = {}
-    none: dict[int, float] = {}
+    no_answer: dict[int, float] = {}
     for window, number in enumerate(windows.example):
         at = windows.first[window]
         score = float(starts[window, at] + ends[window, at])
-        none[number] = min(none.get(number, score), score)
+        no_answer[number] = min(no_answer.get(number, score), score)
         offsets = windows.offsets[window]
         span = _best_span(starts[window, : len(offsets)], ends[window, : len(offsets)], offsets)
         if span is not None and (number not in best or span[0] > best[number][0]):
             first, last = span[1]
             best[number] = (span[0], examples[number].context[first:last])
-    found = {}
+    answers = {}
     for number, example in enumerate(examples):
         score, text = best.get(number, (-np.inf, ""))
-        margin = none[number] - score
+        margin = no_answer[number] - score
         is_none = has_unanswerable and margin > 0
-        found[example.identifier] = SpanAnswer(
+        answers[example.identifier] = SpanAnswer(
             "" if is_none else text, float(1 / (1 + np.exp(-np.clip(margin, -50, 50))))
         )
-    return found
+    return answers
 
 
 def _best_span(
@@ -159,8 +164,11 @@ def _best_span(
     ends: npt.NDArray[np.float32],
     offsets: Sequence[tuple[int, int] | None],
 ) -> tuple[float, tuple[int, int]] | None:
-    """Return the score and the characters of the best span of a window's context."""
-    inside = np.array([one is not None for one in offsets])
+    """Return the score of the best span of a window, and its first and last character in the context.
+
+    None means that the window has no allowed span.
+    """
+    inside = np.array([span is not None for span in offsets])
     if not inside.any():
         return None
     likely = [

@@ -1,4 +1,4 @@
-"""Tables of examples: .tsv as benchmarks publish it (no quoting), .jsonl, and data sets of the hub."""
+"""Read tables of examples: .tsv as benchmarks publish it (no quoting), .jsonl, and data sets of the hub."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,31 +13,34 @@ from minilm_cache.errors import CorpusError, first_line
 
 HUB: Final = "hf"
 Columns = Mapping[str, Sequence[object]]
-"""Values by the name of their column."""
+"""Values of each column by its name."""
 
 _ENDINGS: Final = (".tsv", ".jsonl")
 _MAX_BROKEN: Final = 1e-3
-"""Share of a training set's rows that may lack columns and are left out: QQP's is known for a few."""
+"""Largest share of a training set's rows that may lack columns and are left out. QQP has a few of them."""
 _LOADING_ERRORS: Final = (DatasetsError, OSError, ValueError, RuntimeError)
 
 
 def data_source(data: str) -> tuple[Path | None, str | None]:
-    """Return the folder that `--data` names, or none and the repository on the hub: none, the usual one."""
+    """Return the folder and the repository on the hub that `--data` names.
+
+    A folder of None means the hub. A repository of None means the usual one of the task.
+    """
     if data == HUB or data.startswith(f"{HUB}:"):
         return None, data.partition(":")[2] or None
     return Path(data), None
 
 
 def find_file(folder: Path, stem: str) -> Path | None:
-    """Return the file of a set, as .tsv or .jsonl; none: it is not there."""
+    """Return the .tsv or .jsonl file of a set. None means that there is no such file."""
     return next((file for ending in _ENDINGS if (file := folder / f"{stem}{ending}").is_file()), None)
 
 
 def read_lines(file: Path) -> list[str]:
-    """Return the lines of a text file, empty ones at its end left out.
+    """Return the lines of a text file without the empty lines at its end.
 
     Raises:
-        CorpusError: it is empty, or no text.
+        CorpusError: it cannot be read, is empty, or is not UTF-8.
     """
     try:
         text = file.read_bytes().decode("utf-8-sig")
@@ -48,11 +51,15 @@ def read_lines(file: Path) -> list[str]:
     return [line.removesuffix("\r") for line in text.rstrip("\r\n").split("\n")]
 
 
-def read_json(text: str, where: str) -> Any:  # noqa: ANN401 - whatever it holds
-    """Return a JSON document.
+def read_json(text: str, where: str) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the value of a JSON document.
+
+    Args:
+        text: the document.
+        where: name of the file, and line if it has several, for the error message.
 
     Raises:
-        CorpusError: it is none.
+        CorpusError: it is not valid JSON.
     """
     try:
         return json.loads(text)
@@ -68,12 +75,14 @@ def read_table(
     """Return the columns of a file.
 
     Args:
-        file: .tsv or .jsonl.
-        columns: names, of a .tsv whose first line is no header.
-        note: told of rows of another width that are left out, at most one in a thousand; none: none are.
+        file: .tsv or .jsonl file.
+        columns: names of the columns of a .tsv file without a header. Empty means that its first line is the
+            header.
+        note: shows how many rows were left out because they have too few or too many columns; at most one in
+            a thousand may be. None means that such a row is an error.
 
     Raises:
-        CorpusError: it is empty, or no such file.
+        CorpusError: it is empty or damaged, or it is not a table.
     """
     lines = read_lines(file)
     if file.suffix == ".jsonl":
@@ -87,11 +96,11 @@ def read_table(
     if num_broken > (0 if note is None else _MAX_BROKEN * len(rows)):
         at, first = next((at, row) for at, row in enumerate(rows, 1) if len(row) != len(names))
         raise CorpusError(
-            f"{file}: {num_broken} of {len(rows)} rows have not {len(names)} columns; the first, row {at}, "
-            f"has {len(first)}. Is it the file of another task, or no .tsv?"
+            f"{file}: {num_broken} of {len(rows)} rows do not have {len(names)} columns; the first, row {at},"
+            f" has {len(first)}. Is it the file of another task, or not a .tsv file?"
         )
     if note is not None and num_broken:
-        note(f"{file}: {num_broken} of {len(rows)} rows have not {len(names)} columns and are left out")
+        note(f"{file}: {num_broken} of {len(rows)} rows do not have {len(names)} columns and are left out")
     return {name: [row[at] for row in whole] for at, name in enumerate(names)}
 
 
@@ -107,35 +116,37 @@ def _read_jsonl(file: Path, lines: Sequence[str]) -> Columns:
 
 
 def load_hub(identifier: str, configuration: str, split: str) -> Columns | None:
-    """Return a split of a data set of the hub, classes by their names; none: it has no such split.
+    """Return a split of a data set of the hub, with classes by their names.
 
     Args:
-        identifier: of the repository.
-        configuration: of the data set; one that has but one has that.
-        split: its name.
+        identifier: repository of the data set.
+        configuration: configuration of the data set. It is ignored if the data set has only one.
+        split: name of the split.
+
+    Returns:
+        The columns of the split. None means that the data set has no such split.
 
     Raises:
-        CorpusError: the hub does not give it.
+        CorpusError: the data set cannot be loaded from the hub.
     """
     datasets.disable_progress_bars()
     try:
         names = datasets.get_dataset_config_names(identifier)
         chosen = names[0] if len(names) == 1 else configuration
-        found = datasets.load_dataset(identifier, chosen, cache_dir=arrow_cache(Path(identifier)))
+        splits = datasets.load_dataset(identifier, chosen, cache_dir=arrow_cache(Path(identifier)))
     except _LOADING_ERRORS as error:
         raise CorpusError(
             f"cannot load {identifier} ({configuration}) from the hub: {first_line(error)}. "
             "Give a folder in the official layout: --data DIR."
         ) from error
-    if split not in found:
+    if split not in splits:
         return None
-    return {
-        name: _words(found[split].features[name], values) for name, values in found[split].to_dict().items()
-    }
+    rows = splits[split]
+    return {name: _class_names(rows.features[name], values) for name, values in rows.to_dict().items()}
 
 
-def _words(feature: object, values: Sequence[object]) -> Sequence[object]:
-    """Return classes by their names; one that is not published has none."""
+def _class_names(feature: object, values: Sequence[object]) -> Sequence[object]:
+    """Return the names of classes, None for labels that are not published; other values stay as they are."""
     if not isinstance(feature, datasets.ClassLabel):
         return values
     return [None if value in (None, -1) else feature.names[value] for value in values]

@@ -1,4 +1,4 @@
-"""One trial: a model fine-tuned on one track of a task by transformers' Trainer, and scored on its sets."""
+"""Fine-tune a model on one track of a task with transformers' Trainer, and predict the track's sets."""
 
 import tempfile
 import time
@@ -37,42 +37,45 @@ from minilm_cache.models.device import choose_device
 from minilm_cache.progress import Progress, ShouldStop
 
 _WARMUP = 0.1
+"""Share of steps over which the learning rate grows, as for BERT (Devlin et al. 2019, arXiv 1810.04805)."""
 _WEIGHT_DECAY = 0.01
-"""Share of steps, and decay, of fine-tuning BERT (Devlin et al. 2019, arXiv 1810.04805, appendix A)."""
+"""Weight decay of AdamW, as for BERT (Devlin et al. 2019, arXiv 1810.04805, appendix A)."""
 _SCORING_BATCH = 64
 
-Told = npt.NDArray[np.float64] | Mapping[str, SpanAnswer]
-"""What a model tells of a set: classes or numbers `(examples,)`, or answers by identifier."""
+Predictions = npt.NDArray[np.float64] | Mapping[str, SpanAnswer]
+"""A model's predictions of one set: classes or values on a scale, `(examples,)`, or answers by identifier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """A fine-tuned model and what it tells of each set; nothing where its loss was no number in the end."""
+    """A fine-tuned model and its predictions."""
 
     model: PreTrainedModel
-    told: dict[str, Told] | None
+    predictions: dict[str, Predictions] | None
+    """Predictions by set. None means that the training diverged: some logits are NaN or infinite."""
     train_s: float
+    """Seconds of training, without predictions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watcher:
-    """Who is told of progress, and who is asked whether to stop."""
+    """Shows progress, and checks whether a stop was requested."""
 
     progress: Progress
     should_stop: ShouldStop
-    doing: str = ""
-    """What is done, in words."""
+    title: str = ""
+    """Title of the trial in the progress display."""
 
-    def stop_if_asked(self) -> None:
-        """Raise InterruptedRunError if it is to stop."""
+    def stop_if_requested(self) -> None:
+        """Raise InterruptedRunError if a stop was requested."""
         if self.should_stop():
             raise InterruptedRunError(
-                "interrupted: trials that have ended are kept. Run the same command again to go on."
+                "interrupted: trials that have ended are kept. Run the same command again to resume."
             )
 
 
 class _Callback(TrainerCallback):
-    """Hands the Trainer's steps to our progress."""
+    """Shows the Trainer's steps, and stops it if that was requested."""
 
     def __init__(self, watcher: Watcher, batch_size: int, total: int) -> None:
         self._watcher = watcher
@@ -90,25 +93,28 @@ class _Callback(TrainerCallback):
         self._advance(_SCORING_BATCH)
 
     def _advance(self, amount: int) -> None:
-        """Tell of a batch; the last one of a set may be smaller."""
+        """Show a batch; the last one of a set may be smaller."""
         self._watcher.progress.advance(min(amount, self._left))
         self._left -= min(amount, self._left)
-        self._watcher.stop_if_asked()
+        self._watcher.stop_if_requested()
 
 
 def check_device(name: str | None) -> torch.device:
-    """Return the device that the Trainer will take.
+    """Return the device that the Trainer will use.
+
+    Args:
+        name: device in torch's notation. None means that it is chosen.
 
     Raises:
-        InvalidConfigError: it would take another one, or several.
+        InvalidConfigError: the Trainer would use another device, or several GPUs.
     """
     device = choose_device(name)
     if device.type not in {"cpu", "cuda"}:
         raise InvalidConfigError(f"--device {name}: trials run on cpu or cuda. Give one of them.")
     if device.type == "cuda" and (device.index or torch.cuda.device_count() > 1):
         raise InvalidConfigError(
-            f"--device {name or 'cuda'}: a trial takes one GPU, the first that it sees. Show it one: "
-            "CUDA_VISIBLE_DEVICES=0; other GPUs can do other seeds or tasks into the same --out."
+            f"--device {name or 'cuda'}: a trial uses one GPU, the first visible one. Make one visible: "
+            "CUDA_VISIBLE_DEVICES=0; other GPUs can run other seeds or tasks into the same --out."
         )
     return device
 
@@ -123,26 +129,29 @@ def fine_tune(
     device: torch.device,
     watcher: Watcher,
 ) -> Tuned:
-    """Fine-tune a model and ask it about every set of a track.
+    """Fine-tune a model on a track, and predict every dev and test set of it.
 
     Args:
-        model: with a head for the task.
-        tokenizer: of it.
-        task: which.
-        track: what it learns from and is asked about.
-        identity: learning rate, epochs, seed.
-        device: from `check_device`.
-        watcher: who looks on.
+        model: model with a head for the task. Its weights are changed.
+        tokenizer: tokenizer of the model.
+        task: task of the track.
+        track: training set, and the sets that are predicted.
+        identity: learning rate, epochs, batch size, seed and precision.
+        device: device from `check_device`.
+        watcher: shows progress; it is called after each step and can stop the trial.
 
     Raises:
-        InterruptedRunError: it was asked to stop.
+        InterruptedRunError: a stop was requested.
     """
-    read = {name: _Reading.of(some, tokenizer, task) for name, some in track.sets().items()}
-    features = _Reading.of(track.train, tokenizer, task).features
-    total = len(features) * identity.epochs + sum(len(one.features) for one in read.values())
-    watcher.progress.start(watcher.doing, total, "sequences")
+    encoded_sets = {
+        name: _EncodedSet.of(examples, tokenizer, task) for name, examples in track.sets().items()
+    }
+    features = _EncodedSet.of(track.train, tokenizer, task).features
+    num_scored = sum(len(encoded.features) for encoded in encoded_sets.values())
+    total = len(features) * identity.epochs + num_scored
+    watcher.progress.start(watcher.title, total, "sequences")
     with tempfile.TemporaryDirectory() as scratch:
-        trainer: Any = Trainer(  # of lists, which it takes, and its types do not
+        trainer: Any = Trainer(  # Any: the Trainer accepts lists, its type hints do not
             model=model,
             args=_arguments(identity, scratch, device),
             train_dataset=features,
@@ -153,10 +162,12 @@ def fine_tune(
         began = time.perf_counter()
         trainer.train()
         train_s = time.perf_counter() - began
-        told = {name: _told(task, one, _logits(trainer, one.features)) for name, one in read.items()}
-    is_finite = all(one is not None for one in told.values())
-    kept = {name: one for name, one in told.items() if one is not None}
-    return Tuned(model, kept if is_finite else None, train_s)
+        predictions = {
+            name: _predictions(task, encoded, _logits(trainer, encoded.features))
+            for name, encoded in encoded_sets.items()
+        }
+    finite = {name: predicted for name, predicted in predictions.items() if predicted is not None}
+    return Tuned(model, finite if len(finite) == len(predictions) else None, train_s)
 
 
 def _arguments(identity: TrialIdentity, scratch: str, device: torch.device) -> TrainingArguments:
@@ -180,17 +191,17 @@ def _arguments(identity: TrialIdentity, scratch: str, device: torch.device) -> T
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
-    """A set as a model reads it."""
+class _EncodedSet:
+    """A set and the model inputs of its examples."""
 
     examples: Any
-    """Of the task's kind."""
+    """Examples of the task: all TextExample, or all SpanExample."""
     features: Features
     windows: Windows | None
-    """Of spans."""
+    """Windows of a task of spans. None means a task of texts."""
 
     @classmethod
-    def of(cls, examples: Any, tokenizer: PreTrainedTokenizerFast, task: Task) -> "_Reading":  # noqa: ANN401
+    def of(cls, examples: Any, tokenizer: PreTrainedTokenizerFast, task: Task) -> "_EncodedSet":  # noqa: ANN401
         if isinstance(task, SpanTask):
             windows = span_features(examples, tokenizer, task)
             return cls(examples, windows.features, windows)
@@ -199,22 +210,27 @@ class _Reading:
 
 
 def _logits(trainer: Any, features: Features) -> list[npt.NDArray[np.float32]]:  # noqa: ANN401
-    """Return what a model says of sequences, in their order; asked in the order of their lengths."""
-    order = np.argsort([len(one["input_ids"]) for one in features], kind="stable")
-    said = trainer.predict([features[number] for number in order]).predictions
-    return [part[np.argsort(order)] for part in (said if isinstance(said, tuple) else (said,))]
+    """Return a model's logits of sequences, in their order.
+
+    The model gets the sequences in the order of their lengths, so that batches need little padding.
+    """
+    order = np.argsort([len(feature["input_ids"]) for feature in features], kind="stable")
+    output = trainer.predict([features[number] for number in order]).predictions
+    return [logits[np.argsort(order)] for logits in (output if isinstance(output, tuple) else (output,))]
 
 
-def _told(task: Task, reading: _Reading, logits: list[npt.NDArray[np.float32]]) -> Told | None:
-    """Return what a model tells of a set; none: it tells no numbers."""
+def _predictions(
+    task: Task, encoded: _EncodedSet, logits: list[npt.NDArray[np.float32]]
+) -> Predictions | None:
+    """Return a model's predictions of a set. None means that some logits are NaN or infinite."""
     if not all(np.isfinite(part).all() for part in logits):
         return None
     if isinstance(task, SpanTask):
-        assert reading.windows is not None
+        assert encoded.windows is not None
         unanswerable = task.has_unanswerable
         starts, ends = logits
         return span_answers(
-            reading.examples, reading.windows, starts=starts, ends=ends, has_unanswerable=unanswerable
+            encoded.examples, encoded.windows, starts=starts, ends=ends, has_unanswerable=unanswerable
         )
-    told = logits[0][:, 0] if task.is_regression else logits[0].argmax(-1)
-    return np.asarray(told, np.float64)
+    predicted = logits[0][:, 0] if task.is_regression else logits[0].argmax(-1)
+    return np.asarray(predicted, np.float64)

@@ -1,4 +1,4 @@
-"""Scores as papers give them, between 0 and 100: scikit-learn's, scipy's, torchmetrics'."""
+"""Metrics of downstream tasks, from scikit-learn, scipy and torchmetrics, times 100 as in papers."""
 
 import re
 import string
@@ -25,6 +25,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 Scores = dict[str, float]
+"""Scores by metric, times 100."""
 
 _PUNCTUATION: Final = dict.fromkeys(
     code
@@ -38,86 +39,92 @@ _ARTICLES: Final = {
     "de": r"\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b",
     "ar": r"\sال^|ال",  # noqa: RUF001 - the letter
 }
-"""What MLQA's scoring leaves out of answers (Lewis et al. 2020, arXiv 1910.07475, section 4)."""
+"""Articles that MLQA's scoring removes from answers, by language (Lewis et al. 2020, arXiv 1910.07475,
+section 4)."""
 _IDEOGRAPH: Final = re.compile(r"([\u4e00-\u9fa5])")
 
 
 def text_scores(
-    metrics: Sequence[Metric], told: npt.NDArray[np.float64], labels: npt.NDArray[np.float64]
+    metrics: Sequence[Metric], predictions: npt.NDArray[np.float64], labels: npt.NDArray[np.float64]
 ) -> Scores:
     """Return the scores of a set.
 
     A correlation with predictions that are all the same is not defined; it counts as 0, as Matthews' does.
 
     Args:
-        metrics: which.
-        told: `(examples,)`, classes or numbers on a scale.
-        labels: `(examples,)`.
+        metrics: metrics to compute.
+        predictions: predicted classes or values on a scale, `(examples,)`.
+        labels: true classes or values, `(examples,)`.
     """
-    return {metric: 100 * _score(metric, told, labels) for metric in metrics}
+    return {metric: 100 * _score(metric, predictions, labels) for metric in metrics}
 
 
-def _score(metric: Metric, told: npt.NDArray[np.float64], labels: npt.NDArray[np.float64]) -> float:
+def _score(metric: Metric, predictions: npt.NDArray[np.float64], labels: npt.NDArray[np.float64]) -> float:
     match metric:
         case "accuracy":
-            return float(accuracy_score(labels, told))
+            return float(accuracy_score(labels, predictions))
         case "f1":
-            return float(f1_score(labels, told, zero_division=0))
+            return float(f1_score(labels, predictions, zero_division=0))
         case "matthews":
-            return float(matthews_corrcoef(labels, told))
+            return float(matthews_corrcoef(labels, predictions))
         case "pearson" | "spearman":
-            if np.ptp(told) == 0 or np.ptp(labels) == 0:
+            if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
                 return 0.0
-            return float((pearsonr if metric == "pearson" else spearmanr)(labels, told)[0])
+            return float((pearsonr if metric == "pearson" else spearmanr)(labels, predictions)[0])
 
 
 def span_scores(
-    examples: Sequence[SpanExample], told: Mapping[str, str], language: str | None = None
+    examples: Sequence[SpanExample], predictions: Mapping[str, str], language: str | None = None
 ) -> Scores:
-    """Return exact match and F1 over words, and where some questions have no answer both of each kind.
+    """Return exact match and F1 over words.
+
+    If only some questions have an answer, there are also scores of those with and of those without one.
 
     Args:
-        examples: of a set.
-        told: answers by identifier; an empty one says that there is none.
-        language: whose words, articles and punctuation count (MLQA); none: as SQuAD has it.
+        examples: examples of one set.
+        predictions: predicted answers by identifier. An empty one means that the question has no answer.
+        language: language whose rules for words, articles and punctuation apply, as in MLQA. None means
+            SQuAD's rules.
     """
-    found = _squad(examples, told, language)
+    scores = _squad(examples, predictions, language)
     with_answer = [example for example in examples if example.answers]
     without = [example for example in examples if not example.answers]
     if with_answer and without:
-        for name, some in (("answerable", with_answer), ("unanswerable", without)):
-            found |= {f"{name} {metric}": value for metric, value in _squad(some, told, language).items()}
-    return found
+        for name, part in (("answerable", with_answer), ("unanswerable", without)):
+            part_scores = _squad(part, predictions, language)
+            scores |= {f"{name} {metric}": value for metric, value in part_scores.items()}
+    return scores
 
 
-def _squad(examples: Sequence[SpanExample], told: Mapping[str, str], language: str | None) -> Scores:
+def _squad(examples: Sequence[SpanExample], answers: Mapping[str, str], language: str | None) -> Scores:
     words: dict[str, str] = {}
 
-    def read(text: str) -> str:
-        """Number a language's words: torchmetrics normalises as English, and finds nothing to change."""
+    def normalised(text: str) -> str:
+        """Replace words by numbers, which the English rules of torchmetrics leave as they are."""
         if language is None:
             return text
         return " ".join(words.setdefault(word, str(len(words))) for word in words_of(text, language))
 
     predictions: Any = [
-        {"id": example.identifier, "prediction_text": read(told[example.identifier])} for example in examples
+        {"id": example.identifier, "prediction_text": normalised(answers[example.identifier])}
+        for example in examples
     ]
     targets: Any = [
         {
             "id": example.identifier,
             "answers": {
                 "answer_start": [start for start, _ in example.answers] or [0],
-                "text": [read(text) for _, text in example.answers] or [""],
+                "text": [normalised(text) for _, text in example.answers] or [""],
             },
         }
         for example in examples
     ]
-    found = squad(predictions, targets)
-    return {"exact match": float(found["exact_match"]), "f1": float(found["f1"])}
+    scores = squad(predictions, targets)
+    return {"exact match": float(scores["exact_match"]), "f1": float(scores["f1"])}
 
 
 def words_of(text: str, language: str) -> list[str]:
-    """Return the words of an answer that MLQA's scoring compares: Chinese by ideograph, others by spaces."""
+    """Return the words of an answer that MLQA's scoring compares. In Chinese each ideograph is a word."""
     plain = text.lower().translate(_PUNCTUATION)
     if language in _ARTICLES:
         plain = re.sub(_ARTICLES[language], " ", plain)
@@ -127,9 +134,12 @@ def words_of(text: str, language: str) -> list[str]:
 
 
 def headline(scores: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the one figure that settings are chosen by: the mean over sets of the mean of their metrics.
+    """Return the score that settings are chosen by: the mean over sets of the mean of their metrics.
 
-    Of spans, F1 alone.
+    For tasks of spans only F1 counts.
+
+    Args:
+        scores: scores of the dev sets, by set and metric.
     """
     return mean(
         scores[name]["f1"] if "exact match" in scores[name] else mean(scores[name].values())

@@ -1,4 +1,4 @@
-"""The models that are evaluated: teachers, assistants and students alike, whole or by their shape alone."""
+"""Find and load the models to evaluate: teachers, teacher assistants and students, trained or untrained."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,16 +27,17 @@ from minilm_cache.train.record import load_record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """A model by the name that tables have for it."""
+    """A model to evaluate."""
 
     name: str
+    """Name of the model in tables, without `(untrained)`."""
     folder: Path
     untrained: bool = False
-    """Of its shape alone: weights are drawn by each trial's seed."""
+    """Whether only the shape is used, with weights drawn by each trial's seed."""
 
     @property
     def title(self) -> str:
-        """Its name in tables."""
+        """Name of the model in tables."""
         return f"{self.name} (untrained)" if self.untrained else self.name
 
     def sha256(self) -> str:
@@ -45,19 +46,20 @@ class Evaluated:
 
     @property
     def slug(self) -> str:
-        """Its name as that of a file."""
+        """Name of the model as a file name."""
         return "".join(char if char.isalnum() or char in "-." else "-" for char in self.name).strip("-.")
 
     def tokenizer(self, max_length: int, option: str = "--max-length") -> PreTrainedTokenizerFast:
-        """Return its tokenizer, which pads and cuts at the end, as windows and heads have it.
+        """Return the model's tokenizer, set to pad and truncate on the right, as windows and heads need it.
 
         Args:
-            max_length: tokens that a sequence may have.
-            option: that they were given by.
+            max_length: most tokens of a sequence.
+            option: option that `max_length` comes from, for the error message.
 
         Raises:
-            TeacherError: there is none, it knows more words than the model, or the model knows no padding.
-            InvalidConfigError: the model has fewer positions.
+            TeacherError: there is no tokenizer, it has more words than the model has embeddings, or the model
+                has no padding token.
+            InvalidConfigError: the model has fewer positions than `max_length`.
         """
         tokenizer = load_tokenizer(self.folder)
         tokenizer.padding_side = tokenizer.truncation_side = "right"
@@ -71,8 +73,8 @@ class Evaluated:
             )
         if getattr(model.config, "pad_token_id", None) is None:
             raise TeacherError(
-                f"{self.folder}/config.json names no pad_token_id, without which texts of several lengths "
-                "cannot be read together. Set it there, or give an encoder."
+                f"{self.folder}/config.json names no pad_token_id, which is needed to batch texts of "
+                "different lengths. Set it there, or give an encoder."
             )
         ids = torch.full((1, max_length), tokenizer.cls_token_id)
         with torch.no_grad():
@@ -80,10 +82,10 @@ class Evaluated:
         return tokenizer
 
     def load(self, task: Task, seed: int) -> PreTrainedModel:
-        """Return it with a head for a task; what it lacks is drawn by the seed.
+        """Return the model with a head for a task; weights that the folder lacks are drawn by the seed.
 
         Raises:
-            TeacherError: the folder holds no model that it can be loaded from.
+            TeacherError: the folder has no model that can be loaded.
         """
         set_seed(seed)
         head: TaskHead = "spans" if isinstance(task, SpanTask) else "sequences"
@@ -100,18 +102,18 @@ class Evaluated:
 
 
 def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) -> list[Evaluated]:
-    """Return the models that names stand for: of a run, all students that did not diverge.
+    """Return the models that the names stand for. A run stands for its students that did not diverge.
 
     Args:
         names: `mini`, aliases, hub ids, folders of models or of runs.
-        revision: of models from the hub.
-        untrained: each model's shape, too.
+        revision: revision of models from the hub. None means the default revision.
+        untrained: whether to return each model's shape with random weights, too.
 
     Raises:
-        TeacherError: there is no such model.
-        InvalidConfigError: two have one name.
+        TeacherError: a model does not exist.
+        InvalidConfigError: two models have the same name, or a run has a revision.
     """
-    found: list[Evaluated] = []
+    models: list[Evaluated] = []
     for name in dict.fromkeys(names):
         folder = Path(name)
         if is_run(folder):
@@ -119,27 +121,29 @@ def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) 
                 raise InvalidConfigError(
                     f"--revision {revision} goes with a model from the hub; {name} is a run."
                 )
-            students = [one for one in load_record(folder).students if one.diverged_at is None]
+            students = [student for student in load_record(folder).students if student.diverged_at is None]
             run = folder.resolve().name
-            found += [
-                Evaluated(name=f"{run}/{one.arch}", folder=RunFolder(path=folder).student(one.arch))
-                for one in students
+            models += [
+                Evaluated(name=f"{run}/{student.arch}", folder=RunFolder(path=folder).student(student.arch))
+                for student in students
             ]
         elif folder.is_dir() and not (folder / "config.json").is_file():
             raise TeacherError(
-                f"{folder} is no model, for it holds no config.json, and no run, for it holds no {RUN_FILE}. "
-                "Name a folder that does."
+                f"{folder} is neither a model nor a run: it has no config.json and no {RUN_FILE}. "
+                "Name a folder that has one of them."
             )
         else:
             source = locate_teacher(name, revision)
-            found.append(Evaluated(name=source.name, folder=source.folder))
-    slugs = [one.slug for one in found]
-    doubled = next((one.name for one in found if slugs.count(one.slug) > 1), None)
+            models.append(Evaluated(name=source.name, folder=source.folder))
+    slugs = [model.slug for model in models]
+    doubled = next((model.name for model in models if slugs.count(model.slug) > 1), None)
     if doubled is not None:
         raise InvalidConfigError(
-            f"two models are called {doubled}. Rename a folder, so that tables can tell."
+            f"two models are called {doubled}. Rename a folder, so that tables can tell them apart."
         )
     shapes = (
-        [Evaluated(name=one.name, folder=one.folder, untrained=True) for one in found] if untrained else []
+        [Evaluated(name=model.name, folder=model.folder, untrained=True) for model in models]
+        if untrained
+        else []
     )
-    return found + shapes
+    return models + shapes

@@ -1,4 +1,4 @@
-"""Encoders as ONNX files, and the runtime that runs them."""
+"""Export encoders to ONNX files, and run them with onnxruntime."""
 
 import logging
 import warnings
@@ -14,23 +14,24 @@ from transformers import PreTrainedModel
 from minilm_cache.errors import DeviceError, InvalidConfigError, first_line
 
 try:
-    import onnx  # noqa: F401 - torch writes by it
+    import onnx  # noqa: F401 - torch.onnx.export needs it
     import onnxruntime
-    import onnxscript  # noqa: F401 - likewise
+    import onnxscript  # noqa: F401 - torch.onnx.export needs it
 except ModuleNotFoundError as error:
     raise InvalidConfigError(
         f"--onnx needs {error.name}, which is not installed: pip install 'minilm-cache[onnx]'."
     ) from error
 
 _TOLERANCE: Final = 1e-3
+"""Largest allowed difference of last hidden states between torch and ONNX."""
 _MAX_ONE_FILE: Final = 2**30
-"""Bytes of weights that are written into the .onnx itself; its format ends at 2 GiB."""
+"""Most bytes of weights that are written into the .onnx file itself, whose format is limited to 2 GiB."""
 _INPUTS: Final = ("input_ids", "attention_mask")
 _OUTPUT: Final = "last_hidden_state"
 
 
 class _LastState(nn.Module):
-    """An encoder whose answer is its last state alone."""
+    """An encoder that returns only its last hidden states."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -46,12 +47,12 @@ def export(model: PreTrainedModel, file: Path) -> None:
     """Write an encoder as ONNX, with a batch and a length of any size.
 
     Args:
-        model: on the CPU, of float32.
-        file: that is written; weights of more than 1 GiB lie beside it.
+        model: model in float32 on the CPU.
+        file: file to write. Weights of more than 1 GiB are written to a second file next to it.
 
     Raises:
-        DeviceError: torch cannot export it.
-        OSError: the file system refused.
+        DeviceError: torch cannot export the model.
+        OSError: the file cannot be written.
     """
     whole = _LastState(model).eval()
     ids = torch.ones((2, 16), dtype=torch.int64)
@@ -60,7 +61,7 @@ def export(model: PreTrainedModel, file: Path) -> None:
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of parts of torch that the export passes through
+        warnings.simplefilter("ignore")  # warnings of torch itself, which users cannot act on
         logger.setLevel(logging.ERROR)
         try:
             torch.onnx.export(
@@ -81,43 +82,50 @@ def export(model: PreTrainedModel, file: Path) -> None:
 
 
 def session(file: Path, device: torch.device) -> Callable[[Tensor, Tensor], Any]:
-    """Return a function that runs a file on ids and mask, and gives its last hidden states.
+    """Return a function that runs an ONNX file on ids and mask, and returns the last hidden states.
 
     Raises:
-        DeviceError: the runtime that is installed has no such device, or cannot read the file.
+        DeviceError: the installed onnxruntime does not support the device, or cannot read the file.
     """
     provider = "CUDAExecutionProvider" if device.type == "cuda" else "CPUExecutionProvider"
     if provider not in onnxruntime.get_available_providers():
         raise DeviceError(f"onnxruntime has no {provider}. Install onnxruntime-gpu, or give --device cpu.")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other models take turns
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other models run in between
     try:
         opened = onnxruntime.InferenceSession(file, options, providers=[provider])
     except Exception as error:
         raise DeviceError(f"onnxruntime cannot read {file}: {first_line(error)}.") from error
 
-    def run(ids: Tensor, mask: Tensor) -> Any:  # noqa: ANN401 - arrays
+    def run(ids: Tensor, mask: Tensor) -> Any:  # noqa: ANN401 - a NumPy array, which onnxruntime does not type
         return opened.run(None, {"input_ids": ids.cpu().numpy(), "attention_mask": mask.cpu().numpy()})[0]
 
     return run
 
 
 @torch.no_grad()
-def check_alike(model: PreTrainedModel, run: Callable[[Tensor, Tensor], Any], name: str) -> float:
-    """Return the greatest difference of states between a model and its ONNX file, on another shape.
+def check_same_states(model: PreTrainedModel, run: Callable[[Tensor, Tensor], Any], name: str) -> float:
+    """Return the greatest difference of last hidden states between a model and its ONNX file.
+
+    The batch has another shape than that of the export.
+
+    Args:
+        model: model that was exported.
+        run: function from `session` that runs the file.
+        name: name of the model, for the error message.
 
     Raises:
-        DeviceError: it is more than 1e-3.
+        DeviceError: the difference is more than 1e-3.
     """
     ids = torch.arange(5, 5 + 3 * 24).reshape(3, 24) % model.config.vocab_size
     mask = torch.ones_like(ids)
     mask[0, 12:] = 0
     expected = model(input_ids=ids, attention_mask=mask).last_hidden_state
-    found = torch.from_numpy(np.asarray(run(ids, mask)))
-    difference = float((found - expected)[mask.bool()].abs().max())
+    actual = torch.from_numpy(np.asarray(run(ids, mask)))
+    difference = float((actual - expected)[mask.bool()].abs().max())
     if difference > _TOLERANCE:
         raise DeviceError(
-            f"{name} as ONNX answers otherwise than in torch, by {difference:.2g}. Do not use it."
+            f"{name}: last hidden states in ONNX differ from torch by {difference:.2g}. Do not use the file."
         )
     return difference

@@ -1,4 +1,4 @@
-"""Predictions as the servers of benchmarks want them, and as official scoring scripts read them."""
+"""Write predictions in the formats that benchmark servers and official scoring scripts read."""
 
 import json
 from collections.abc import Mapping
@@ -8,50 +8,53 @@ from typing import Any
 import numpy as np
 
 from minilm_cache.evaluate.examples import Track
-from minilm_cache.evaluate.finetune import Told
+from minilm_cache.evaluate.finetune import Predictions
 from minilm_cache.evaluate.tasks import SpanTask, Task, TextTask
 
 _SCALE = (0.0, 5.0)
-"""Of STS-B's scores; others are refused by GLUE's server."""
+"""Range of STS-B's scores; GLUE's server rejects values outside of it."""
 
 
 def predictions_file(task: Task, set_name: str) -> str:
-    """Return the name of the file of predictions of a set."""
+    """Return the name of the file for the predictions of a set."""
     return f"{set_name}.json" if isinstance(task, SpanTask) else task.submission(set_name)
 
 
-def write_predictions(folder: Path, task: Task, *, track: Track[Any], told: Mapping[str, Told]) -> None:
-    """Write what a model tells of each set.
+def write_predictions(
+    folder: Path, task: Task, *, track: Track[Any], predictions: Mapping[str, Predictions]
+) -> None:
+    """Write a model's predictions of each set.
 
-    GLUE: `index` and `prediction`, tab-separated, in files of the server's names; of dev sets, too. XNLI: a
-    label per line (XTREME). SQuAD and MLQA: a JSON object of answers by identifier, and beside it, where
-    questions may have no answer, the probability of that, for `evaluate-v2.0.py --na-prob-file`.
+    GLUE: `index` and `prediction`, tab-separated, in files with the server's names, also for dev sets. XNLI:
+    one label per line (XTREME). SQuAD and MLQA: a JSON object of answers by identifier. Where questions may
+    have no answer, a second file has the probability of that, for `evaluate-v2.0.py --na-prob-file`.
 
     Args:
-        folder: that exists.
-        task: which.
-        track: whose sets they are.
-        told: by set.
+        folder: existing folder to write to.
+        task: task of the predictions.
+        track: track whose sets were predicted.
+        predictions: predictions by set.
     """
-    for name, found in told.items():
+    for name, predicted in predictions.items():
         file = folder / predictions_file(task, name)
         if isinstance(task, SpanTask):
-            assert isinstance(found, Mapping)
-            _write_json(file, {key: one.text for key, one in found.items()})
+            assert isinstance(predicted, Mapping)
+            _write_json(file, {key: answer.text for key, answer in predicted.items()})
             if task.has_unanswerable:
-                missing = {key: one.no_answer for key, one in found.items()}
-                _write_json(folder / f"{name}.na_prob.json", missing)
+                no_answer = {key: answer.no_answer for key, answer in predicted.items()}
+                _write_json(folder / f"{name}.na_prob.json", no_answer)
         else:
-            words = _words(task, np.asarray(found))
+            words = _words(task, np.asarray(predicted))
             indices = [example.index for example in track.sets()[name]]
             lines = words if task.languages != "one" else _with_index(indices, words)
             file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def _words(task: TextTask, told: np.ndarray) -> list[str]:
+def _words(task: TextTask, predicted: np.ndarray) -> list[str]:
+    """Return predictions as text: names of classes, or values within the scale."""
     if task.is_regression:
-        return [f"{value:.3f}" for value in np.clip(told, *_SCALE)]
-    return [task.labels[int(value)] for value in told]
+        return [f"{value:.3f}" for value in np.clip(predicted, *_SCALE)]
+    return [task.labels[int(value)] for value in predicted]
 
 
 def _with_index(indices: list[str], words: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Evaluation: trials of models, tasks, settings and seeds; what is done already is not done again."""
+"""Evaluate models on tasks, in one trial per setting and seed. Finished trials are not run again."""
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from minilm_cache.errors import CorpusError, IdentityMismatchError
 from minilm_cache.evaluate.card import check_cards, write_card
 from minilm_cache.evaluate.examples import Track, is_labelled
 from minilm_cache.evaluate.files import data_source
-from minilm_cache.evaluate.finetune import Told, Tuned, Watcher, check_device, fine_tune
+from minilm_cache.evaluate.finetune import Predictions, Tuned, Watcher, check_device, fine_tune
 from minilm_cache.evaluate.glue import Source, read_text_task
 from minilm_cache.evaluate.metrics import Scores, headline, span_scores, text_scores
 from minilm_cache.evaluate.models import Evaluated, find_models
@@ -39,20 +39,21 @@ _LIBRARIES: Final = ("minilm-cache", "torch", "transformers", "scikit-learn", "s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What an evaluation has come to."""
+    """Trials, summaries and files of an evaluation."""
 
     path: Path
+    """Folder of all trials."""
     trials: list[TrialRecord]
     folders: list[Path]
-    """Of the trials, in their order."""
+    """Folders of the trials, in the order of `trials`."""
     summaries: list[Summary]
     cards: list[Path]
-    """That scores were written into."""
+    """Model cards that scores were written into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """One that is to be done."""
+    """A trial of this evaluation, finished or not."""
 
     model: Evaluated
     task: Task
@@ -62,7 +63,7 @@ class _Trial:
     folder: Path
 
     def predictions(self, sets: Iterable[str]) -> list[Path]:
-        """Return the files of predictions of sets."""
+        """Return the prediction files of some sets."""
         return [self.folder / PREDICTIONS / predictions_file(self.task, name) for name in sets]
 
 
@@ -74,29 +75,30 @@ def evaluate_models(
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> Evaluation:
-    """Fine-tune models on tasks, score them, and tell means over seeds.
+    """Fine-tune models on tasks, score them, and return means over seeds.
 
     Args:
-        config: tasks, data, settings.
-        names: of models: `mini`, aliases, hub ids, folders of models or of runs.
-        out: folder of trials; those that it has are not done again.
-        progress: told of examples.
-        should_stop: asked between steps; trials that have ended are kept.
+        config: tasks, data and settings.
+        names: names of the models: `mini`, aliases, hub ids, folders of models or of runs.
+        out: folder of trials. Finished trials in it are not run again.
+        progress: shows the number of processed sequences; None means that nothing is shown.
+        should_stop: called after each step; True stops. Trials that have ended are kept.
 
     Raises:
-        CorpusError: the data of a task are not there, or damaged.
-        TeacherError: a model is not there.
-        InvalidConfigError: a setting that cannot be meant.
-        StorageError: the file system refused.
-        InterruptedRunError: it was asked to stop.
+        CorpusError: the data of a task are missing or damaged.
+        TeacherError: a model does not exist.
+        InvalidConfigError: a setting is not valid for these models or this machine.
+        IdentityMismatchError: a trial in `out` is damaged, or belongs to another evaluation.
+        StorageError: a file cannot be written.
+        InterruptedRunError: a stop was requested.
     """
     watcher = Watcher(progress or Silent(), should_stop)
     device = check_device(config.device)
     refuse_file(out)
     models = find_models(names, config.revision, untrained=config.untrained)
-    own = [model for model in models if not model.untrained]
+    trained = [model for model in models if not model.untrained]
     if config.card:
-        check_cards(own, names)
+        check_cards(trained, names)
     trials = [
         trial
         for name in config.task
@@ -106,36 +108,37 @@ def evaluate_models(
     ]
     records = []
     for number, trial in enumerate(trials, 1):
-        watcher.stop_if_asked()
-        record = _kept(trial, config)
-        records.append(
-            record or _do(trial, config, device=device, watcher=watcher, which=f"{number} of {len(trials)}")
-        )
+        watcher.stop_if_requested()
+        record = _finished_record(trial, config)
+        which = f"{number} of {len(trials)}"
+        records.append(record or _run_trial(trial, config, device=device, watcher=watcher, which=which))
     summaries = summarise(records)
-    cards = [_card(model, summaries) for model in own] if config.card else []
-    others = sum(record.versions != _versions() for record in records)
-    if others:
+    cards = [_card(model, summaries) for model in trained] if config.card else []
+    num_other_versions = sum(record.versions != _versions() for record in records)
+    if num_other_versions:
         watcher.progress.note(
-            f"{others} of {len(records)} trials were done with other versions of libraries: trial.json says "
-            "which. Another --out does them again."
+            f"{num_other_versions} of {len(records)} trials were run with other versions of libraries; "
+            "trial.json lists them. Give another --out to run these trials again."
         )
     folders = [trial.folder for trial in trials]
     return Evaluation(path=out, trials=records, folders=folders, summaries=summaries, cards=cards)
 
 
 def _card(model: Evaluated, summaries: Sequence[Summary]) -> Path:
-    return write_card(model, [one for one in summaries if one.model == model.title and one.scores])
+    return write_card(
+        model, [summary for summary in summaries if summary.model == model.title and summary.scores]
+    )
 
 
 def _read(config: EvaluateConfig, task: Task, progress: Progress) -> tuple[Task, list[Track[Any]]]:
-    """Return a task as it is asked for, and its tracks."""
+    """Return a task with the configured length, and its tracks."""
     task = task if config.max_length is None else task.cut(config.max_length)
     folder, hub = data_source(config.data)
     source = Source(folder=folder, hub=hub, unlabelled=config.predict, note=progress.note)
     reader = read_span_task if isinstance(task, SpanTask) else read_text_task
     tracks = [track.subset(config.max_train, config.max_dev) for track in reader(task, source)]  # type: ignore[arg-type]
     if config.predict and not any(track.unlabelled() for track in tracks):
-        raise CorpusError(f"--predict: there is no test set of {task.title} without labels. Leave it out.")
+        raise CorpusError(f"--predict: {task.title} has no test set without labels. Leave --predict out.")
     for track in tracks:
         sizes = ", ".join(f"{name} {len(examples):,}" for name, examples in track.sets().items())
         language = f" ({track.name})" if track.name else ""
@@ -180,13 +183,13 @@ def _trials(
                 )
 
 
-def _folder(beside: Path, identity: TrialIdentity, slug: str) -> Path:
-    """Return a trial's folder: one that is there, though the model had another name then, or a new one."""
-    return next(beside.glob(f"*-{identity.digest()}"), beside / identity.name(slug))
+def _folder(parent: Path, identity: TrialIdentity, slug: str) -> Path:
+    """Return a trial's folder: the existing one, even if the model had another name then, or a new one."""
+    return next(parent.glob(f"*-{identity.digest()}"), parent / identity.name(slug))
 
 
-def _kept(trial: _Trial, config: EvaluateConfig) -> TrialRecord | None:
-    """Return the record of a trial that is done, with all that is asked for."""
+def _finished_record(trial: _Trial, config: EvaluateConfig) -> TrialRecord | None:
+    """Return the record of a finished trial. None means that it, its model or its predictions are missing."""
     file = trial.folder / TRIAL_FILE
     if not file.is_file():
         return None
@@ -198,7 +201,7 @@ def _kept(trial: _Trial, config: EvaluateConfig) -> TrialRecord | None:
             f"{file} is damaged: {problem}. Remove its folder, and run again."
         ) from error
     if record.identity != trial.identity:
-        raise IdentityMismatchError(f"{file} is of another trial. Choose another --out.")
+        raise IdentityMismatchError(f"{file} belongs to another trial. Choose another --out.")
     if record.scores:
         lacks_tests = not all(file.is_file() for file in trial.predictions(trial.track.unlabelled()))
         lacks_model = config.keep_models and not (trial.folder / MODEL).is_dir()
@@ -207,12 +210,12 @@ def _kept(trial: _Trial, config: EvaluateConfig) -> TrialRecord | None:
     return record.model_copy(update={"model": trial.model.title})
 
 
-def _do(
+def _run_trial(
     trial: _Trial, config: EvaluateConfig, *, device: torch.device, watcher: Watcher, which: str
 ) -> TrialRecord:
     identity = trial.identity
-    what = f"{trial.task.title}, {trial.model.title}, lr {identity.lr:g}, seed {identity.seed}"
-    watcher = replace(watcher, doing=f"{what} ({which})")
+    name = f"{trial.task.title}, {trial.model.title}, lr {identity.lr:g}, seed {identity.seed}"
+    watcher = replace(watcher, title=f"{name} ({which})")
     model = trial.model.load(trial.task, identity.seed)
     with enough_memory(device, "Take a lower --batch-size or --max-length"):
         tuned = fine_tune(
@@ -236,38 +239,45 @@ def _do(
         headline=headline({name: scores[name] for name in track.dev}) if scores else None,
         versions=_versions(),
     )
-    _write(trial, config, tuned=tuned, record=record)
+    _write_trial(trial, config, tuned=tuned, record=record)
     return record
 
 
 def _scores(task: Task, track: Track[Any], tuned: Tuned) -> dict[str, Scores]:
-    if tuned.told is None:
+    """Return scores by set and metric. They are empty if the training diverged."""
+    if tuned.predictions is None:
         return {}
     sets = track.sets()
-    labelled = {name: sets[name] for name in tuned.told if is_labelled(sets[name])}
-    return {name: _score(task, name, examples=some, told=tuned.told[name]) for name, some in labelled.items()}
+    labelled = {name: sets[name] for name in tuned.predictions if is_labelled(sets[name])}
+    return {
+        name: _score(task, name, examples=examples, told=tuned.predictions[name])
+        for name, examples in labelled.items()
+    }
 
 
-def _score(task: Task, name: str, *, examples: Sequence[Any], told: Told) -> Scores:
+def _score(task: Task, name: str, *, examples: Sequence[Any], told: Predictions) -> Scores:
+    """Return the scores of one set; `told` has a model's predictions of it."""
     if isinstance(task, SpanTask):
         assert not isinstance(told, np.ndarray)
         language = name.partition("-")[2] if task.by_language else None
-        return span_scores(examples, {key: one.text for key, one in told.items()}, language)
+        return span_scores(examples, {key: answer.text for key, answer in told.items()}, language)
     labels = np.asarray([example.label for example in examples], np.float64)
     return text_scores(task.metrics, np.asarray(told), labels)
 
 
-def _write(trial: _Trial, config: EvaluateConfig, *, tuned: Tuned, record: TrialRecord) -> None:
-    """Write a trial as one folder, whole or not at all."""
+def _write_trial(trial: _Trial, config: EvaluateConfig, *, tuned: Tuned, record: TrialRecord) -> None:
+    """Write the folder of a trial, as a whole or not at all."""
     keeps_model = config.keep_models or (trial.folder / MODEL).is_dir()
     before = trial.folder / PREDICTIONS
     with saving("write trial", trial.folder), new_folder(trial.folder) as folder:
         (folder / TRIAL_FILE).write_text(record.model_dump_json(indent=1), encoding="utf-8")
-        if before.is_dir():  # of test sets that were asked for then, by the same trial
+        if before.is_dir():  # predictions of test sets from an earlier run of the same trial
             shutil.copytree(before, folder / PREDICTIONS)
         (folder / PREDICTIONS).mkdir(exist_ok=True)
-        write_predictions(folder / PREDICTIONS, trial.task, track=trial.track, told=tuned.told or {})
-        if keeps_model and tuned.told is not None:
+        write_predictions(
+            folder / PREDICTIONS, trial.task, track=trial.track, predictions=tuned.predictions or {}
+        )
+        if keeps_model and tuned.predictions is not None:
             tuned.model.save_pretrained(folder / MODEL)
             trial.tokenizer.save_pretrained(folder / MODEL)
 

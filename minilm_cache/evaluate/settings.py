@@ -1,4 +1,4 @@
-"""What an evaluation is told, and what each trial of it was and came to."""
+"""Settings of evaluations and comparisons, and the stored identity and record of each trial."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +11,7 @@ from minilm_cache.storage_schema.identity import canonical_sha256
 
 Lr = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 TRIAL_FILE = "trial.json"
+"""Name of the file of a trial's record in its folder."""
 
 
 class EvaluateConfig(ModelSettings):
@@ -55,7 +56,7 @@ class EvaluateConfig(ModelSettings):
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         unknown = next((name for name in value if name not in TASKS), None)
         if unknown is not None:
-            raise ValueError(f"there is no task {unknown}; there are {', '.join(TASKS)}")
+            raise ValueError(f"there is no task {unknown}; the tasks are {', '.join(TASKS)}")
         return tuple(dict.fromkeys(value))
 
     @model_validator(mode="after")
@@ -107,18 +108,19 @@ class EmbeddingsConfig(ModelSettings):
 
 
 class TrialIdentity(FrozenSettings):
-    """What two trials must have in common to be the same one."""
+    """Everything that a trial's result depends on: two trials with equal identities are the same trial."""
 
     task: str
     track: str
-    """Language that it is trained on; empty where there is but one."""
+    """Language of the training set. Empty if the task is trained on one language only."""
     data_sha256: str
+    """SHA-256 (hex) of the examples that scores depend on."""
     model_sha256: str
-    """Of its weights and configuration."""
+    """SHA-256 (hex) of the model's weights and configuration."""
     tokenizer_sha256: str
-    """Of its words and rules, and of what it hands to a model."""
+    """SHA-256 (hex) of the tokenizer's words and rules, and of the names of the inputs that it makes."""
     untrained: bool
-    """Weights are drawn by the seed, and only the shape is the model's."""
+    """Whether the weights are drawn by the seed, so that only the shape is the model's."""
     lr: float
     epochs: int
     batch_size: int
@@ -127,28 +129,34 @@ class TrialIdentity(FrozenSettings):
     precision: Literal["float32", "bfloat16"]
 
     def digest(self) -> str:
-        """Return what the name of its folder ends with, whatever its model is called."""
+        """Return the end of the folder's name, which does not depend on the name of the model."""
         return canonical_sha256(self.model_dump(mode="json"))[:12]
 
     def name(self, slug: str) -> str:
-        """Return the name of its folder, that of its model given."""
-        what = f"{slug}-untrained" if self.untrained else slug
+        """Return the name of the trial's folder.
+
+        Args:
+            slug: name of the model as a file name.
+        """
+        model = f"{slug}-untrained" if self.untrained else slug
         track = f"-{self.track}" if self.track else ""
-        return f"{what}{track}-lr{self.lr:g}-e{self.epochs}-s{self.seed}-{self.digest()}"
+        return f"{model}{track}-lr{self.lr:g}-e{self.epochs}-s{self.seed}-{self.digest()}"
 
 
 class TrialRecord(FrozenSettings):
-    """A trial and its scores, between 0 and 100."""
+    """A finished trial and its scores, times 100; `trial.json` has this content."""
 
     identity: TrialIdentity
     model: str
+    """Name of the model in tables."""
     num_train: int
     num_scored: dict[str, int]
-    """Examples of each set that has scores."""
+    """Number of examples of each set that has scores."""
     train_s: float
+    """Seconds of training."""
     scores: dict[str, dict[str, float]]
-    """By set and metric; empty where the loss was no number in the end."""
+    """Scores by set and metric. Empty if the loss was NaN or infinite in the end."""
     headline: float | None
-    """What settings are chosen by: the mean over dev sets; none: it diverged."""
+    """Score that settings are chosen by, the mean over dev sets. None means that the trial diverged."""
     versions: dict[str, str]
-    """Of the libraries that trained and scored it."""
+    """Versions of the libraries that trained and scored the model, by library."""

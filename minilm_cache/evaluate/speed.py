@@ -1,4 +1,4 @@
-"""What models cost in use: weights, operations, latency and throughput beside a teacher's, in one run."""
+"""Measure the cost of inference: weights, operations, latency and throughput, relative to the teacher's."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,34 +25,39 @@ TORCH: Final = "torch"
 ONNX: Final = "onnx"
 ONNX_FILE: Final = "model.onnx"
 _MILLISECONDS: Final = 1e3
+Run = Callable[[Tensor, Tensor], object]
+"""A forward pass of a model on ids and mask, both `(batch, length)`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """A forward pass of a model, medians over turns."""
+    """Cost of a forward pass of a model, as medians over turns."""
 
     runtime: str
     """torch or onnx."""
     batch_size: int
+    """Sequences of the pass."""
     length: int
+    """Tokens of each sequence."""
     latency_ms: float
+    """Milliseconds of the pass."""
     tokens_per_s: float
     speedup: float
-    """Of the first model's time in torch over this one's, same batch and length."""
+    """The first model's time in torch over this one's, for the same batch size and length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpeed:
-    """A model and its passes."""
+    """Size of a model and the cost of its passes."""
 
     model: str
     size: ModelSize
-    """Operations over sequences of the greatest length."""
+    """Weights and operations, the latter for sequences of the greatest length."""
     flops_share: float
     """Operations of this model over the first one's."""
     passes: list[Pass]
     onnx_difference: float | None
-    """Greatest difference of its last states in ONNX; none: it was not exported."""
+    """Greatest difference of last hidden states between ONNX and torch. None means no export."""
 
 
 def compare_speed(
@@ -62,18 +67,23 @@ def compare_speed(
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> list[ModelSpeed]:
-    """Measure models beside the first one, which is the teacher.
+    """Measure models relative to the first one, which is the teacher.
 
     Args:
-        config: batches, lengths, device.
-        names: of models, as of an evaluation.
-        progress: told of passes.
-        should_stop: asked between batches.
+        config: batch sizes, lengths, device and precision.
+        names: names of the models, same as for `evaluate`; the first one is the teacher.
+        progress: shows the number of passes; None means that nothing is shown.
+        should_stop: called before each batch size and length; True stops.
+
+    Returns:
+        Measurements of each model, in the order of the models.
 
     Raises:
-        TeacherError: a model is not there.
+        TeacherError: a model does not exist.
         InvalidConfigError: a model has fewer positions than a length, or ONNX is not installed.
-        DeviceError: a model cannot be exported, or the device lacks memory.
+        DeviceError: a model cannot be exported, or the device has too little memory.
+        StorageError: a folder of --onnx exists already, or cannot be written.
+        InterruptedRunError: a stop was requested.
     """
     progress = progress or Silent()
     device = choose_device(config.device)
@@ -81,64 +91,76 @@ def compare_speed(
     longest = max(config.length)
     tokens = [_token(model, longest) for model in models]
     loaded = [load_model(model.folder, attention="sdpa").eval() for model in models]
-    runs: dict[str, Callable[[Tensor, Tensor], object]] = {}
-    differences: dict[str, float] = {}
-    if config.onnx is not None:
-        refuse_file(config.onnx, "--onnx")
-        for model in models:
-            refuse_existing(config.onnx / model.slug, "--onnx")
-        for model, weights in zip(models, loaded, strict=True):
-            progress.note(f"exporting {model.name}")
-            run, differences[model.name] = _export(model, weights, folder=config.onnx, device=device)
-            runs[f"{ONNX} {model.name}"] = run
+    exported = _export_all(models, loaded, folder=config.onnx, device=device, progress=progress)
     dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
     torch_runs = {
         f"{TORCH} {model.name}": _forward(weights.to(device, dtype))
         for model, weights in zip(models, loaded, strict=True)
     }
+    runs = torch_runs | {name: run for name, (run, _) in exported.items()}
+    token = min(tokens)
     passes = list(
-        _passes(
-            {**torch_runs, **runs},
-            config,
-            token=min(tokens),
-            device=device,
-            progress=progress,
-            should_stop=should_stop,
-        )
+        _passes(runs, config, token=token, device=device, progress=progress, should_stop=should_stop)
     )
     sizes = {
         model.name: model_size(weights.config, longest) for model, weights in zip(models, loaded, strict=True)
     }
-    first = sizes[models[0].name].flops_per_token
+    teacher_flops = sizes[models[0].name].flops_per_token
+    differences = {name: difference for name, (_, difference) in exported.items()}
     return [
         ModelSpeed(
             model=model.name,
             size=sizes[model.name],
-            flops_share=sizes[model.name].flops_per_token / first,
-            passes=[one for name, one in passes if name == model.name],
-            onnx_difference=differences.get(model.name),
+            flops_share=sizes[model.name].flops_per_token / teacher_flops,
+            passes=[measured for name, measured in passes if name == model.name],
+            onnx_difference=differences.get(f"{ONNX} {model.name}"),
         )
         for model in models
     ]
 
 
 def _token(model: Evaluated, longest: int) -> int:
+    """Return a token that the model knows, after checking that it has enough positions."""
     return int(model.tokenizer(longest, "--length").cls_token_id)
+
+
+def _export_all(
+    models: Sequence[Evaluated],
+    loaded: Sequence[PreTrainedModel],
+    *,
+    folder: Path | None,
+    device: torch.device,
+    progress: Progress,
+) -> dict[str, tuple[Run, float]]:
+    """Export models to ONNX, and return for each how to run it and how much it differs from torch.
+
+    A folder of None means that nothing is exported.
+    """
+    if folder is None:
+        return {}
+    refuse_file(folder, "--onnx")
+    for model in models:
+        refuse_existing(folder / model.slug, "--onnx")
+    exported = {}
+    for model, weights in zip(models, loaded, strict=True):
+        progress.note(f"exporting {model.name}")
+        exported[f"{ONNX} {model.name}"] = _export(model, weights, folder=folder, device=device)
+    return exported
 
 
 def _export(
     model: Evaluated, weights: PreTrainedModel, *, folder: Path, device: torch.device
-) -> tuple[Callable[[Tensor, Tensor], object], float]:
-    from minilm_cache.evaluate.onnx import check_alike, export, session  # noqa: PLC0415 - an extra
+) -> tuple[Run, float]:
+    from minilm_cache.evaluate.onnx import check_same_states, export, session  # noqa: PLC0415 - an extra
 
     path = folder / model.slug
     with saving("write model", path), new_folder(path) as new:
         export(weights, new / ONNX_FILE)
-        difference = check_alike(weights, session(new / ONNX_FILE, torch.device("cpu")), model.name)
+        difference = check_same_states(weights, session(new / ONNX_FILE, torch.device("cpu")), model.name)
     return session(path / ONNX_FILE, device), difference
 
 
-def _forward(model: PreTrainedModel) -> Callable[[Tensor, Tensor], object]:
+def _forward(model: PreTrainedModel) -> Run:
     def run(ids: Tensor, mask: Tensor) -> object:
         return model(input_ids=ids, attention_mask=mask)
 
@@ -146,7 +168,7 @@ def _forward(model: PreTrainedModel) -> Callable[[Tensor, Tensor], object]:
 
 
 def _passes(
-    runs: Mapping[str, Callable[[Tensor, Tensor], object]],
+    runs: Mapping[str, Run],
     config: SpeedConfig,
     *,
     token: int,
@@ -158,20 +180,23 @@ def _passes(
     progress.start("speed", len(sweep) * len(runs) * (config.turns + 1), "passes")
     for batch_size, length in sweep:
         if should_stop():
-            raise InterruptedRunError("interrupted: nothing is kept of a comparison of speeds. Run it again.")
+            raise InterruptedRunError("interrupted: a comparison of speeds is not saved. Run it again.")
         with enough_memory(device, "Take a lower --batch-size or --length"):
             ids = torch.full((batch_size, length), token, device=device)
             mask = torch.ones_like(ids)
         seconds: dict[str, float] = {}
-        # Runtimes keep threads of their own, which wait busily for more: they take turns apart.
+        # Idle threads of one runtime wait busily and slow down the other: measure one after the other.
         for runtime in (TORCH, ONNX):
-            own = {name: run for name, run in runs.items() if name.partition(" ")[0] == runtime}
-            passes = {name: partial(run, ids, mask) for name, run in own.items()}
+            passes = {
+                name: partial(run, ids, mask)
+                for name, run in runs.items()
+                if name.partition(" ")[0] == runtime
+            }
             with enough_memory(device, "Take a lower --batch-size or --length"):
                 seconds |= seconds_in_turns(passes, device, config.turns)
         progress.advance(len(runs) * (config.turns + 1))
         first = next(iter(seconds.values()))
-        for name, taken in seconds.items():
+        for name, latency_s in seconds.items():
             runtime, _, model = name.partition(" ")
             yield (
                 model,
@@ -179,8 +204,8 @@ def _passes(
                     runtime=runtime,
                     batch_size=batch_size,
                     length=length,
-                    latency_ms=taken * _MILLISECONDS,
-                    tokens_per_s=batch_size * length / taken,
-                    speedup=first / taken,
+                    latency_ms=latency_s * _MILLISECONDS,
+                    tokens_per_s=batch_size * length / latency_s,
+                    speedup=first / latency_s,
                 ),
             )

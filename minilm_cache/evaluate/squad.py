@@ -1,4 +1,4 @@
-"""Examples of SQuAD and MLQA, in SQuAD's JSON or from the hub, and predictions in SQuAD's format."""
+"""Read examples of SQuAD and MLQA, from SQuAD's JSON or from the hub."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,18 +11,18 @@ from minilm_cache.evaluate.glue import Source, read_text, task_folder
 from minilm_cache.evaluate.tasks import SpanTask
 
 LANGUAGES: Final = ("ar", "de", "en", "es", "hi", "vi", "zh")
-"""Of MLQA (Lewis et al. 2020, arXiv 1910.07475)."""
+"""Languages of MLQA (Lewis et al. 2020, arXiv 1910.07475)."""
 
 
 def read_span_task(task: SpanTask, source: Source) -> list[Track[SpanExample]]:
     """Return the one track of a task.
 
     Args:
-        task: which.
-        source: of its data.
+        task: task to read.
+        source: source of its data.
 
     Raises:
-        CorpusError: a file is not there or empty, or an answer is not where the file says.
+        CorpusError: a file is missing, empty or damaged, or an answer is not at its position in the context.
     """
     if source.folder is None:
         return [_from_hub(task, source.hub)]
@@ -41,8 +41,11 @@ def _read_sets(task: SpanTask, folder: Path, *, name: str, file: str) -> dict[st
     if not task.by_language:
         return {name: _read_file(task, folder, file)}
     files = {language: file.format(lang=language) for language in LANGUAGES}
-    there = {language: one for language, one in files.items() if (folder / one).is_file()}
-    return {f"{name}-{language}": _read_file(task, folder, one) for language, one in there.items()}
+    return {
+        f"{name}-{language}": _read_file(task, folder, path)
+        for language, path in files.items()
+        if (folder / path).is_file()
+    }
 
 
 def _read_file(task: SpanTask, folder: Path, name: str) -> list[SpanExample]:
@@ -53,29 +56,29 @@ def _read_file(task: SpanTask, folder: Path, name: str) -> list[SpanExample]:
             f"{task.title}."
         )
     document = read_json("\n".join(read_lines(file)), str(file))
-    found = _examples(_rows(document), task, str(file))
-    if not found:
+    examples = _examples(_rows(document), task, str(file))
+    if not examples:
         raise CorpusError(f"{file} holds no question. Fetch it again.")
-    return found
+    return examples
 
 
 def _examples(rows: Iterable[dict[str, Any]], task: SpanTask, where: str) -> list[SpanExample]:
     try:
-        found = [_example(row, task, where) for row in rows]
+        examples = [_example(row, task, where) for row in rows]
     except CorpusError:
         raise
     except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
         raise CorpusError(f"cannot read {where} as SQuAD's JSON: {reason}. Fetch it again.") from error
     known: set[str] = set()
-    for one in found:
-        if one.identifier in known:
-            raise CorpusError(f"{where}: two questions have the id {one.identifier!r}. Fetch it again.")
-        known.add(one.identifier)
-    return found
+    for example in examples:
+        if example.identifier in known:
+            raise CorpusError(f"{where}: two questions have the id {example.identifier!r}. Fetch it again.")
+        known.add(example.identifier)
+    return examples
 
 
-def _rows(document: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - whatever a file holds
+def _rows(document: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - JSON of a file
     for article in document["data"]:
         for paragraph in article["paragraphs"]:
             for question in paragraph["qas"]:
@@ -84,29 +87,29 @@ def _rows(document: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - whatever
 
 def _example(row: dict[str, Any], task: SpanTask, where: str) -> SpanExample:
     identifier, context, question = (read_text(row[name], where) for name in ("id", "context", "question"))
-    answers = () if row.get("is_impossible") else row["answers"]
-    found = tuple((int(answer["answer_start"]), read_text(answer["text"], where)) for answer in answers)
-    for start, text in found:
+    listed = () if row.get("is_impossible") else row["answers"]
+    answers = tuple((int(answer["answer_start"]), read_text(answer["text"], where)) for answer in listed)
+    for start, text in answers:
         if context[start : start + len(text)] != text:
             raise CorpusError(
                 f"{where}, question {identifier}: answer {text[:40]!r} is not at character {start} of its "
                 "context. Fetch the file again."
             )
-    if not found and not task.has_unanswerable:
+    if not answers and not task.has_unanswerable:
         raise CorpusError(
             f"{where}, question {identifier}: no answer. {task.title} has one for each question."
         )
-    return SpanExample(identifier=identifier, question=question, context=context, answers=found)
+    return SpanExample(identifier=identifier, question=question, context=context, answers=answers)
 
 
 def _from_hub(task: SpanTask, hub: str | None) -> Track[SpanExample]:
     def read(repository: str, configuration: str, split: str) -> list[SpanExample]:
-        found = load_hub(repository, configuration, split)
+        table = load_hub(repository, configuration, split)
         where = f"{repository} ({configuration}, {split})"
-        if found is None:
+        if table is None:
             raise CorpusError(f"{where} is not on the hub. Give a folder: --data DIR.")
-        columns = [name for name in ("id", "context", "question", "answers") if name in found]
-        rows = zip(*(found[name] for name in columns), strict=True)
+        columns = [name for name in ("id", "context", "question", "answers") if name in table]
+        rows = zip(*(table[name] for name in columns), strict=True)
         named = (dict(zip(columns, values, strict=True)) for values in rows)
         return _examples(({**row, "answers": _hub_answers(row)} for row in named), task, where)
 
@@ -121,13 +124,13 @@ def _from_hub(task: SpanTask, hub: str | None) -> Track[SpanExample]:
         for language in LANGUAGES
         for name, split in (("dev", "validation"), ("test", "test"))
     }
-    by_name = {
-        kind: {name: one for name, one in sets.items() if name.startswith(kind)} for kind in ("dev", "test")
-    }
-    return Track(name="", train=train, dev=by_name["dev"], test=by_name["test"])
+    dev_sets = {name: examples for name, examples in sets.items() if name.startswith("dev")}
+    test_sets = {name: examples for name, examples in sets.items() if name.startswith("test")}
+    return Track(name="", train=train, dev=dev_sets, test=test_sets)
 
 
 def _hub_answers(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the answers of a row of the hub as SQuAD's JSON has them."""
     answers = row["answers"]
     pairs = zip(answers["answer_start"], answers["text"], strict=True)
     return [{"answer_start": start, "text": text} for start, text in pairs]

@@ -1,4 +1,4 @@
-"""Of many trials, the setting that does best on dev, with the mean and the spread over its seeds."""
+"""Choose the setting that scores best on dev, and summarise its trials by mean and standard deviation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,32 +9,34 @@ from minilm_cache.evaluate.settings import TrialRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A figure over seeds, between 0 and 100."""
+    """Mean and standard deviation of a metric over seeds, times 100."""
 
     mean: float
     stddev: float | None
-    """Of a sample (n - 1); none: there is one seed."""
+    """Standard deviation of a sample (n - 1). None means that there is one seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A model on a task, and in XNLI's translate-train on a language, in the setting that was chosen."""
+    """Scores of a model on one track of a task, with the setting that was chosen."""
 
     model: str
     task: str
     track: str
+    """Language of the training set. Empty if the task is trained on one language only."""
     lr: float
     epochs: int
     seeds: int
+    """Number of trials of the chosen setting."""
     settings: int
-    """That were tried; of more than one, that with the best mean over seeds on dev was chosen."""
+    """Number of settings that were tried. The one with the best mean over seeds on dev was chosen."""
     diverged: int
-    """Trials of all settings whose loss was no number in the end."""
+    """Number of trials, of all settings, whose loss was NaN or infinite in the end."""
     num_train: int
     num_scored: Mapping[str, int]
-    """Examples by set."""
+    """Number of examples by set."""
     scores: Mapping[str, Mapping[str, Score]]
-    """By set and metric; empty where every setting has trials that diverged."""
+    """Scores by set and metric. Empty if every setting has a trial that diverged."""
 
 
 def summarise(trials: Sequence[TrialRecord]) -> list[Summary]:
@@ -52,9 +54,9 @@ def _summary(
 ) -> Summary:
     model, task, track = key
     means = {
-        setting: mean(found)
-        for setting, some in settings.items()
-        if len(found := [one.headline for one in some if one.headline is not None]) == len(some)
+        setting: mean(headlines)
+        for setting, trials in settings.items()
+        if len(headlines := [trial.headline for trial in trials if trial.headline is not None]) == len(trials)
     }
     chosen = max(means, key=means.__getitem__) if means else next(iter(settings))
     first = settings[chosen][0]
@@ -66,7 +68,7 @@ def _summary(
         epochs=chosen[1],
         seeds=len(settings[chosen]),
         settings=len(settings),
-        diverged=sum(one.headline is None for some in settings.values() for one in some),
+        diverged=sum(trial.headline is None for trials in settings.values() for trial in trials),
         num_train=first.num_train,
         num_scored=first.num_scored,
         scores=_over_seeds(settings[chosen]) if means else {},

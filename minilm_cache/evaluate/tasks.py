@@ -1,4 +1,4 @@
-"""What the downstream tasks are: their files in the official layouts, labels, metrics, and papers' settings.
+"""Downstream tasks: their files in the official layouts, labels, metrics, and the settings of papers.
 
 GLUE (Wang et al. 2019, arXiv 1804.07461), SQuAD 1.1 and 2.0 (Rajpurkar et al. 2016 and 2018, arXiv 1606.05250
 and 1806.03822), XNLI (Conneau et al. 2018, arXiv 1809.05053), MLQA (Lewis et al. 2020, arXiv 1910.07475).
@@ -14,23 +14,23 @@ Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetFile:
-    """Where one set of examples of a task lies."""
+    """Names of one set of a task: in tables, in a folder and on the hub."""
 
     name: str
-    """As tables and files of predictions have it: dev, test-m."""
+    """Name in tables and in files of predictions, such as `dev` or `test-m`."""
     stem: str
-    """Path in the task's folder without its ending, .tsv or .jsonl."""
+    """Path in the task's folder without the ending, which is .tsv or .jsonl."""
     split: str
-    """On the hub."""
+    """Name of the split on the hub."""
     columns: tuple[str, ...] = ()
-    """Of a file whose first line is no header; none: it is one."""
+    """Columns of a file without a header. Empty means that the first line is the header."""
     submission: str | None = None
-    """File that the benchmark's server wants; none: named after the task, or after the set."""
+    """Name of the file for the benchmark's server. None means a name after the task, or after the set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Settings of fine-tuning that papers search over."""
+    """Settings of fine-tuning that a paper searches over."""
 
     lrs: tuple[float, ...]
     epochs: tuple[int, ...]
@@ -43,81 +43,88 @@ class TextTask:
 
     name: str
     title: str
-    """Of its folder and of its submission."""
+    """Name in tables, of the folder and of the file for the benchmark's server."""
     texts: tuple[str, ...]
+    """Columns of the texts, one or two."""
     label: str = "label"
     """Column of the label."""
     labels: tuple[str, ...] = ()
-    """As files write them, in the order of their numbers; none: the label is a number on a scale."""
+    """Labels as files spell them, in the order of their numbers. Empty means values on a scale."""
     metrics: tuple[Metric, ...] = ("accuracy",)
     train: SetFile = SetFile(name="train", stem="train", split="train")
     dev: tuple[SetFile, ...] = (SetFile(name="dev", stem="dev", split="validation"),)
     test: tuple[SetFile, ...] = (SetFile(name="test", stem="test", split="test"),)
     languages: Literal["one", "cross-lingual", "translate-train"] = "one"
-    """Train on English and score every language, or train and score each language apart."""
+    """One language, or several: `cross-lingual` trains on English and scores every language,
+    `translate-train` trains and scores each language separately."""
     hub: str = "nyu-mll/glue"
     """Repository of the data on the hub; the configuration is the task's name, or a language."""
     hub_texts: tuple[str, ...] = ()
-    """Columns of the texts on the hub, where they are others; that of the label is `label`."""
+    """Columns of the texts on the hub. Empty means the same as in files. The label's column is `label`."""
     hub_labels: tuple[str, ...] = ()
-    """Names of the labels there, where they are others, in the same order."""
+    """Names of the labels on the hub, in the same order. Empty means the same as in files."""
     recipe: Recipe = Recipe(lrs=(2e-5, 3e-5, 4e-5, 5e-5), epochs=(3, 4, 5))
     """The grid of MiniLM (Wang et al. 2020, arXiv 2002.10957, section 4.1)."""
     max_length: int = 128
+    """Most tokens of an example."""
 
     def cut(self, max_length: int) -> "TextTask":
-        """Return the task with sequences of so many tokens at most."""
+        """Return the task with at most `max_length` tokens per example."""
         return replace(self, max_length=max_length)
 
     @property
     def is_regression(self) -> bool:
-        """Whether the label is a number on a scale."""
+        """Whether the label is a value on a scale, not a class."""
         return not self.labels
 
     def place(self, set_name: str) -> tuple[str, str]:
-        """Return the configuration and the split that a set is on the hub."""
+        """Return the configuration and the split of a set on the hub."""
         if self.languages != "one":
             kind, _, language = set_name.partition("-")
             return language, {"dev": "validation"}.get(kind, kind)
-        (found,) = (one for one in (*self.dev, *self.test) if one.name == set_name)
-        return self.name, found.split
+        (split,) = (set_file.split for set_file in (*self.dev, *self.test) if set_file.name == set_name)
+        return self.name, split
 
     def submission(self, set_name: str) -> str:
-        """Return the name of the file of predictions of a set."""
-        own = next((one.submission for one in self.test if one.name == set_name), None)
-        return own or (f"{self.title}.tsv" if set_name == "test" else f"{set_name}.tsv")
+        """Return the name of the file for the predictions of a set."""
+        special = next((set_file.submission for set_file in self.test if set_file.name == set_name), None)
+        return special or (f"{self.title}.tsv" if set_name == "test" else f"{set_name}.tsv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanTask:
-    """A task whose answers are spans of a context, in SQuAD's JSON."""
+    """A task whose answers are spans of a context, in files of SQuAD's JSON."""
 
     name: str
     title: str
+    """Name in tables and of the folder."""
     train: str
     """File of the training set."""
     dev: str
-    """File; with `{lang}`, one for each language that is there."""
+    """File of the dev set. With `{lang}` there is one file per language."""
     test: str | None = None
-    """Likewise, of a test set whose answers are published."""
+    """File of a test set with published answers, in the same form. None means that there is none."""
     has_unanswerable: bool = False
+    """Whether some questions have no answer."""
     hub: str = "rajpurkar/squad"
-    """Repository of the scored sets on the hub."""
+    """Repository of the dev and test sets on the hub."""
     hub_train: str = "rajpurkar/squad"
+    """Repository of the training set on the hub."""
     hub_configuration: str = "plain_text"
-    """Of the training set there."""
+    """Configuration of the training set on the hub."""
     recipe: Recipe = Recipe(lrs=(6e-5,), epochs=(3,))
-    """Of MiniLM on SQuAD 2.0 (Wang et al. 2020, arXiv 2002.10957, section 4.1)."""
+    """Settings of MiniLM on SQuAD 2.0 (Wang et al. 2020, arXiv 2002.10957, section 4.1)."""
     max_length: int = 384
+    """Most tokens of a window."""
     stride: int = 128
     """Tokens of a context that two neighbouring windows share."""
 
     def cut(self, max_length: int) -> "SpanTask":
-        """Return the task with windows of so many tokens, that share a third of them."""
+        """Return the task with windows of `max_length` tokens, a third of which neighbours share."""
         return replace(self, max_length=max_length, stride=max_length // 3)
 
     def place(self, set_name: str) -> tuple[str, str]:
-        """Return the configuration and the split that a set is on the hub."""
+        """Return the configuration and the split of a set on the hub."""
         kind, _, language = set_name.partition("-")
         split = {"dev": "validation"}.get(kind, kind)
         return (f"mlqa.{language}.{language}" if self.by_language else self.hub_configuration), split
@@ -235,4 +242,4 @@ _ALL: Final[tuple[Task, ...]] = (
     ),
 )
 TASKS: Final[Mapping[str, Task]] = MappingProxyType({task.name: task for task in _ALL})
-"""By name, as --task takes them."""
+"""Tasks by the name that --task takes."""

@@ -1,1 +1,1 @@
-"""Teachers and students: loading, shapes, sizes, and the tap that hands out their vectors."""
+"""Teachers and students: loading, shapes, sizes, and the tap that returns their vectors."""

@@ -1,4 +1,4 @@
-"""Student shapes: what `--arch` says, and whether it fits."""
+"""Student shapes: reading `--arch`, and checking that the sizes fit."""
 
 import re
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ class StudentShape:
     """`LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sN]`."""
 
     arch: str
-    """As the user wrote it; names the student."""
+    """The shape as the user wrote it; it names the student."""
     num_layers: int
     hidden_size: int
     ffn_size: int
     num_heads: int
     embedding_size: int
-    """Below hidden_size: a factorised embedding."""
+    """Width of the embedding; below hidden_size, the embedding is factorised."""
     bottleneck_size: int | None
-    """Width inside layers, below hidden_size, the width between them; none: no bottlenecks."""
+    """Width inside layers, at most hidden_size, the width between them. None means no bottlenecks."""
     seed: int | None
-    """Of its initial weights and dropout; none: the run's."""
+    """Seed of its initial weights and dropout. None means the seed of the run."""
 
 
 def parse_arch(
@@ -35,19 +35,19 @@ def parse_arch(
     """Read a student shape.
 
     Args:
-        arch: `3x384`, `4x312:ff1200`, `12x384:e128`, ...; without `ff`: 4 x hidden, without `h`: the
-            cache's relation heads, without `e`: hidden, without `b`: no bottlenecks (with it `ff` and `e` are
-            measured by it), without `s`: the run's seed.
-        relation_heads: of the cache.
-        split_into: relation heads that the objective splits vectors into. None means that it splits none.
+        arch: `3x384`, `4x312:ff1200`, `12x384:e128`, ... Defaults: `ff` 4 x hidden, `h` the relation heads of
+            the cache, `e` hidden, `b` no bottlenecks (with `b`, the defaults of `ff` and `e` are 4 x `b` and
+            `b`), `s` the seed of the run.
+        relation_heads: relation heads of the cache.
+        split_into: relation heads that the objective splits vectors into. None means that it splits nothing.
         compares_heads: whether the objective compares heads with heads.
 
     Raises:
-        InvalidConfigError: it is no shape, or its heads do not fit.
+        InvalidConfigError: `arch` is not a shape, or its heads do not fit.
     """
     match = _PATTERN.fullmatch(arch)
     if match is None:
-        raise _no_shape(arch)
+        raise _bad_shape(arch)
     layers, hidden = int(match[1]), int(match[2])
     pairs = _OPTION.findall(match[3])
     options = {name: int(number) for name, number in pairs}
@@ -70,20 +70,20 @@ def parse_arch(
 
 
 def num_layers_of(arch: str) -> int:
-    """Return the layers of a shape.
+    """Return the number of layers of a shape.
 
     Raises:
-        InvalidConfigError: it is none.
+        InvalidConfigError: `arch` is not a shape.
     """
     match = _PATTERN.fullmatch(arch)
     if match is None:
-        raise _no_shape(arch)
+        raise _bad_shape(arch)
     return int(match[1])
 
 
-def _no_shape(arch: str) -> InvalidConfigError:
+def _bad_shape(arch: str) -> InvalidConfigError:
     return InvalidConfigError(
-        f"--arch {arch}: write LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sN], as 3x384 or 4x312:ff1200."
+        f"--arch {arch}: write LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sN], such as 3x384 or 4x312:ff1200."
     )
 
 

@@ -1,10 +1,10 @@
-"""Settings of what is done to models."""
+"""Settings of the commands that change models."""
 
 from minilm_cache.settings import TeacherSettings
 
 
 class TruncateConfig(TeacherSettings):
-    """Settings of a teacher that is cut down to some of its layers."""
+    """Settings of `truncate`: a teacher and the layers of it to keep."""
 
     group = "Layers"
     layers: str

@@ -9,10 +9,10 @@ from minilm_cache.errors import DeviceError, InvalidConfigError, first_line
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the device named, or the first GPU, or the CPU.
+    """Return the named device. None means the first GPU, or the CPU where there is none.
 
     Raises:
-        InvalidConfigError: torch does not know the device, or it is not there.
+        InvalidConfigError: torch does not know the device, or this machine lacks it.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,13 +27,18 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an error of torch says that memory is lacking."""
+    """Return whether an error of torch is a lack of memory."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @contextmanager
 def enough_memory(device: torch.device, remedy: str) -> Iterator[None]:
-    """Turn a lack of memory into a DeviceError that names a remedy."""
+    """Turn a lack of memory into a DeviceError.
+
+    Args:
+        device: device that computes.
+        remedy: what the user can do, a sentence without its full stop.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -1,23 +1,25 @@
 """Dropout for training on a CPU.
 
 torch draws a CPU's random numbers one after the other, at 6 ns each where MKL does not help: a seventh of a
-small student's step (benchmarks/dropout.py). Here they are 16 bits each of numpy's SFC64, seeded by one
-number of torch's generator, so that whatever restores that one (checkpointed layers, resumed runs) restores
-these.
+small student's step (benchmarks/dropout.py). Here each takes 16 bits from numpy's SFC64, seeded by one
+number from torch's generator, so that code that restores torch's generator (checkpointed layers, resumed
+runs) restores these numbers as well.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _LEVELS = 2**16
 
 
 def kept(shape: torch.Size, probability: float) -> Float[Tensor, "..."]:
-    """Return what dropout multiplies by: 0 with a probability (in steps of 2**-16), else its inverse."""
+    """Return the factors of dropout: 0 with this probability (in steps of 2**-16), otherwise 1 / (1 - it)."""
     threshold = round(probability * _LEVELS)
     if threshold >= _LEVELS:
         return torch.zeros(shape)
@@ -32,18 +34,39 @@ class CpuDropout(nn.Dropout):
     """`nn.Dropout` that draws faster for tensors on a CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input with some of its elements zero, the others scaled; in evaluation as it is."""
+        """Return the input with some elements set to 0 and the others scaled; in evaluation, unchanged."""
         if not self.training or self.p == 0 or input.device.type != "cpu":
             return super().forward(input)
         return input * kept(input.shape, self.p).to(input.dtype)
 
 
 def draw_faster(model: nn.Module) -> None:
-    """Replace every `nn.Dropout` of a model."""
+    """Replace every `nn.Dropout` of a model by `CpuDropout`."""
     for module in model.modules():
         for name, child in module.named_children():
             if type(child) is nn.Dropout:
                 setattr(module, name, CpuDropout(child.p))
+
+
+def attention(  # noqa: PLR0917 - the signature is transformers'
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,  # noqa: ANN401 - differs by model family
+) -> tuple[Tensor, Tensor | None]:
+    """Return attention's output by torch's fused kernel, or with faster draws where a CPU drops out."""
+    if dropout > 0 and query.device.type == "cpu" and not torch.compiler.is_compiling():
+        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attention_with_dropout(
+            query, key, value=value, mask=attention_mask, scaling=factor, probability=dropout
+        ), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
 
 
 def attention_with_dropout(
@@ -55,7 +78,7 @@ def attention_with_dropout(
     scaling: float,
     probability: float,
 ) -> Float[Tensor, "batch length heads size"]:
-    """Return attention's output, probabilities dropped out; torch has no fused kernel for that on a CPU."""
+    """Return the output of attention with dropout; torch has no fused kernel for it on a CPU."""
     scores = torch.matmul(query * scaling, key.transpose(-1, -2))
     if mask is not None:
         scores = scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)

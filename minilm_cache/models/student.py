@@ -1,4 +1,4 @@
-"""Student shapes, and models built from them and the teacher's configuration alone."""
+"""Building students from a shape and the configuration of the teacher only."""
 
 import json
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.device import enough_memory
-from minilm_cache.models.files import described, out_of_bounds
+from minilm_cache.models.files import model_description, out_of_bounds
 from minilm_cache.models.load import HEADS
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 
 _FACTORISED: Final = {"bert": "electra", "electra": "electra"}
-"""Family that computes the same with an embedding size of its own."""
+"""For each family, the family that computes the same and has a separate embedding size."""
 _BOTTLENECKED: Final = ("bert", "mobilebert")
-"""Families whose students may have bottlenecks: those that read text alike."""
-_OF_THE_TEXT: Final = (
+"""Families whose students may have bottlenecks: they read text the same way."""
+_SHARED_FIELDS: Final = (
     "vocab_size",
     "max_position_embeddings",
     "type_vocab_size",
@@ -30,10 +30,10 @@ _OF_THE_TEXT: Final = (
     "initializer_range",
 )
 _FFN_FIELDS: Final = ("intermediate_size", "hidden_dim")
-_OF_THE_TEACHER: Final = frozenset({"model_type", "architectures", "id2label", "label2id", "num_labels"})
-"""Keys of a teacher's configuration that are not a student's: its family is known, labels are its own."""
-_MOST_WEIGHTS: Final = 4
-"""How many times as many weights as its sizes suggest a model may have: a stranger's must not fill memory."""
+_TEACHER_FIELDS: Final = frozenset({"model_type", "architectures", "id2label", "label2id", "num_labels"})
+"""Keys of a teacher's configuration that a student does not get: the family is set, labels differ."""
+_MAX_WEIGHT_RATIO: Final = 4
+"""Greatest ratio of a model's weights to what its sizes suggest: a stranger's must not fill memory."""
 _BAD_CONFIG: Final = (
     StrictDataclassError,
     AssertionError,
@@ -45,20 +45,20 @@ _BAD_CONFIG: Final = (
     TypeError,
     ValueError,
 )
-"""What transformers raises on configurations that describe no model."""
+"""Errors that transformers raises on configurations that do not describe a model."""
 
 
 def student_config(shape: StudentShape, teacher_config: bytes, manifest: CacheManifest) -> PreTrainedConfig:
     """Return the configuration of a student: the teacher's, with its own sizes.
 
     Args:
-        shape: its sizes.
+        shape: sizes of the student.
         teacher_config: `teacher/config.json` of the cache, untrusted.
-        manifest: of the cache.
+        manifest: manifest of the cache.
 
     Raises:
         InvalidConfigError: the family has no such shape.
-        CacheCorruptError: the configuration is not the one of the teacher that the manifest names.
+        CacheCorruptError: the configuration is not that of the teacher in the manifest.
     """
     content = _read_teacher_config(teacher_config, manifest)
     return shape_config(shape, content, manifest.identity.teacher.model_type)
@@ -68,15 +68,15 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
     """Return a teacher's configuration with the sizes of a shape.
 
     Args:
-        shape: sizes.
-        content: of the teacher's configuration.
-        family: the teacher's.
+        shape: sizes of the student.
+        content: configuration of the teacher.
+        family: model family of the teacher.
 
     Raises:
         InvalidConfigError: the family has no such shape.
-        CacheCorruptError: the configuration describes no model.
+        CacheCorruptError: the configuration does not describe a model.
     """
-    kept = _taken(content)
+    kept = _model_fields(content)
     if shape.bottleneck_size is not None:
         return _bottleneck_config(shape, shape.bottleneck_size, kept=kept, family=family)
     if shape.embedding_size != shape.hidden_size:
@@ -87,7 +87,7 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
             )
         family = _FACTORISED[family]
     if kept.get("layer_types"):
-        # Like MiniLM's own layer, the student's last ones play the part of the teacher's last ones.
+        # As in MiniLM, the student's last layers correspond to the teacher's last layers.
         kept["layer_types"] = _last_layer_types(kept["layer_types"], shape)
     fields = [name for name in _FFN_FIELDS if name in kept]
     if not fields:
@@ -100,8 +100,8 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
     }
     if family in _FACTORISED.values():
         sizes["embedding_size"] = shape.embedding_size
-    own_names = CONFIG_MAPPING[family].attribute_map
-    kept |= {own_names.get(name, name): size for name, size in sizes.items()}
+    attribute_names = CONFIG_MAPPING[family].attribute_map
+    kept |= {attribute_names.get(name, name): size for name, size in sizes.items()}
     try:
         config = AutoConfig.for_model(family, **kept)
     except _BAD_CONFIG as error:
@@ -113,17 +113,16 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
 def _bottleneck_config(
     shape: StudentShape, bottleneck: int, *, kept: Mapping[str, Any], family: str
 ) -> PreTrainedConfig:
-    """Return the configuration of a student with bottlenecks: MobileBERT's layers, sized as the shape says.
+    """Return the configuration of a student with bottlenecks: MobileBERT's layers in the sizes of the shape.
 
-    What is the family's own (normalisation, activation, four feed-forward networks a layer) stays as
-    MobileBERT has it.
+    The rest (normalisation, activation, four feed-forward networks in each layer) stays as in MobileBERT.
     """
     if family not in _BOTTLENECKED:
         raise InvalidConfigError(
             f"--arch {shape.arch}: family {family!r} has no layers with bottlenecks; "
             f"{', '.join(_BOTTLENECKED)} have. Leave out :b{bottleneck}."
         )
-    shared = {name: kept[name] for name in _OF_THE_TEXT if name in kept}
+    shared = {name: kept[name] for name in _SHARED_FIELDS if name in kept}
     try:
         config = AutoConfig.for_model(
             "mobilebert",
@@ -142,14 +141,14 @@ def _bottleneck_config(
 
 
 def teacher_config(document: bytes, manifest: CacheManifest) -> PreTrainedConfig:
-    """Return the configuration of the teacher, as far as a cache tells it.
+    """Return the configuration of the teacher that a cache holds.
 
     Args:
         document: `teacher/config.json` of the cache, untrusted.
-        manifest: of the cache.
+        manifest: manifest of the cache.
 
     Raises:
-        CacheCorruptError: it is not the one of the teacher that the manifest names.
+        CacheCorruptError: it is not that of the teacher in the manifest.
     """
     family = manifest.identity.teacher.model_type
     try:
@@ -170,14 +169,14 @@ def _last_layer_types(types: list[str], shape: StudentShape) -> list[str]:
 
 
 def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, Any]:
-    """Read the teacher's configuration, without whatever asks for code or an attention of its own."""
+    """Read the teacher's configuration, without the keys that would choose code or attention."""
     teacher = manifest.identity.teacher
     try:
         content = json.loads(document)
         problem = out_of_bounds(content)
         if problem is not None:
             raise _unusable(problem)
-        kept = _taken(content)
+        kept = _model_fields(content)
         config = AutoConfig.for_model(teacher.model_type, **kept)
         plausible = (
             config.vocab_size == teacher.vocab_size
@@ -194,9 +193,9 @@ def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, 
     return kept
 
 
-def _taken(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what describes a model, without what would choose its code, its attention or its labels."""
-    return {key: value for key, value in described(content).items() if key not in _OF_THE_TEACHER}
+def _model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a configuration that a student gets as well."""
+    return {key: value for key, value in model_description(content).items() if key not in _TEACHER_FIELDS}
 
 
 def _unusable(reason: object) -> CacheCorruptError:
@@ -209,26 +208,31 @@ def build_student(config: PreTrainedConfig, seed: int, head: Head | None = None)
     """Return a student with initial weights drawn from the seed, ready to be tapped.
 
     Args:
-        config: its configuration.
-        seed: of its weights.
-        head: that it has, too.
+        config: configuration of the student.
+        seed: seed of the initial weights.
+        head: head that it gets. None means no head.
 
     Raises:
-        CacheCorruptError: the configuration that the cache gave describes no model.
+        CacheCorruptError: the configuration, which comes from a cache, does not describe a model.
     """
     torch.manual_seed(seed)
     return build_model(config, ATTENTION, head)
 
 
 def build_model(config: PreTrainedConfig, attention: str, head: Head | None = None) -> PreTrainedModel:
-    """Return a model of random weights with an implementation of attention, and perhaps a head.
+    """Return a model with random weights.
+
+    Args:
+        config: configuration of the model.
+        attention: name of an implementation of attention, as transformers knows it.
+        head: head that it gets. None means no head.
 
     Raises:
-        DeviceError: it is too large for memory.
-        CacheCorruptError: the configuration describes no model.
+        DeviceError: the model is too large for memory.
+        CacheCorruptError: the configuration does not describe a model.
     """
     try:
-        _refuse_heavy(config, attention, head)
+        _refuse_oversized(config, attention, head)
         with enough_memory(torch.device("cpu"), "Take a smaller --arch"):
             model = HEADS[head].from_config(
                 config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
@@ -239,16 +243,16 @@ def build_model(config: PreTrainedConfig, attention: str, head: Head | None = No
     return model
 
 
-def _refuse_heavy(config: PreTrainedConfig, attention: str, head: Head | None) -> None:
-    """Raise CacheCorruptError for a model of far more weights than its sizes suggest, before any is drawn."""
+def _refuse_oversized(config: PreTrainedConfig, attention: str, head: Head | None) -> None:
+    """Raise CacheCorruptError for a model with far more weights than its sizes suggest; none is drawn."""
     with torch.device("meta"):
         model = HEADS[head].from_config(
             config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
         )
     num_weights = sum(weight.numel() for weight in model.parameters())
     width = config.hidden_size
-    inner = next((getattr(config, name) for name in _FFN_FIELDS if hasattr(config, name)), 4 * width)
+    ffn_size = next((getattr(config, name) for name in _FFN_FIELDS if hasattr(config, name)), 4 * width)
     tables = (config.vocab_size + getattr(config, "max_position_embeddings", 0)) * width
-    suggested = tables + config.num_hidden_layers * width * (8 * width + 4 * inner)
-    if num_weights > _MOST_WEIGHTS * suggested + 2**24:
+    suggested = tables + config.num_hidden_layers * width * (8 * width + 4 * ffn_size)
+    if num_weights > _MAX_WEIGHT_RATIO * suggested + 2**24:
         raise _unusable(f"it describes a model of {num_weights:,} weights, far more than its sizes suggest")

@@ -1,11 +1,11 @@
-"""Q, K, V of chosen layers out of any forward pass, teacher's or student's; hidden states and logits, too.
+"""Q, K, V of chosen layers from any forward pass of a teacher or student; also hidden states and logits.
 
 The only file that knows transformers' internals. One attention function is registered with transformers'
 `AttentionInterface`, its mask function with `AttentionMaskInterface` (without it the mask is silently
-None). A recorder travels as a forward keyword to every attention call; after the last chosen one an
-exception ends the forward pass, caught inside `TappedModel.forward`, unless more is wanted of it. No model
-code is changed, and layers are found by counting calls, because families name and share their modules
-differently.
+None). A recorder is passed as a keyword of the forward pass to every attention call. After the last chosen
+layer an exception ends the forward pass, unless hidden states or logits are requested;
+`TappedModel.forward` catches it. No model code is changed. Layers are found by counting calls, because
+families name and share their modules differently.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from minilm_cache.errors import TeacherError
-from minilm_cache.models.dropout import attention_with_dropout
+from minilm_cache.models.dropout import attention
 from minilm_cache.relations.scores import Vectors
 
 ATTENTION = "minilm_cache"
@@ -30,30 +29,35 @@ ATTENTION = "minilm_cache"
 _USE = "Use an encoder such as BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT or ModernBERT."
 
 
-class _Stop(Exception):  # noqa: N818 - not an error: it ends a forward pass early
-    """Everything asked for has been recorded."""
+class _RecordingDone(Exception):  # noqa: N818 - not an error: it ends a forward pass early
+    """Everything that was requested has been recorded."""
 
 
 Head = Literal["tokens", "sequences"]
-"""What a model's logits are of: masked tokens, each over the vocabulary, or sequences, over classes."""
+"""What a model's logits score: the vocabulary at masked tokens, or the classes of sequences."""
 
 
 class Reading(NamedTuple):
-    """What a forward pass hands out."""
+    """The outputs of a tapped forward pass."""
 
     vectors: list[Vectors]
-    """Of each chosen layer, in the order chosen."""
+    """Queries, keys and values of each chosen layer, in the order chosen."""
     hidden: dict[int, Float[Tensor, "batch length hidden"]]
     """Chosen hidden states, as transformers numbers them: 0 is the output of the embeddings."""
     logits: Float[Tensor, "rows classes"] | None
-    """Of the model's head: `(chosen tokens, vocabulary)`, or `(batch, classes)`; none: not wanted."""
+    """Logits of the head, `(chosen tokens, vocabulary)` or `(batch, classes)`. None means not requested."""
 
 
 class _Recorder:
-    """What one forward pass's attention calls hand out."""
+    """Collects the vectors of one forward pass's attention calls."""
 
     def __init__(self, layers: Sequence[int] | None, *, stops: bool = True) -> None:
-        """Record the attention calls numbered `layers`, then stop the forward pass; none: only count."""
+        """Choose what to record.
+
+        Args:
+            layers: numbers of the attention calls to record. None means that calls are only counted.
+            stops: whether to end the forward pass after the last of them.
+        """
         self.layers = layers
         self.stops = stops
         self.num_calls = 0
@@ -67,7 +71,7 @@ class _Recorder:
         if number in self.layers:
             self.vectors[number] = vectors
             if self.stops and len(self.vectors) == len(self.layers):
-                raise _Stop
+                raise _RecordingDone
 
 
 def _tapped_attention(  # noqa: PLR0917 - the signature is transformers'
@@ -79,24 +83,17 @@ def _tapped_attention(  # noqa: PLR0917 - the signature is transformers'
     dropout: float = 0.0,
     scaling: float | None = None,
     minilm_tap: _Recorder | None = None,
-    **kwargs: Any,  # noqa: ANN401 - whatever a family passes on
+    **kwargs: Any,  # noqa: ANN401 - differs by model family
 ) -> tuple[Tensor, Tensor | None]:
     if minilm_tap is not None:
         _refuse_inexact(module, query, key=key, kwargs=kwargs)
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         minilm_tap(Vectors(query, key, value, attention_mask, factor))
-    if dropout > 0 and query.device.type == "cpu" and not torch.compiler.is_compiling():
-        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attention_with_dropout(
-            query, key, value=value, mask=attention_mask, scaling=factor, probability=dropout
-        ), None
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
+    return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
 def _refuse_inexact(module: nn.Module, query: Tensor, *, key: Tensor, kwargs: dict[str, Any]) -> None:
-    """Refuse attention that is more than softmax(QK^T), or whose heads do not pair up."""
+    """Raise TeacherError for attention that is not softmax(QK^T), or whose heads do not pair up."""
     if kwargs.get("position_bias") is not None:
         reason = "it adds a position bias to its scores"
     elif kwargs.get("softcap") is not None:
@@ -117,10 +114,10 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 def refuse_untapped(model: PreTrainedModel) -> None:
     """Raise TeacherError for a family that does not use the attention interface.
 
-    transformers takes the name of an implementation for such a family, too, and keeps its own attention.
+    transformers accepts the name of an implementation for such a family as well, but does not use it.
     """
-    served = type(model)._supports_attention_backend  # noqa: SLF001 - the only place that tells
-    if not served or model.config._attn_implementation != ATTENTION:  # noqa: SLF001 - likewise
+    served = type(model)._supports_attention_backend  # noqa: SLF001 - no public attribute has it
+    if not served or model.config._attn_implementation != ATTENTION:  # noqa: SLF001 - same
         raise TeacherError(
             f"model family {model.config.model_type!r} does not use transformers' attention interface, "
             f"so its Q, K, V cannot be tapped exactly. {_USE}"
@@ -128,12 +125,12 @@ def refuse_untapped(model: PreTrainedModel) -> None:
 
 
 class TappedModel(nn.Module):
-    """A model whose forward pass returns Q, K, V of chosen layers and stops there, unless more is wanted."""
+    """A model whose forward pass returns Q, K, V of chosen layers, and stops there if possible."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Wrap a model loaded with `attn_implementation=ATTENTION`; its last layer is tapped.
 
-        It may have a head, for masked tokens or for classes.
+        The model may have a head for masked tokens or for classes.
 
         Raises:
             TeacherError: the family cannot be tapped exactly.
@@ -149,12 +146,15 @@ class TappedModel(nn.Module):
     def tap(
         self, layers: Sequence[int], hidden: Sequence[int] = (), head: Head | None = None
     ) -> "TappedModel":
-        """Choose what is handed out.
+        """Choose what the forward pass returns.
 
         Args:
-            layers: attention calls, counted from 0.
-            hidden: hidden states, 0 for the output of the embeddings.
-            head: what logits are of, of a model that has such a head; none: no logits.
+            layers: numbers of attention calls, counted from 0.
+            hidden: numbers of hidden states, 0 for the output of the embeddings.
+            head: head whose logits are returned; the model must have it. None means no logits.
+
+        Returns:
+            The same model.
         """
         assert all(0 <= layer < self.num_layers for layer in layers)
         assert all(0 <= number <= self.num_layers for number in hidden)
@@ -162,13 +162,13 @@ class TappedModel(nn.Module):
         return self
 
     def freeze_unused(self) -> "TappedModel":
-        """Freeze what is not needed for what is handed out: of Q, K, V what follows them, and the pooler."""
+        """Freeze the weights that no chosen output depends on, such as the pooler."""
         weights = [weight for weight in self.parameters() if weight.requires_grad]
         self.eval()  # draws no dropout
         ids = torch.zeros((1, 4), dtype=torch.int64, device=weights[0].device)
-        found = self(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
-        parts = [part for one in found.vectors for part in (one.query, one.key, one.value)]
-        parts += [*found.hidden.values(), *(() if found.logits is None else (found.logits,))]
+        outputs = self(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
+        parts = [part for layer in outputs.vectors for part in (layer.query, layer.key, layer.value)]
+        parts += [*outputs.hidden.values(), *(() if outputs.logits is None else (outputs.logits,))]
         total = torch.stack([part.sum() for part in parts]).sum()
         for weight, gradient in zip(
             weights, torch.autograd.grad(total, weights, allow_unused=True), strict=True
@@ -177,12 +177,12 @@ class TappedModel(nn.Module):
         return self
 
     def checkpoint_layers(self) -> "TappedModel":
-        """Keep no activations inside layers: the backward pass computes them again."""
+        """Do not keep activations inside layers: the backward pass computes them again."""
         self.model.activation_checkpointing_enable({"use_reentrant": False})
         return self
 
     def compile_layers(self) -> "TappedModel":
-        """Compile each layer by torch.compile when it is first called; the tap stays outside."""
+        """Compile each layer with torch.compile on its first call; the tap is not compiled."""
         for modules in self.modules():
             if isinstance(modules, nn.ModuleList):
                 for layer in modules:
@@ -197,12 +197,12 @@ class TappedModel(nn.Module):
         *,
         token_type_ids: Tensor | None = None,
     ) -> Reading:
-        """Run the model up to the last chosen layer's Q, K, V, or to its end where more is wanted.
+        """Run the model up to Q, K, V of the last chosen layer, or to its end if more is chosen.
 
         Args:
             input_ids: `(batch, length)` int64.
             attention_mask: `(batch, length)`, 1 at tokens and 0 at padding.
-            chosen: tokens that a head for masked tokens is asked about; none: all.
+            chosen: tokens whose logits a head for masked tokens computes. None means all.
             token_type_ids: segment of each token, `(batch, length)`; None means one segment.
         """
         segments = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
@@ -219,7 +219,7 @@ class TappedModel(nn.Module):
                     return_dict=True,
                     **segments,
                 )
-        except _Stop:
+        except _RecordingDone:
             return Reading([recorder.vectors[layer] for layer in self.layers], {}, None)
         logits = output.logits.flatten(0, -2) if self.head else None
         return Reading(
@@ -231,7 +231,7 @@ class TappedModel(nn.Module):
 
 @contextmanager
 def _gathered(model: PreTrainedModel, chosen: Tensor | None) -> Iterator[None]:
-    """Hand a head the last hidden states of chosen tokens only; it looks at each of them alone."""
+    """Give a head only the last hidden states of the chosen tokens; it treats each token separately."""
     if chosen is None:
         yield
         return
@@ -248,7 +248,11 @@ def _gathered(model: PreTrainedModel, chosen: Tensor | None) -> Iterator[None]:
 
 
 def _count_attention_calls(model: PreTrainedModel) -> int:
-    """Count a forward pass's attention calls; module lists would miss layers that share one module."""
+    """Return the number of attention calls; module lists would miss layers that share one module.
+
+    Raises:
+        TeacherError: the model is not a text encoder, or no attention call reaches the tap.
+    """
     recorder = _Recorder(None)
     device = next(model.parameters()).device
     ids = torch.zeros((1, 4), dtype=torch.int64, device=device)
@@ -258,15 +262,15 @@ def _count_attention_calls(model: PreTrainedModel) -> int:
         with torch.no_grad():
             model(input_ids=ids, attention_mask=torch.ones_like(ids), minilm_tap=recorder)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise _no_text_encoder(model, str(error).split("\n")[0]) from error
+        raise _not_a_text_encoder(model, str(error).split("\n")[0]) from error
     finally:
         model.train(was_training)
     if not recorder.num_calls:
-        raise _no_text_encoder(model, "no attention call reaches the tap")
+        raise _not_a_text_encoder(model, "no attention call reaches the tap")
     return recorder.num_calls
 
 
-def _no_text_encoder(model: PreTrainedModel, reason: str) -> TeacherError:
+def _not_a_text_encoder(model: PreTrainedModel, reason: str) -> TeacherError:
     return TeacherError(
         f"model family {model.config.model_type!r} does not read token ids as a text encoder does "
         f"({reason}). {_USE}"

@@ -1,4 +1,4 @@
-"""A teacher: named by content, and asked what its layers say."""
+"""A teacher: its identity by content, and the outputs of its layers."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from minilm_cache.storage_schema.identity import MAX_LAYERS, TeacherIdentity, ca
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
 
 _VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
-"""Configuration keys that say nothing about what the model computes."""
+"""Configuration keys that do not affect what the model computes."""
 
 
 class Teacher:
@@ -38,13 +38,13 @@ class Teacher:
         """Load a teacher.
 
         Args:
-            source: where it lies.
-            device: where it runs.
-            layers: to tap: `last`, `all`, or numbers counted from 0, ascending.
-            head: that it must have, too; none: an encoder will do.
+            source: folder and name of the teacher.
+            device: device that it runs on.
+            layers: layers to tap: `last`, `all`, or numbers counted from 0, ascending.
+            head: head that it must have. None means that an encoder without a head is enough.
 
         Raises:
-            InvalidConfigError: it has no such layer.
+            InvalidConfigError: the teacher has no such layer.
             TeacherError: no safetensors weights, no tokenizer, no such head, or a family that cannot be
                 tapped.
         """
@@ -87,16 +87,16 @@ class Teacher:
 
     @property
     def num_layers(self) -> int:
-        """All that it has."""
+        """Number of all its layers."""
         return self._tapped.num_layers
 
     def tap(self, layers: Sequence[int]) -> None:
-        """Tap these layers from now on, counted from 0, ascending."""
+        """Tap other layers from now on: numbers counted from 0, ascending."""
         self._tapped.tap(layers)
 
     @cached_property
     def identity(self) -> TeacherIdentity:
-        """The teacher, by content."""
+        """What identifies the teacher: hashes of its content, and its sizes."""
         config = self.model.config
         return TeacherIdentity(
             model_type=config.model_type,
@@ -114,14 +114,14 @@ class Teacher:
 
     @cached_property
     def tokenizer_sha256(self) -> str:
-        """Hash of the whole tokenizer and of the special tokens that sequences are made with."""
+        """SHA-256 (hex) of the whole tokenizer and of the special tokens that sequences are made with."""
         backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
         backend["truncation"] = backend["padding"] = None
         special = [self.tokenizer.cls_token_id, self.tokenizer.sep_token_id, self.tokenizer.pad_token_id]
         return canonical_sha256([backend, special])
 
     def attachments(self) -> dict[str, bytes]:
-        """Return what a student is built from, without weights: path in the cache to content."""
+        """Return the files that a student is built from: path in the cache to content. No weights."""
         files = {TEACHER_CONFIG: json.dumps(self._config(), indent=1, sort_keys=True).encode()}
         with TemporaryDirectory() as folder:
             self.tokenizer.save_pretrained(folder)
@@ -139,7 +139,7 @@ class Teacher:
     def signals(
         self, ids: Int[Tensor, "batch length"], lengths: Int[Tensor, " batch"]
     ) -> list[TeacherSignal]:
-        """Return what each tapped layer says of a padded batch, on the teacher's device."""
+        """Return the signal of each tapped layer for a padded batch, on the teacher's device."""
         return self.read(ids, lengths).signals
 
     @torch.no_grad()
@@ -153,32 +153,34 @@ class Teacher:
         chosen: Bool[Tensor, "batch length"] | None = None,
         layers: Sequence[int] | None = None,
     ) -> "TeacherReading":
-        """Return what the teacher says of a padded batch, on its device.
+        """Return the teacher's outputs for a padded batch, on its device.
 
         Args:
-            ids: token ids.
+            ids: token ids, padded.
             lengths: tokens of each sequence.
-            hidden: hidden states wanted, 0 for the output of the embeddings.
-            head: what logits are wanted of, where it was loaded with that head; none: no logits.
-            chosen: tokens that logits are of, for head `tokens`.
-            layers: whose vectors are wanted; none: those that it is tapped at.
+            hidden: numbers of the hidden states to return, 0 for the output of the embeddings.
+            head: head whose logits are returned; the teacher must be loaded with it. None means no logits.
+            chosen: tokens that logits are computed for, with head `tokens`. None means all.
+            layers: layers whose vectors are returned. None means the tapped layers.
         """
         mask = key_mask(lengths, ids.shape[1]).to(torch.int64)
-        own = self.layers
-        self._tapped.tap(own if layers is None else layers, hidden, head)
-        found = self._tapped(ids, mask, chosen)
-        self._tapped.tap(own)
-        signals = [TeacherSignal(vectors, lengths) for vectors in found.vectors]
-        return TeacherReading(signals, found.hidden, found.logits)
+        tapped_layers = self.layers
+        self._tapped.tap(tapped_layers if layers is None else layers, hidden, head)
+        outputs = self._tapped(ids, mask, chosen)
+        self._tapped.tap(tapped_layers)
+        signals = [TeacherSignal(vectors, lengths) for vectors in outputs.vectors]
+        return TeacherReading(signals, outputs.hidden, outputs.logits)
 
 
 class TeacherReading(NamedTuple):
-    """What a teacher says of a padded batch."""
+    """A teacher's outputs for a padded batch."""
 
     signals: list[TeacherSignal]
-    """One for each layer."""
+    """Signal of each requested layer, in order."""
     hidden: dict[int, Float[Tensor, "batch length hidden"]]
+    """Requested hidden states, by number; 0 is the output of the embeddings."""
     logits: Float[Tensor, "rows classes"] | None
+    """Logits of the head. None means not requested."""
 
 
 @torch.no_grad()
@@ -186,10 +188,10 @@ def check_length(model: TappedModel, name: str, *, token: int, max_length: int) 
     """Raise InvalidConfigError if a model has fewer positions than a sequence.
 
     Args:
-        model: that reads.
-        name: of it, for people.
-        token: any of its vocabulary.
-        max_length: of sequences, tokens.
+        model: model to run.
+        name: name of the model in the message.
+        token: id of any token in its vocabulary.
+        max_length: greatest length of a sequence, tokens.
     """
 
     def read(ids: Tensor) -> None:

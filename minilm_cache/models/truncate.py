@@ -13,16 +13,16 @@ def truncate(config: TruncateConfig, out: Path) -> tuple[int, ...]:
     """Write a model with only some of its layers, and its tokenizer.
 
     Args:
-        config: the model, and the layers to keep.
-        out: the folder, which must not exist.
+        config: the model and the layers to keep.
+        out: new folder for the model; it must not exist.
 
     Returns:
         Numbers of the layers that were kept, counted from 0.
 
     Raises:
         InvalidConfigError: the model has no such layers, or the folder exists.
-        TeacherError: there is no such model.
-        StorageError: the file system refused.
+        TeacherError: the model does not exist or cannot be loaded.
+        StorageError: the folder cannot be written.
     """
     source = locate_teacher(config.teacher, config.revision)
     model, tokenizer = load_model(source.folder), load_tokenizer(source.folder)

@@ -1,4 +1,4 @@
-"""What every objective is: what it needs of a cache and of a student's forward pass, and a loss."""
+"""Base of all objectives: what they need of a cache and of a student's forward pass, and their loss."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.identity import TeacherIdentity
 
 Parts = Mapping[str, Float[Tensor, ""]]
-"""What a loss is made of, by name: of a relation KL(teacher || student), nats, mean over relation heads and
-valid rows; of others see the objective."""
+"""Parts of a loss, by name. The part of a relation is KL(teacher || student), nats, mean over relation heads
+and valid rows; each objective describes its other parts."""
 
 
 class Losses(NamedTuple):
-    """What an objective says of a batch."""
+    """Losses of a student on a batch."""
 
     total: Float[Tensor, ""]
-    """What the gradient is taken of."""
+    """Weighted sum of the parts, which the gradient is taken of."""
     parts: Parts
     units: Mapping[str, Unit]
     """What each part is a mean over."""
@@ -37,7 +37,7 @@ class Losses(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveRequest:
-    """The objective of a run, its students, and its cache."""
+    """The objective that a run requests, its students, and its cache."""
 
     config: ObjectiveConfig
     arch: tuple[str, ...]
@@ -46,59 +46,70 @@ class ObjectiveRequest:
 
     @property
     def teacher(self) -> TeacherIdentity:
-        """The teacher, by content."""
+        """Identity of the teacher that the cache was dumped from."""
         return self.cache.manifest.identity.teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentFacts:
-    """What an objective must know of a student."""
+    """What an objective must know about a student."""
 
     num_layers: int
     hidden_size: int
+    """Width of hidden states."""
     vector_width: int
-    """Of the values of a token, all heads."""
+    """Width of the values of a token, all heads together."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, num_layers: int) -> "StudentFacts":
-        """Return them from a configuration."""
+        """Return the facts of a student from its configuration."""
         width = getattr(config, "true_hidden_size", config.hidden_size)
         return cls(num_layers=num_layers, hidden_size=config.hidden_size, vector_width=width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentNeeds:
-    """What is wanted of a student's forward pass."""
+    """What an objective needs of a student's forward pass."""
 
     layers: tuple[int, ...] = ()
-    """Whose vectors are compared, ascending."""
+    """Layers whose vectors are compared, ascending, counted from 0."""
     hidden: tuple[int, ...] = ()
+    """Hidden states that are compared; 0 is the output of the embeddings."""
     head: Head | None = None
+    """Head whose logits are compared. None means no logits."""
     is_masked: bool = False
-    """True: it reads sequences as they are masked."""
+    """True: the student reads the masked sequences."""
     all_labels: bool = False
-    """True: logits are wanted at all tokens that have labels, not only at masked ones."""
+    """True: logits are needed at all tokens that have labels, not only at masked ones."""
 
 
 class StudentObjective(nn.Module, ABC):
     """An objective for students of one shape; its weights, if it has any, are trained with the student."""
 
     needs: StudentNeeds
+    """What it needs of the student's forward pass."""
     weights: Mapping[str, float] = MappingProxyType({})
-    """Of parts in the loss; 1 where none is given."""
+    """Weights of parts in the loss; 1 for parts that are not named."""
     units: Mapping[str, Unit] = MappingProxyType({})
-    """What parts are means over; tokens where nothing is given."""
+    """What parts are means over; tokens for parts that are not named."""
 
     @abstractmethod
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
-        """Return what a student's answer to a batch costs; relations in a form of `relation_loss`."""
+        """Return the parts of the loss of a student on a batch.
+
+        Args:
+            reading: outputs of the student's forward pass.
+            batch: sequences, and the teacher's targets.
+            method: form of `relation_loss`. None means the form that suits the size.
+        """
 
     def losses(self, parts: Parts, shares: Mapping[Unit, float] | None = None) -> Losses:
         """Return parts with their weighted sum.
 
         Args:
-            parts: of a batch.
-            shares: what of a step's tokens, sequences, ... is in the batch; none: all.
+            parts: parts of the loss of a batch.
+            shares: share of the step's tokens, sequences, ... that the batch has; each part is multiplied by
+                the share of its unit. None means that the batch has all of them.
         """
         units: dict[str, Unit] = {name: self.units.get(name, "tokens") for name in parts}
         if shares is not None:
@@ -107,19 +118,19 @@ class StudentObjective(nn.Module, ABC):
         return Losses(total, parts, units)
 
     def total_of(self, parts: Mapping[str, float]) -> float:
-        """Return the loss that these parts come to."""
+        """Return the weighted sum of parts."""
         return sum(value * self.weights.get(name, 1.0) for name, value in parts.items())
 
 
 class ObjectiveKind(ABC):
-    """One objective: what it needs, and how it is made for a student."""
+    """One kind of objective: what it needs of a cache, and how it is built for a student."""
 
     @abstractmethod
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
-        """Return what a cache must serve.
+        """Return what the cache must serve for it.
 
         Raises:
-            InvalidConfigError: it cannot.
+            InvalidConfigError: the cache cannot serve it.
         """
 
     @abstractmethod
@@ -134,7 +145,7 @@ class ObjectiveKind(ABC):
 
 
 def projection(width: int, teacher_width: int, *, bias: bool = False) -> nn.Linear:
-    """Return a learned matrix from a student's width to its teacher's, perhaps with a bias."""
+    """Return a learned linear map from a student's width to its teacher's."""
     return nn.Linear(width, teacher_width, bias=bias)
 
 

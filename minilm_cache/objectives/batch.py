@@ -1,4 +1,4 @@
-"""A batch of sequences for students, and what the teacher says about them."""
+"""A batch of sequences for students, with the teacher's targets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,51 +16,54 @@ Unit = Literal["tokens", "chosen", "sequences", "pairs"]
 """What a loss is a mean over: tokens, those chosen to be masked, sequences, pairs of a sequence's tokens."""
 UNITS: Final[tuple[Unit, ...]] = get_args(Unit)
 Counts = Mapping[Unit, int]
+"""Number of tokens, chosen tokens, sequences and pairs of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentBatch:
-    """Sequences and what the teacher says about them, on one device."""
+    """Sequences and the teacher's targets for them, on one device."""
 
     ids: Int[Tensor, "batch length"]
     """Token ids, padded."""
     lengths: Int[Tensor, " batch"]
     """Tokens of each sequence."""
     counts: Counts
-    """What is in this part of a step."""
+    """Number of units in this part of a step."""
     part: int
-    """Its number, of all processes."""
+    """Number of this part in the step, among the parts of all processes."""
     step_counts: Counts
-    """What is in all parts that this process takes of the step."""
+    """Number of units in all parts of the step that this process takes."""
     ends_step: bool
-    """True for the last of them."""
+    """True for the last part of the step that this process takes."""
     targets: tuple[Mapping[RelationKind, Targets], ...]
-    """One for each layer of `WantedTargets.layers`, in order."""
+    """Relations of each layer of `WantedTargets.layers`, in order."""
     vectors: tuple[Vectors, ...] = ()
-    """Likewise, where they are wanted."""
+    """The teacher's queries, keys and values of the same layers. Empty if they are not wanted."""
     states: States = field(default_factory=States)
+    """The teacher's hidden states, labels and logits, as far as they are wanted."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens of all sequences, without padding."""
         return self.counts["tokens"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedTargets:
-    """What a student is to be told of the teacher."""
+    """What students need from the teacher."""
 
     kinds: tuple[RelationKind, ...]
-    """Relations; none: token ids are all that is wanted."""
+    """Relations. Empty means that no relations are needed."""
     relation_heads: int | None = None
-    """Heads to split vectors into; none: those of the teacher's attention."""
+    """Relation heads to split vectors into. None means the heads of the teacher's attention."""
     layers: tuple[int, ...] = ()
-    """Of the teacher, ascending; none: the last that the cache holds."""
+    """Layers of the teacher, ascending, counted from 0. Empty means the last layer that the cache holds."""
     vectors: bool = False
-    """Queries, keys and values of these layers, too."""
+    """True: queries, keys and values of these layers are needed, too."""
     states: WantedStates = field(default_factory=WantedStates)
+    """Hidden states, labels and logits."""
 
     @property
     def relations(self) -> WantedRelations:
-        """The relations wanted of each layer."""
+        """The relations that are needed of each layer."""
         return WantedRelations(self.kinds, self.relation_heads)

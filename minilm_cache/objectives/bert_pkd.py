@@ -28,8 +28,8 @@ from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.states import StateFamily, StateName
 
 ALPHA = 0.7
-"""Share of the teacher's answers in the authors' run; the rest is of the task's labels, which no cache
-holds."""
+"""Weight of L_DS, which compares answers, in the authors' run; the rest is the weight of the task's labels,
+which no cache holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +37,15 @@ class Patience:
     """Weights and normalisation of the loss."""
 
     is_authors: bool
+    """True: the loss of the authors' code. False: the paper's equations."""
     weight: float
     """Weight beta of L_PT."""
     temperature: float
-    """What logits are divided by."""
+    """Temperature: logits are divided by it."""
 
     @classmethod
     def of(cls, config: ObjectiveConfig) -> "Patience":
-        """Return what a run asks for; what it leaves open is as in the authors' run, or in the paper."""
+        """Return the settings of a run; those left open are as in the authors' run, or as in the paper."""
         is_authors = config.is_authors
         weight, temperature = (500.0, 10.0) if is_authors else (100.0, 1.0)
         return cls(
@@ -71,7 +72,13 @@ class PatientObjective(StudentObjective):
     units: Mapping[str, Unit] = MappingProxyType({"patient": "sequences", "prediction": "sequences"})
 
     def __init__(self, pairs: Sequence[LayerPair], patience: Patience, num_classes: int | None) -> None:
-        """Compare these pairs of layers, and answers of so many classes; None means no answers."""
+        """Compare pairs of layers, and answers.
+
+        Args:
+            pairs: pairs of layers whose hidden states are compared.
+            patience: weights and normalisation of the loss.
+            num_classes: classes of the teacher's answers. None means that answers are not compared.
+        """
         super().__init__()
         self._pairs, self._patience = tuple(pairs), patience
         square = patience.temperature**2
@@ -86,7 +93,7 @@ class PatientObjective(StudentObjective):
         """Return the loss; parts are `patient` and, with logits, `prediction`, nats, means over sequences."""
         del method
         with torch.autocast(batch.ids.device.type, enabled=False):
-            away = [
+            squared_differences = [
                 (
                     F.normalize(reading.hidden[pair.student + 1][:, 0].float(), dim=-1)
                     - F.normalize(
@@ -95,25 +102,25 @@ class PatientObjective(StudentObjective):
                 ).square()
                 for pair in self._pairs
             ]
-            squares = torch.stack(away)
+            squares = torch.stack(squared_differences)
             patient = squares.mean() if self._patience.is_authors else squares.sum(-1).mean()
         parts = {"patient": patient}
-        own, teacher = reading.logits, batch.states.logits
-        if own is not None and teacher is not None:
+        student, teacher = reading.logits, batch.states.logits
+        if student is not None and teacher is not None:
             temperature = self._patience.temperature
-            parts["prediction"] = soft_cross_entropy(own, teacher, temperature)
+            parts["prediction"] = soft_cross_entropy(student, teacher, temperature)
             if self._patience.is_authors:
                 parts["prediction"] = parts["prediction"] - soft_cross_entropy(teacher, teacher, temperature)
         return parts
 
 
 class BertPkd(ObjectiveKind):
-    """Hidden states of [CLS] of intermediate layers, and logits where there are some."""
+    """Hidden states of [CLS] after intermediate layers, and logits if the cache has them."""
 
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
-        """Return those of the layers that students are mapped to."""
+        """Return the hidden states of the layers that students are mapped to, and logits."""
         depths = {num_layers_of(arch) for arch in request.arch}
-        layers = sorted({pair.teacher for depth in depths for pair in _intermediate(request, depth)})
+        layers = sorted({pair.teacher for depth in depths for pair in _intermediate_pairs(request, depth)})
         names = tuple(StateName(StateFamily.FIRST, layer + 1) for layer in layers)
         return WantedTargets(
             kinds=(), states=WantedStates(hidden=names, logits=_num_classes(request) is not None)
@@ -126,11 +133,13 @@ class BertPkd(ObjectiveKind):
         del wanted
         same_width("bert-pkd", student, request.teacher)
         return PatientObjective(
-            _intermediate(request, student.num_layers), Patience.of(request.config), _num_classes(request)
+            _intermediate_pairs(request, student.num_layers),
+            Patience.of(request.config),
+            _num_classes(request),
         )
 
 
-def _intermediate(request: ObjectiveRequest, num_layers: int) -> list[LayerPair]:
+def _intermediate_pairs(request: ObjectiveRequest, num_layers: int) -> list[LayerPair]:
     pairs = pairs_of(request, num_layers)[:-1]
     if not pairs:
         raise InvalidConfigError(

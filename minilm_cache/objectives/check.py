@@ -1,4 +1,4 @@
-"""From the name of an objective to what students learn, if the cache can serve it."""
+"""Chooses the objective of a run by its name, and checks that the cache can serve it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ class Objective:
 
     request: ObjectiveRequest
     wanted: WantedTargets
+    """What is read from the cache."""
 
     @property
     def num_classes(self) -> int | None:
@@ -55,8 +56,8 @@ def choose_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[st
     """Return the objective of a run, if the cache can serve it.
 
     Args:
-        config: which objective, and how.
-        cache: what it is served from.
+        config: settings of the objective.
+        cache: cache that students learn from.
         arch: shapes of the students.
 
     Raises:
@@ -75,7 +76,7 @@ def choose_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[st
 
 
 def check_codec(config: ObjectiveConfig, codec: str) -> None:
-    """Raise InvalidConfigError for an objective that needs what no cache of this codec holds."""
+    """Raise InvalidConfigError for an objective that needs something that no cache of this codec holds."""
     if codec == "vectors":
         return
     stored = {RelationKind.ATTENTION, RelationKind.VALUE}
@@ -105,19 +106,20 @@ def _check_layers(config: ObjectiveConfig, cache: Cache, wanted: WantedTargets) 
     if not missing:
         return
     needs = f"needs layer {', '.join(missing)} of the teacher"
-    asked = f"--objective {config.objective} {needs}"
+    problem = f"--objective {config.objective} {needs}"
     if config.teacher_layer is not None:
-        asked = f"--teacher-layer {config.teacher_layer}"
+        problem = f"--teacher-layer {config.teacher_layer}"
     elif config.layer_map != "last":
-        asked = f"--layer-map {config.layer_map} {needs}"
+        problem = f"--layer-map {config.layer_map} {needs}"
     every = ",".join(map(str, sorted({*cache.layers, *wanted.layers})))
     raise InvalidConfigError(
-        f"{asked}: the cache holds layer {', '.join(map(str, cache.layers))}. Choose one of them, or "
-        f"dump a cache with --codec vectors --layers {every}{_added(cache, config)}."
+        f"{problem}: the cache holds layer {', '.join(map(str, cache.layers))}. Choose one of them, or "
+        f"dump a cache with --codec vectors --layers {every}{_more_flags(cache, config)}."
     )
 
 
-def _added(cache: Cache, config: ObjectiveConfig) -> str:
+def _more_flags(cache: Cache, config: ObjectiveConfig) -> str:
+    """Return the further options of a dump that holds the missing layers."""
     flags = _flags(config)
     is_kept = cache.manifest.identity.codec.name == "vectors"
     return flags + (f" --add {cache.reader.root}" if is_kept else "")
@@ -130,8 +132,8 @@ def _check_states(config: ObjectiveConfig, stored: StatesIdentity | None, wanted
     names = {StateFamily.HIDDEN: "--hidden", StateFamily.MASKED: "--masked-hidden"}
     for name in wanted.states.hidden:
         is_first = name.family is StateFamily.FIRST
-        there = (stored.first if stored else ()) if is_first else ()
-        if name not in stored_names and name.number not in there:
+        stored_first = (stored.first if stored else ()) if is_first else ()
+        if name not in stored_names and name.number not in stored_first:
             options.setdefault(names.get(name.family, "--first-hidden"), []).append(name.number)
     missing = [f"{option} {','.join(map(str, numbers))}" for option, numbers in options.items()]
     if wanted.states.masked and (stored is None or stored.labels is None):

@@ -46,10 +46,10 @@ class DistilBertObjective(StudentObjective):
         """Compare the student's last hidden state with one of the teacher's.
 
         Args:
-            student: its shape.
-            name: the teacher's hidden state.
-            temperature: of the labels.
-            everywhere: whether soft labels are compared at all tokens, or at masked ones alone.
+            student: facts of the student.
+            name: the teacher's hidden state to compare with.
+            temperature: temperature of the labels.
+            everywhere: True: soft labels are compared at all tokens. False: at masked tokens alone.
         """
         super().__init__()
         self._everywhere = everywhere
@@ -80,10 +80,10 @@ class DistilBert(ObjectiveKind):
     """Soft labels, and the last hidden states of the masked sequence."""
 
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
-        """Return what the teacher says of masked sequences.
+        """Return the masked sequences, and the teacher's labels and last hidden states for them.
 
         Raises:
-            InvalidConfigError: the cache has labels of masked tokens alone, and the form asks for more.
+            InvalidConfigError: the cache has labels of masked tokens alone, and the form needs all of them.
         """
         states = request.cache.manifest.identity.states
         labels = None if states is None else states.labels
@@ -113,5 +113,5 @@ def _last(request: ObjectiveRequest) -> StateName:
 def _cosine(student: Tensor, teacher: Tensor, valid: Tensor) -> Float[Tensor, ""]:
     """Return one minus the cosine of hidden states, mean over valid tokens."""
     with torch.autocast(student.device.type, enabled=False):
-        away = 1 - F.cosine_similarity(student.float(), teacher.float(), dim=-1)
-        return (away * valid).sum() / valid.sum()
+        distances = 1 - F.cosine_similarity(student.float(), teacher.float(), dim=-1)
+        return (distances * valid).sum() / valid.sum()

@@ -23,7 +23,7 @@ from minilm_cache.storage_schema.states import StateFamily, StateName
 class HiddenObjective(StudentObjective):
     """L = L_AT + MSE(H_S W, H_T): the ablation of MiniLM's supplementary table 7 (arXiv 2002.10957).
 
-    L_AT is eq. 6, the KL of attention distributions. H are the hidden states that the last layers put out; W,
+    L_AT is eq. 6, the KL of attention distributions. H are the output hidden states of the last layers; W,
     from the student's width to the teacher's, is learned with the student. The squared error is a mean over
     valid tokens and dimensions.
     """
@@ -45,16 +45,16 @@ class HiddenObjective(StudentObjective):
             lengths=batch.lengths,
             method=method,
         )
-        own = self.projection(reading.hidden[self.needs.hidden[0]])
-        error = token_mse(own, batch.states.hidden[self._name], valid_tokens(batch))
+        projected = self.projection(reading.hidden[self.needs.hidden[0]])
+        error = token_mse(projected, batch.states.hidden[self._name], valid_tokens(batch))
         return {"attention": kl, "hidden_mse": error}
 
 
 class HiddenMse(ObjectiveKind):
-    """Attention distributions of the last layer, and the hidden states that it puts out."""
+    """Attention distributions of the last layer, and its output hidden states."""
 
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
-        """Return those of the teacher's last layer."""
+        """Return the attention distributions and the hidden states of the teacher's last layer."""
         return WantedTargets(
             kinds=(RelationKind.ATTENTION,),
             layers=mapped_layers(request),

@@ -1,4 +1,4 @@
-"""Which layer of a student learns from which of the teacher."""
+"""Maps layers of a student to the layers of the teacher that they learn from."""
 
 import math
 from typing import Final, NamedTuple
@@ -8,11 +8,11 @@ from minilm_cache.models.arch import num_layers_of
 from minilm_cache.objectives.base import ObjectiveRequest
 from minilm_cache.objectives.spec import LayerMap
 
-_TWO: Final = ("last-two", "first-last")
+_MAPS_OF_TWO_LAYERS: Final = ("last-two", "first-last")
 
 
 class LayerPair(NamedTuple):
-    """What a student's layer learns from."""
+    """A layer of a student, and the layer of the teacher that it learns from."""
 
     teacher: int
     """Layer of the teacher, counted from 0."""
@@ -31,11 +31,11 @@ def map_layers(layer_map: LayerMap, num_layers: int, num_teacher_layers: int) ->
     Raises:
         InvalidConfigError: the student has fewer layers than the map, or more than the teacher.
     """
-    least = 2 if layer_map in _TWO else 1
+    least = 2 if layer_map in _MAPS_OF_TWO_LAYERS else 1
     if not least <= num_layers <= num_teacher_layers:
         raise InvalidConfigError(
-            f"--layer-map {layer_map} is for students of {least} to {num_teacher_layers} layers, and one has "
-            f"{num_layers}. Take another map or other shapes."
+            f"--layer-map {layer_map} is for students of {least} to {num_teacher_layers} layers, and a "
+            f"student has {num_layers}. Take another map or other shapes."
         )
     last = LayerPair(num_teacher_layers - 1, num_layers - 1)
     if layer_map == "last":
@@ -45,18 +45,18 @@ def map_layers(layer_map: LayerMap, num_layers: int, num_teacher_layers: int) ->
     if layer_map == "first-last":
         return [LayerPair(0, 0), last]
     if layer_map == "top":
-        return [LayerPair(num_teacher_layers - num_layers + own, own) for own in range(num_layers)]
+        return [LayerPair(num_teacher_layers - num_layers + layer, layer) for layer in range(num_layers)]
     if layer_map == "bottom":
-        return [LayerPair(own, own) for own in range(num_layers)]
-    rounded = [math.floor((own + 1) * num_teacher_layers / num_layers + 0.5) for own in range(num_layers)]
-    return [LayerPair(teacher - 1, own) for own, teacher in enumerate(rounded)]
+        return [LayerPair(layer, layer) for layer in range(num_layers)]
+    rounded = [math.floor((layer + 1) * num_teacher_layers / num_layers + 0.5) for layer in range(num_layers)]
+    return [LayerPair(teacher - 1, student) for student, teacher in enumerate(rounded)]
 
 
 def pairs_of(request: ObjectiveRequest, num_layers: int) -> list[LayerPair]:
-    """Return the pairs of a student of so many layers.
+    """Return the pairs of layers of a student with `num_layers` layers, ascending.
 
     Raises:
-        InvalidConfigError: it does not fit the map.
+        InvalidConfigError: the student does not fit the map.
     """
     config, cache = request.config, request.cache
     if config.layer_map != "last":
@@ -71,5 +71,5 @@ def mapped_layers(request: ObjectiveRequest) -> tuple[int, ...]:
     Raises:
         InvalidConfigError: a student does not fit the map.
     """
-    shapes = {num_layers_of(arch) for arch in request.arch}
-    return tuple(sorted({pair.teacher for shape in shapes for pair in pairs_of(request, shape)}))
+    depths = {num_layers_of(arch) for arch in request.arch}
+    return tuple(sorted({pair.teacher for depth in depths for pair in pairs_of(request, depth)}))

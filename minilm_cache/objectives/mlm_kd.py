@@ -25,18 +25,23 @@ from minilm_cache.relations.states import WantedStates, expected
 class MaskedObjective(StudentObjective):
     """L = t^2 CE(softmax(z^T / t), softmax(z^S / t)) at masked tokens (Hinton et al. 2015, arXiv 1503.02531).
 
-    The soft-label distillation that MiniLM's tables 2 and 3 call MLM-KD. t is the cache's, that its labels
-    were drawn at. A share g of the tokens themselves (`ground_truth`) makes it (1 - g) t^2 L_soft + g L_mlm,
-    the cross-entropy under a mixture of both, as MobileBERT's authors train with g = 0.5. Labels are entries
-    whose expectation is the distribution, so the cross-entropy and its gradient are unbiased; its least value
-    is the entropy of the teacher's distribution, not 0.
+    The soft-label distillation that MiniLM's tables 2 and 3 call MLM-KD. t is the temperature at which the
+    labels of the cache were drawn. With a share g of true tokens in the targets (`ground_truth`), the loss
+    is (1 - g) t^2 L_soft + g L_mlm, the cross-entropy under a mixture of both, as MobileBERT's authors train
+    with g = 0.5. Labels are entries whose expectation is the distribution, so the cross-entropy and its
+    gradient are unbiased; its least value is the entropy of the teacher's distribution, not 0.
     """
 
     needs = StudentNeeds(head="tokens", is_masked=True)
     units: Mapping[str, Unit] = MappingProxyType({"soft_labels": "chosen", "masked_lm": "chosen"})
 
     def __init__(self, temperature: float, ground_truth: float = 0.0) -> None:
-        """Weigh the loss as its temperature asks for, and mix in the tokens themselves."""
+        """Weight the loss by its temperature, and mix in the true tokens.
+
+        Args:
+            temperature: temperature of the labels.
+            ground_truth: share g of the true tokens in the targets.
+        """
         super().__init__()
         self._ground_truth = ground_truth
         self.weights = {"soft_labels": (1 - ground_truth) * temperature**2, "masked_lm": ground_truth}
@@ -54,7 +59,7 @@ class MlmKd(ObjectiveKind):
     """Soft labels of masked tokens."""
 
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
-        """Return masked sequences and their labels."""
+        """Return the masked sequences and their labels."""
         del request
         return WantedTargets(kinds=(), states=WantedStates(masked=True))
 
@@ -78,9 +83,9 @@ def soft_label_loss(reading: Reading, batch: StudentBatch, *, everywhere: bool =
     """Return the cross-entropy under the labels, nats, mean over tokens; 0 where there are none.
 
     Args:
-        reading: logits at the tokens that the mean is over.
-        batch: with labels.
-        everywhere: whether these are all tokens that have labels, or the masked ones alone.
+        reading: the student's outputs, with logits at the tokens that the mean is over.
+        batch: batch with labels.
+        everywhere: True: these are all tokens that have labels. False: masked tokens alone.
     """
     masked = batch.states.masked
     assert reading.logits is not None
@@ -88,8 +93,8 @@ def soft_label_loss(reading: Reading, batch: StudentBatch, *, everywhere: bool =
     labels = masked.labels if everywhere else masked.labels_at_chosen()
     assert labels is not None
     with torch.autocast(reading.logits.device.type, enabled=False):
-        logs = (reading.logits.float() / masked.temperature).log_softmax(-1)
-        return -expected(labels, logs).sum() / max(len(logs), 1)
+        log_probs = (reading.logits.float() / masked.temperature).log_softmax(-1)
+        return -expected(labels, log_probs).sum() / max(len(log_probs), 1)
 
 
 def masked_token_loss(
@@ -98,9 +103,9 @@ def masked_token_loss(
     """Return the cross-entropy of masked tokens themselves, nats, mean over them; 0 where there are none.
 
     Args:
-        reading: logits, at masked tokens or at all that have labels.
-        batch: with the tokens.
-        everywhere: whether logits are at all tokens that have labels.
+        reading: the student's outputs, with logits at masked tokens or at all tokens that have labels.
+        batch: batch with masked sequences.
+        everywhere: True: logits are at all tokens that have labels. False: at masked tokens alone.
     """
     masked = batch.states.masked
     assert reading.logits is not None

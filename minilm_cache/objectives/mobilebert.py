@@ -27,15 +27,15 @@ from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import StateFamily, StateName
 
 AUTHORS_WEIGHTS: Final = {"feature_map_mse": 100.0, "mean_mse": 5000.0, "variance_l1": 5.0}
-"""Weights that the README of the authors' code gives; of attention 1."""
+"""Weights that the README of the authors' code gives; the weight of attention is 1."""
 _EPSILON: Final = 1e-12
-"""What the authors' normalisation adds to a variance."""
+"""Number that the authors' normalisation adds to a variance."""
 
 
 class MobileBertObjective(StudentObjective):
     """L = 1/L sum over layers of (L_FMT + L_AT) (MobileBERT, Sun et al. 2020, arXiv 2004.02984, section 3.4).
 
-    L_FMT is the mean squared error of the hidden states that a layer puts out (eq. 1), L_AT the KL of its
+    L_FMT is the mean squared error of the output hidden states of a layer (eq. 1), L_AT the KL of its
     attention distributions, mean over heads and rows (eq. 2). Student and teacher have as many layers, each
     as wide between layers: a student of `LxH:bN` has bottlenecks of width N inside. All layers learn
     together, the paper's joint transfer; its pre-training distillation is `mlm-kd --ground-truth 0.5`, begun
@@ -50,7 +50,7 @@ class MobileBertObjective(StudentObjective):
     """
 
     def __init__(self, num_layers: int, *, is_authors: bool) -> None:
-        """Compare every layer with its own."""
+        """Compare every layer of a student with the same layer of the teacher."""
         super().__init__()
         self._is_authors = is_authors
         self.weights = AUTHORS_WEIGHTS if is_authors else {}
@@ -65,48 +65,50 @@ class MobileBertObjective(StudentObjective):
         pairs = [
             (reading.hidden[number], batch.states.hidden[_state(number)]) for number in self.needs.hidden
         ]
-        layers = [feature_maps(own, teacher, valid, is_authors=self._is_authors) for own, teacher in pairs]
+        layers = [
+            feature_maps(student, teacher, valid, is_authors=self._is_authors) for student, teacher in pairs
+        ]
         maps = {name: torch.stack([layer[name] for layer in layers]).mean() for name in layers[0]}
         attention = [
             relation_loss(
-                own,
+                vectors,
                 RelationKind.ATTENTION,
                 targets=targets[RelationKind.ATTENTION],
                 lengths=batch.lengths,
                 method=method,
             )
-            for own, targets in zip(reading.vectors, batch.targets, strict=True)
+            for vectors, targets in zip(reading.vectors, batch.targets, strict=True)
         ]
         return {**maps, "attention": torch.stack(attention).mean()}
 
 
 def feature_maps(
-    own: Float[Tensor, "batch length width"],
+    student: Float[Tensor, "batch length width"],
     teacher: Float[Tensor, "batch length width"],
     valid: Bool[Tensor, "batch length"],
     *,
     is_authors: bool,
 ) -> dict[str, Float[Tensor, ""]]:
-    """Return how far the hidden states that one layer puts out are from the teacher's."""
+    """Return how far the output hidden states of one layer are from the teacher's, by part of the loss."""
     if not is_authors:
-        return {"feature_map_mse": token_mse(own, teacher, valid)}
-    with torch.autocast(own.device.type, enabled=False):
-        own, teacher = own.float(), teacher.float()
-        width = own.shape[-1:]
-        normed, teachers = (F.layer_norm(part, width, eps=_EPSILON) for part in (own, teacher))
-        away = (own.var(-1, correction=0) - teacher.var(-1, correction=0)).abs()
+        return {"feature_map_mse": token_mse(student, teacher, valid)}
+    with torch.autocast(student.device.type, enabled=False):
+        student, teacher = student.float(), teacher.float()
+        width = student.shape[-1:]
+        normed, normed_teacher = (F.layer_norm(part, width, eps=_EPSILON) for part in (student, teacher))
+        differences = (student.var(-1, correction=0) - teacher.var(-1, correction=0)).abs()
         return {
-            "feature_map_mse": token_mse(normed, teachers, valid),
-            "mean_mse": token_mse(own.mean(-1, keepdim=True), teacher.mean(-1, keepdim=True), valid),
-            "variance_l1": (away * valid).sum() / valid.sum(),
+            "feature_map_mse": token_mse(normed, normed_teacher, valid),
+            "mean_mse": token_mse(student.mean(-1, keepdim=True), teacher.mean(-1, keepdim=True), valid),
+            "variance_l1": (differences * valid).sum() / valid.sum(),
         }
 
 
 class MobileBert(ObjectiveKind):
-    """Attention distributions of every layer, and the hidden states that they put out."""
+    """Attention distributions and output hidden states of every layer."""
 
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
-        """Return those of all layers."""
+        """Return the attention distributions and the hidden states of all layers."""
         depth = request.teacher.num_layers
         return WantedTargets(
             kinds=(RelationKind.ATTENTION,),

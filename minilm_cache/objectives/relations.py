@@ -1,4 +1,4 @@
-"""`minilm` and `minilmv2`: relations of a layer, or of several."""
+"""`minilm` and `minilmv2`: relations of one layer or of several."""
 
 from collections.abc import Sequence
 
@@ -23,9 +23,9 @@ from minilm_cache.storage_schema.identity import RelationKind
 class RelationObjective(StudentObjective):
     """The sum over relations of KL(teacher || student), mean over relation heads and valid rows, nats.
 
-    `minilm`: L = L_AT + L_VR, attention distributions and value relations of one layer of the teacher, its
-    last where nothing else is asked for (MiniLM, Wang et al. 2020, arXiv 2002.10957, eq. 10); without the
-    value relation it is the ablation of table 5, with query and key relations that of the authors' response.
+    `minilm`: L = L_AT + L_VR, attention distributions and value relations of one layer of the teacher, the
+    last one by default (MiniLM, Wang et al. 2020, arXiv 2002.10957, eq. 10); without the value relation it is
+    the ablation of table 5, with query and key relations the ablation of the authors' response.
     `minilmv2`: query, key and value relations, heads split anew (MiniLMv2, Wang et al. 2021, arXiv
     2012.15828). With a layer map other than `last` it is the mean over pairs of layers (tables 7 and 8 of
     MiniLM). The student sees every column that is not padding; where the teacher's own mask hid columns, its
@@ -33,33 +33,38 @@ class RelationObjective(StudentObjective):
     """
 
     def __init__(self, wanted: WantedTargets, pairs: Sequence[LayerPair]) -> None:
-        """Compare these pairs of layers."""
+        """Compare pairs of layers.
+
+        Args:
+            wanted: what the cache serves.
+            pairs: pairs of layers.
+        """
         super().__init__()
         self.needs = StudentNeeds(layers=tuple(pair.student for pair in pairs))
         self._wanted = wanted
         self._targets = tuple(wanted.layers.index(pair.teacher) for pair in pairs)
 
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
-        """Return the loss; a part is the KL of a relation."""
+        """Return the loss; each part is the KL of a relation, nats."""
         heads = self._wanted.relation_heads
-        split = [one if heads is None else split_heads(one, heads) for one in reading.vectors]
+        split = [vectors if heads is None else split_heads(vectors, heads) for vectors in reading.vectors]
         parts = {}
         for kind in self._wanted.kinds:
             losses = [
                 relation_loss(
-                    own, kind, targets=batch.targets[target][kind], lengths=batch.lengths, method=method
+                    vectors, kind, targets=batch.targets[target][kind], lengths=batch.lengths, method=method
                 )
-                for own, target in zip(split, self._targets, strict=True)
+                for vectors, target in zip(split, self._targets, strict=True)
             ]
             parts[str(kind)] = torch.stack(losses).mean()
         return parts
 
 
 class Relations(ObjectiveKind):
-    """Objectives of relations alone."""
+    """Objectives that compare nothing but relations."""
 
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
-        """Return relations of the mapped layers."""
+        """Return the relations of the mapped layers."""
         config = request.config
         heads = split_into(
             config.objective, config.relation_heads, request.cache.manifest.identity.relation_heads
@@ -84,7 +89,7 @@ class Relations(ObjectiveKind):
 def relations_of(
     objective: str, *, value_relation: bool = True, query_key_relations: bool = False
 ) -> tuple[RelationKind, ...]:
-    """Return the relations that students of an objective are compared by."""
+    """Return the relations by which an objective compares students with the teacher."""
     if objective == "minilmv2":
         return (RelationKind.QUERY, RelationKind.KEY, RelationKind.VALUE)
     kinds = [RelationKind.ATTENTION]
@@ -96,11 +101,14 @@ def relations_of(
 
 
 def split_into(objective: str, relation_heads: int | None, teacher_heads: int) -> int | None:
-    """Return the relation heads that an objective splits vectors into; none: it compares attention heads.
+    """Return the relation heads that an objective splits vectors into.
 
     Args:
-        objective: its name.
-        relation_heads: as asked for; none: the teacher's.
-        teacher_heads: of the teacher's attention.
+        objective: name of the objective.
+        relation_heads: requested number of relation heads. None means as many as the teacher's heads.
+        teacher_heads: heads of the teacher's attention.
+
+    Returns:
+        Number of relation heads. None means that the objective compares attention heads as they are.
     """
     return relation_heads or teacher_heads if objective == "minilmv2" else None

@@ -1,7 +1,7 @@
-"""What each objective is: one row here, and one module beside this one.
+"""The table of objectives: each has one row here, and one module next to this one.
 
-From a row read `dump --for` (what a cache must hold), `train` (which options and layer maps go with it),
-`study`, `info`, model cards and the documentation. Nothing here imports torch.
+Rows are read by `dump --for` (what a cache must hold), `train` (which options and layer maps go with an
+objective), `study`, `info`, model cards and the documentation. Nothing here imports torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,22 +16,24 @@ LayerMap = Literal["last", "last-two", "first-last", "all", "top", "bottom"]
 Which = Literal["last", "all"]
 """Which of the teacher's layers, or of its hidden states."""
 Form = Literal["authors", "paper"]
+"""Whose loss is computed: that of the authors' code, or that of the paper's equations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a cache holds for an objective, in addition to relations of the last layer, which all hold."""
+    """What a cache must hold for an objective, in addition to the last layer's relations, which all hold."""
 
     vectors: bool = False
     """Queries, keys and values: codec `vectors`."""
     layers: Which = "last"
     """Layers of the teacher."""
     hidden: Which | None = None
-    """Hidden states of every token. None means none of them."""
+    """Hidden states of every token. None means that they are not needed."""
     masked_hidden: Which | None = None
-    """Hidden states of every token of sequences that are read with tokens masked. None means none of them."""
+    """Hidden states of every token of sequences that are read with tokens masked. None means that they
+    are not needed."""
     first: Which | None = None
-    """Hidden states of each sequence's first token, [CLS]. None means none of them."""
+    """Hidden states of each sequence's first token, [CLS]. None means that they are not needed."""
     labels: bool = False
     """Soft labels of masked tokens."""
     all_labels: bool = False
@@ -42,7 +44,7 @@ class Needs:
     """Logits of a teacher that classifies sequences."""
 
     def with_(self, other: "Needs") -> "Needs":
-        """Return what serves both."""
+        """Return what a cache must hold to serve both."""
         return Needs(
             vectors=self.vectors or other.vectors,
             layers=_both(self.layers, other.layers) or "last",
@@ -56,7 +58,7 @@ class Needs:
         )
 
     def settings(self) -> dict[str, object]:
-        """Return the settings of a dump that stores this, without those that have their defaults."""
+        """Return the settings of a dump that stores this, by name, without those at their defaults."""
         settings: dict[str, object] = {
             "codec": "vectors" if self.vectors else None,
             "layers": "all" if self.layers == "all" else None,
@@ -77,26 +79,26 @@ def _both(first: Which | None, second: Which | None) -> Which | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A recipe of a training."""
+    """A recipe for a training."""
 
     settings: Mapping[str, Any]
-    """Settings of `TrainConfig`, the objective left out."""
+    """Settings of `TrainConfig`, by name, without the objective."""
     source: str
-    """Where they are from."""
+    """Where the settings are from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSpec:
-    """One objective, without its arithmetic."""
+    """One objective, without its computation."""
 
     name: str
-    """As `--objective` takes it."""
+    """Name of the objective, as `--objective` takes it."""
     kind: str
     """Where its `ObjectiveKind` is: `package.module:Class`, imported when a training needs it."""
     needs: Needs = field(default_factory=Needs)
-    """What its cache must hold."""
+    """What a cache must hold for it."""
     learns_from: str
-    """What students learn from, for cards. `{layers}` stands for the layers of the teacher."""
+    """What students learn from, in words, for cards. `{layers}` stands for the layers of the teacher."""
     untrained: str | None = None
     """Which of a student's layers the loss does not reach. None means that it reaches all of them."""
     maps: tuple[LayerMap, ...] = ("last",)
@@ -126,27 +128,27 @@ class ObjectiveSpec:
         return self.learns_from.format(layers=f"layer {teacher_layer} of a teacher, counted from 0")
 
 
-_HERE: Final = "minilm_cache.objectives"
+_PACKAGE: Final = "minilm_cache.objectives"
 _ALL_MAPS: Final[tuple[LayerMap, ...]] = get_args(LayerMap)
-_NOT_BEHIND: Final = "The student's last layer behind its queries, keys and values is untrained."
-_LENGTH: Final = {"steps": 400_000, "warmup": 0.01, "weight_decay": 0.01}
-"""400,000 steps, of which the learning rate rises in 4,000."""
+_LAST_LAYER_UNTRAINED: Final = "The student's last layer behind its queries, keys and values is untrained."
+_LONG_TRAINING: Final = {"steps": 400_000, "warmup": 0.01, "weight_decay": 0.01}
+"""Settings of a training of 400,000 steps; the learning rate rises over the first 4,000."""
 
 OBJECTIVES: Final[dict[str, ObjectiveSpec]] = {}
 """Every objective, by its name."""
 
 
 def register_objective(spec: ObjectiveSpec) -> None:
-    """Add an objective, or replace the one of its name."""
+    """Add an objective, or replace the objective of the same name."""
     OBJECTIVES[spec.name] = spec
 
 
 for _spec in (
     ObjectiveSpec(
         name="minilm",
-        kind=f"{_HERE}.relations:Relations",
+        kind=f"{_PACKAGE}.relations:Relations",
         learns_from="{layers}",
-        untrained=_NOT_BEHIND,
+        untrained=_LAST_LAYER_UNTRAINED,
         maps=_ALL_MAPS,
         one_layer=True,
         options=frozenset({"value_relation", "query_key_relations"}),
@@ -154,21 +156,21 @@ for _spec in (
         is_relational=True,
         presets={
             "minilm-6x768": Preset(
-                settings={**_LENGTH, "batch_size": 1024, "lr": 5e-4},
+                settings={**_LONG_TRAINING, "batch_size": 1024, "lr": 5e-4},
                 source="MiniLM (arXiv 2002.10957) for students of 6 layers of width 768",
             ),
             "minilm": Preset(
-                settings={**_LENGTH, "batch_size": 256, "lr": 3e-4},
+                settings={**_LONG_TRAINING, "batch_size": 256, "lr": 3e-4},
                 source="MiniLM (arXiv 2002.10957) for all other students",
             ),
         },
     ),
     ObjectiveSpec(
         name="minilmv2",
-        kind=f"{_HERE}.relations:Relations",
+        kind=f"{_PACKAGE}.relations:Relations",
         needs=Needs(vectors=True),
         learns_from="{layers}",
-        untrained=_NOT_BEHIND,
+        untrained=_LAST_LAYER_UNTRAINED,
         maps=_ALL_MAPS,
         one_layer=True,
         options=frozenset({"relation_heads"}),
@@ -176,12 +178,12 @@ for _spec in (
         is_relational=True,
         presets={
             "minilmv2": Preset(
-                settings={**_LENGTH, "relation_heads": 48, "batch_size": 256, "lr": 6e-4},
+                settings={**_LONG_TRAINING, "relation_heads": 48, "batch_size": 256, "lr": 6e-4},
                 source="MiniLMv2 (arXiv 2012.15828) for teachers of width 768, as its public "
                 "reimplementations train",
             ),
             "minilmv2-large": Preset(
-                settings={**_LENGTH, "relation_heads": 64, "batch_size": 256, "lr": 6e-4},
+                settings={**_LONG_TRAINING, "relation_heads": 64, "batch_size": 256, "lr": 6e-4},
                 source="MiniLMv2 for teachers of width 1024; the teacher's layer is the dump's `--layers`, "
                 "the 21st of BERT-large and the 19th of RoBERTa-large and XLM-R-large, which count as 20 "
                 "and 18 here",
@@ -190,16 +192,16 @@ for _spec in (
     ),
     ObjectiveSpec(
         name="value-mse",
-        kind=f"{_HERE}.value_mse:ValueMse",
+        kind=f"{_PACKAGE}.value_mse:ValueMse",
         needs=Needs(vectors=True),
         learns_from="{layers}",
-        untrained=_NOT_BEHIND,
+        untrained=_LAST_LAYER_UNTRAINED,
         one_layer=True,
         compares_heads=True,
     ),
     ObjectiveSpec(
         name="hidden-mse",
-        kind=f"{_HERE}.hidden_mse:HiddenMse",
+        kind=f"{_PACKAGE}.hidden_mse:HiddenMse",
         needs=Needs(hidden="last"),
         learns_from="{layers}",
         one_layer=True,
@@ -207,7 +209,7 @@ for _spec in (
     ),
     ObjectiveSpec(
         name="tinybert",
-        kind=f"{_HERE}.tinybert:TinyBert",
+        kind=f"{_PACKAGE}.tinybert:TinyBert",
         needs=Needs(vectors=True, layers="all", hidden="all"),
         learns_from="{layers}",
         maps=("all", "top", "bottom", "last", "last-two", "first-last"),
@@ -216,7 +218,7 @@ for _spec in (
     ),
     ObjectiveSpec(
         name="tinybert-prediction",
-        kind=f"{_HERE}.tinybert:Prediction",
+        kind=f"{_PACKAGE}.tinybert:Prediction",
         needs=Needs(logits=True),
         learns_from="the answers of a teacher",
         options=frozenset({"temperature"}),
@@ -224,21 +226,21 @@ for _spec in (
     ),
     ObjectiveSpec(
         name="distilbert",
-        kind=f"{_HERE}.distilbert:DistilBert",
+        kind=f"{_PACKAGE}.distilbert:DistilBert",
         needs=Needs(masked_hidden="last", labels=True, all_labels=True, temperature=2.0),
         learns_from="what a teacher says of masked tokens",
         has_forms=True,
     ),
     ObjectiveSpec(
         name="mlm-kd",
-        kind=f"{_HERE}.mlm_kd:MlmKd",
+        kind=f"{_PACKAGE}.mlm_kd:MlmKd",
         needs=Needs(labels=True),
         learns_from="what a teacher says of masked tokens",
         options=frozenset({"ground_truth"}),
     ),
     ObjectiveSpec(
         name="bert-pkd",
-        kind=f"{_HERE}.bert_pkd:BertPkd",
+        kind=f"{_PACKAGE}.bert_pkd:BertPkd",
         needs=Needs(first="all"),
         learns_from="{layers}",
         untrained="The student's last layer is untrained, unless it learned answers, too.",
@@ -248,7 +250,7 @@ for _spec in (
     ),
     ObjectiveSpec(
         name="mobilebert",
-        kind=f"{_HERE}.mobilebert:MobileBert",
+        kind=f"{_PACKAGE}.mobilebert:MobileBert",
         needs=Needs(vectors=True, layers="all", hidden="all"),
         learns_from="every layer of a teacher",
         has_forms=True,
@@ -259,7 +261,7 @@ for _spec in (
 
 
 def known_objective(name: str) -> str:
-    """Return the name of an objective.
+    """Return the name of an objective as it is.
 
     Raises:
         ValueError: there is no objective of this name.
@@ -273,10 +275,10 @@ ObjectiveName = Annotated[str, AfterValidator(known_objective)]
 
 
 def objective_names(names: object) -> tuple[str, ...]:
-    """Return the names of `minilm,tinybert`, or of a list.
+    """Return names of objectives from a text like `minilm,tinybert`, or from a list.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `names` is neither a text nor a list.
     """
     if not isinstance(names, str | list | tuple):
         raise ValueError(f"--for {names}: give objectives with commas between them, like minilm,tinybert")  # noqa: TRY004 - pydantic wants it
@@ -285,7 +287,7 @@ def objective_names(names: object) -> tuple[str, ...]:
 
 
 def needs_of(objectives: Sequence[str]) -> Needs:
-    """Return what serves several objectives.
+    """Return what a cache must hold to serve several objectives.
 
     Raises:
         ValueError: there is no objective of one of these names.
@@ -341,13 +343,13 @@ class ObjectiveConfig(FrozenSettings):
         """Fill in the layer map and the form of the objective where none is given."""
         name = values.get("objective") or "minilm"
         spec = OBJECTIVES.get(name) if isinstance(name, str) else None
-        if spec is None:  # the field's own check names the objectives that there are
+        if spec is None:  # the check of the field names the objectives that exist
             return values
         layer_map, form = values.get("layer_map"), values.get("form")
         if layer_map is not None and layer_map not in spec.maps and layer_map in get_args(LayerMap):
             raise ValueError(f"--layer-map {layer_map} does not go with --objective {name}")
         if form is not None and not spec.has_forms:
-            having = ", ".join(sorted(one.name for one in OBJECTIVES.values() if one.has_forms))
+            having = ", ".join(sorted(spec.name for spec in OBJECTIVES.values() if spec.has_forms))
             raise ValueError(f"--form does not go with --objective {name}; it goes with {having}")
         return {
             **values,
@@ -360,7 +362,7 @@ class ObjectiveConfig(FrozenSettings):
         every = {option for spec in OBJECTIVES.values() for option in spec.options}
         for name in sorted(every - self.spec.options):
             if getattr(self, name) != type(self).model_fields[name].default:
-                having = " and ".join(one.name for one in OBJECTIVES.values() if name in one.options)
+                having = " and ".join(spec.name for spec in OBJECTIVES.values() if name in spec.options)
                 flag = "--no-value-relation" if name == "value_relation" else f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} goes with --objective {having}, and only with it")
         if self.teacher_layer is not None and not self.spec.one_layer:

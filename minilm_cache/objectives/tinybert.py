@@ -37,8 +37,8 @@ class TinyBertObjective(StudentObjective):
 
     L_attn = 1/h sum_i MSE(A_i^S, A_i^T) over heads (eq. 7), A the attention scores before the softmax;
     L_hidn = MSE(H^S W_h, H^T) (eq. 8); L_embd = MSE(E^S W_e, E^T) (eq. 9). W_h, one for all layers, and W_e
-    are learned with the student. The authors' code has one learned map with a bias for layers and embeddings
-    alike; the form `paper` has two matrices. Squared errors are means over what is not padding: rows and
+    are learned with the student. The authors' code has one learned map with a bias for both layers and
+    embeddings; the form `paper` has two matrices. Squared errors are means over what is not padding: rows and
     columns of scores, tokens and dimensions of states (the authors' means count padding, too).
     """
 
@@ -55,15 +55,15 @@ class TinyBertObjective(StudentObjective):
 
         Args:
             wanted: what the cache serves.
-            pairs: of layers.
-            student: its shape.
-            teacher_width: of the teacher's hidden states.
-            shared: whether one map with a bias serves layers and embeddings, or a matrix each.
+            pairs: pairs of layers.
+            student: facts of the student.
+            teacher_width: width of the teacher's hidden states.
+            shared: True: one map with a bias serves layers and embeddings. False: each has its own matrix.
         """
         super().__init__()
         self.units = {"attention_mse": "pairs"}
         self._pairs = tuple(pairs)
-        self._places = tuple(wanted.layers.index(pair.teacher) for pair in pairs)
+        self._targets = tuple(wanted.layers.index(pair.teacher) for pair in pairs)
         self.needs = StudentNeeds(
             layers=tuple(pair.student for pair in pairs),
             hidden=(0, *(pair.student + 1 for pair in pairs)),
@@ -74,20 +74,20 @@ class TinyBertObjective(StudentObjective):
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `embedding_mse`, `hidden_mse` and `attention_mse`, sums over layers."""
         del method
-        valid, told = valid_tokens(batch), batch.states.hidden
-        of_embeddings = self.embedding_projection or self.hidden_projection
-        embedding = token_mse(of_embeddings(reading.hidden[0]), told[StateName(StateFamily.HIDDEN, 0)], valid)
+        valid, teacher = valid_tokens(batch), batch.states.hidden
+        project = self.embedding_projection or self.hidden_projection
+        embedding = token_mse(project(reading.hidden[0]), teacher[StateName(StateFamily.HIDDEN, 0)], valid)
         hidden = [
             token_mse(
                 self.hidden_projection(reading.hidden[pair.student + 1]),
-                told[StateName(StateFamily.HIDDEN, pair.teacher + 1)],
+                teacher[StateName(StateFamily.HIDDEN, pair.teacher + 1)],
                 valid,
             )
             for pair in self._pairs
         ]
         attention = [
-            score_mse(own, batch.vectors[place], batch.lengths)
-            for own, place in zip(reading.vectors, self._places, strict=True)
+            score_mse(vectors, batch.vectors[target], batch.lengths)
+            for vectors, target in zip(reading.vectors, self._targets, strict=True)
         ]
         return {
             "embedding_mse": embedding,
@@ -97,10 +97,10 @@ class TinyBertObjective(StudentObjective):
 
 
 class TinyBert(ObjectiveKind):
-    """Vectors of the mapped layers, and the hidden states that they and the embeddings put out."""
+    """Vectors of the mapped layers, and the output hidden states of these layers and of the embeddings."""
 
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
-        """Return those of the layers that students are mapped to."""
+        """Return the vectors and the hidden states of the layers that students are mapped to."""
         layers = mapped_layers(request)
         names = [StateName(StateFamily.HIDDEN, number) for number in (0, *(layer + 1 for layer in layers))]
         return WantedTargets(kinds=(), layers=layers, vectors=True, states=WantedStates(hidden=tuple(names)))
@@ -126,13 +126,13 @@ class PredictionObjective(StudentObjective):
     units: Mapping[str, Unit] = MappingProxyType({"prediction": "sequences"})
 
     def __init__(self, temperature: float, divisor: int) -> None:
-        """Compare logits at a temperature, and divide the loss."""
+        """Compare logits at a temperature, and divide the loss by `divisor`."""
         super().__init__()
         self._temperature = temperature
         self.weights = {"prediction": 1 / divisor}
 
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
-        """Return the loss; its part is `prediction`."""
+        """Return the loss; its only part is `prediction`, nats."""
         del method
         assert reading.logits is not None
         assert batch.states.logits is not None
@@ -173,7 +173,10 @@ def soft_cross_entropy(
 def score_mse(student: Vectors, teacher: Vectors, lengths: Tensor) -> Float[Tensor, ""]:
     """Return the mean squared error of attention scores over heads, and over rows and columns of tokens."""
     with torch.autocast(student.query.device.type, enabled=False):
-        own, told = ((widened(one.query) * one.scaling) @ widened(one.key).mT for one in (student, teacher))
-        valid = key_mask(lengths, own.shape[-1])
-        both = (valid[:, None, :, None] & valid[:, None, None, :]).expand_as(own)
-        return ((own - told).square() * both).sum() / both.sum()
+        student_scores, teacher_scores = (
+            (widened(vectors.query) * vectors.scaling) @ widened(vectors.key).mT
+            for vectors in (student, teacher)
+        )
+        valid = key_mask(lengths, student_scores.shape[-1])
+        both = (valid[:, None, :, None] & valid[:, None, None, :]).expand_as(student_scores)
+        return ((student_scores - teacher_scores).square() * both).sum() / both.sum()

@@ -1,4 +1,4 @@
-"""`value-mse`: values themselves in place of their relation."""
+"""`value-mse`: the values themselves in place of the value relation."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -31,18 +31,18 @@ class ValueObjective(StudentObjective):
     """
 
     def __init__(self, student: StudentFacts, teacher_width: int) -> None:
-        """Compare the student's last layer."""
+        """Compare the values of the student's last layer with the teacher's, which have this width."""
         super().__init__()
         self.needs = StudentNeeds(layers=(student.num_layers - 1,))
         self.projection = projection(student.vector_width, teacher_width)
 
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `attention`, nats, and `value_mse`."""
-        (own,), (teacher,) = reading.vectors, batch.vectors
+        (student,), (teacher,) = reading.vectors, batch.vectors
         attention = batch.targets[0][RelationKind.ATTENTION]
-        error = token_mse(self.projection(side_by_side(own)), side_by_side(teacher), valid_tokens(batch))
+        error = token_mse(self.projection(side_by_side(student)), side_by_side(teacher), valid_tokens(batch))
         kl = relation_loss(
-            own, RelationKind.ATTENTION, targets=attention, lengths=batch.lengths, method=method
+            student, RelationKind.ATTENTION, targets=attention, lengths=batch.lengths, method=method
         )
         return {"attention": kl, "value_mse": error}
 
@@ -51,7 +51,7 @@ class ValueMse(ObjectiveKind):
     """Attention distributions and values of one layer."""
 
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
-        """Return the last layer's."""
+        """Return the attention distributions and the vectors of one layer."""
         return WantedTargets(kinds=(RelationKind.ATTENTION,), layers=mapped_layers(request), vectors=True)
 
     def build(

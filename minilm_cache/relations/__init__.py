@@ -1,1 +1,1 @@
-"""What a teacher and a student say about a batch, and the loss between them: pure torch."""
+"""Relations of a teacher and a student on a batch, and the loss between them: pure torch."""

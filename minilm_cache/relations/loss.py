@@ -1,4 +1,4 @@
-"""The KL of relations with its gradient in the student's vectors, in three forms that agree.
+"""The KL of relations with its gradient in the student's vectors, in two forms that agree.
 
 Losses are in nats. With S the student's scores and P the teacher's row,
 KL(P || softmax S) = -H(P) - sum_j P_j S_j + LSE(S), and its gradient in S is softmax(S) - P.
@@ -10,7 +10,7 @@ KL(P || softmax S) = -H(P) - sum_j P_j S_j + LSE(S), and its gradient in S is so
       sum over rows r of w_r / sqrt(d) * q_r . [SDPA(sg q, sg K, K)_r - (P K)_r]
   is exactly that of sum over r of w_r KL(P_r || softmax S_r), by the product rule. P K is another SDPA
   where the teacher's vectors are stored, a gather where its rows are sparse, a product where they are
-  dense. Its value is not the KL, so that one is computed on some of the rows.
+  dense. The value of this sum is not the KL, so the KL is computed on some of the rows.
 """
 
 from typing import Any, Final, Literal
@@ -43,11 +43,11 @@ from minilm_cache.storage_schema.identity import RelationKind
 Method = Literal["dense", "sdpa"]
 
 MAX_SCORES_BYTES: Final = 2**28
-"""Of one relation of a batch, as float32: above it nothing of that size is made."""
+"""Greatest size of one relation's scores for a batch, float32; above it, no such matrix is made."""
 LONG: Final = 384
-"""Tokens of a sequence from which on `sdpa` is the faster form on a CPU (benchmarks/relation_loss.py)."""
-_SHOWN_ROWS: Final = 32
-"""Of each sequence: rows whose KL is computed where the gradient does without it."""
+"""Length, tokens, from which `sdpa` is the faster form on a CPU (benchmarks/relation_loss.py)."""
+_SAMPLED_ROWS: Final = 32
+"""Rows of each sequence whose KL is computed in form `sdpa`, where the gradient does not need it."""
 
 
 def choose_method(batch: int, heads: int, length: int) -> Method:
@@ -70,17 +70,17 @@ def relation_loss(
 ) -> Float[Tensor, ""]:
     """Return KL(teacher || student) of one relation, nats, with its gradient in the student's vectors.
 
-    The mean over relation heads and valid rows (MiniLM, arXiv 2002.10957, eqs. 6 and 9). The gradient is
-    exact in every form. So is the value in form `dense`; in form `sdpa` it is the mean over up to 32 rows of
-    each sequence, and of sparse rows that estimate the teacher's, whose own entropy says nothing, the cross
-    entropy of those rows less the mean entropy of all.
+    It is the mean over relation heads and valid rows (MiniLM, arXiv 2002.10957, eqs. 6 and 9). The gradient
+    is exact in both forms. So is the value in form `dense`; in form `sdpa` it is the mean over up to 32 rows
+    of each sequence. Sparse rows only estimate the teacher's, so their own entropy is of no use: for them the
+    value is the cross entropy of those rows less the mean entropy of all rows.
 
     Args:
-        vectors: of the student, split into relation heads.
+        vectors: vectors of the student, split into relation heads.
         kind: which relation.
-        targets: of the teacher.
+        targets: the same relation of the teacher.
         lengths: valid positions of each sequence.
-        method: form; none: the one that suits the size.
+        method: form of the computation. None means the form that suits the size (`choose_method`).
     """
     batch, heads, length, _ = vectors.query.shape
     if (method or choose_method(batch, heads, length)) == "dense":
@@ -89,24 +89,27 @@ def relation_loss(
     with torch.autocast(vectors.query.device.type, enabled=False):
         surrogate = _surrogate(vectors, kind, rows=targets.rows, lengths=lengths)
         with torch.no_grad():
-            shown = _shown_kl(vectors, kind, targets=targets, lengths=lengths)
-        loss: Tensor = surrogate - surrogate.detach() + shown
+            value = _sampled_kl(vectors, kind, targets=targets, lengths=lengths)
+        loss: Tensor = surrogate - surrogate.detach() + value
         return loss
 
 
 def _surrogate(vectors: Vectors, kind: RelationKind, *, rows: RowTargets, lengths: Tensor) -> Tensor:
-    """Return what has the gradient of the KL, and another value."""
+    """Return a sum that has the gradient of the KL, but another value (`sdpa`, module docstring)."""
     left, right, scaling = sides(vectors, kind)
     valid = key_mask(lengths, left.shape[-2])
-    own = _attend(left.detach(), right.detach(), values=right, mask=valid[:, None, None, :], scaling=scaling)
+    mask = valid[:, None, None, :]
+    student = _attend(left.detach(), right.detach(), values=right, mask=mask, scaling=scaling)
     weight = valid[:, None, :, None].to(left.dtype) * scaling / (lengths.sum() * left.shape[1])
-    return (weight * left * (own - _expected(rows, right, valid=valid, lengths=lengths))).sum()
+    teacher = _expected(rows, right, valid=valid, lengths=lengths)
+    return (weight * left * (student - teacher)).sum()
 
 
 def _attend(left: Tensor, right: Tensor, *, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
     """Return softmax(left right^T * scaling) values.
 
-    Fused kernels want one head size, a multiple of 8; zeros change no product, nor the columns asked for.
+    Fused kernels need one head size, a multiple of 8. Padding with zeros changes neither products nor the
+    columns that are returned.
     """
     size = values.shape[-1]
     common = -(-max(left.shape[-1], size) // 8) * 8
@@ -117,62 +120,62 @@ def _attend(left: Tensor, right: Tensor, *, values: Tensor, mask: Tensor, scalin
 def _expected(
     rows: RowTargets, right: Tensor, *, valid: Bool[Tensor, "batch length"], lengths: Tensor
 ) -> Float[Tensor, "batch heads length size"]:
-    """Return P K: for each row, the student's right-hand vectors weighed by the teacher's row."""
+    """Return P K: for each row, the student's right-hand vectors weighted by the teacher's row."""
     if isinstance(rows, DenseRows):
         return rows.probs.to(right.dtype) @ right
     if isinstance(rows, VectorRows):
-        left, teachers, scaling = sides(rows.vectors, rows.kind)
-        return _attend(
-            left, teachers, values=right, mask=row_mask(rows.vectors, rows.kind, lengths), scaling=scaling
-        )
+        teacher_left, teacher_right, scaling = sides(rows.vectors, rows.kind)
+        mask = row_mask(rows.vectors, rows.kind, lengths)
+        return _attend(teacher_left, teacher_right, values=right, mask=mask, scaling=scaling)
     batch, heads, length, size = right.shape
     first = torch.arange(batch * heads, device=right.device).view(batch, heads, 1, 1) * length
     table = right.reshape(-1, size)
     index = (rows.index + first).flatten(0, 2)
     weights = rows.weight.to(right.dtype).flatten(0, 2)
-    found = F.embedding_bag(index, table, mode="sum", per_sample_weights=weights).view(right.shape)
+    weighted = F.embedding_bag(index, table, mode="sum", per_sample_weights=weights).view(right.shape)
     if rows.base is None:
-        return found
-    everywhere = (right * valid[:, None, :, None]).sum(-2, keepdim=True)
-    return found + rows.base[..., None].to(right.dtype) * everywhere
+        return weighted
+    total = (right * valid[:, None, :, None]).sum(-2, keepdim=True)
+    return weighted + rows.base[..., None].to(right.dtype) * total
 
 
-def _shown_kl(vectors: Vectors, kind: RelationKind, *, targets: Targets, lengths: Tensor) -> Tensor:
+def _sampled_kl(vectors: Vectors, kind: RelationKind, *, targets: Targets, lengths: Tensor) -> Tensor:
     """Return the mean KL over some rows of each sequence."""
     left, right, scaling = sides(vectors, kind)
     length = left.shape[-2]
-    shown = torch.arange(0, length, -(-length // _SHOWN_ROWS), device=left.device)
+    sampled = torch.arange(0, length, -(-length // _SAMPLED_ROWS), device=left.device)
     valid = key_mask(lengths, length)
-    scores = (left[:, :, shown] * scaling) @ right.transpose(-1, -2)
+    scores = (left[:, :, sampled] * scaling) @ right.transpose(-1, -2)
     log_student = scores.masked_fill(~valid[:, None, None, :], torch.finfo(scores.dtype).min).log_softmax(-1)
-    probs = _shown_rows(targets.rows, shown, lengths=lengths, length=length)
+    probs = _sampled_rows(targets.rows, sampled, lengths=lengths, length=length)
     crossed = -(probs * log_student).sum(-1)
-    weight = valid[:, None, shown] / (valid[:, shown].sum() * left.shape[1])
+    weight = valid[:, None, sampled] / (valid[:, sampled].sum() * left.shape[1])
     entropy: Tensor
     if targets.entropy is None or not isinstance(targets.rows, SparseRows):
         entropy = (torch.special.entr(probs).sum(-1) * weight).sum()
     else:
         entropy = (targets.entropy * lengths).sum() / lengths.sum()
-    found: Tensor = (crossed * weight).sum() - entropy
-    return found
+    kl: Tensor = (crossed * weight).sum() - entropy
+    return kl
 
 
-def _shown_rows(
-    rows: RowTargets, shown: Tensor, *, lengths: Tensor, length: int
-) -> Float[Tensor, "batch heads shown length"]:
+def _sampled_rows(
+    rows: RowTargets, sampled: Tensor, *, lengths: Tensor, length: int
+) -> Float[Tensor, "batch heads sampled length"]:
+    """Return some of the teacher's rows, dense; `sampled` are their positions."""
     if isinstance(rows, VectorRows):
         left, right, scaling = sides(rows.vectors, rows.kind)
         mask = row_mask(rows.vectors, rows.kind, lengths)
-        mask = mask if mask.shape[-2] == 1 else mask[..., shown, :]
-        scores = (left[:, :, shown] * scaling) @ right.transpose(-1, -2)
+        mask = mask if mask.shape[-2] == 1 else mask[..., sampled, :]
+        scores = (left[:, :, sampled] * scaling) @ right.transpose(-1, -2)
         return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
     columns = key_mask(lengths, length)[:, None, None, :]
     if isinstance(rows, DenseRows):
-        return rows.probs[:, :, shown] * columns
-    weight = rows.weight[:, :, shown]
+        return rows.probs[:, :, sampled] * columns
+    weight = rows.weight[:, :, sampled]
     probs = torch.zeros((*weight.shape[:-1], length), dtype=weight.dtype, device=weight.device)
-    probs.scatter_add_(-1, rows.index[:, :, shown], weight)
-    return probs if rows.base is None else probs + rows.base[:, :, shown, None] * columns
+    probs.scatter_add_(-1, rows.index[:, :, sampled], weight)
+    return probs if rows.base is None else probs + rows.base[:, :, sampled, None] * columns
 
 
 def relation_kl(
@@ -180,13 +183,13 @@ def relation_kl(
 ) -> Float[Tensor, ""]:
     """Return KL(teacher || student) of one relation, nats, with its gradient in the student's scores.
 
-    The mean over relation heads and valid rows of
+    It is the mean over relation heads and valid rows of
     KL(P || softmax S) = -H(P) - sum_j P_j S_j + LSE(S) (MiniLM, eqs. 6 and 9). With sparse unbiased rows
     it is an unbiased estimate. -H(P) has no gradient; it makes the value a true KL.
 
     Args:
-        scores: of the student, from `relation_scores`, padded columns masked.
-        targets: of the teacher.
+        scores: scores of the student, from `relation_scores`, with padded columns masked.
+        targets: the same relation of the teacher.
         lengths: valid positions of each sequence.
     """
     valid = key_mask(lengths, scores.shape[-1])
@@ -228,12 +231,12 @@ class _DenseCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         probs, target, row_weight = ctx.saved_tensors
-        # In place: autograd refuses a second backward pass through what has been changed.
+        # In place is safe: autograd refuses a second backward pass through a changed tensor.
         return probs.sub_(target).mul_((row_weight * grads[0])[..., None]), None, None
 
 
 class _SparseCrossEntropy(torch.autograd.Function):
-    """As `_DenseCrossEntropy`, for P = base on valid columns plus the weights of the entries."""
+    """Same as `_DenseCrossEntropy`, for P = base on valid columns plus the weights of the entries."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - torch's interface

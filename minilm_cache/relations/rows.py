@@ -33,7 +33,7 @@ class SparseRows:
     """Column of each entry; a column may come more than once."""
     weight: Float[Tensor, "batch heads query entries"]
     base: Float[Tensor, "batch heads query"] | None
-    """Probability that every valid column has beside its entries; none: zero."""
+    """Probability that every valid column has in addition to its entries. None means 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +48,25 @@ RowTargets = DenseRows | SparseRows | VectorRows
 
 
 class WantedRelations(NamedTuple):
-    """Which relations are wanted of a layer."""
+    """A request for relations of one layer."""
 
     kinds: tuple[RelationKind, ...]
-    """The relations; empty means none of them."""
+    """Relations to decode; may be empty."""
     heads: int | None = None
     """Heads to split vectors into. None means the heads of the teacher's attention."""
 
 
 class Targets(NamedTuple):
-    """What the teacher says about one relation of a batch."""
+    """The teacher's rows for one relation of a batch."""
 
     rows: RowTargets
     entropy: Float[Tensor, " batch"] | None
-    """Mean entropy of each sequence's target rows, over heads and valid rows, nats; none: not computed."""
+    """Mean entropy of each sequence's target rows, over heads and valid rows, nats. None means not
+    computed."""
 
 
 def densify(rows: VectorRows, lengths: Int[Tensor, " batch"]) -> tuple[DenseRows, Float[Tensor, " batch"]]:
-    """Return rows with every probability, and their mean entropy; rows beyond a length mean nothing."""
+    """Return rows with every probability, and their mean entropy, nats; ignore rows beyond a length."""
     mask = row_mask(rows.vectors, rows.kind, lengths)
     with torch.autocast(mask.device.type, enabled=False):
         scores = relation_scores(rows.vectors, rows.kind, mask)

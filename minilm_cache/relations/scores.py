@@ -1,7 +1,5 @@
 """Attention distributions, value relations, and the forms that a teacher's rows come in: pure torch.
 
-Letters in names: B batch, H relation heads, Q query rows, K key columns (both the padded length L),
-D head size, E stored entries per row.
 Scores and softmax are float32 (or wider) whatever the model's dtype. Padding is masked as key columns of
 both relations and left out as rows (the MiniLM authors' answer to unilm issue 198).
 """
@@ -22,7 +20,7 @@ class Vectors(NamedTuple):
     key: Float[Tensor, "batch heads length size"]
     value: Float[Tensor, "batch heads length size"]
     mask: Bool[Tensor, "batch _ _ length"] | None
-    """The model's own attention mask, True where a key may be seen; none: nothing is masked."""
+    """The model's own attention mask, True where a key may be seen. None means that nothing is masked."""
     scaling: float
     """Factor on query-key products, 1/sqrt(d_k)."""
 
@@ -43,7 +41,7 @@ def split_heads(vectors: Vectors, num_heads: int) -> Vectors:
 
 
 class TeacherSignal:
-    """What a layer of a teacher says of a padded batch: its vectors, and relations when asked for."""
+    """One teacher layer's vectors for a padded batch; its relations are computed on first use."""
 
     def __init__(self, vectors: Vectors, lengths: Int[Tensor, " batch"]) -> None:
         """Wrap a layer's vectors."""
@@ -52,7 +50,7 @@ class TeacherSignal:
         self._probs: dict[RelationKind, Tensor] = {}
 
     def probs(self, kind: RelationKind) -> Float[Tensor, "batch heads query key"]:
-        """Return a relation, computed once."""
+        """Return a relation; it is computed on the first call and kept."""
         if kind not in self._probs:
             self._probs[kind] = relation_probs(self.vectors, kind, self.lengths)
         return self._probs[kind]
@@ -64,10 +62,10 @@ def key_mask(lengths: Int[Tensor, " batch"], size: int) -> Bool[Tensor, "batch s
 
 
 def sides(vectors: Vectors, kind: RelationKind) -> tuple[Tensor, Tensor, float]:
-    """Return what a relation's scores are products of, `(batch, heads, length, size)` each, and their factor.
+    """Return the two sides of a relation's scores, `(batch, heads, length, size)` each, and their factor.
 
     `attention`: Q, K and 1/sqrt(d_k) (MiniLM, arXiv 2002.10957, eq. 3); `value`: V twice (eq. 7); `query`
-    and `key` likewise (MiniLMv2, arXiv 2012.15828).
+    and `key`: Q or K twice (MiniLMv2, arXiv 2012.15828).
     """
     if kind is RelationKind.ATTENTION:
         return widened(vectors.query), widened(vectors.key), vectors.scaling
@@ -80,7 +78,7 @@ def sides(vectors: Vectors, kind: RelationKind) -> tuple[Tensor, Tensor, float]:
 
 
 def widened(part: Tensor) -> Tensor:
-    """Return a tensor in float32, or as it is where it is wider."""
+    """Return a tensor as float32, or unchanged where its dtype is wider."""
     return part.to(torch.promote_types(part.dtype, torch.float32))
 
 
@@ -89,7 +87,7 @@ def relation_scores(
 ) -> Float[Tensor, "batch heads query key"]:
     """Return a relation's scores, the input of its softmax.
 
-    Columns where `mask` is False have the least number of their dtype.
+    Columns where `mask` is False have the least number of the scores' dtype.
     """
     left, right, scaling = sides(vectors, kind)
     with torch.autocast(left.device.type, enabled=False):
@@ -112,7 +110,7 @@ def row_mask(
         mask = mask & vectors.mask
         if mask.shape[-2] > 1:
             # A padding row beyond every window would see no column: its scores would all be the least
-            # number of their dtype, and sums of them overflow. Padding rows weigh nothing, so they see all.
+            # number of their dtype, and sums of them overflow. Padding rows have no weight, so they see all.
             mask = mask | ~valid[:, None, :, None]
     return mask
 
@@ -127,7 +125,7 @@ def relation_probs(
 def softmax_and_lse(
     scores: Float[Tensor, "batch heads query key"],
 ) -> tuple[Float[Tensor, "batch heads query key"], Float[Tensor, "batch heads query"]]:
-    """Return rows' softmax and the logarithm of their sums of exponentials."""
+    """Return the softmax of each row, and the logarithm of its sum of exponentials."""
     probs = scores.softmax(-1)
     # The greatest probability is exp(0) over the sum, so the sum need not be computed again.
     return probs, scores.amax(-1) - probs.amax(-1).log()

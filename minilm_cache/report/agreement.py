@@ -20,73 +20,78 @@ from minilm_cache.storage_schema.identity import RelationKind
 
 KINDS: Final = (RelationKind.ATTENTION, RelationKind.VALUE)
 NUM_POSITIONS: Final = 8
-"""Parts of equal size that a sequence is divided into."""
+"""Number of parts of equal size that a sequence is divided into."""
 _SHORTEST: Final = 8
+"""Tokens of the shortest cut of the sequences; each further cut is twice as long."""
 _BATCH_SIZE: Final = 16
-
-
-_OF_SPLIT_HEADS: Final = (RelationKind.QUERY, RelationKind.KEY, RelationKind.VALUE)
+_SPLIT_KINDS: Final = (RelationKind.QUERY, RelationKind.KEY, RelationKind.VALUE)
+"""Relations that are compared where vectors are split into other heads than the attention's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """Means over rows of relations on held-out text."""
+class MeanAgreement:
+    """Agreement of a student's relation with the teacher's, averaged over rows of held-out text."""
 
     kl: float
     """KL(teacher || student), nats."""
     same: float
-    """Share of rows whose likeliest column is the teacher's."""
+    """Share of rows whose likeliest column is the same as the teacher's, between 0 and 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelationAgreement:
-    """One relation of a student beside the teacher's."""
+    """How well one relation of a student agrees with the teacher's."""
 
     student: str
     kind: RelationKind
-    heads: list[Probe]
-    positions: list[Probe]
-    """Of rows by where they are in their sequence, from its first eighth to its last."""
-    lengths: Mapping[int, Probe]
-    """Of sequences cut to so many tokens, whole ones at the end."""
+    heads: list[MeanAgreement]
+    """Agreement of each relation head."""
+    positions: list[MeanAgreement]
+    """Agreement of rows by their position in the sequence, from its first eighth to its last."""
+    lengths: Mapping[int, MeanAgreement]
+    """Agreement on sequences cut to a number of tokens, by that number; the last entry is for whole ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """A student whose relations are probed."""
+    """A student whose relations are compared with the teacher's."""
 
     name: str
     folder: Path
     relation_heads: int | None
-    """That both sides' vectors are split into anew (MiniLMv2, arXiv 2012.15828); none: their own heads."""
+    """Number of relation heads that the vectors of both models are split into (MiniLMv2, arXiv 2012.15828).
+    None means that both keep their attention heads."""
     layer: int | None
-    """Of the teacher that it is compared with, counted from 0; none: the last that the cache has."""
+    """Layer of the teacher that it is compared with, from 0. None means the last layer in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Every row of one relation: KL and whether the likeliest column is the same, `(rows, heads)`."""
+    """The rows of one relation: KL, and whether the likeliest column is the same, `(rows, heads)`."""
 
     kl: Float[Tensor, "rows heads"]
+    """KL(teacher || student), nats."""
     same: Float[Tensor, "rows heads"]
+    """1 where the likeliest column is the same as the teacher's, else 0."""
     position: Float[Tensor, " rows"]
-    """Between 0 and 1."""
+    """Position of the row in its sequence, between 0 and 1."""
 
-    def probe(self, chosen: Tensor | slice = slice(None)) -> Probe:
-        return Probe(float(self.kl[chosen].mean()), float(self.same[chosen].mean()))
+    def mean(self, chosen: Tensor | slice = slice(None)) -> MeanAgreement:
+        """Return the means over the chosen rows and all heads."""
+        return MeanAgreement(float(self.kl[chosen].mean()), float(self.same[chosen].mean()))
 
 
 def relation_agreement(cache: Cache, teacher: Teacher, students: Sequence[Probed]) -> list[RelationAgreement]:
     """Compare attention distributions and value relations of students with a teacher's, on held-out text.
 
-    Where vectors are split into other heads than the attention's, there is no attention distribution of these
-    heads: query, key and value relations are compared instead, which is what such students learned. Students
-    with other heads than the teacher, whose relations are not split anew, are left out.
+    Where vectors are split into other heads than the attention's, these heads have no attention distribution:
+    query, key and value relations are compared instead, which is what such students learned. Students with
+    another number of heads than the teacher, whose vectors are not split, are left out.
 
     Args:
-        cache: whose held-out sequences are read, up to 4,096 tokens.
-        teacher: of that cache.
-        students: their last layers are looked at.
+        cache: cache whose held-out sequences are read, up to 4,096 tokens.
+        teacher: teacher that the cache was dumped from.
+        students: students whose last layers are compared.
 
     Raises:
         TeacherError: a folder holds no student.
@@ -94,19 +99,19 @@ def relation_agreement(cache: Cache, teacher: Teacher, students: Sequence[Probed
     ids = held_out_ids(cache)
     if not ids:
         return []
-    found: list[RelationAgreement] = []
-    for one in students:
-        student = load_student(one.folder, teacher.device)
-        if one.relation_heads is None and _num_heads(student) != cache.manifest.identity.relation_heads:
+    agreements: list[RelationAgreement] = []
+    for student in students:
+        model = load_student(student.folder, teacher.device)
+        if student.relation_heads is None and _num_heads(model) != cache.manifest.identity.relation_heads:
             continue
-        teacher.tap((cache.manifest.identity.layers[-1] if one.layer is None else one.layer,))
-        found += _agreement(one, student, teacher=teacher, ids=ids)
-    return found
+        teacher.tap((cache.manifest.identity.layers[-1] if student.layer is None else student.layer,))
+        agreements += _agreement(student, model, teacher=teacher, ids=ids)
+    return agreements
 
 
 def _kinds(relation_heads: int | None) -> tuple[RelationKind, ...]:
-    """Return the relations that are compared, given the heads that vectors are split into anew."""
-    return KINDS if relation_heads is None else _OF_SPLIT_HEADS
+    """Return the relations that are compared, given the number of heads that vectors are split into."""
+    return KINDS if relation_heads is None else _SPLIT_KINDS
 
 
 def _num_heads(student: TappedModel) -> int:
@@ -114,55 +119,59 @@ def _num_heads(student: TappedModel) -> int:
 
 
 def _agreement(
-    one: Probed, student: TappedModel, *, teacher: Teacher, ids: Sequence[Int[Tensor, " _"]]
+    student: Probed, model: TappedModel, *, teacher: Teacher, ids: Sequence[Int[Tensor, " _"]]
 ) -> Iterator[RelationAgreement]:
     longest = max(map(len, ids))
     cuts = [_SHORTEST * 2**power for power in range(longest.bit_length()) if _SHORTEST * 2**power < longest]
     by_length = {
-        cut: _rows(student, teacher, ids=_cut(ids, cut), relation_heads=one.relation_heads)
+        cut: _rows(model, teacher, ids=_cut(ids, cut), relation_heads=student.relation_heads)
         for cut in [*cuts, longest]
     }
-    for kind in _kinds(one.relation_heads):
+    for kind in _kinds(student.relation_heads):
         whole = by_length[longest][kind]
         part = (whole.position * NUM_POSITIONS).long().clamp(max=NUM_POSITIONS - 1)
         yield RelationAgreement(
-            student=one.name,
+            student=student.name,
             kind=kind,
             heads=[
-                Probe(float(kl), float(same))
+                MeanAgreement(float(kl), float(same))
                 for kl, same in zip(whole.kl.mean(0), whole.same.mean(0), strict=True)
             ],
-            positions=[whole.probe(part == number) for number in range(NUM_POSITIONS)],
-            lengths={cut: rows[kind].probe() for cut, rows in by_length.items()},
+            positions=[whole.mean(part == number) for number in range(NUM_POSITIONS)],
+            lengths={cut: rows[kind].mean() for cut, rows in by_length.items()},
         )
 
 
 def _cut(ids: Sequence[Int[Tensor, " _"]], length: int) -> list[Tensor]:
-    """Return sequences of at most so many tokens; the last one of each stays its last: it ends a text."""
-    return [one if len(one) <= length else torch.cat([one[: length - 1], one[-1:]]) for one in ids]
+    """Return sequences of at most `length` tokens that keep their last token, because it ends the text."""
+    return [
+        sequence if len(sequence) <= length else torch.cat([sequence[: length - 1], sequence[-1:]])
+        for sequence in ids
+    ]
 
 
 @torch.no_grad()
 def _rows(
-    student: TappedModel, teacher: Teacher, *, ids: Sequence[Tensor], relation_heads: int | None
+    model: TappedModel, teacher: Teacher, *, ids: Sequence[Tensor], relation_heads: int | None
 ) -> dict[RelationKind, _Rows]:
+    """Return the rows of every relation that is compared, of all sequences without their padding."""
     parts: dict[RelationKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in _kinds(relation_heads)}
     for first in range(0, len(ids), _BATCH_SIZE):
         padded, lengths = pad(list(ids[first : first + _BATCH_SIZE]), 0)
         padded, lengths = padded.to(teacher.device), lengths.to(teacher.device)
         valid = key_mask(lengths, padded.shape[1])
         (expected,) = teacher.signals(padded, lengths)
-        (vectors,) = student(padded, valid.to(torch.int64)).vectors
-        found = TeacherSignal(vectors, lengths)
+        (vectors,) = model(padded, valid.to(torch.int64)).vectors
+        learned = TeacherSignal(vectors, lengths)
         if relation_heads is not None:
             expected = TeacherSignal(split_heads(expected.vectors, relation_heads), lengths)
-            found = TeacherSignal(split_heads(vectors, relation_heads), lengths)
+            learned = TeacherSignal(split_heads(vectors, relation_heads), lengths)
         position = torch.arange(padded.shape[1], device=lengths.device) / lengths[:, None]
-        for kind, own_parts in parts.items():
-            true, own = expected.probs(kind), found.probs(kind)
-            tiny = torch.finfo(own.dtype).tiny
-            kl = (torch.xlogy(true, true) - torch.xlogy(true, own.clamp(min=tiny))).sum(-1)
-            same = (true.argmax(-1) == own.argmax(-1)).to(kl.dtype)
+        for kind, batches in parts.items():
+            true, approximate = expected.probs(kind), learned.probs(kind)
+            tiny = torch.finfo(approximate.dtype).tiny
+            kl = (torch.xlogy(true, true) - torch.xlogy(true, approximate.clamp(min=tiny))).sum(-1)
+            same = (true.argmax(-1) == approximate.argmax(-1)).to(kl.dtype)
             rows = [part.transpose(1, 2)[valid].cpu() for part in (kl, same)]
-            own_parts.append((*rows, position[valid].cpu()))
-    return {kind: _Rows(*map(torch.cat, zip(*some, strict=True))) for kind, some in parts.items()}
+            batches.append((*rows, position[valid].cpu()))
+    return {kind: _Rows(*map(torch.cat, zip(*batches, strict=True))) for kind, batches in parts.items()}

@@ -1,7 +1,8 @@
 """How close trained students are to a teacher that runs now: exact KLs on a cache's held-out sequences.
 
-A run's own figures are to what its cache holds, and after a teacher assistant to the assistant; these are to
-one teacher, so students of several caches, and of several stages, can be set beside each other.
+A run records KLs to what its cache holds: after a teacher assistant, these are KLs to the assistant. The KLs
+computed here are all to one teacher, so that students of several caches and of several stages can be compared
+with each other.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ _BATCH_SIZE = 16
 
 
 def load_student(folder: Path, device: torch.device) -> TappedModel:
-    """Load a trained student, without dropout, tapped at its last layer.
+    """Load a trained student in evaluation mode, tapped at its last layer.
 
     Raises:
         TeacherError: the folder holds no such model.
@@ -37,13 +38,13 @@ def load_student(folder: Path, device: torch.device) -> TappedModel:
 
 
 def is_teacher_of(teacher: Teacher, cache: Cache) -> bool:
-    """Return whether a cache holds this teacher's relations."""
+    """Return whether a cache holds the relations of this teacher."""
     expected = cache.manifest.identity
     return teacher.identity == expected.teacher and teacher.tokenizer_sha256 == expected.tokenizer_sha256
 
 
 def check_is_teacher_of(teacher: Teacher, cache: Cache) -> None:
-    """Raise IdentityMismatchError for another teacher than the one whose relations a cache holds."""
+    """Raise IdentityMismatchError if a cache holds the relations of another teacher."""
     if not is_teacher_of(teacher, cache):
         expected = cache.manifest.identity.teacher
         raise IdentityMismatchError(
@@ -56,16 +57,19 @@ def check_is_teacher_of(teacher: Teacher, cache: Cache) -> None:
 def live_held_out_kl(
     cache: Cache, teacher: Teacher, *, objective: Objective, students: Sequence[Path]
 ) -> list[HeldOutLosses] | list[None]:
-    """Return each student's KL(teacher || student), nats, on held-out sequences; none: nothing is held out.
+    """Return each student's KL(teacher || student), nats, on held-out sequences.
 
     Args:
-        cache: whose held-out sequences are read, at most 256.
-        teacher: that the cache was dumped from.
-        objective: says which relations, of which layer, split into how many heads.
-        students: their folders.
+        cache: cache whose held-out sequences are read, at most 256.
+        teacher: teacher that the cache was dumped from.
+        objective: objective that names the relations, the layer and the number of relation heads.
+        students: folders of the students.
+
+    Returns:
+        The losses of each student by relation. None for each student where nothing is held out.
 
     Raises:
-        IdentityMismatchError: it is another teacher.
+        IdentityMismatchError: the cache was dumped from another teacher.
         TeacherError: a folder holds no student.
     """
     check_is_teacher_of(teacher, cache)
@@ -74,39 +78,40 @@ def live_held_out_kl(
         return [None] * len(students)
     wanted = objective.wanted
     teacher.tap(wanted.layers or manifest.identity.layers[-1:])
-    looks = [_look(load_student(folder, teacher.device), objective) for folder in students]
+    measures = [_loss_function(load_student(folder, teacher.device), objective) for folder in students]
     reader = BatchReader(
         cache, WantedTargets(kinds=()), pad_token=teacher.tokenizer.pad_token_id, device=teacher.device
     )
     tokens = reader.held_out_batches(batch_size(wanted, manifest, _BATCH_SIZE), MAX_SEQUENCES)
-    return held_out_losses(looks, with_live_targets(tokens, teacher, wanted))
+    return held_out_losses(measures, with_live_targets(tokens, teacher, wanted))
 
 
-def _look(student: TappedModel, objective: Objective) -> Callable[[StudentBatch], Losses]:
-    own = objective.of(student)
-    student.tap(own.needs.layers, own.needs.hidden, own.needs.head)
+def _loss_function(student: TappedModel, objective: Objective) -> Callable[[StudentBatch], Losses]:
+    """Return a function that computes a student's losses on one batch."""
+    module = objective.of(student)
+    student.tap(module.needs.layers, module.needs.hidden, module.needs.head)
 
-    def look(batch: StudentBatch) -> Losses:
-        return own.losses(own(read(student, own, batch), batch, "dense"))
+    def losses(batch: StudentBatch) -> Losses:
+        return module.losses(module(read(student, module, batch), batch, "dense"))
 
-    return look
+    return losses
 
 
 @torch.no_grad()
 def masked_agreement(cache: Cache, teacher: Teacher, students: Sequence[Path]) -> list[float]:
-    """Return how often students tell masked tokens as the teacher does, on held-out sequences.
+    """Return how often students predict masked tokens like the teacher, on held-out sequences.
 
-    The share of chosen tokens where a student's likeliest token is that of the teacher, run anew: labels are
-    a sample, whose likeliest token is another.
+    This is the share of masked tokens, between 0 and 1, where a student's likeliest token is the teacher's.
+    The teacher runs again for this: the labels in a cache are a sample, whose likeliest token may be another.
 
     Args:
-        cache: with masked readings; at most 256 of its held-out sequences are read.
-        teacher: that the cache was dumped from, loaded with its head for masked tokens.
-        students: folders of models with such a head.
+        cache: cache with masked readings; at most 256 of its held-out sequences are read.
+        teacher: teacher that the cache was dumped from, loaded with its head for masked tokens.
+        students: folders of models that have a head for masked tokens.
 
     Raises:
-        IdentityMismatchError: it is another teacher.
-        TeacherError: a folder holds no such model.
+        IdentityMismatchError: the cache was dumped from another teacher.
+        TeacherError: a folder holds no model with a head for masked tokens.
     """
     check_is_teacher_of(teacher, cache)
     models = [
@@ -119,12 +124,12 @@ def masked_agreement(cache: Cache, teacher: Teacher, students: Sequence[Path]) -
     for batch in reader.held_out_batches(_BATCH_SIZE, MAX_SEQUENCES):
         masked = batch.states.masked
         assert masked is not None
-        found = teacher.read(masked.ids, batch.lengths, head="tokens", chosen=masked.chosen, layers=())
-        assert found.logits is not None
-        told = found.logits.argmax(-1)
-        count += len(told)
+        reading = teacher.read(masked.ids, batch.lengths, head="tokens", chosen=masked.chosen, layers=())
+        assert reading.logits is not None
+        expected = reading.logits.argmax(-1)
+        count += len(expected)
         mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
-        for at, model in enumerate(models):
+        for index, model in enumerate(models):
             logits = model(masked.ids, mask, masked.chosen).logits
-            same[at] += int((logits.argmax(-1) == told).sum())
-    return [one / max(count, 1) for one in same]
+            same[index] += int((logits.argmax(-1) == expected).sum())
+    return [num_same / max(count, 1) for num_same in same]

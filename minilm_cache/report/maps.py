@@ -1,7 +1,8 @@
-"""Relations of teacher and students on the same text, for people to look at (MiniLM, figures 1 to 3).
+"""Relations of teacher and students on the same text, shown as maps (MiniLM, figures 1 to 3).
 
-The teacher's are computed where it is at hand, of every layer; else they are what the cache holds, of the
-layers that it holds. Long sequences run whole and are shown from their beginning: no row is made up.
+Where the teacher is loaded, its relations are computed for every layer. Otherwise they are read from the
+cache, for the layers that it holds. A long sequence runs through the models whole and only its beginning is
+shown, so that every shown row is a part of a real one.
 """
 
 import base64
@@ -29,27 +30,28 @@ from minilm_cache.storage_schema.identity import RelationKind
 
 KINDS: Final = (RelationKind.ATTENTION, RelationKind.VALUE)
 MAX_SHOWN: Final = 64
-"""Positions of a sequence, at most."""
+"""Most positions of a sequence that are shown."""
 _MAX_BYTES: Final = 900_000
-"""Of all maps, a byte for each entry; base64 makes a third more of it."""
+"""Most bytes of all maps together, one byte for each entry; base64 makes them a third longer."""
 
 Maps = npt.NDArray[np.float32]
-"""The beginning of one relation: `(layers, heads, shown, shown)`, 64 positions at most."""
+"""The beginning of one relation, `(layers, heads, shown, shown)`, with at most 64 positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMaps:
-    """What one model does with one text."""
+    """The relations of one model on one text."""
 
     name: str
     note: str
+    """Where the maps come from, as the page shows it."""
     layers: tuple[int, ...]
-    """Counted from 0."""
+    """Numbers of the layers, counted from 0."""
     relations: Mapping[RelationKind, Maps]
 
     @property
     def num_heads(self) -> int:
-        """Heads of each layer."""
+        """Number of heads of each layer."""
         return int(next(iter(self.relations.values())).shape[1])
 
 
@@ -63,31 +65,32 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """Texts to look at."""
+class MapTexts:
+    """Texts whose maps are shown."""
 
     sequences: tuple[int, ...] = (0,)
-    """Numbers among the held-out sequences, from 0."""
+    """Numbers of held-out sequences, counted from 0."""
     texts: tuple[str, ...] = ()
+    """Texts of the user, which need a teacher."""
 
 
 def examples(
-    cache: Cache, students: Sequence[tuple[str, Path]], *, teacher: Teacher | None, wanted: Wanted
+    cache: Cache, students: Sequence[tuple[str, Path]], *, teacher: Teacher | None, map_texts: MapTexts
 ) -> list[Example]:
     """Return relations of the teacher and of students on texts.
 
     Args:
-        cache: whose teacher and held-out sequences these are.
-        students: names and folders; they share the teacher's tokenizer.
-        teacher: of that cache; none: what the cache holds of held-out sequences.
-        wanted: which texts; texts of one's own only with a teacher (`page.check_page`).
+        cache: cache that was dumped from the teacher, with the held-out sequences.
+        students: names and folders of students that share the teacher's tokenizer.
+        teacher: teacher that the cache was dumped from. None means that its maps are read from the cache.
+        map_texts: the texts; texts of the user need a teacher (`page.check_page`).
 
     Raises:
-        InvalidConfigError: there is no such sequence.
+        InvalidConfigError: the cache has no held-out sequence of this number.
         TeacherError: a folder holds no student.
     """
     held_out = cache.manifest.num_held_out
-    for number in wanted.sequences:
+    for number in map_texts.sequences:
         if not 0 <= number < held_out:
             raise InvalidConfigError(
                 f"--sequence {number}: the cache has {held_out} held-out sequences, counted from 0. "
@@ -96,49 +99,49 @@ def examples(
     tokenizer = load_tokenizer(students[0][1]) if teacher is None else teacher.tokenizer
     texts: list[tuple[str, int | None, Tensor]] = [
         (f"held-out sequence {number}", number, cache[cache.manifest.num_train + number].input_ids)
-        for number in wanted.sequences
+        for number in map_texts.sequences
     ]
     most = cache.manifest.identity.packing.max_length
-    for text in wanted.texts:
+    for text in map_texts.texts:
         ids = tokenizer(text, truncation=True, max_length=most, return_tensors="pt")["input_ids"][0]
         texts.append((text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…", None, ids))
     models = [(name, load_student(folder, torch.device("cpu"))) for name, folder in students]
-    found = []
-    for label, at, ids in texts:
-        first = _live(teacher, ids) if teacher is not None else _stored(cache, at or 0)
-        own = [_of_model(name, "student", model=model, ids=ids) for name, model in models]
-        found.append(Example(label=label, tokens=_words(tokenizer, ids), models=(first, *own)))
-    return found
+    shown = []
+    for label, sequence, ids in texts:
+        expected = _live_maps(teacher, ids) if teacher is not None else _stored_maps(cache, sequence or 0)
+        learned = [_model_maps(name, "student", model=model, ids=ids) for name, model in models]
+        shown.append(Example(label=label, tokens=_tokens(tokenizer, ids), models=(expected, *learned)))
+    return shown
 
 
-def _words(tokenizer: PreTrainedTokenizerFast, ids: Int[Tensor, " length"]) -> tuple[str, ...]:
+def _tokens(tokenizer: PreTrainedTokenizerFast, ids: Int[Tensor, " length"]) -> tuple[str, ...]:
     return tuple(map(str, tokenizer.convert_ids_to_tokens(ids.tolist())))
 
 
-def _live(teacher: Teacher, ids: Int[Tensor, " length"]) -> ModelMaps:
-    model = TappedModel(teacher.model)
-    return _of_model(f"teacher {teacher.name}", "teacher, run again", model=model, ids=ids.to(teacher.device))
+def _live_maps(teacher: Teacher, ids: Int[Tensor, " length"]) -> ModelMaps:
+    model, name = TappedModel(teacher.model), f"teacher {teacher.name}"
+    return _model_maps(name, "teacher, run again", model=model, ids=ids.to(teacher.device))
 
 
 @torch.no_grad()
-def _of_model(name: str, note: str, *, model: TappedModel, ids: Int[Tensor, " length"]) -> ModelMaps:
+def _model_maps(name: str, note: str, *, model: TappedModel, ids: Int[Tensor, " length"]) -> ModelMaps:
     layers = tuple(range(model.num_layers))
     lengths = torch.tensor([len(ids)], device=ids.device)
     vectors = model.tap(layers)(ids[None], torch.ones_like(ids)[None]).vectors
     relations = {
-        kind: np.concatenate([_beginning(relation_probs(one, kind, lengths)) for one in vectors])
+        kind: np.concatenate([_beginning(relation_probs(layer, kind, lengths)) for layer in vectors])
         for kind in KINDS
     }
     return ModelMaps(name=name, note=note, layers=layers, relations=relations)
 
 
 def _beginning(probs: Float[Tensor, "layers heads query key"]) -> Maps:
-    """Return the part of maps that is ever shown."""
+    """Return the part of maps that can be shown, at most 64 positions."""
     shown: Maps = probs[..., :MAX_SHOWN, :MAX_SHOWN].cpu().numpy()
     return shown
 
 
-def _stored(cache: Cache, number: int) -> ModelMaps:
+def _stored_maps(cache: Cache, number: int) -> ModelMaps:
     sequence = cache[cache.manifest.num_train + number]
     relations = {
         kind: _beginning(torch.stack([sequence.relation(kind, layer) for layer in cache.layers]))
@@ -152,23 +155,24 @@ def _stored(cache: Cache, number: int) -> ModelMaps:
     )
 
 
-def packed(found: Sequence[Example]) -> dict[str, Any]:
+def packed(shown_texts: Sequence[Example]) -> dict[str, Any]:
     """Return examples as JSON for the page: an entry is one byte, 255 times the root of its probability.
 
-    As many positions are kept as fit into 900 kB, 64 at most.
+    As many positions are kept as fit into 900 kB, at most 64.
     """
-    maps = sum(len(model.layers) * model.num_heads for one in found for model in one.models) * len(KINDS)
+    models_of_all = [model for example in shown_texts for model in example.models]
+    maps = sum(len(model.layers) * model.num_heads for model in models_of_all) * len(KINDS)
     most = min(MAX_SHOWN, math.isqrt(_MAX_BYTES // max(maps, 1)))
     blob = bytearray()
     described = []
-    for one in found:
-        shown = min(len(one.tokens), most)
-        models = [_append(blob, model, shown) for model in one.models]
+    for example in shown_texts:
+        shown = min(len(example.tokens), most)
+        models = [_append(blob, model, shown) for model in example.models]
         described.append(
             {
-                "label": one.label,
-                "tokens": one.tokens[:shown],
-                "length": len(one.tokens),
+                "label": example.label,
+                "tokens": example.tokens[:shown],
+                "length": len(example.tokens),
                 "models": models,
             }
         )
@@ -176,6 +180,7 @@ def packed(found: Sequence[Example]) -> dict[str, Any]:
 
 
 def _append(blob: bytearray, model: ModelMaps, shown: int) -> dict[str, Any]:
+    """Append a model's maps to the bytes, and return its description with the offsets of its maps."""
     offsets = {}
     for kind, maps in model.relations.items():
         offsets[str(kind)] = len(blob)

@@ -1,16 +1,17 @@
-"""The report: one HTML file that needs nothing else, from complete runs.
+"""The report: one self-contained HTML file about complete runs.
 
-Everything that comes from a cache or a model is text to the template, never markup; the page loads nothing.
+Everything that comes from a cache or a model enters the template as text, never as markup. The page loads no
+other file.
 """
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import matplotlib as mpl
 import pyarrow as pa
@@ -23,7 +24,7 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.agreement import Probed, RelationAgreement, relation_agreement
 from minilm_cache.report.compare import check_is_teacher_of
-from minilm_cache.report.maps import Wanted, examples, packed
+from minilm_cache.report.maps import Example, MapTexts, examples, packed
 from minilm_cache.report.plots import (
     INK,
     agreement_figure,
@@ -40,20 +41,31 @@ from minilm_cache.store.durable import refuse_file, storage_errors, write_file
 from minilm_cache.wording import number_text
 
 MAX_STUDENTS: Final = 8
-"""Whose maps and layers are shown; tables and curves show all."""
+"""Most students whose maps and layers are shown; tables and curves show all students."""
 _FLOAT16_BYTES: Final = 2
+_SOURCES: Final = "minilm_cache.report"
+"""Package that holds the template, the style sheet and the script of the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was written."""
+    """The page that was written, and what was compared for it."""
 
     path: Path
     num_bytes: int
     similarity: list[LayerSimilarity]
-    """Of layers, where a teacher was at hand."""
+    """Similarity of each shown student's layers to the teacher's; empty without a teacher."""
     agreement: list[RelationAgreement]
-    """Of relations, likewise."""
+    """Agreement of each shown student's relations with the teacher's; empty without a teacher."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparisons:
+    """What is measured for the page: maps, similarity of layers and agreement of relations."""
+
+    maps: list[Example]
+    similarity: list[LayerSimilarity]
+    agreement: list[RelationAgreement]
 
 
 def write_report(
@@ -62,7 +74,7 @@ def write_report(
     students: pa.Table,
     *,
     teacher: Teacher | None = None,
-    wanted: Wanted | None = None,
+    map_texts: MapTexts | None = None,
     title: str = "report",
     remarks: Sequence[str] = (),
     paths: bool = False,
@@ -70,111 +82,169 @@ def write_report(
     """Write a page about runs.
 
     Args:
-        path: of the file.
-        runs: complete runs; attention maps are of those with the tokenizer of the first one.
-        students: `results.students_table` of them.
-        teacher: of the first run's cache; none: maps are what the cache holds, layers are not compared.
-        wanted: texts for the attention maps; none: the first held-out sequence, if there is one.
-        title: of the page.
-        remarks: sentences at its top.
-        paths: whether it shows whole paths, which tell of a machine and its user, or names alone.
+        path: path of the file.
+        runs: complete runs; attention maps show the students of those that have the first run's tokenizer.
+        students: table of their students (`report.tables.students_table`).
+        teacher: teacher of the first run's cache. None means that maps are read from the cache, and that
+            layers and relations are not compared.
+        map_texts: texts of the attention maps. None means the first held-out sequence, if there is one.
+        title: title of the page.
+        remarks: sentences at the top of the page, without their full stops.
+        paths: True shows whole paths, which reveal a machine and its user; False shows only names of folders.
 
     Raises:
-        InvalidConfigError: a text that cannot be looked at.
-        IdentityMismatchError: the teacher is another one.
-        StorageError: the file system refused.
+        InvalidConfigError: a text or a held-out sequence cannot be shown.
+        IdentityMismatchError: the cache was dumped from another teacher.
+        StorageError: the file cannot be written.
     """
-    check_page(path, wanted, has_teacher=teacher is not None)
-    first = runs[0].reference
+    check_page(path, map_texts, has_teacher=teacher is not None)
+    cache = runs[0].reference
     if teacher is not None:
-        check_is_teacher_of(teacher, first)
-    if wanted is None:
-        wanted = Wanted(sequences=(0,) if first.manifest.num_held_out else ())
+        check_is_teacher_of(teacher, cache)
+    if map_texts is None:
+        map_texts = MapTexts(sequences=(0,) if cache.manifest.num_held_out else ())
     shown = _shown_students(runs)
-    found = examples(first, shown, teacher=teacher, wanted=wanted) if shown else []
-    similarity = layer_similarity(first, teacher, shown) if teacher is not None and shown else []
-    probed = _probed(runs, shown)
-    of_folder = {run.folder(one): run for run in runs for one in run.students}
-    agreement = [] if teacher is None else relation_agreement(first, teacher, probed)
-    by_student = {one.student: [two for two in agreement if two.student == one.student] for one in agreement}
-    heads, length = first.manifest.identity.relation_heads, first.manifest.identity.packing.max_length
-    dense = heads * length * _FLOAT16_BYTES * 2
-    summary = summary_table(students)
-    folder = files("minilm_cache.report")
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["figure"] = number_text
-    page = environment.from_string((folder / "page.html").read_text()).render(
-        title=title,
-        remarks=remarks,
-        num_shown=len(shown),
-        num_students=sum(len(run.students) for run in runs),
-        version=__version__,
-        style=Markup((folder / "page.css").read_text()),  # noqa: S704 - our own file
-        script=Markup((folder / "page.js").read_text()),  # noqa: S704 - likewise
-        students=summary.to_pylist(),
-        has_agreement=summary["masked_agreement"].null_count < len(summary),
-        kinds=[kind for kind, column in KL_COLUMNS.items() if summary[column].null_count < len(summary)],
-        diverged=[row for row in students.to_pylist() if row["diverged_at"] is not None],
-        teacher=first.manifest.labels.teacher,
-        is_live=teacher is not None,
-        curves=svg(curves_figure(runs), "curves"),
-        tradeoff=svg(tradeoff_figure(students), "tradeoff"),
-        storage=svg(storage_figure(students, dense), "storage"),
-        maps=packed(found) if found else None,
-        untrained={name: of_folder[folder].record.identity.spec.untrained for name, folder in shown},
-        similarity=[(one, svg(similarity_figure(one), one.student)) for one in similarity],
-        agreement=[
-            (name, some, svg(agreement_figure(some), f"agreement {name}"))
-            for name, some in by_student.items()
-        ],
-        provenance=[(run.path.name, provenance(run, paths=paths)) for run in runs],
+    compared = _compare(runs, shown, teacher=teacher, map_texts=map_texts)
+    page = _render(
+        {
+            "title": title,
+            "remarks": remarks,
+            "version": __version__,
+            "teacher": cache.manifest.labels.teacher,
+            "is_live": teacher is not None,
+            **_student_values(runs, students),
+            **_figure_values(runs, students),
+            **_comparison_values(runs, shown, compared),
+            "provenance": [(run.path.name, provenance(run, paths=paths)) for run in runs],
+        }
     )
     content = page.encode()
     with storage_errors("write", path):
         write_file(path, content)
-    return Report(path=path, num_bytes=len(content), similarity=similarity, agreement=agreement)
+    return Report(
+        path=path, num_bytes=len(content), similarity=compared.similarity, agreement=compared.agreement
+    )
 
 
-def check_page(path: Path, wanted: Wanted | None, *, has_teacher: bool) -> None:
-    """Raise InvalidConfigError for a page that cannot be, before anything is measured."""
+def _compare(
+    runs: Sequence[TrainedRun],
+    shown: Sequence[tuple[str, Path]],
+    *,
+    teacher: Teacher | None,
+    map_texts: MapTexts,
+) -> _Comparisons:
+    """Compute the maps of the shown students, and compare their layers and relations with the teacher's."""
+    cache = runs[0].reference
+    maps = examples(cache, shown, teacher=teacher, map_texts=map_texts) if shown else []
+    similarity = layer_similarity(cache, teacher, shown) if teacher is not None and shown else []
+    probed = _probed(runs, shown)
+    agreement = [] if teacher is None else relation_agreement(cache, teacher, probed)
+    return _Comparisons(maps=maps, similarity=similarity, agreement=agreement)
+
+
+def _render(values: Mapping[str, Any]) -> str:
+    """Return the page: the template, filled with values, with its style sheet and its script."""
+    folder = files(_SOURCES)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["figure"] = number_text
+    return environment.from_string((folder / "page.html").read_text()).render(
+        style=Markup((folder / "page.css").read_text()),  # noqa: S704 - a file of this package
+        script=Markup((folder / "page.js").read_text()),  # noqa: S704 - a file of this package
+        **values,
+    )
+
+
+def _student_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str, Any]:
+    """Return what the template shows in its table of students."""
+    summary = summary_table(students)
+    return {
+        "num_students": sum(len(run.students) for run in runs),
+        "students": summary.to_pylist(),
+        "has_agreement": summary["masked_agreement"].null_count < len(summary),
+        "kinds": [kind for kind, column in KL_COLUMNS.items() if summary[column].null_count < len(summary)],
+        "diverged": [row for row in students.to_pylist() if row["diverged_at"] is not None],
+    }
+
+
+def _figure_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str, Any]:
+    """Return the figures about all students: curves, trade-off and storage."""
+    identity = runs[0].reference.manifest.identity
+    num_relations = 2  # attention distribution and value relation
+    dense_bytes = identity.relation_heads * identity.packing.max_length * _FLOAT16_BYTES * num_relations
+    return {
+        "curves": svg(curves_figure(runs), "curves"),
+        "tradeoff": svg(tradeoff_figure(students), "tradeoff"),
+        "storage": svg(storage_figure(students, dense_bytes), "storage"),
+    }
+
+
+def _comparison_values(
+    runs: Sequence[TrainedRun], shown: Sequence[tuple[str, Path]], compared: _Comparisons
+) -> dict[str, Any]:
+    """Return what the template shows of single students: maps, similarity and agreement with the teacher."""
+    runs_of = _runs_by_folder(runs)
+    by_student: dict[str, list[RelationAgreement]] = {}
+    for relation in compared.agreement:
+        by_student.setdefault(relation.student, []).append(relation)
+    return {
+        "num_shown": len(shown),
+        "maps": packed(compared.maps) if compared.maps else None,
+        "untrained": {name: runs_of[folder].record.identity.spec.untrained for name, folder in shown},
+        "similarity": [
+            (layers, svg(similarity_figure(layers), layers.student)) for layers in compared.similarity
+        ],
+        "agreement": [
+            (name, relations, svg(agreement_figure(relations), f"agreement {name}"))
+            for name, relations in by_student.items()
+        ],
+    }
+
+
+def check_page(path: Path, map_texts: MapTexts | None, *, has_teacher: bool) -> None:
+    """Raise InvalidConfigError for a page that cannot be written, before anything is measured."""
     refuse_file(path.parent)
     if path.is_dir():
         raise InvalidConfigError(f"--out {path} is a folder. Name a file.")
-    if wanted is not None and wanted.texts and not has_teacher:
-        raise InvalidConfigError("--text goes with --teacher, which must read it. Give both.")
+    if map_texts is not None and map_texts.texts and not has_teacher:
+        raise InvalidConfigError("--text needs --teacher, because the teacher must read the text. Give both.")
 
 
 def _shown_students(runs: Sequence[TrainedRun]) -> list[tuple[str, Path]]:
-    """Return names and folders of students that read the first run's tokens, seed by seed."""
+    """Return names and folders of students that can read the first run's sequences, at most 8, by seed."""
     first = runs[0].reference.manifest.identity
-    found = []
-    for run in sorted(runs, key=lambda one: one.record.identity.seed):
-        own = run.reference.manifest.identity
-        reads = own.tokenizer_sha256 == first.tokenizer_sha256
-        if reads and own.packing.max_length >= first.packing.max_length:
+    shown = []
+    for run in sorted(runs, key=lambda run: run.record.identity.seed):
+        identity = run.reference.manifest.identity
+        has_tokenizer = identity.tokenizer_sha256 == first.tokenizer_sha256
+        if has_tokenizer and identity.packing.max_length >= first.packing.max_length:
             suffix = "" if len(runs) == 1 else f", {run.path.name}"
-            found += [(f"{one.arch}{suffix}", run.folder(one)) for one in run.students]
-    return found[:MAX_STUDENTS]
+            shown += [(f"{student.arch}{suffix}", run.folder(student)) for student in run.students]
+    return shown[:MAX_STUDENTS]
+
+
+def _runs_by_folder(runs: Sequence[TrainedRun]) -> dict[Path, TrainedRun]:
+    """Return the run of each student, by the student's folder."""
+    return {run.folder(student): run for run in runs for student in run.students}
 
 
 def _probed(runs: Sequence[TrainedRun], shown: Sequence[tuple[str, Path]]) -> list[Probed]:
-    """Return the students that are shown, with the heads and the layer that they are compared by."""
-    found = {run.folder(one): run for run in runs for one in run.students}
+    """Return the students that are shown, with the relation heads and the layer that they are compared by."""
+    runs_of = _runs_by_folder(runs)
     return [
         Probed(
             name=name,
             folder=folder,
-            relation_heads=found[folder].objective.wanted.relation_heads,
-            layer=found[folder].layer,
+            relation_heads=runs_of[folder].objective.wanted.relation_heads,
+            layer=runs_of[folder].layer,
         )
         for name, folder in shown
     ]
 
 
 def svg(figure: Figure, name: str) -> Markup:
-    """Return a figure as markup whose ink is the page's, and whose identifiers are its own."""
+    """Return a figure as SVG that takes the text colour of the page and has identifiers of its own."""
     buffer = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
@@ -182,5 +252,5 @@ def svg(figure: Figure, name: str) -> Markup:
     text = text[text.index("<svg") :].replace(INK, "currentColor")
     prefix = sha256(name.encode()).hexdigest()[:8]
     text = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", text)
-    # The size is the column's; the view box keeps the shape.
+    # The column of the page sets the size; the view box keeps the ratio of width to height.
     return Markup(re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1))  # noqa: S704 - matplotlib escapes

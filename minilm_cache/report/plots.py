@@ -1,6 +1,7 @@
-"""The report's pictures as functions: each takes tables and returns a matplotlib figure, in notebooks, too.
+"""The report's figures: each function takes tables and returns a matplotlib figure, also for notebooks.
 
-Series differ by marker and line style beside their colour; inks are put in so that a page can turn them over.
+Series differ in marker and line style in addition to colour. Text and axes have one ink colour, which a page
+can replace by its own.
 """
 
 from collections.abc import Sequence
@@ -20,27 +21,28 @@ from minilm_cache.report.similarity import LayerSimilarity
 from minilm_cache.report.tables import KL_COLUMNS, curves_table
 
 COLOURS: Final = ("#3b82c4", "#d9622b", "#4c9a52", "#b05fc0", "#c9a227", "#5aa7a7", "#c45b7c", "#8a7a5c")
-"""Of middling lightness: they stand out from white and from black."""
+"""Colours of series, of medium lightness: they stand out on white and on black."""
 MARKERS: Final = "os^Dv<>P"
 STYLES: Final = ("-", "--", "-.", ":")
 _MOST_POINTS: Final = 400
-"""Of a curve; of a longer one every n-th is drawn."""
+"""Most points of a curve; of a longer curve every n-th point is drawn."""
 _MARKS: Final = 8
-"""Markers along a curve."""
+"""Number of markers along a curve."""
 INK: Final = "#121314"
-"""Of text and axes; a page puts its own colour in its place."""
+"""Colour of text and axes, which a page replaces by its own."""
 
 
 def _axes(width: float, height: float) -> tuple[Figure, Axes]:
-    """Return a figure of one picture; no pyplot, so nothing is kept alive and no display is needed."""
+    """Return a figure with one set of axes, without pyplot, which keeps figures alive and needs a display."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     figure.patch.set_alpha(0)
-    _plain_axes(axes)
+    _style_axes(axes)
     return figure, axes
 
 
-def _plain_axes(axes: Axes) -> None:
+def _style_axes(axes: Axes) -> None:
+    """Remove background and frame, and draw the rest in the ink colour."""
     axes.patch.set_alpha(0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(INK)
@@ -50,6 +52,7 @@ def _plain_axes(axes: Axes) -> None:
 
 
 def _legend(axes: Axes, title: str) -> None:
+    """Draw a legend to the right of the axes, if there is anything to name."""
     if not axes.get_legend_handles_labels()[0]:
         return
     legend = axes.legend(
@@ -65,12 +68,12 @@ def curves_figure(runs: Sequence[TrainedRun]) -> Figure:
     for run in runs:
         table = curves_table(run)
         for student in run.students:
-            own = table.filter(pc.field("student") == student.arch)
-            losses = own.filter((pc.field("what") == "students") & (pc.field("of") == "loss"))
+            logged = table.filter(pc.field("student") == student.arch)
+            losses = logged.filter((pc.field("what") == "students") & (pc.field("of") == "loss"))
             losses = losses.take(np.arange(0, len(losses), 1 + len(losses) // _MOST_POINTS))
             colour = COLOURS[drawn % len(COLOURS)]
-            style = STYLES[(drawn + drawn // len(COLOURS)) % len(STYLES)]  # no two of 32 are alike
-            label = _plain(f"{student.arch}, {run.path.name}" if len(runs) > 1 else student.arch)
+            style = STYLES[(drawn + drawn // len(COLOURS)) % len(STYLES)]  # the first 32 pairs all differ
+            label = _literal(f"{student.arch}, {run.path.name}" if len(runs) > 1 else student.arch)
             axes.plot(
                 losses["step"],
                 losses["nats"],
@@ -82,8 +85,8 @@ def curves_figure(runs: Sequence[TrainedRun]) -> Figure:
                 lw=1.4,
                 label=label,
             )
-            looks = own.filter((pc.field("what") == "held_out") & (pc.field("of") == "loss"))
-            axes.plot(looks["step"], looks["nats"], "x", color=colour)
+            held_out = logged.filter((pc.field("what") == "held_out") & (pc.field("of") == "loss"))
+            axes.plot(held_out["step"], held_out["nats"], "x", color=colour)
             drawn += 1
     axes.set(xlabel="step", ylabel="loss (nats)", yscale="log")
     _legend(axes, "student")
@@ -91,7 +94,7 @@ def curves_figure(runs: Sequence[TrainedRun]) -> Figure:
 
 
 def tradeoff_figure(students: pa.Table) -> Figure:
-    """Draw speed against closeness: the teacher's speed is 1, and areas are parameters."""
+    """Draw speed, in multiples of the teacher's, against held-out KL; areas show numbers of parameters."""
     figure, axes = _axes(8.5, 4.2)
     rows = _with_kl(students)
     most = max((row["num_parameters"] for row in rows), default=1)
@@ -99,20 +102,22 @@ def tradeoff_figure(students: pa.Table) -> Figure:
     for row in rows:
         key = (row["arch"], _relations_of(row))
         place = (row["speedup"], row["kl_sum"])
-        best[key] = min(best.get(key, place), place, key=lambda one: one[1])
+        best[key] = min(best.get(key, place), place, key=lambda position: position[1])
     for number, cache in enumerate(dict.fromkeys(map(_cache_label, rows))):
-        own = [row for row in rows if _cache_label(row) == cache]
+        members = [row for row in rows if _cache_label(row) == cache]
         axes.scatter(
-            [row["speedup"] for row in own],
-            [row["kl_sum"] for row in own],
-            s=[30 + 270 * row["num_parameters"] / most for row in own],
+            [row["speedup"] for row in members],
+            [row["kl_sum"] for row in members],
+            s=[30 + 270 * row["num_parameters"] / most for row in members],
             marker=MARKERS[number % len(MARKERS)],
             color=COLOURS[number % len(COLOURS)],
             alpha=0.75,
-            label=_plain(cache),
+            label=_literal(cache),
         )
     for (arch, _), place in best.items():
-        axes.annotate(_plain(arch), place, xytext=(6, -10), textcoords="offset points", color=INK, fontsize=8)
+        axes.annotate(
+            _literal(arch), place, xytext=(6, -10), textcoords="offset points", color=INK, fontsize=8
+        )
     axes.set(xlabel="tokens per second of inference, teacher = 1", ylabel="held-out KL, summed (nats)")
     axes.margins(0.12)
     _legend(axes, "cache")
@@ -120,11 +125,11 @@ def tradeoff_figure(students: pa.Table) -> Figure:
 
 
 def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Figure:
-    """Draw bytes per token of each cache against its students' KL, a line for each shape.
+    """Draw bytes per token of each cache against its students' KL, with a line for each shape.
 
     Args:
-        students: `results.students_table`.
-        dense_bytes_per_token: of both relations in float16, which marks what nothing stored would take.
+        students: table of students (`report.tables.students_table`).
+        dense_bytes_per_token: bytes per token of both relations in float16 without a codec, drawn as a line.
     """
     figure, axes = _axes(8.5, 4.2)
     rows = _with_kl(students)
@@ -140,32 +145,39 @@ def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Figure:
             STYLES[number % len(STYLES)],
             marker=MARKERS[number % len(MARKERS)],
             color=COLOURS[number % len(COLOURS)],
-            label=_plain(key),
+            label=_literal(key),
         )
     axes.axvline(dense_bytes_per_token, color=INK, lw=0.8, ls=":")
-    at = axes.get_xaxis_transform()
+    transform = axes.get_xaxis_transform()
     axes.text(
-        dense_bytes_per_token, 0.98, " dense ", color=INK, fontsize=8, va="top", ha="right", transform=at
+        dense_bytes_per_token,
+        0.98,
+        " dense ",
+        color=INK,
+        fontsize=8,
+        va="top",
+        ha="right",
+        transform=transform,
     )
     axes.set(xlabel="bytes per token of the cache", ylabel="held-out KL, summed (nats)", xscale="log")
     _legend(axes, "student")
     return figure
 
 
-def similarity_figure(found: LayerSimilarity) -> Figure:
+def similarity_figure(layers: LayerSimilarity) -> Figure:
     """Draw linear CKA and SVCCA of every layer of the teacher with every layer of a student."""
-    rows, columns = found.cka.shape
+    rows, columns = layers.cka.shape
     figure = Figure(figsize=(1.6 + 1.1 * columns, 0.9 + 0.34 * rows), layout="constrained")
     figure.patch.set_alpha(0)
-    for at, (name, values) in enumerate((("linear CKA", found.cka), ("SVCCA", found.svcca))):
-        axes = figure.add_subplot(1, 2, at + 1)
+    for number, (name, values) in enumerate((("linear CKA", layers.cka), ("SVCCA", layers.svcca))):
+        axes = figure.add_subplot(1, 2, number + 1)
         axes.imshow(values, vmin=0, vmax=1, cmap="Greys", aspect="auto")
         axes.set_title(name, fontsize=9, color=INK)
         axes.set_xlabel("student, layer", color=INK)
         axes.set_xticks(range(columns))
         axes.set_yticks(range(rows))
         axes.tick_params(colors=INK)
-        if at == 0:
+        if number == 0:
             axes.set_ylabel("teacher, layer", color=INK)
         _write_values(axes, values)
     return figure
@@ -176,24 +188,23 @@ def agreement_figure(relations: Sequence[RelationAgreement]) -> Figure:
     figure = Figure(figsize=(9.5, 4.6), layout="constrained")
     figure.patch.set_alpha(0)
     grid = figure.subplots(2, 3, sharex="col", sharey="row")
-    for number, one in enumerate(relations):
+    for number, relation in enumerate(relations):
         series = (
-            (range(len(one.heads)), one.heads),
-            (range(1, len(one.positions) + 1), one.positions),
-            (list(one.lengths), list(one.lengths.values())),
+            (range(len(relation.heads)), relation.heads),
+            (range(1, len(relation.positions) + 1), relation.positions),
+            (list(relation.lengths), list(relation.lengths.values())),
         )
-        for column, (places, probes) in enumerate(series):
-            style = "" if column == 0 else STYLES[number % len(STYLES)]  # heads have no order
-            look = {"marker": MARKERS[number], "linestyle": style or "none", "color": COLOURS[number]}
-            for axes, values in zip(
-                grid[:, column], ([p.kl for p in probes], [p.same for p in probes]), strict=True
-            ):
-                axes.plot(places, values, markersize=4, label=str(one.kind), **look)
+        for column, (places, means) in enumerate(series):
+            line = "none" if column == 0 else STYLES[number % len(STYLES)]  # heads have no order
+            style = {"marker": MARKERS[number], "linestyle": line, "color": COLOURS[number]}
+            kls, shares = [mean.kl for mean in means], [mean.same for mean in means]
+            for axes, values in zip(grid[:, column], (kls, shares), strict=True):
+                axes.plot(places, values, markersize=4, label=str(relation.kind), **style)
     for axes in grid.flat:
-        _plain_axes(axes)
+        _style_axes(axes)
     grid[0, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
     grid[0, 2].set_xscale("log", base=2)
-    lengths = sorted({length for one in relations for length in one.lengths})
+    lengths = sorted({length for relation in relations for length in relation.lengths})
     grid[0, 2].set_xticks(lengths, map(str, lengths))
     for axes, words in zip(
         grid[1], ("head", "eighth of the sequence", "tokens of the sequence"), strict=True
@@ -206,39 +217,46 @@ def agreement_figure(relations: Sequence[RelationAgreement]) -> Figure:
 
 
 def map_figure(probs: npt.NDArray[np.float32], tokens: Sequence[str], title: str) -> Figure:
-    """Draw one relation of one head, `(length, length)`: rows look at columns."""
+    """Draw one relation of one head, `(length, length)`: rows are queries, columns are keys.
+
+    Args:
+        probs: probabilities, float32, each row with a sum of at most 1.
+        tokens: tokens that label rows and columns.
+        title: title of the figure.
+    """
     figure, axes = _axes(0.8 + 0.22 * len(tokens), 0.8 + 0.22 * len(tokens))
     axes.imshow(np.sqrt(probs), vmin=0, vmax=1, cmap="Greys")
-    axes.set_title(_plain(title), fontsize=9, color=INK)
-    labels = list(map(_plain, tokens))
+    axes.set_title(_literal(title), fontsize=9, color=INK)
+    labels = list(map(_literal, tokens))
     axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=7)
     axes.set_yticks(range(len(tokens)), labels, fontsize=7)
     return figure
 
 
 def _write_values(axes: Axes, values: npt.NDArray[np.float64]) -> None:
-    """Write each value on its cell, so that nothing hangs on shades."""
+    """Write each value on its cell, so that nobody has to compare shades."""
     for (row, column), value in np.ndenumerate(values):
         colour = "white" if value > 0.5 else "black"  # noqa: PLR2004 - the middle of the scale
         axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
 
 
-def _plain(text: str) -> str:
-    """Return text that matplotlib does not take for a formula."""
+def _literal(text: str) -> str:
+    """Return text with escaped dollar signs, so that matplotlib does not read it as a formula."""
     return text.replace("$", r"\$")
 
 
 def _line_label(row: dict[str, Any]) -> str:
-    """Return a shape and its objective, and what its KLs are of and to: what a line may join."""
+    """Return the label of a line: a shape, its objective, and the relations and the target of its KLs."""
     return f"{row['arch']}, {row['objective']}, {_sum_label(row)}"
 
 
 def _cache_label(row: dict[str, Any]) -> str:
-    """Return a cache's name, and what its students' KLs are of and to: only like sums are compared."""
+    """Return a cache's name with the relations and the target of the KLs: only equal sums are comparable."""
     return f"{row['cache']}, {_sum_label(row)}"
 
 
 def _sum_label(row: dict[str, Any]) -> str:
+    """Return the relations whose KLs a row sums, and the model that the KLs are to."""
     to = "" if row["kl_to"] == "teacher" else f", to {row['kl_to']}"
     return f"KL of {_relations_of(row)}{to}"
 
@@ -249,5 +267,6 @@ def _relations_of(row: dict[str, Any]) -> str:
 
 
 def _with_kl(students: pa.Table) -> list[dict[str, Any]]:
+    """Return the rows of students that have a KL."""
     rows: list[dict[str, Any]] = students.to_pylist()
     return [row for row in rows if row["kl_sum"] is not None]

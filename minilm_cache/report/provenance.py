@@ -1,4 +1,4 @@
-"""Where runs are from: fingerprints, and the commands that make the same again."""
+"""Where runs come from: fingerprints, and the commands that make the same cache and students again."""
 
 import shlex
 from collections.abc import Sequence
@@ -15,12 +15,11 @@ from minilm_cache.train.initial import TEACHER_LAYERS
 
 
 def provenance(run: TrainedRun, *, paths: bool = False) -> list[tuple[str, str]]:
-    """Return names and values: what a run and its cache were made of, and by which commands.
+    """Return names and values that say what a run and its cache were made from, and by which commands.
 
     Args:
         run: a complete run.
-        paths: whether folders are shown with their whole paths, which tell of a machine and its user, or by
-            their names alone.
+        paths: True shows whole paths, which reveal a machine and its user; False shows only names of folders.
     """
     manifest, identity = run.cache.manifest, run.record.identity
     teacher, corpus = manifest.identity.teacher, manifest.identity.corpus
@@ -38,9 +37,9 @@ def provenance(run: TrainedRun, *, paths: bool = False) -> list[tuple[str, str]]
 
 
 def dump_command(manifest: CacheManifest) -> str:
-    """Return a command that makes a cache of the same fingerprint, by the same sort of split.
+    """Return a command that makes a cache of the same fingerprint, split in the same way.
 
-    It names teacher and corpus by the ends of their paths, as the cache does.
+    Like the cache, it names teacher and corpus by the last parts of their paths.
     """
     identity = manifest.identity
     codec = identity.codec.model_dump(exclude={"weight_ratio", "calibration_tokens", "seed"})
@@ -65,7 +64,7 @@ def dump_command(manifest: CacheManifest) -> str:
 
 
 def _states(states: StatesIdentity | None) -> dict[str, Any]:
-    """Return the settings of a dump that stores these states."""
+    """Return the settings of a dump that stores these states, by name; empty where states is None."""
     if states is None:
         return {}
     labels, masking = states.labels, states.masking
@@ -84,14 +83,15 @@ def _states(states: StatesIdentity | None) -> dict[str, Any]:
 
 
 def _listed(numbers: Sequence[int]) -> str | None:
+    """Return numbers joined by commas, or None where there are none."""
     return ",".join(map(str, numbers)) or None
 
 
 def train_command(run: TrainedRun, *, paths: bool = True) -> str:
-    """Return a command that trains the same students, by whole paths or by names alone."""
+    """Return a command that trains the same students, with whole paths or with only the names of folders."""
     identity, record = run.record.identity, run.record
     place = _place(record.cache, paths=paths)
-    words = ["minilm-cache", "train", place, *(word for one in identity.arch for word in ("--arch", one))]
+    words = ["minilm-cache", "train", place, *(word for arch in identity.arch for word in ("--arch", arch))]
     if identity.spec.has_forms and identity.form is None:
         words += ["--form", "paper"]
     content = identity.model_dump(exclude={"arch", "fingerprint", "shard_tokens", "init", "form"})
@@ -111,7 +111,7 @@ def train_command(run: TrainedRun, *, paths: bool = True) -> str:
 
 
 def _begun_with(run: TrainedRun, *, paths: bool) -> list[str]:
-    """Return the options that say what students began with; weights that nobody named have their hash."""
+    """Return the options for the initial weights of students; unnamed weights are shown by their hash."""
     init, record = run.record.identity.init, run.record
     if init == "random":
         return []
@@ -128,7 +128,7 @@ def _place(place: str, *, paths: bool) -> str:
 
 
 def _option(flag: str, value: object) -> list[str]:
-    """Return an option and its value as words; none of them for what is not set."""
+    """Return an option and its value as words; an empty list for a value that is not set."""
     name = flag if flag.startswith("--") else f"--{flag.replace('_', '-')}"
     if isinstance(value, bool):
         return [name] if value or name.startswith("--no-") else []

@@ -1,4 +1,4 @@
-"""A report from the folders of runs to its table and its page."""
+"""Makes a report: opens the runs in folders, measures their students and writes the page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress, Silent
 from minilm_cache.report.config import ReportConfig
-from minilm_cache.report.maps import Wanted
+from minilm_cache.report.maps import MapTexts
 from minilm_cache.report.page import Report, check_page, write_report
 from minilm_cache.report.runs import open_runs
 from minilm_cache.report.tables import students_table
@@ -20,7 +20,7 @@ from minilm_cache.settings import cache_home
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportResult:
-    """A page and the table behind it."""
+    """A page and the table that it shows."""
 
     report: Report
     students: pa.Table
@@ -41,14 +41,16 @@ def report_runs(
         folders: folders of runs, chains or studies.
         config: what the page shows.
         out: file of the page.
-        home: folder of what is kept of caches at URLs. None means `~/.cache/minilm-cache`.
+        home: folder for local copies of caches at URLs. None means `~/.cache/minilm-cache`.
         progress: shows what is being measured. None means that nothing is shown.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`.
     """
-    wanted = Wanted(sequences=config.sequence, texts=config.text) if config.sequence or config.text else None
-    check_page(out, wanted, has_teacher=config.teacher is not None)
+    map_texts = None
+    if config.sequence or config.text:
+        map_texts = MapTexts(sequences=config.sequence, texts=config.text)
+    check_page(out, map_texts, has_teacher=config.teacher is not None)
     resolved = dict.fromkeys(path.resolve() for path in folders)
     runs = [
         run
@@ -61,6 +63,6 @@ def report_runs(
     (progress or Silent()).note(f"measuring {sum(len(run.students) for run in runs)} students")
     students = students_table(runs, teacher, device=config.device)
     report = write_report(
-        out, runs, students, teacher=teacher, wanted=wanted, title=config.title, paths=config.paths
+        out, runs, students, teacher=teacher, map_texts=map_texts, title=config.title, paths=config.paths
     )
     return ReportResult(report=report, students=students)

@@ -1,4 +1,4 @@
-"""Complete runs, opened again with the caches that they are from."""
+"""Complete runs, opened with the caches that they were trained from."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,13 +22,14 @@ from minilm_cache.train.record import RunRecord, StudentRecord, load_record
 from minilm_cache.wording import html_table
 
 TEACHER_CACHE: Final = "0-teacher"
-"""Folder of the cache in a chain that all its students are compared with."""
-_OF_THE_OBJECTIVE: Final = {
+"""Folder of the cache in a chain whose teacher all students of the chain are compared with."""
+_COMPARED_SETTINGS: Final = {
     "arch",
     "objective",
     "relation_heads",
     "query_key_relations",
 }
+"""Settings of a run that also decide by which relations its students are compared with the teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -39,10 +40,11 @@ class Student:
     """Folder that `AutoModel.from_pretrained` opens."""
     record: StudentRecord
     objective: str
+    """Name of the objective that it was trained with."""
 
     @property
     def arch(self) -> str:
-        """Its shape."""
+        """Shape of the student, like `3x384`."""
         return self.record.arch
 
     def __repr__(self) -> str:
@@ -53,7 +55,7 @@ class Student:
         return html_table("Student", self._described())
 
     def _described(self) -> dict[str, object]:
-        """Return what it is, by names for people."""
+        """Return the lines of its description, by the names that people read."""
         before, after = self.record.held_out_before or {}, self.record.held_out_after or {}
         changes = [f"{part} {before[part]:.4f} -> {after[part]:.4f}" for part in before if part in after]
         return {
@@ -67,17 +69,17 @@ class Student:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TrainedRun:
-    """A complete run and the cache that it is from."""
+    """A complete run and the cache that it was trained from."""
 
     path: Path
     record: RunRecord
     cache: Cache
     reference: Cache
-    """Whose teacher the students are compared with: the run's own cache, or in a chain the first one."""
+    """Cache whose teacher the students are compared with: the run's own, or in a chain the first one."""
     layer: int | None
-    """Of the reference's teacher that they are compared with; none: its last."""
+    """Layer of the reference's teacher that they are compared with. None means its last layer."""
     name: str
-    """Of the cache in tables and pictures."""
+    """Name of the cache in tables and figures."""
 
     @classmethod
     def open(
@@ -93,16 +95,16 @@ class TrainedRun:
         """Open a run.
 
         Args:
-            path: its folder.
-            cache_place: folder or URL of its cache; None means the folder where it was when the run began.
-            home: folder of what is kept of caches at URLs; none: `~/.cache/minilm-cache`.
-            name: of the cache, in tables; none: the end of its place.
-            reference: cache whose teacher the students are compared with; none: that of the run.
-            reference_layer: of that teacher; none: its last.
+            path: folder of the run.
+            cache_place: folder or URL of its cache. None means the folder where it was when the run began.
+            home: folder for local copies of caches at URLs. None means `~/.cache/minilm-cache`.
+            name: name of the cache in tables. None means the last part of its path or URL.
+            reference: cache whose teacher the students are compared with. None means the run's own cache.
+            reference_layer: layer of that teacher. None means its last layer.
 
         Raises:
-            InvalidConfigError: there is no run, or its cache is at a URL that nobody has named.
-            IdentityMismatchError: it is not complete, or the cache is another one.
+            InvalidConfigError: the folder holds no run, or its cache is at a URL not given by the caller.
+            IdentityMismatchError: the run is not complete, or the cache is another one.
             MiniLMCacheError: the cache cannot be opened.
         """
         folder = Path(path)
@@ -114,8 +116,8 @@ class TrainedRun:
         place = cache_place or record.cache
         if cache_place is None and is_url(place):
             raise InvalidConfigError(
-                f"run {folder} says that its cache is at {without_secrets(place)}, and no URL from a run is "
-                "opened unasked. Give it by --cache if you trust it."
+                f"run {folder} says that its cache is at {without_secrets(place)}, but a URL from a run is "
+                "not opened by itself. Give it by --cache if you trust it."
             )
         cache = open_cache(place, home=home or cache_home(None))
         if cache.manifest.fingerprint != record.identity.fingerprint:
@@ -123,14 +125,14 @@ class TrainedRun:
                 f"{place} is not the cache that run {folder} was trained from "
                 f"(fingerprint {record.identity.fingerprint[:12]}). Give that one by --cache."
             )
-        other = cache if reference is None else open_cache(reference)
-        own = other.manifest.fingerprint == cache.manifest.fingerprint
+        compared = cache if reference is None else open_cache(reference)
+        is_same = compared.manifest.fingerprint == cache.manifest.fingerprint
         return cls(
             path=folder,
             record=record,
             cache=cache,
-            reference=other,
-            layer=record.identity.teacher_layer if own else reference_layer,
+            reference=compared,
+            layer=record.identity.teacher_layer if is_same else reference_layer,
             name=name or Path(place.rstrip("/")).name,
         )
 
@@ -142,7 +144,7 @@ class TrainedRun:
         return html_table("Run", self._described())
 
     def _described(self) -> dict[str, object]:
-        """Return what it is, by names for people."""
+        """Return the lines of its description, by the names that people read."""
         identity = self.record.identity
         return {
             "run": self.path,
@@ -166,7 +168,7 @@ class TrainedRun:
         """Return the student of a shape.
 
         Raises:
-            KeyError: there is no such student, or it diverged.
+            KeyError: the run has no student of this shape, or it diverged.
         """
         for student in self:
             if student.arch == arch:
@@ -181,26 +183,26 @@ class TrainedRun:
     @property
     def students(self) -> list[StudentRecord]:
         """Students that have weights: those that did not diverge."""
-        return [one for one in self.record.students if one.diverged_at is None]
+        return [student for student in self.record.students if student.diverged_at is None]
 
     @property
     def objective(self) -> Objective:
-        """What they are compared by: relations of a layer, whatever they learned.
+        """Objective that students are compared by: relations of one layer, for every objective they learned.
 
-        Of `minilmv2` those that it learned; of every other objective attention distributions and value
-        relations, and with them query and key relations where they were learned.
+        For `minilmv2` these are the relations that it learned. For every other objective they are attention
+        distributions and value relations, and also query and key relations where those were learned.
         """
         identity = self.record.identity
-        asked = identity.model_dump(include=_OF_THE_OBJECTIVE)
+        settings = identity.model_dump(include=_COMPARED_SETTINGS)
         if identity.objective != "minilmv2":
-            asked["objective"] = "minilm"
-        arch = asked.pop("arch")
-        config = ObjectiveConfig.model_validate({**asked, "teacher_layer": self.layer})
+            settings["objective"] = "minilm"
+        arch = settings.pop("arch")
+        config = ObjectiveConfig.model_validate({**settings, "teacher_layer": self.layer})
         return choose_objective(config, self.reference, arch=arch)
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence, at most."""
+        """Most tokens of a sequence."""
         return self.reference.manifest.identity.packing.max_length
 
     def folder(self, student: StudentRecord) -> Path:
@@ -208,7 +210,7 @@ class TrainedRun:
         return RunFolder(path=self.path).student(student.arch)
 
     def config(self, student: StudentRecord) -> PreTrainedConfig:
-        """Return a student's configuration, from its cache and its shape."""
+        """Return the configuration of a student, built from its shape and the teacher's configuration."""
         manifest = self.cache.manifest
         identity, heads = self.record.identity, manifest.identity.relation_heads
         split = split_into(identity.objective, identity.relation_heads, heads)
@@ -223,7 +225,7 @@ class TrainedRun:
 
     @property
     def teacher_config(self) -> PreTrainedConfig:
-        """The configuration of the teacher that students are compared with."""
+        """Configuration of the teacher that students are compared with."""
         return teacher_config(self.reference.reader.attachment(TEACHER_CONFIG), self.reference.manifest)
 
 
@@ -232,37 +234,37 @@ def open_runs(path: Path, *, cache_place: str | None = None, home: Path | None =
 
     Args:
         path: folder of a run, a chain or a study.
-        cache_place: folder or URL of the cache of a run, or the URL that runs of a study may name; None means
+        cache_place: folder or URL of the cache of a run, or the URL that runs of a study may name. None means
             the folders where their caches were when they began.
-        home: folder of what is kept of caches at URLs.
+        home: folder for local copies of caches at URLs. None means `~/.cache/minilm-cache`.
 
     Raises:
-        InvalidConfigError: there is no run, or a place is given for the several caches of several runs.
-        MiniLMCacheError: as `TrainedRun.open`.
+        InvalidConfigError: the folder holds no run, or one folder is given for the caches of several runs.
+        MiniLMCacheError: same as for `TrainedRun.open`.
     """
     inner = sorted(file.parent for file in path.glob(f"runs/*/{RUN_FILE}"))
     if is_run(path) or not inner:
         return [TrainedRun.open(path, cache_place=cache_place, home=home)]
     if cache_place is not None and not is_url(cache_place):
         raise InvalidConfigError(
-            f"--cache goes with a run, and {path} holds several. Leave it out, or give the URL that they "
+            f"--cache goes with one run, but {path} holds several. Leave it out, or give the URL that they "
             "name."
         )
     first = path / "caches" / TEACHER_CACHE
     reference = first if first.is_dir() else None
-    found = []
+    opened = []
     layer: int | None = None
     for run in inner:
         record = load_record(run)
         if not record.complete:
             continue
-        # The folder may have been moved since; its caches have moved with it.
+        # The folder may have been moved since the run began, and its caches with it.
         moved = path / "caches" / Path(record.cache).name
         place = str(moved) if moved.is_dir() else record.cache
         trusted = None if is_url(place) and place != cache_place else place
-        opened = TrainedRun.open(run, cache_place=trusted, home=home, reference=reference)
-        layer = opened.layer if opened.is_compared_with_own else layer
-        found.append(opened)
-    if not found:
+        trained = TrainedRun.open(run, cache_place=trusted, home=home, reference=reference)
+        layer = trained.layer if trained.is_compared_with_own else layer
+        opened.append(trained)
+    if not opened:
         raise InvalidConfigError(f"no run in {path} is complete. Finish it with the command that began it.")
-    return [one if one.is_compared_with_own else replace(one, layer=layer) for one in found]
+    return [run if run.is_compared_with_own else replace(run, layer=layer) for run in opened]

@@ -1,4 +1,4 @@
-"""How alike layers of a teacher and a student are: linear CKA and SVCCA of their states on held-out text."""
+"""Similarity of a teacher's and a student's layers: linear CKA and SVCCA of their states on held-out text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,24 +17,28 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.scores import key_mask
 
 Features = npt.NDArray[np.float64]
-"""Of one layer, `(tokens, width)`, float64; or a figure for each pair of layers."""
+"""States of one layer, `(tokens, width)`, or one value for each pair of layers, `(left, right)`; float64."""
 
 MAX_TOKENS: Final = 4096
+"""Held-out tokens after which no further sequence is read."""
 _BATCH_SIZE: Final = 16
 _VARIANCE_KEPT: Final = 0.99
-"""By SVCCA's first step, the singular value decomposition."""
+"""Share of the variance that the first step of SVCCA, the singular value decomposition, keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSimilarity:
-    """A student's layers beside the teacher's, between 0 and 1; layer 0 is the embedding's output."""
+    """Similarity of a student's layers to the teacher's, between 0 and 1.
+
+    Layer 0 is the output of the embedding.
+    """
 
     student: str
     num_tokens: int
     cka: Features
-    """`(teacher layers + 1, student layers + 1)`."""
+    """Linear CKA, `(teacher layers + 1, student layers + 1)`."""
     svcca: Features
-    """`(teacher layers + 1, student layers + 1)`."""
+    """Mean canonical correlation, `(teacher layers + 1, student layers + 1)`."""
 
 
 def linear_cka(left: Sequence[Features], right: Sequence[Features]) -> Features:
@@ -42,21 +46,21 @@ def linear_cka(left: Sequence[Features], right: Sequence[Features]) -> Features:
 
     Kornblith et al. 2019, arXiv 1905.00414, section 3: |Y^T X|^2 / (|X^T X| |Y^T Y|), columns centred.
     """
-    left, right = [one - one.mean(0) for one in left], [one - one.mean(0) for one in right]
-    own = [[float(np.linalg.norm(one.T @ one)) for one in side] for side in (left, right)]
-    cross = [[float(np.linalg.norm(other.T @ one) ** 2) for other in right] for one in left]
-    aligned: Features = np.asarray(cross) / np.outer(own[0], own[1])
+    left, right = [x - x.mean(0) for x in left], [y - y.mean(0) for y in right]
+    left_norms, right_norms = ([float(np.linalg.norm(x.T @ x)) for x in side] for side in (left, right))
+    cross = [[float(np.linalg.norm(y.T @ x) ** 2) for y in right] for x in left]
+    aligned: Features = np.asarray(cross) / np.outer(left_norms, right_norms)
     return aligned
 
 
 def svcca(left: Sequence[Features], right: Sequence[Features]) -> Features:
     """Return the mean canonical correlation of each left layer with each right one, `(left, right)`.
 
-    Of the directions that hold 99 % of each side's variance: Raghu et al. 2017, arXiv 1706.05806, section 2.
-    With few more tokens than directions it tends to 1.
+    Only the directions that hold 99 % of each side's variance are compared (Raghu et al. 2017, arXiv
+    1706.05806, section 2). The result tends to 1 where there are few more tokens than directions.
     """
-    bases = [[_principal(one) for one in side] for side in (left, right)]
-    return np.asarray([[_mean_correlation(one, other) for other in bases[1]] for one in bases[0]])
+    left_bases, right_bases = ([_principal(layer) for layer in side] for side in (left, right))
+    return np.asarray([[_mean_correlation(x, y) for y in right_bases] for x in left_bases])
 
 
 def _mean_correlation(left: Features, right: Features) -> float:
@@ -76,9 +80,9 @@ def layer_similarity(
     """Compare every layer of a teacher with every layer of students, on held-out sequences.
 
     Args:
-        cache: whose held-out sequences are read, up to 4,096 tokens.
-        teacher: of that cache.
-        students: names and folders.
+        cache: cache whose held-out sequences are read, up to 4,096 tokens.
+        teacher: teacher that the cache was dumped from.
+        students: names and folders of the students.
 
     Raises:
         TeacherError: a folder holds no student.
@@ -87,11 +91,11 @@ def layer_similarity(
     if not ids:
         return []
     expected = _states(teacher.model, ids, teacher.device)
-    found = []
+    similarities = []
     for name, folder in students:
         model = load_model(folder, attention="sdpa").eval().to(teacher.device)
         states = _states(model, ids, teacher.device)
-        found.append(
+        similarities.append(
             LayerSimilarity(
                 student=name,
                 num_tokens=sum(map(len, ids)),
@@ -99,22 +103,22 @@ def layer_similarity(
                 svcca=svcca(expected, states),
             )
         )
-    return found
+    return similarities
 
 
 def held_out_ids(cache: Cache) -> list[torch.Tensor]:
-    """Return token ids of held-out sequences, up to 4,096 tokens, or a sequence more."""
-    found: list[torch.Tensor] = []
+    """Return token ids of held-out sequences until they hold at least 4,096 tokens, or of all of them."""
+    sequences: list[torch.Tensor] = []
     for number in range(cache.manifest.num_train, cache.manifest.num_sequences):
-        if sum(map(len, found)) >= MAX_TOKENS:
+        if sum(map(len, sequences)) >= MAX_TOKENS:
             break
-        found.append(cache[number].input_ids)
-    return found
+        sequences.append(cache[number].input_ids)
+    return sequences
 
 
 @torch.no_grad()
 def _states(model: PreTrainedModel, ids: Sequence[torch.Tensor], device: torch.device) -> list[Features]:
-    """Return the states of every layer at all tokens that are not padding."""
+    """Return the states of every layer at all tokens that are not padding, `(tokens, width)` each."""
     layers: list[list[torch.Tensor]] = []
     for first in range(0, len(ids), _BATCH_SIZE):
         batch, lengths = pad(list(ids[first : first + _BATCH_SIZE]), 0)

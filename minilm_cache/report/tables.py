@@ -1,8 +1,7 @@
-"""What runs have come to, as Arrow tables: for notebooks, for a study's table, for the report.
+"""Results of runs as Arrow tables: for notebooks, for the table of a study and for the report.
 
-from minilm_cache.train.folder import RUN_FILE, RunFolder, arch_slug, is_run
-from minilm_cache.results import students_table
-from minilm_cache.runs import TrainedRun
+from minilm_cache.report.runs import TrainedRun
+from minilm_cache.report.tables import students_table
 
 students_table([TrainedRun.open("RUN")]).to_pandas()
 """
@@ -32,7 +31,7 @@ _SECONDS_PER_HOUR: Final = 3600
 _SEED: Final = re.compile(r":s\d+")
 KL_COLUMNS: Final = {kind: f"kl_{kind}" for kind in RelationKind}
 _GROUP: Final = ["cache", "recipe", "objective", "arch", "kl_to"]
-"""What one row over several seeds has in common; a recipe is a run's identity without shapes and seed."""
+"""Columns that the seeds of a summary's row share; a recipe is a run's identity without shapes and seed."""
 STUDENTS: Final = pa.schema(
     [
         ("run", pa.string()),
@@ -77,62 +76,71 @@ def students_table(
     """Return a row for each student of complete runs; one that diverged has no KL.
 
     Columns: parameters (embedding tables, layers, all), FLOPs per token of a forward pass over a full
-    sequence, tokens per second of inference and their ratio to the teacher's (both of random weights, in
-    turns, here), held-out KL of each relation in nats and what it is to, bytes of shard files read and
-    seconds of the pass that the student shared, its own seconds (by FLOPs of the steps it took), and their
-    cost. A cache's dump is in no student's cost.
+    sequence, tokens per second of inference and their ratio to the teacher's (both measured here in turns,
+    with random weights), held-out KL of each relation in nats and the model that it is to, bytes of shard
+    files read and seconds of the pass that the student shared, its own seconds (by FLOPs of the steps that it
+    took), and the cost of those seconds. No student's cost includes the dump of the cache.
 
     Args:
         runs: complete runs.
-        teacher: makes KLs exact, and those of several codecs comparable, of runs that are compared with it;
-            none: as the runs recorded them.
-        device: where it measures; none: a GPU where there is one.
-        price_per_hour: of the machine; none: no costs.
-        agreements: of students with the teacher on masked tokens, by name of the run and shape.
+        teacher: teacher that runs again: it makes the KLs of runs that are compared with it exact, and those
+            of several codecs comparable. None means the KLs that the runs recorded.
+        device: torch device to measure on. None means a GPU where there is one.
+        price_per_hour: price of the machine for an hour. None means that costs are left out.
+        agreements: share of masked tokens that students predict like the teacher, by name of the run and
+            shape. None means that the column is empty.
 
     Raises:
         MiniLMCacheError: a cache, a configuration or a student is damaged.
     """
     models: dict[str, Timed] = {}
     teachers = [_add(models, run.teacher_config, run.length) for run in runs]
-    added = [[_add(models, run.config(one), run.length) for one in run.record.students] for run in runs]
+    added = [
+        [_add(models, run.config(student), run.length) for student in run.record.students] for run in runs
+    ]
     sizes = {name: model_size(model.config, model.length) for name, model in models.items()}
     rates = inference_rates(models, choose_device(device))
     rows = []
     for run, teacher_name, names in zip(runs, teachers, added, strict=True):
         kls, kl_to = _held_out(run, teacher)
         shares = _shares(run, [sizes[name] for name in names])
-        for one, name, share in zip(run.record.students, names, shares, strict=True):
+        for student, name, share in zip(run.record.students, names, shares, strict=True):
             own_s = None if run.record.train_s is None else run.record.train_s * share
-            row = {**_of_run(run), **_names(run, one), "diverged_at": one.diverged_at, "own_train_s": own_s}
+            row = {**_run_columns(run), **_name_columns(run, student), "own_train_s": own_s}
+            row["diverged_at"] = student.diverged_at
             if price_per_hour is not None and own_s is not None:
                 row["cost"] = own_s / _SECONDS_PER_HOUR * price_per_hour
             row |= {"inference_tokens_per_s": rates[name], "speedup": rates[name] / rates[teacher_name]}
-            row["masked_agreement"] = (agreements or {}).get((run.path.name, one.arch))
-            row |= {"kl_to": kl_to, **asdict(sizes[name]), **_kl_columns(kls.get(one.arch))}
+            row["masked_agreement"] = (agreements or {}).get((run.path.name, student.arch))
+            row |= {"kl_to": kl_to, **asdict(sizes[name]), **_kl_columns(kls.get(student.arch))}
             rows.append({column: row.get(column) for column in STUDENTS.names})
     return pa.Table.from_pylist(rows, schema=STUDENTS)
 
 
 def _add(models: dict[str, Timed], config: PreTrainedConfig, length: int) -> str:
-    """Add a model to those that are measured, once, and return its name: shapes of one name may differ."""
+    """Add a model to those that are measured, and return its key.
+
+    The key is a hash of the configuration, because models of the same shape may differ. Equal models have one
+    key and are measured once.
+    """
     name = canonical_sha256([config.to_dict(), length])
     models[name] = Timed(config, length)
     return name
 
 
 def _shares(run: TrainedRun, sizes: Sequence[ModelSize]) -> list[float]:
-    """Return each student's share of a pass, by the operations of the steps that it took."""
+    """Return each student's share of a pass, between 0 and 1, by the operations of the steps that it took."""
     work = [
-        (run.record.identity.steps if one.diverged_at is None else one.diverged_at)
+        (run.record.identity.steps if student.diverged_at is None else student.diverged_at)
         * size.stopped_flops_per_token
-        for one, size in zip(run.record.students, sizes, strict=True)
+        for student, size in zip(run.record.students, sizes, strict=True)
     ]
     total = sum(work)
     return [done / total if total else 0.0 for done in work]
 
 
-def _of_run(run: TrainedRun) -> dict[str, Any]:
+def _run_columns(run: TrainedRun) -> dict[str, Any]:
+    """Return the columns that all students of a run share."""
     measured, identity = run.cache.manifest.measured, run.record.identity
     assert measured is not None
     recipe = identity.model_dump(mode="json", exclude={"arch", "seed"})
@@ -151,7 +159,7 @@ def _of_run(run: TrainedRun) -> dict[str, Any]:
 
 
 def _objective_words(identity: RunIdentity) -> str:
-    """Return an objective and what was asked of it beside its name."""
+    """Return the name of an objective and those of its settings that are not the defaults."""
     parts = {
         f"{identity.relation_heads} relation heads": identity.relation_heads is not None,
         "no value relation": not identity.value_relation,
@@ -162,14 +170,15 @@ def _objective_words(identity: RunIdentity) -> str:
         f"temperature {identity.temperature}": identity.temperature is not None,
         f"ground truth {identity.ground_truth}": identity.ground_truth is not None,
     }
-    found = [words for words, is_asked in parts.items() if is_asked]
-    return identity.objective + (f" ({', '.join(found)})" if found else "")
+    settings = [words for words, is_set in parts.items() if is_set]
+    return identity.objective + (f" ({', '.join(settings)})" if settings else "")
 
 
-def _names(run: TrainedRun, student: StudentRecord) -> dict[str, Any]:
+def _name_columns(run: TrainedRun, student: StudentRecord) -> dict[str, Any]:
+    """Return a student's shape and its seed."""
     seed = _SEED.search(student.arch)
     return {
-        "arch": _plain(student.arch),
+        "arch": _without_seed(student.arch),
         "seed": int(seed[0][2:]) if seed else run.record.identity.seed,
     }
 
@@ -177,16 +186,16 @@ def _names(run: TrainedRun, student: StudentRecord) -> dict[str, Any]:
 def _held_out(
     run: TrainedRun, teacher: Teacher | None
 ) -> tuple[Mapping[str, Mapping[str, float] | None], str]:
-    """Return KLs by student, and what they are to."""
+    """Return KLs by student, and the name of the model that they are to."""
     if teacher is not None and is_teacher_of(teacher, run.reference):
-        alike = [student for student in run.students if run.has_teachers_heads(student)]
-        folders = [run.folder(student) for student in alike]
-        found = live_held_out_kl(run.reference, teacher, objective=run.objective, students=folders)
-        return {student.arch: kl for student, kl in zip(alike, found, strict=True)}, "teacher"
+        comparable = [student for student in run.students if run.has_teachers_heads(student)]
+        folders = [run.folder(student) for student in comparable]
+        kls = live_held_out_kl(run.reference, teacher, objective=run.objective, students=folders)
+        return {student.arch: kl for student, kl in zip(comparable, kls, strict=True)}, "teacher"
     target = run.record.students[0].target
     has_kls = run.is_compared_with_own and run.record.identity.objective in ("minilm", "minilmv2")
-    kept = {one.arch: one.held_out_after for one in run.students if has_kls}
-    return kept, target
+    recorded = {student.arch: student.held_out_after for student in run.students if has_kls}
+    return recorded, target
 
 
 def _kl_columns(kl: Mapping[str, float] | None) -> dict[str, float | None]:
@@ -199,21 +208,21 @@ def _kl_columns(kl: Mapping[str, float] | None) -> dict[str, float | None]:
 
 
 def held_out_of(row: Mapping[str, Any]) -> dict[RelationKind, float] | None:
-    """Return the KL of each relation from a row of `students_table`."""
-    found = {kind: row[column] for kind, column in KL_COLUMNS.items() if row[column] is not None}
-    return found or None
+    """Return the KL of each relation, in nats, from a row of `students_table`; None where it has no KL."""
+    kls = {kind: row[column] for kind, column in KL_COLUMNS.items() if row[column] is not None}
+    return kls or None
 
 
-def _plain(arch: str) -> str:
+def _without_seed(arch: str) -> str:
     """Return a shape without its seed."""
     return _SEED.sub("", arch)
 
 
 def summary_table(students: pa.Table) -> pa.Table:
-    """Return means over seeds of each cache, recipe and shape, and the standard deviations of KLs.
+    """Return means over seeds for each cache, recipe and shape, and the standard deviations of KLs.
 
-    `seeds` counts those that did not diverge.
-    `kl_..._stddev` is the deviation of a sample (n - 1), null for one seed.
+    `seeds` counts the seeds that did not diverge. `kl_..._stddev` is the standard deviation of a sample
+    (n - 1), null for one seed.
     """
     sample = pc.VarianceOptions(ddof=1, min_count=2)
     kls = [*KL_COLUMNS.values(), "kl_sum", "masked_agreement"]
@@ -238,7 +247,7 @@ def curves_table(run: TrainedRun) -> pa.Table:
     """Return the log of a run: step, student, `students` (training) or `held_out`, relation or loss, nats.
 
     Raises:
-        IdentityMismatchError: it is damaged.
+        IdentityMismatchError: the log is damaged.
     """
     file = RunFolder(path=run.path).log
     rows = []

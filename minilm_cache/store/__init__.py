@@ -1,1 +1,1 @@
-"""Caches on disk: layout, writing, reading, verifying. Knows files and zarr, not models."""
+"""Caches on disk: layout, writing, reading, verifying. This package knows files and zarr, but no models."""

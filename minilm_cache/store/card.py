@@ -1,8 +1,7 @@
-"""The card of a finished cache: what it holds, for people and hubs, made from its manifest alone."""
+"""The card of a finished cache: describes its content for people and hubs, from its manifest alone."""
 
 from huggingface_hub import DatasetCardData
 
-from minilm_cache.storage_schema.identity import DenseParameters, VectorsParameters
 from minilm_cache.storage_schema.manifest import PREVIEW, CacheManifest, Measured
 from minilm_cache.wording import markdown, printable
 
@@ -19,10 +18,10 @@ def _states_table(measured: Measured) -> list[str]:
     if not measured.states:
         return []
     rows = [
-        f"| `{one.path}` | {one.bytes_per_token:.1f} | "
-        f"{'' if one.relative_error is None else f'{one.relative_error:.4f}'} | "
-        f"{'' if one.cross_entropy_bias is None else f'{one.cross_entropy_bias:+.4f}'} |"
-        for one in measured.states
+        f"| `{state.path}` | {state.bytes_per_token:.1f} | "
+        f"{'' if state.relative_error is None else f'{state.relative_error:.4f}'} | "
+        f"{'' if state.cross_entropy_bias is None else f'{state.cross_entropy_bias:+.4f}'} |"
+        for state in measured.states
     ]
     return [
         "| state | bytes per token | relative error | cross-entropy bias, nats |",
@@ -33,7 +32,7 @@ def _states_table(measured: Measured) -> list[str]:
 
 
 def cache_card(manifest: CacheManifest) -> str:
-    """Return the dataset card of a complete cache: metadata for hubs, what it holds, how to read it."""
+    """Return the dataset card of a complete cache, Markdown: metadata for hubs, content, how to read it."""
     measured = manifest.measured
     assert measured is not None
     data = DatasetCardData(
@@ -46,18 +45,11 @@ def cache_card(manifest: CacheManifest) -> str:
         ],
     )
     identity = manifest.identity
-    codec = identity.codec
-    if isinstance(codec, DenseParameters):
-        setting = "dense"
-    elif isinstance(codec, VectorsParameters):
-        setting = f"vectors, KL at most {codec.max_kl}"
-    else:
-        setting = f"topk, k={codec.k}, select={codec.select}" + (f", tail={codec.tail}" if codec.tail else "")
     rows = [
-        f"| {one.layer} | {kind} | {fidelity.kl_stored_to_teacher:.4f} | {fidelity.mass_kept:.3f} "
+        f"| {layer.layer} | {kind} | {fidelity.kl_stored_to_teacher:.4f} | {fidelity.mass_kept:.3f} "
         f"| {fidelity.cross_entropy_bias:+.4f} |"
-        for one in measured.fidelity
-        for kind, fidelity in one.relations.items()
+        for layer in measured.fidelity
+        for kind, fidelity in layer.relations.items()
     ]
     return "\n".join(
         [
@@ -77,7 +69,7 @@ def cache_card(manifest: CacheManifest) -> str:
             f"- {manifest.num_sequences:,} sequences of at most {identity.packing.max_length} tokens "
             f"({identity.packing.mode}), {manifest.num_tokens:,} tokens; the last {manifest.num_held_out:,} "
             "sequences are held out",
-            f"- codec: {setting}; {measured.bytes_per_token:.1f} bytes per token",
+            f"- codec: {identity.codec.in_words}; {measured.bytes_per_token:.1f} bytes per token",
             *([f"- beside relations: {identity.states.in_words}"] if identity.states is not None else []),
             f"- fingerprint: `{manifest.fingerprint}`",
             "",

@@ -1,4 +1,4 @@
-"""What caches a store holds."""
+"""List the caches of a store."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -20,12 +20,13 @@ class CatalogueEntry:
 
     url: str
     manifest: CacheManifest | None
+    """Manifest of the cache. None means that it cannot be read."""
     problem: str | None
-    """Why it cannot be read; none: it can."""
+    """Reason why it cannot be read. None means that it can be read."""
 
 
 def catalogue(url: str) -> list[CatalogueEntry]:
-    """Return the caches in a store, or the one at its URL.
+    """Return the caches of a store, or the single cache if `url` is the URL of a cache.
 
     Raises:
         StorageError: the store cannot be reached.
@@ -33,15 +34,16 @@ def catalogue(url: str) -> list[CatalogueEntry]:
     store = open_store(url)
     if store.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) is not None:
         return [_entry(store)]
-    alone = Lock()  # manifests arrive together and are parsed one by one: a large one takes much memory
+    # Manifests arrive concurrently, but only one is parsed at a time: a large one takes much memory.
+    parse_lock = Lock()
     folders = [store.below(name) for name in store.folders()]
     with ThreadPoolExecutor(TRANSFERS) as threads:
-        found = list(threads.map(lambda folder: _entry(folder, alone), folders))
-    return [entry for entry in found if entry.manifest is not None or entry.problem is not None]
+        entries = list(threads.map(lambda folder: _entry(folder, parse_lock), folders))
+    return [entry for entry in entries if entry.manifest is not None or entry.problem is not None]
 
 
 def find_cache(store_url: str, fingerprint: str) -> str | None:
-    """Return the URL of the complete cache of a fingerprint in a store; none: it is not there.
+    """Return the URL of the complete cache with a fingerprint in a store, or None if it is not there.
 
     Raises:
         StorageError: the store cannot be reached.
@@ -55,9 +57,9 @@ def find_cache(store_url: str, fingerprint: str) -> str | None:
     return None
 
 
-def _entry(folder: RemoteFolder, alone: AbstractContextManager[object] | None = None) -> CatalogueEntry:
+def _entry(folder: RemoteFolder, parse_lock: AbstractContextManager[object] | None = None) -> CatalogueEntry:
     try:
-        manifest = remote_manifest(folder, alone)
+        manifest = remote_manifest(folder, parse_lock)
     except CacheNotFoundError:
         return CatalogueEntry(url=folder.url, manifest=None, problem=None)
     except MiniLMCacheError as error:
@@ -66,19 +68,19 @@ def _entry(folder: RemoteFolder, alone: AbstractContextManager[object] | None = 
 
 
 def remote_manifest(
-    folder: RemoteFolder, alone: AbstractContextManager[object] | None = None
+    folder: RemoteFolder, parse_lock: AbstractContextManager[object] | None = None
 ) -> CacheManifest:
     """Return the manifest of a complete cache.
 
     Args:
-        folder: of the cache.
-        alone: entered while the manifest is parsed; None means nothing is.
+        folder: folder of the cache.
+        parse_lock: held while the manifest is parsed. None means that no lock is held.
 
     Raises:
         CacheNotFoundError: there is no cache.
-        CacheIncompleteError: it is not complete.
-        CacheCorruptError: it is damaged.
-        UnsupportedFormatError: a newer release wrote it.
+        CacheIncompleteError: the cache is not complete.
+        CacheCorruptError: the manifest is damaged.
+        UnsupportedFormatError: a newer release wrote the cache.
     """
     try:
         content = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
@@ -87,7 +89,7 @@ def remote_manifest(
             f"no cache at {folder.url}: {MANIFEST} is not there. "
             "Give the URL of a cache, as `minilm-cache ls` shows it."
         ) from None
-    with alone or nullcontext():
+    with parse_lock or nullcontext():
         manifest = parse(CacheManifest, content, f"{folder.url}/{MANIFEST}")
     check_size(manifest, f"{folder.url}/{MANIFEST}")
     if not manifest.complete:

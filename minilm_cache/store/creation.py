@@ -1,4 +1,4 @@
-"""Who may create a cache, and whether what is there already is the same one."""
+"""Lock the creation of a cache, and compare a cache that exists already with the requested one."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,22 +14,26 @@ from minilm_cache.store.layout import CREATE_LOCK, MANIFEST, below
 
 
 def prepare_root(root: Path) -> None:
-    """Make the folder of a new cache; what interrupted and waiting processes leave in it is no hindrance."""
+    """Make the folder of a new cache. It may hold files left by interrupted or waiting processes.
+
+    Raises:
+        IdentityMismatchError: the folder holds something that is not a cache.
+    """
     locks = below(root, CREATE_LOCK).parent
     occupied = root.is_dir() and not is_vacant(root, beside=locks)
-    # Another rank may have begun meanwhile; the manifest is the first file it writes.
+    # Another rank may have started in the meantime; the manifest is the first file that it writes.
     if occupied and not (root / MANIFEST).exists():
-        raise IdentityMismatchError(f"{root} is not empty and is no cache. Choose another --out.")
+        raise IdentityMismatchError(f"{root} is not empty and is not a cache. Choose another --out.")
     root.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
 def creating(root: Path, progress: Progress, should_stop: ShouldStop) -> Iterator[None]:
-    """Hold the right to create a cache, so that what one process decides is what the others find.
+    """Hold the lock on creating a cache, so that all processes use what the first of them decides.
 
     Raises:
-        IdentityMismatchError: the folder holds something that is no cache.
-        InterruptedRunError: it was asked to stop while it waited.
+        IdentityMismatchError: the folder holds something that is not a cache.
+        InterruptedRunError: a stop was requested while this process waited.
         StorageError: the file system refused.
     """
     path = below(root, CREATE_LOCK)
@@ -53,24 +57,27 @@ def creating(root: Path, progress: Progress, should_stop: ShouldStop) -> Iterato
         lock.release()
 
 
-def differing_fields(found: CacheManifest, expected: CacheManifest) -> list[str]:
-    """Return, as `name (found instead of expected)`, what keeps two manifests from being one cache's."""
+def differing_fields(existing: CacheManifest, expected: CacheManifest) -> list[str]:
+    """Return where two manifests differ that would have to describe the same cache.
+
+    The texts are those of `differing_values`, or name the shards. Empty means that the cache is the same.
+    """
     pairs = [
-        (found.identity.model_dump(mode="json"), expected.identity.model_dump(mode="json")),
-        ({"shard_tokens": found.shard_tokens}, {"shard_tokens": expected.shard_tokens}),
+        (existing.identity.model_dump(mode="json"), expected.identity.model_dump(mode="json")),
+        ({"shard_tokens": existing.shard_tokens}, {"shard_tokens": expected.shard_tokens}),
     ]
     differing = [text for left, right in pairs for text in differing_values(left, right)]
-    if not differing and found.shards != expected.shards:
+    if not differing and existing.shards != expected.shards:
         differing.append("the sequences of its shards")
     return differing
 
 
 def differing_values(
-    found: Mapping[str, object], expected: Mapping[str, object], prefix: str = ""
+    existing: Mapping[str, object], expected: Mapping[str, object], prefix: str = ""
 ) -> Iterator[str]:
-    """Yield, as `name (found there, expected asked)`, what keeps two documents from being the same."""
-    for name in sorted(found.keys() | expected.keys()):
-        left, right = found.get(name), expected.get(name)
+    """Yield each difference of two documents as `name (existing value there, expected value asked)`."""
+    for name in sorted(existing.keys() | expected.keys()):
+        left, right = existing.get(name), expected.get(name)
         if isinstance(left, dict) and isinstance(right, dict):
             yield from differing_values(left, right, f"{prefix}{name}.")
         elif left != right:

@@ -1,4 +1,4 @@
-"""Writes that survive a kill and a power cut, and refusals of the file system told in one line."""
+"""Write files so that they survive a kill or a power cut, and report file system errors in one line."""
 
 import errno
 import os
@@ -16,14 +16,15 @@ from minilm_cache.progress import ShouldStop
 from minilm_cache.store.regular_files import NotRegularError, first_bytes
 
 PARTIAL = ".partial"
-"""Ending of files that are being written, ours and zarr's."""
+"""Suffix of files that are being written, by this project or by zarr."""
 _LOCK_POLL_S = 1.0
+"""Seconds between two checks of `should_stop` while waiting for a lock."""
 _REMEDIES = {
     errno.ENOSPC: "Free some space and run the same command again: what is committed is kept",
     errno.EDQUOT: "Free some quota and run the same command again: what is committed is kept",
     errno.EROFS: "Choose a folder on a writable file system",
     errno.ENOTDIR: "A file stands where a folder is needed: choose another place",
-    errno.EEXIST: "Something of that name is there: choose another place",
+    errno.EEXIST: "Something with that name exists: choose another place",
     errno.EISDIR: "A folder stands where a file is needed: choose another place",
     errno.EACCES: "Choose a folder you may write to, or change its permissions",
     errno.EPERM: "Choose a folder you may write to, or change its permissions",
@@ -32,7 +33,7 @@ _REMEDIES = {
 
 @contextmanager
 def storage_errors(doing: str, where: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a StorageError that says what was being done, where, and a remedy."""
+    """Turn an OSError of the block into a StorageError that names the action, the place and a remedy."""
     try:
         yield
     except StorageError:
@@ -47,7 +48,7 @@ def wait_for(lock: FileLock, should_stop: ShouldStop, interrupted: str) -> None:
     """Acquire a lock that another process may hold.
 
     Raises:
-        InterruptedRunError: it was asked to stop meanwhile; says `interrupted`.
+        InterruptedRunError: a stop was requested in the meantime; its message is `interrupted`.
     """
     while not lock.is_locked:
         try:
@@ -58,7 +59,7 @@ def wait_for(lock: FileLock, should_stop: ShouldStop, interrupted: str) -> None:
 
 
 def sync_directories(paths: Iterable[Path]) -> None:
-    """Make the entries of directories durable."""
+    """Flush the entries of directories to disk."""
     for path in sorted(set(paths)):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -68,13 +69,13 @@ def sync_directories(paths: Iterable[Path]) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make a file's content durable."""
+    """Flush a file's content to disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file durably: whole or not at all, replacing an older one."""
+    """Write a file durably: completely or not at all. An older file is replaced."""
     with _temporary(path, content) as temporary:
         temporary.replace(path)
     sync_directories([path.parent])
@@ -84,7 +85,7 @@ def create_file(path: Path, content: bytes) -> None:
     """Write a file durably if it does not exist yet.
 
     Raises:
-        FileExistsError: it exists; its content is left alone.
+        FileExistsError: the file exists; its content is unchanged.
     """
     with _temporary(path, content) as temporary:
         os.link(temporary, path)
@@ -92,10 +93,10 @@ def create_file(path: Path, content: bytes) -> None:
 
 
 def link_file(source: Path, target: Path) -> None:
-    """Make `target` a hard link to `source`, replacing what was there.
+    """Make `target` a hard link to `source`, replacing a file that exists.
 
     Raises:
-        OSError: they are on different file systems, or on one without links.
+        OSError: the two are on different file systems, or on a file system without hard links.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_name(target)
@@ -107,7 +108,10 @@ def link_file(source: Path, target: Path) -> None:
 
 
 def is_vacant(folder: Path, beside: Path | None = None) -> bool:
-    """Return whether a folder holds nothing, `beside` apart, but what an interrupted write left behind."""
+    """Return whether a folder holds nothing but `beside` and what interrupted writes left in it.
+
+    `beside` None means that no other entry is allowed.
+    """
     return all(
         entry == beside or (entry.name.startswith(".") and entry.name.endswith(PARTIAL))
         for entry in folder.iterdir()
@@ -115,10 +119,10 @@ def is_vacant(folder: Path, beside: Path | None = None) -> bool:
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """Read a regular file of at most so many bytes; never a link, a pipe or a device.
+    """Read a regular file of at most `max_bytes` bytes; a link, a pipe or a device is refused.
 
     Raises:
-        CacheCorruptError: it is longer, or no regular file.
+        CacheCorruptError: the file is longer, or not a regular file.
         StorageError: the file system refused.
     """
     try:
@@ -140,7 +144,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file to fill; it takes `path`'s place durably when the block ends well, else it goes away."""
+    """Yield a file to fill. It replaces `path` durably if the block succeeds, else it is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_name(path)
     try:
@@ -155,31 +159,31 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def refuse_existing(out: Path, option: str = "--out") -> None:
-    """Raise InvalidConfigError for a file or folder that exists."""
+    """Raise InvalidConfigError if a file or folder exists."""
     if out.exists():
         raise InvalidConfigError(f"{out} exists. Choose another {option}.")
 
 
 def refuse_file(folder: Path, option: str = "--out") -> None:
-    """Raise InvalidConfigError for a folder where a file is, or above it."""
-    file = next((one for one in (folder, *folder.parents) if one.exists() and not one.is_dir()), None)
+    """Raise InvalidConfigError if a folder, or one of its parents, is a file."""
+    file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
     if file is not None:
         raise InvalidConfigError(f"{option} {folder}: {file} is a file. Choose another folder.")
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to fill; it takes `path`'s place durably when the block ends well, else it goes away."""
+    """Yield a folder to fill. It replaces `path` durably if the block succeeds, else it is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_name(path)
     temporary.mkdir()
     try:
         yield temporary
         written = [temporary, *temporary.rglob("*")]
-        for file in written:
-            if file.is_file():
-                sync_file(file)
-        sync_directories(folder for folder in written if folder.is_dir())
+        for entry in written:
+            if entry.is_file():
+                sync_file(entry)
+        sync_directories(entry for entry in written if entry.is_dir())
         if path.exists():
             shutil.rmtree(path)
         temporary.rename(path)

@@ -1,4 +1,4 @@
-"""Hashes of content: files, texts, JSON. What a cache is made of is named by these, never by paths."""
+"""Hashes of files and texts. They identify what a cache is made of; paths never do."""
 
 import hashlib
 from collections.abc import Iterable
@@ -16,10 +16,10 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_files(paths: Iterable[Path]) -> str:
-    """Return one SHA-256 (hex) for a set of files.
+    """Return a single SHA-256 (hex) for a set of files.
 
-    One file: its own digest, so that it can be compared with published ones. Several: the digest over
-    their names and digests, sorted by name.
+    For one file it is the digest of that file, which can be compared with published digests. For several it
+    is the digest over their names and digests, sorted by name.
     """
     ordered = sorted(paths)
     if len(ordered) == 1:
@@ -39,7 +39,7 @@ def sha256_texts(texts: Iterable[str]) -> str:
 
 
 def xxh3(content: bytes | memoryview) -> str:
-    """Return the XXH3-128 (hex) of bytes: fast enough to check every read, not proof against malice."""
+    """Return the XXH3-128 (hex) of bytes: fast enough to check every read, but not safe against tampering."""
     return xxhash.xxh3_128_hexdigest(content)
 
 

@@ -1,4 +1,4 @@
-"""Where everything lies below a cache's root, and how sequences fall into shards. Pure: no I/O."""
+"""Paths below a cache's root, and the split of sequences into shards. Does no I/O but `below`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,44 +19,46 @@ COMMITS: Final = "commits"
 SEAL_LOCK: Final = "locks/seal.lock"
 CREATE_LOCK: Final = "locks/create.lock"
 MAX_SHARD_BYTES: Final = 2**32
-"""Decoded; readers take whole shards into memory."""
+"""Greatest decoded size of a shard, since readers take whole shards into memory."""
 _GOOD_SHARD_BYTES: Final = 2**28
+"""Greatest decoded size of a layer of a shard by default."""
 _MAX_WRITTEN_BYTES: Final = 2**31
+"""Greatest decoded size of a shard by default, since writers hold all layers of it."""
 
 
 def cache_name(labels: Labels, identity: CacheIdentity) -> str:
-    """Return the name of a cache's folder: words for people, a hash for the rest."""
+    """Return the name of a cache's folder: labels and codec for people, then 12 digits of the fingerprint."""
     words = (label.replace(":", "-").replace("/", "-") for label in (labels.teacher, labels.corpus))
     return "-".join([*words, identity.codec.name, identity.fingerprint()[:12]])
 
 
 def commit_path(shard: int) -> str:
-    """Path of a shard's commit record."""
+    """Return the path of a shard's commit record."""
     return f"{COMMITS}/{shard:05d}.json"
 
 
 def sequences_path(shard: int) -> str:
-    """Path of a shard's sequence table."""
+    """Return the path of a shard's sequence table."""
     return f"sequences/part-{shard:05d}.parquet"
 
 
 def lock_path(shard: int) -> str:
-    """Path of the lock that a shard's writer holds."""
+    """Return the path of the lock that a shard's writer holds."""
     return f"locks/{shard:05d}.lock"
 
 
 def shard_files(manifest: CacheManifest, shard: int) -> tuple[str, ...]:
-    """Return the files of a shard, exactly those that its commit record must list."""
+    """Return the paths of a shard's files: exactly those that its commit record must list."""
     arrays = tuple(spec.shard_path(shard) for spec in array_specs(manifest.identity, manifest.calibration))
     return (*arrays, sequences_path(shard))
 
 
 def split_into_shards(lengths: npt.NDArray[np.int64], shard_tokens: int) -> tuple[ShardRange, ...]:
-    """Fill shards with whole sequences, in order.
+    """Split sequences into shards: each shard is filled with whole sequences, in order.
 
     Args:
-        lengths: tokens of each sequence, `(sequences,)`; none longer than `shard_tokens`.
-        shard_tokens: rows that a shard has room for.
+        lengths: tokens of each sequence, `(sequences,)`, each at most `shard_tokens`.
+        shard_tokens: rows of a shard.
 
     Returns:
         Ranges that cover every sequence once.
@@ -79,14 +81,14 @@ def shard_of(shards: Sequence[ShardRange], sequence: int) -> int:
 
 
 def shard_bytes(identity: CacheIdentity, calibration: Calibration | None, shard_tokens: int) -> int:
-    """Return what a shard takes in memory when it is decoded, bytes."""
+    """Return the memory that a decoded shard takes, bytes."""
     return shard_tokens * sum(spec.row_bytes for spec in array_specs(identity, calibration))
 
 
 def default_shard_tokens(identity: CacheIdentity, calibration: Calibration | None) -> int:
-    """Return rows per shard: 2**18, or fewer where a layer of a shard would decode to more than 256 MiB.
+    """Return the rows of a shard: 2**18, or fewer if a layer of a shard would decode to more than 256 MiB.
 
-    A student reads one layer, a writer holds all of them: together they stay below 2 GiB.
+    A student reads a single layer, but a writer holds all layers, which together stay below 2 GiB.
     """
     tokens = 2**18
     least = 2 * identity.packing.max_length
@@ -100,7 +102,7 @@ def below(root: Path, path: str) -> Path:
     """Join a path of the format to the root.
 
     Raises:
-        CacheCorruptError: a part of it is a symbolic link, which may lead out of the cache.
+        CacheCorruptError: a part of the path is a symbolic link, which may lead out of the cache.
     """
     file = root
     for part in path.split("/"):

@@ -1,4 +1,4 @@
-"""Join parts of one cache that machines without a common file system have dumped, each some of the shards."""
+"""Merge parts of a cache that machines without a common file system have dumped, some of its shards each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,22 +17,25 @@ class Merged:
     """What a merge did."""
 
     path: Path
+    """Folder of the merged cache."""
     num_shards: int
+    """Shards of the whole cache."""
     shards_copied: int
+    """Shards that this merge copied."""
     shards_missing: int
     """Shards that none of the parts holds."""
 
 
 def merge(parts: Sequence[Path], out: Path, *, progress: Progress, should_stop: ShouldStop) -> Merged:
-    """Copy the committed shards of every part into one cache, new or begun before.
+    """Copy the committed shards of every part into one cache, which is new or was begun before.
 
-    The cache is not complete then, even with every shard there: the dump command that made the parts measures
+    Even with every shard the cache is not complete afterwards: the dump command that made the parts measures
     its fidelity and seals it.
 
     Raises:
-        IdentityMismatchError: the parts are not of one cache, or two of them hold one shard.
+        IdentityMismatchError: the parts belong to different caches, or two of them hold the same shard.
         CacheCorruptError: a part is damaged.
-        InterruptedRunError: it was asked to stop; shards that have been copied are kept.
+        InterruptedRunError: a stop was requested; shards that have been copied are kept.
         StorageError: the file system refused.
     """
     readers = [CacheReader(part, partial=True) for part in parts]
@@ -61,34 +64,34 @@ def merge(parts: Sequence[Path], out: Path, *, progress: Progress, should_stop: 
     return Merged(path=out, num_shards=num_shards, shards_copied=len(todo), shards_missing=missing)
 
 
-def _check_same(first: CacheReader, other: CacheReader) -> None:
-    differing = differing_fields(other.manifest, first.manifest)
+def _check_same(first: CacheReader, second: CacheReader) -> None:
+    differing = differing_fields(second.manifest, first.manifest)
     if differing:
         raise IdentityMismatchError(
-            f"{other.root} and {first.root} are not parts of one cache: they differ in "
+            f"{second.root} and {first.root} are not parts of one cache: they differ in "
             f"{', '.join(differing)}."
         )
-    if _begun_with(other) != _begun_with(first):
+    if _begun_with(second) != _begun_with(first):
         raise IdentityMismatchError(
-            f"{other.root} and {first.root} were begun apart: their codecs were fitted on each machine. Copy "
-            "the folder that one dump has begun to the other machines before they dump."
+            f"{second.root} and {first.root} were begun separately: their codecs were fitted on each "
+            "machine. Copy the folder that one dump has created to the other machines before they dump."
         )
 
 
 def _begun_with(reader: CacheReader) -> dict[str, FileDigest]:
-    """Return the files outside the shards that a dump begins with: all but the preview."""
+    """Return the files outside the shards that a dump writes first: all but the preview."""
     return {path: digest for path, digest in reader.manifest.files.items() if path != PREVIEW}
 
 
 def _owners(readers: Sequence[CacheReader]) -> dict[int, CacheReader]:
-    """Return which part each shard is taken from."""
+    """Return the part that each shard is copied from."""
     owners: dict[int, CacheReader] = {}
     for reader in readers:
         for shard, record in reader.records.items():
-            there = owners.setdefault(shard, reader)
-            if there.records[shard] != record:
+            owner = owners.setdefault(shard, reader)
+            if owner.records[shard] != record:
                 raise IdentityMismatchError(
-                    f"shard {shard} is in {there.root} and in {reader.root}, from two dumps. "
+                    f"shard {shard} is in {owner.root} and in {reader.root}, from two dumps. "
                     "Give each machine a --rank of its own, or leave one of them out."
                 )
     return owners

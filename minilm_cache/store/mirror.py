@@ -1,4 +1,4 @@
-"""Read a cache from its URL: shards come when they are needed, are checked, and are kept up to a bound."""
+"""Read a cache from its URL: shards are fetched when needed, checked, and kept up to a size limit."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
@@ -16,28 +16,27 @@ from minilm_cache.store.pull import Fetcher
 from minilm_cache.store.reader import CacheReader, Shard
 from minilm_cache.store.remote import open_store
 
-"""Of shard files kept on this machine."""
 _WAIT_S = 86_400.0
-"""For a shard that another reader is fetching."""
+"""Longest wait, in seconds, for a shard that another reader is fetching."""
 
 
 class MirrorReader(CacheReader):
     """Reader of a cache at a URL. Threads may share it.
 
-    Its folder holds everything but the shards of a cache, and of those the ones used last.
+    Its local folder holds all files outside the shards, and the shards that were used last.
     """
 
     def __init__(self, url: str, home: Path, max_bytes: int) -> None:
         """Open a complete cache.
 
         Args:
-            url: of the cache.
-            home: folder of mirrors; this one's is named by fingerprint.
-            max_bytes: of shard files on this machine; those of a shard in use may exceed it.
+            url: URL of the cache.
+            home: folder that holds all mirrors, each in `mirrors/` and the cache's fingerprint.
+            max_bytes: most bytes of shard files on this machine; shards in use may exceed it.
 
         Raises:
-            CacheNotFoundError: there is none.
-            CacheCorruptError: what arrives is not what was committed.
+            CacheNotFoundError: there is no cache.
+            CacheCorruptError: a fetched file differs from what was committed.
             StorageError: the store cannot be reached.
         """
         source = open_store(url)
@@ -52,27 +51,27 @@ class MirrorReader(CacheReader):
         self._used: OrderedDict[int, None] = OrderedDict()
         self._busy: dict[int, int] = {}
         super().__init__(folder)
-        for number in self.records:  # what an earlier run has left
+        for number in self.records:  # shards that an earlier run has fetched
             if self._num_bytes(number):
                 self._used[number] = None
 
     def shard(self, number: int, paths: Collection[str] | None = None) -> Shard:
-        """Read one shard, after fetching those of its files that are not here yet."""
-        with self._alone(), self._using(number):
+        """Read one shard, after fetching those of its files that are not on this machine yet."""
+        with self._fetch_lock(), self._using(number):
             for path, expected in self._require(number).files.items():
                 array = path.split("/c/")[0]
-                wanted = paths is None or array in paths or array == "tokens"
-                if wanted or path == sequences_path(number):
+                is_read = paths is None or array in paths or array == "tokens"
+                if is_read or path == sequences_path(number):
                     self._fetcher.fetch(path, expected)
             return super().shard(number, paths)
 
-    def _alone(self) -> FileLock:
-        """Return what keeps other readers, in whatever process, from removing what this one fetches."""
+    def _fetch_lock(self) -> FileLock:
+        """Return the lock that keeps other readers, in any process, from removing what this one fetches."""
         return FileLock(self.root / "mirror.lock", timeout=_WAIT_S, poll_interval=0.01)
 
     @contextmanager
     def _using(self, number: int) -> Iterator[None]:
-        """Keep a shard from being removed while the block runs, and remove others afterwards."""
+        """Keep a shard from being removed while the block runs, and remove the oldest shards afterwards."""
         with self._lock:
             self._busy[number] = self._busy.get(number, 0) + 1
             self._used[number] = None

@@ -1,4 +1,4 @@
-"""The preview of a finished cache: some of its sequences as a table, named in the manifest by its hash."""
+"""The preview of a finished cache: a table of some of its sequences, whose hash is in the manifest."""
 
 import io
 from pathlib import Path
@@ -19,12 +19,12 @@ def seal_with_preview(root: Path, manifest: CacheManifest, preview: pa.Table) ->
     """Write the preview, the card and the manifest of a complete cache; the manifest goes last.
 
     Args:
-        root: the cache's folder.
-        manifest: of the complete cache.
-        preview: what it shows.
+        root: folder of the cache.
+        manifest: manifest of the complete cache.
+        preview: table of the preview.
 
     Returns:
-        The manifest as it was written: it names the preview.
+        The manifest as it was written, with the preview among its files.
 
     Raises:
         StorageError: the file system refused.
@@ -41,7 +41,7 @@ def seal_with_preview(root: Path, manifest: CacheManifest, preview: pa.Table) ->
 
 
 def has_damaged_preview(root: Path, manifest: CacheManifest) -> bool:
-    """Return whether the preview that a manifest names is not there as it was written."""
+    """Return whether the preview that a manifest names is missing or damaged."""
     if PREVIEW not in manifest.files:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Copy a cache from a store, every file checked as it arrives."""
+"""Copy a cache from a store, and check every file as it arrives."""
 
 import shutil
 from collections.abc import Iterator
@@ -24,48 +24,48 @@ from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import CARD, MANIFEST, below, commit_path
 from minilm_cache.store.reader import check_record, read_checked, read_manifest, read_record
 from minilm_cache.store.remote import RemoteFolder, open_store
-from minilm_cache.store.transfer import Shared, each, num_bytes
+from minilm_cache.store.transfer import TransferResult, for_each, num_bytes
 
 _TABLE_ROW_BYTES: Final = 64
 """Most bytes that a row of a sequence table takes."""
 _MAX_ATTACHMENT_BYTES: Final = 2**27
-"""Of a tokenizer, the largest file outside the shards."""
+"""Most bytes of a file outside the shards; the largest one is that of a tokenizer."""
 
 
-def pull(url: str, out: Path, *, progress: Progress, should_stop: ShouldStop) -> Shared:
-    """Copy a cache from a store into a folder; each file is checked as it arrives.
+def pull(url: str, out: Path, *, progress: Progress, should_stop: ShouldStop) -> TransferResult:
+    """Copy a cache from a store into a folder, and check each file as it arrives.
 
     Raises:
-        CacheNotFoundError: there is none.
-        CacheCorruptError: what arrives is not what was committed.
+        CacheNotFoundError: there is no cache.
+        CacheCorruptError: a fetched file differs from what was committed.
         IdentityMismatchError: the folder holds something else.
-        InterruptedRunError: it was asked to stop; files that have arrived are kept.
+        InterruptedRunError: a stop was requested; files that have arrived are kept.
         StorageError: the store refused, or cannot be reached.
     """
     out = out.resolve()
     source = open_store(url)
     manifest = remote_manifest(source)
-    with _alone(out, should_stop):
+    with _pull_lock(out, should_stop):
         return _pull(source, manifest, out=out, progress=progress, should_stop=should_stop)
 
 
 def _pull(
     source: RemoteFolder, manifest: CacheManifest, *, out: Path, progress: Progress, should_stop: ShouldStop
-) -> Shared:
+) -> TransferResult:
     num_shards = len(manifest.shards)
     if (out / MANIFEST).is_file():
-        there = read_manifest(out)
-        if there.fingerprint != manifest.fingerprint:
+        existing = read_manifest(out)
+        if existing.fingerprint != manifest.fingerprint:
             raise IdentityMismatchError(f"{out} holds another cache. Choose another --out.")
-        if not (there.complete and all(_is_sound(out, there, shard) for shard in range(num_shards))):
+        if not (existing.complete and all(_is_sound(out, existing, shard) for shard in range(num_shards))):
             raise IdentityMismatchError(
                 f"{out} holds this cache, but unfinished or damaged. Repeat its `minilm-cache dump` command, "
                 "or choose another --out."
             )
         progress.note(f"{out} holds this cache already: nothing to do")
-        return Shared(place=str(out), manifest=manifest, shards_copied=0, shards_kept=num_shards)
+        return TransferResult(place=str(out), manifest=manifest, shards_copied=0, shards_kept=num_shards)
     if out.exists() and not (out.is_dir() and is_vacant(out)):
-        raise IdentityMismatchError(f"{out} is not empty and is no cache. Choose another --out.")
+        raise IdentityMismatchError(f"{out} is not empty and is not a cache. Choose another --out.")
     arriving = out.with_name(f".{out.name}.{manifest.fingerprint[:12]}.arriving")
     fetcher = Fetcher(source, arriving, manifest)
     records = fetcher.records(should_stop)
@@ -79,19 +79,21 @@ def _pull(
         return copied
 
     fetcher.attachments(progress)
-    copied = sum(each(fetch_shard, range(num_shards), should_stop=should_stop, place=source.url))
-    fetcher.write(CARD, cache_card(manifest).encode())  # written anew: no hash covers the one in the store
+    copied = sum(for_each(fetch_shard, range(num_shards), should_stop=should_stop, place=source.url))
+    fetcher.write(CARD, cache_card(manifest).encode())  # made anew: no hash covers the card in the store
     fetcher.write(MANIFEST, manifest.to_json())
     with storage_errors("create the cache", out):
         if out.is_dir():
-            shutil.rmtree(out)  # vacant, see above
+            shutil.rmtree(out)  # holds only leftovers of interrupted writes, see above
         arriving.rename(out)
         sync_directories([out.parent])
-    return Shared(place=str(out), manifest=manifest, shards_copied=copied, shards_kept=num_shards - copied)
+    return TransferResult(
+        place=str(out), manifest=manifest, shards_copied=copied, shards_kept=num_shards - copied
+    )
 
 
 def _is_sound(root: Path, manifest: CacheManifest, shard: int) -> bool:
-    """Return whether a committed shard's record and all its files are what was committed (XXH3-128)."""
+    """Return whether the record and all files of a shard match what was committed (XXH3-128)."""
     try:
         for path, expected in read_record(root, manifest, shard).files.items():
             read_checked(root, path, expected)
@@ -101,8 +103,8 @@ def _is_sound(root: Path, manifest: CacheManifest, shard: int) -> bool:
 
 
 @contextmanager
-def _alone(out: Path, should_stop: ShouldStop) -> Iterator[None]:
-    """Wait for whoever else pulls into a folder."""
+def _pull_lock(out: Path, should_stop: ShouldStop) -> Iterator[None]:
+    """Wait until no other process pulls into a folder, and hold its lock meanwhile."""
     path = out.with_name(f".{out.name}.pull.lock")
     with storage_errors("lock", path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,17 +113,17 @@ def _alone(out: Path, should_stop: ShouldStop) -> Iterator[None]:
         wait_for(lock, should_stop, interrupted)
     try:
         yield
-        # Whoever gets the lock of a file that is gone finds the cache complete.
+        # A process that then gets the lock on the removed file finds the cache complete.
         path.unlink(missing_ok=True)
     finally:
         lock.release()
 
 
 class Fetcher:
-    """Fetches files of one cache into a folder, each checked against its record before it is written."""
+    """Fetches files of a cache into a folder; each is checked against its record before it is written."""
 
     def __init__(self, source: RemoteFolder, folder: Path, manifest: CacheManifest) -> None:
-        """Fetch from `source` into `folder`."""
+        """Prepare to fetch from `source` into `folder`."""
         self._source = source
         self._folder = folder
         self._manifest = manifest
@@ -132,7 +134,7 @@ class Fetcher:
         """Fetch every shard's commit record.
 
         Raises:
-            CacheCorruptError: one belongs to another cache or shard.
+            CacheCorruptError: a record is damaged, or belongs to another cache or shard.
         """
 
         def fetch(shard: int) -> CommitRecord:
@@ -144,21 +146,29 @@ class Fetcher:
             self.write(path, content)
             return record
 
-        return each(fetch, range(len(self._manifest.shards)), should_stop=should_stop, place=self._source.url)
+        return for_each(
+            fetch, range(len(self._manifest.shards)), should_stop=should_stop, place=self._source.url
+        )
 
     def attachments(self, progress: Progress) -> None:
-        """Fetch what lies outside the shards."""
+        """Fetch the files outside the shards."""
         for path, expected in self._manifest.files.items():
             self.fetch(path, expected, _MAX_ATTACHMENT_BYTES)
             progress.advance(expected.size)
 
     def fetch(self, path: str, expected: FileDigest, max_bytes: int | None = None) -> bool:
-        """Fetch a file of at most so many bytes; of a shard's files what they can need, if None is given.
+        """Fetch a file, unless it is in the folder already.
 
-        Returns whether that was necessary.
+        Args:
+            path: path below the cache's root.
+            expected: size and hashes of the file.
+            max_bytes: most bytes of the file. None means what a file of a shard can need.
+
+        Returns:
+            Whether the file was fetched.
 
         Raises:
-            CacheCorruptError: what arrives is not what was committed.
+            CacheCorruptError: a fetched file differs from what was committed.
         """
         if expected.size > (max_bytes or self._most_bytes(path)):
             raise CacheCorruptError(
@@ -169,26 +179,26 @@ class Fetcher:
             try:
                 read_checked(self._folder, path, expected)
             except CacheCorruptError:
-                pass  # cut short by a kill of an older release, or damaged since: fetched again
+                pass  # truncated by a kill of an older release, or damaged since: fetch it again
             else:
                 return False
         content = self._source.read(path, expected.size)
         if digest_bytes(content) != expected:
             raise CacheCorruptError(
-                f"{self._source.url}/{path} is not what was committed. Run the same command again; if it "
-                "says so again, it was damaged there: ask who published it for `minilm-cache push --full`."
+                f"{self._source.url}/{path} is not what was committed. Run the same command again; if that "
+                "fails too, the store's copy is damaged: ask its publisher to run `minilm-cache push --full`."
             )
         self.write(path, content)
         return True
 
     def _most_bytes(self, path: str) -> int:
-        """Return the most that a file of a shard can need: what it decodes to, and its headers."""
+        """Return the most bytes that a file of a shard can need: its decoded size and its headers."""
         row_bytes = self._row_bytes.get(path.split("/c/", maxsplit=1)[0], _TABLE_ROW_BYTES)
         decoded = self._manifest.shard_tokens * row_bytes
         return decoded + decoded // 8 + 2**20
 
     def write(self, path: str, content: bytes) -> None:
-        """Write a file into the folder, durably."""
+        """Write a file into the folder durably."""
         file = below(self._folder, path)
         with storage_errors("write", file):
             write_file(file, content)

@@ -1,7 +1,7 @@
-"""Read a cache: whole shards, their bytes checked against the commit record before they are decoded.
+"""Read a cache: whole shards, whose bytes are checked against the commit record before they are decoded.
 
-The records, not the directory, say what is there. Whatever is listed and missing, short or changed is an
-error that names the file and the remedy; nothing is ever filled in.
+The records, not the directory, define what the cache holds. A listed file that is missing, short or changed
+is an error that names the file and the remedy; nothing is ever filled in.
 """
 
 import io
@@ -43,8 +43,9 @@ from minilm_cache.store.layout import (
 from minilm_cache.store.shards import decode_shard
 
 _MAX_VALUE_BYTES = 32
+"""Most decompressed bytes of a sequence table for each value."""
 _MAX_TABLE_HEADERS = 2**20
-"""Bytes that a sequence table may take decompressed, for a value and beside values."""
+"""Most decompressed bytes of a sequence table in addition to its values."""
 _REMEDY = (
     "Run `minilm-cache verify --full` for the extent of the damage, then `minilm-cache dump --resume` "
     "with the settings of the first dump to write damaged shards again, or fetch the cache again."
@@ -57,6 +58,7 @@ class Shard:
 
     number: int
     first_sequence: int
+    """Number in the cache of the first sequence."""
     rows: Mapping[str, npt.NDArray[np.generic]]
     """Array path to rows, `(tokens of the shard, ...)`, without slack."""
     starts: npt.NDArray[np.int64]
@@ -67,11 +69,11 @@ class Shard:
     """Mean row entropy of each sequence, `(sequences,)`, nats."""
 
     def __contains__(self, number: int) -> bool:
-        """Return whether this shard holds the sequence of that number in the cache."""
+        """Return whether this shard holds a sequence, given its number in the cache."""
         return 0 <= number - self.first_sequence < len(self.lengths)
 
     def length(self, number: int) -> int:
-        """Return the tokens of a sequence."""
+        """Return the number of tokens of a sequence."""
         return int(self.lengths[number - self.first_sequence])
 
     def entropy(self, kind: RelationKind, number: int) -> float:
@@ -79,34 +81,34 @@ class Shard:
         return float(self.entropies[kind][number - self.first_sequence])
 
     def rows_of(self, path: str, number: int) -> npt.NDArray[np.generic]:
-        """Return one array's rows of a sequence, `(length, ...)`."""
+        """Return a sequence's rows of the array at `path`, `(length, ...)`."""
         start = int(self.starts[number - self.first_sequence])
         return self.rows[path][start : start + self.length(number)]
 
     def sequence(self, number: int) -> dict[str, npt.NDArray[np.generic]]:
-        """Return all rows of a sequence: array path to `(length, ...)`."""
+        """Return a sequence's rows of all arrays: array path to `(length, ...)`."""
         return {path: self.rows_of(path, number) for path in self.rows}
 
 
 class CacheReader:
     """Reader of one cache. Threads may share it.
 
-    `bytes_read` counts the shard files that were read, compressed, each as often as it was read.
+    `bytes_read` counts the compressed bytes of all shard files that were read, each as often as it was read.
     """
 
     def __init__(self, root: Path, *, partial: bool = False, shards: Sequence[int] | None = None) -> None:
         """Open a cache.
 
         Args:
-            root: its folder.
+            root: folder of the cache.
             partial: also open a cache whose dump has not finished; only committed shards can be read.
-            shards: those that will be read; none: all.
+            shards: numbers of the shards that will be read. None means all.
 
         Raises:
-            CacheNotFoundError: there is none.
-            CacheIncompleteError: its dump has not finished, and `partial` is false.
-            CacheCorruptError: its manifest, metadata or commit records are damaged.
-            UnsupportedFormatError: a newer release wrote it.
+            CacheNotFoundError: there is no cache.
+            CacheIncompleteError: the dump has not finished, and `partial` is false.
+            CacheCorruptError: the manifest, metadata or commit records are damaged.
+            UnsupportedFormatError: a newer release wrote the cache.
         """
         self.root = root
         self.bytes_read = 0
@@ -123,15 +125,15 @@ class CacheReader:
 
     def _check_metadata(self) -> None:
         for path, expected in self._documents().items():
-            found = read_checked(self.root, path, self.manifest.files.get(path))
-            if found != expected:
+            content = read_checked(self.root, path, self.manifest.files.get(path))
+            if content != expected:
                 raise CacheCorruptError(
                     f"{self.root / path} is not the metadata that the manifest implies. {_REMEDY}"
                 )
 
     @property
     def specs(self) -> tuple[ArraySpec, ...]:
-        """The arrays with a row per token."""
+        """All arrays with a row per token."""
         return array_specs(self.manifest.identity, self.manifest.calibration)
 
     def _documents(self) -> dict[str, bytes]:
@@ -161,20 +163,22 @@ class CacheReader:
         """Read one shard.
 
         Args:
-            number: of the shard.
-            paths: arrays to read beside `tokens`; none: all.
+            number: number of the shard.
+            paths: paths of the arrays to read in addition to `tokens`. None means all.
 
         Raises:
-            CacheIncompleteError: it is not committed.
+            CacheIncompleteError: the shard is not committed.
             CacheCorruptError: one of its files is missing or changed.
         """
         size = self.manifest.shard_tokens
         table = self.table(number)
-        wanted = [spec for spec in self.specs if paths is None or spec.path == "tokens" or spec.path in paths]
-        rows = {spec.path: self._rows(spec, number) for spec in wanted}
-        self._count(number, [sequences_path(number), *(spec.shard_path(number) for spec in wanted)])
+        specs = [spec for spec in self.specs if paths is None or spec.path == "tokens" or spec.path in paths]
+        rows = {spec.path: self._rows(spec, number) for spec in specs}
+        self._count(number, [sequences_path(number), *(spec.shard_path(number) for spec in specs)])
         if int(rows["tokens"].max()) >= self.manifest.identity.teacher.vocab_size:
-            raise CacheCorruptError(f"shard {number} of {self.root} holds ids that are no tokens. {_REMEDY}")
+            raise CacheCorruptError(
+                f"shard {number} of {self.root} holds token ids outside the vocabulary. {_REMEDY}"
+            )
         return Shard(
             number=number,
             first_sequence=self.manifest.shards[number].first_sequence,
@@ -200,20 +204,22 @@ class CacheReader:
             raise CacheCorruptError(f"{self.root / path} is damaged: {error}. {_REMEDY}") from error
 
     def table(self, number: int) -> pa.Table:
-        """Read the sequence table of one shard, checked to describe the shard that was committed."""
+        """Read the sequence table of a shard, and check that it describes the shard that was committed."""
         record = self._require(number)
         path = sequences_path(number)
         content = read_checked(self.root, path, record.files[path])
-        wanted = sequence_columns(self.manifest.identity.relations)
-        expected_types = {name: str(pa.type_for_alias(kind)) for name, kind in wanted.items()}
+        columns = sequence_columns(self.manifest.identity.relations)
+        expected_types = {name: str(pa.type_for_alias(kind)) for name, kind in columns.items()}
         try:
             file = pq.ParquetFile(io.BytesIO(content))
             types = {field.name: str(field.type) for field in file.schema_arrow}
             fits = types == expected_types and _has_rows(file.metadata, record.range.num_sequences)
             table = file.read() if fits else None
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # names may be no UTF-8
-            reason = first_line(error)  # Arrow adds a trace of its own
-            raise CacheCorruptError(f"{self.root / path} is no Parquet file: {reason}. {_REMEDY}") from error
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # names may not be UTF-8
+            reason = first_line(error)  # Arrow appends its own stack trace
+            raise CacheCorruptError(
+                f"{self.root / path} is not a Parquet file: {reason}. {_REMEDY}"
+            ) from error
         if table is None:
             raise CacheCorruptError(
                 f"{self.root / path} has other rows or columns than the format. {_REMEDY}"
@@ -257,9 +263,9 @@ def read_manifest(root: Path) -> CacheManifest:
     """Read and check a cache's manifest.
 
     Raises:
-        CacheNotFoundError: there is none.
-        CacheCorruptError: it is damaged.
-        UnsupportedFormatError: a newer release wrote it.
+        CacheNotFoundError: there is no cache.
+        CacheCorruptError: the manifest is damaged.
+        UnsupportedFormatError: a newer release wrote the cache.
     """
     path = root / MANIFEST
     if not path.is_file():
@@ -273,7 +279,7 @@ def read_manifest(root: Path) -> CacheManifest:
 
 
 def check_size(manifest: CacheManifest, place: str) -> None:
-    """Raise CacheCorruptError for shards that no reader takes into memory."""
+    """Raise CacheCorruptError for shards that are too large to be read into memory."""
     if shard_bytes(manifest.identity, manifest.calibration, manifest.shard_tokens) > MAX_SHARD_BYTES:
         raise CacheCorruptError(
             f"{place} names shards that decode to more than {MAX_SHARD_BYTES >> 20} MiB. Dump the cache "
@@ -290,7 +296,7 @@ def read_record(root: Path, manifest: CacheManifest, shard: int) -> CommitRecord
 
 
 def check_record(record: CommitRecord, manifest: CacheManifest, *, shard: int, place: str) -> None:
-    """Raise CacheCorruptError for the record of another cache or shard."""
+    """Raise CacheCorruptError if a record belongs to another cache or shard."""
     belongs = (
         record.fingerprint == manifest.fingerprint
         and record.shard == shard
@@ -302,7 +308,7 @@ def check_record(record: CommitRecord, manifest: CacheManifest, *, shard: int, p
 
 
 def read_checked(root: Path, path: str, expected: FileDigest | None) -> bytes:
-    """Read a file whole and compare its size (before reading) and XXH3-128 with what was committed.
+    """Read a whole file, and compare its size (before reading) and its XXH3-128 with what was committed.
 
     Raises:
         CacheCorruptError: the file is not listed, missing, not a regular file, or differs.
@@ -323,7 +329,7 @@ def read_checked(root: Path, path: str, expected: FileDigest | None) -> bytes:
 
 
 def _has_rows(metadata: pq.FileMetaData, num_rows: int) -> bool:
-    """Return whether a table has so many rows wherever it says how many, and no more bytes than they need."""
+    """Return whether all row counts of a table are `num_rows`, and its bytes no more than these rows need."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
     return bool(
@@ -335,10 +341,10 @@ def _has_rows(metadata: pq.FileMetaData, num_rows: int) -> bool:
 
 
 def read_small_array(root: Path, manifest: CacheManifest, small: SmallArray) -> npt.NDArray[np.generic]:
-    """Return an array that is the same for all tokens.
+    """Return an array that applies to all tokens, in the shape of `small`.
 
     Raises:
-        CacheCorruptError: it is damaged.
+        CacheCorruptError: the array is damaged.
     """
     content = read_checked(root, small.chunk_path, manifest.files.get(small.chunk_path))
     dtype = np.dtype(small.dtype).newbyteorder("<")

@@ -1,4 +1,4 @@
-"""Reading of files that may be anything: never a pipe or a device, and never more than was asked for."""
+"""Read files of unknown kind safely: never a pipe or a device, and never more bytes than requested."""
 
 import os
 import stat
@@ -13,18 +13,18 @@ def first_bytes(path: Path, num_bytes: int, *, follow_links: bool = False) -> by
     """Return the first bytes of a regular file, without waiting for a pipe.
 
     Args:
-        path: of the file.
-        num_bytes: at most.
-        follow_links: whether a symbolic link to a regular file will do.
+        path: path of the file.
+        num_bytes: most bytes to read.
+        follow_links: whether a symbolic link to a regular file is accepted.
 
     Raises:
-        NotRegularError: it is no regular file.
-        OSError: it is not there, or the file system refused.
+        NotRegularError: it is not a regular file.
+        OSError: the file is missing, or the file system refused.
     """
     if not follow_links and path.is_symlink():
         raise NotRegularError(None, "it is a symbolic link", str(path))
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     with os.fdopen(os.open(path, flags), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise NotRegularError(None, "it is no regular file", str(path))
+            raise NotRegularError(None, "it is not a regular file", str(path))
         return file.read(num_bytes)

@@ -1,8 +1,8 @@
-"""Folders elsewhere: object stores through obstore, everything else that fsspec knows, one interface.
+"""One interface to folders of stores: object stores through obstore, other stores through fsspec.
 
-obstore brings its own retries; what it and fsspec raise becomes one line that names the place and a remedy.
-Credentials come from the environment, as their own tools read them (AWS_ACCESS_KEY_ID, HF_TOKEN, ...), and
-never enter a message.
+obstore has its own retries. What it and fsspec raise becomes one line that names the place and a remedy.
+Credentials come from the environment variables that each store's own tools use (AWS_ACCESS_KEY_ID, HF_TOKEN,
+...), and never appear in a message.
 """
 
 import re
@@ -33,8 +33,9 @@ from minilm_cache.store.regular_files import NotRegularError, first_bytes
 Result = TypeVar("Result")
 
 OBJECT_STORES: Final = ("s3", "gs", "az")
+"""URL schemes that are opened through obstore."""
 _FILE_SYSTEMS: Final = ("hf", "file")
-"""What is opened through fsspec; others of its schemes fetch, chain or interpret what a URL says."""
+"""URL schemes that are opened through fsspec; its other schemes fetch, chain or interpret parts of a URL."""
 
 _DENIED: Final = (
     PermissionError,
@@ -52,16 +53,16 @@ _RETRY_REMEDY: Final = (
 
 
 _WAITS_S: Final = (0.1, 0.3, 1.0, 3.0)
-"""Before a broken answer is asked for again."""
+"""Seconds to wait before each repetition of a failed request."""
 
 
 def is_url(place: str) -> bool:
-    """Return whether a place is a URL and no path."""
+    """Return whether a place is a URL, not a path."""
     return "://" in place
 
 
 def without_secrets(url: str) -> str:
-    """Return a URL without a user's name, password or signature, for messages; a path as it is."""
+    """Return a URL for messages: without user name, password or signature. A path is returned unchanged."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return url
@@ -77,21 +78,24 @@ def _remote_errors(doing: str, url: str) -> Iterator[None]:
         raise
     except NotRegularError as error:
         raise CacheCorruptError(
-            f"cannot {doing} {url}: {error.strerror}. Ask who published it to push it again."
+            f"cannot {doing} {url}: {error.strerror}. Ask its publisher to push it again."
         ) from error
-    except Exception as error:  # fsspec's file systems raise whatever the libraries below them raise
+    except Exception as error:  # fsspec's file systems raise any error of the libraries below them
         denied = isinstance(error, _DENIED) or "403 Forbidden" in str(error) or "401 Unauth" in str(error)
         remedy = _DENIED_REMEDY if denied else _RETRY_REMEDY
         raise StorageError(f"cannot {doing} {url}: {first_line(error)}. {remedy}.") from error
 
 
-def _persistently(request: Callable[[], Result], *broken: str) -> Result:
-    """Make a request again when its error says one of these; obstore repeats no creation or broken answer."""
+def _with_retries(request: Callable[[], Result], *retried: str) -> Result:
+    """Make a request, and repeat it while its error contains one of the `retried` texts.
+
+    obstore itself does not repeat a creation, or a request whose answer breaks off.
+    """
     for wait_s in _WAITS_S:
         try:
             return request()
         except obstore.exceptions.GenericError as error:
-            if not any(sign in str(error) for sign in broken):
+            if not any(text in str(error) for text in retried):
                 raise
             time.sleep(wait_s)
     return request()
@@ -101,36 +105,36 @@ def _persistently(request: Callable[[], Result], *broken: str) -> Result:
 class _ObjectStore:
     """Files of a bucket.
 
-    Calls that block, and not those that obstore offers to fsspec: the latter answer from threads that ask for
-    the interpreter, which ends a process with SIGABRT when it happens to be finishing just then.
+    It makes blocking calls, not those that obstore offers to fsspec: the latter answer from threads that
+    request the interpreter, which ends a process with SIGABRT if it is exiting at that moment.
     """
 
     store: ObjectStore
 
     def read(self, path: str, num_bytes: int) -> bytes:
-        """Return the first bytes of a file."""
+        """Return the first `num_bytes` bytes of a file, or all if it is shorter."""
 
         def first_bytes() -> bytes:
             try:
                 return bytes(obstore.get_range(self.store, path, start=0, length=num_bytes))
             except obstore.exceptions.GenericError as error:
-                if "416 Range" in str(error):  # of an empty file no byte can be asked for
+                if "416 Range" in str(error):  # the file is empty: no range of it is valid
                     return b""
                 raise
 
-        return _persistently(first_bytes, "body")
+        return _with_retries(first_bytes, "body")
 
     def write(self, path: str, content: bytes) -> None:
-        """Write a file whole."""
+        """Write a whole file, replacing an older one."""
         obstore.put(self.store, path, content)
 
     def create(self, path: str, content: bytes) -> bool:
-        """Write a file whole unless there is one.
+        """Write a whole file unless it exists, and return whether it was written.
 
-        Returns whether it was written; where an answer was lost, a file that was written may count as there.
+        If an answer was lost, the result may be False for a file that this call has written.
         """
         try:
-            _persistently(
+            _with_retries(
                 lambda: obstore.put(self.store, path, content, mode="create"), "HTTP error", " 503 "
             )
         except obstore.exceptions.AlreadyExistsError:
@@ -138,7 +142,7 @@ class _ObjectStore:
         return True
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Return paths and sizes of all files below a folder."""
+        """Return the paths and sizes, in bytes, of all files below a folder."""
         return {meta["path"]: meta["size"] for chunk in obstore.list(self.store, path) for meta in chunk}
 
     def folders(self, path: str) -> list[str]:
@@ -148,27 +152,28 @@ class _ObjectStore:
 
 @dataclass(frozen=True, slots=True)
 class _FileSystem:
-    """Files of whatever fsspec knows."""
+    """Files of a file system that fsspec knows."""
 
     filesystem: AbstractFileSystem
 
     def read(self, path: str, num_bytes: int) -> bytes:
-        """Return the first bytes of a file."""
+        """Return the first `num_bytes` bytes of a file, or all if it is shorter."""
         if isinstance(self.filesystem, LocalFileSystem):
             return first_bytes(Path(path), num_bytes)
         return bytes(self.filesystem.cat_file(path, start=0, end=num_bytes))
 
     def write(self, path: str, content: bytes) -> None:
-        """Write a file whole."""
+        """Write a whole file, replacing an older one."""
         if isinstance(self.filesystem, LocalFileSystem):
             write_file(Path(path), content)
         else:
             self.filesystem.pipe_file(path, content)
 
     def create(self, path: str, content: bytes) -> bool:
-        """Write a file whole unless there is one; returns whether it was written.
+        """Write a whole file unless it exists, and return whether it was written.
 
-        But for local files fsspec has no such call for all: two that look at the same time may both write.
+        This is atomic for local files only. fsspec has no such call for other file systems, so two processes
+        that check at the same time may both write.
         """
         if isinstance(self.filesystem, LocalFileSystem):
             try:
@@ -182,40 +187,41 @@ class _FileSystem:
         return True
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Return paths and sizes of all files below a folder."""
+        """Return the paths and sizes, in bytes, of all files below a folder."""
         return {name: entry["size"] for name, entry in self.filesystem.find(path, detail=True).items()}
 
     def folders(self, path: str) -> list[str]:
         """Return the paths of the folders in a folder."""
         try:
-            found = self.filesystem.ls(path, detail=True, refresh=True)
+            entries = self.filesystem.ls(path, detail=True, refresh=True)
         except FileNotFoundError:
             return []
-        return [entry["name"] for entry in found if entry["type"] != "file"]
+        return [entry["name"] for entry in entries if entry["type"] != "file"]
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFolder:
-    """One folder; names are relative to it, with `/` between parts."""
+    """A folder of a store; names are relative to it, with `/` between parts."""
 
     url: str
-    """Where it is, for people: without secrets."""
+    """URL for messages, without secrets."""
     files: _ObjectStore | _FileSystem
     path: str
+    """Path of the folder within `files`."""
 
     def _place(self, name: str) -> str:
         return f"{self.path}/{name}" if self.path else name
 
     def below(self, name: str) -> "RemoteFolder":
-        """Return a folder in it."""
+        """Return a folder within this folder."""
         return RemoteFolder(f"{self.url}/{name}", self.files, self._place(name))
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Return a file of at most so many bytes; no more than one above them is ever fetched.
+        """Return the content of a file; at most `max_bytes` + 1 bytes are fetched.
 
         Raises:
-            CacheNotFoundError: there is none.
-            CacheCorruptError: it is longer.
+            CacheNotFoundError: there is no such file.
+            CacheCorruptError: the file is longer than `max_bytes`.
             StorageError: the store refused, or cannot be reached.
         """
         try:
@@ -228,19 +234,19 @@ class RemoteFolder:
         if len(content) > max_bytes:
             raise CacheCorruptError(
                 f"{self.url}/{name} is longer than the {max_bytes} bytes it should have. "
-                "Ask who published it to push it again."
+                "Ask its publisher to push it again."
             )
         return content
 
     def read_if_there(self, name: str, max_bytes: int) -> bytes | None:
-        """Return a file as `read` does; none where it is not there."""
+        """Return the content of a file like `read`, or None if the file does not exist."""
         try:
             return self.read(name, max_bytes)
         except CacheNotFoundError:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file whole, replacing an older one.
+        """Write a whole file, replacing an older one.
 
         Raises:
             StorageError: the store refused, or cannot be reached.
@@ -249,7 +255,7 @@ class RemoteFolder:
             self.files.write(self._place(name), content)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a file whole unless there is one; returns whether it was written.
+        """Write a whole file unless it exists, and return whether it was written.
 
         Raises:
             StorageError: the store refused, or cannot be reached.
@@ -258,31 +264,31 @@ class RemoteFolder:
             return self.files.create(self._place(name), content)
 
     def sizes(self) -> dict[str, int]:
-        """Return names and sizes (bytes) of all files below it.
+        """Return the names and sizes, in bytes, of all files below this folder.
 
         Raises:
             StorageError: the store refused, or cannot be reached.
         """
         with _remote_errors("list", self.url):
-            found = self.files.sizes(self.path)
-        return {path.removeprefix(self._place("")): size for path, size in found.items()}
+            sizes = self.files.sizes(self.path)
+        return {path.removeprefix(self._place("")): size for path, size in sizes.items()}
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in it, sorted.
+        """Return the names of the folders in this folder, sorted.
 
         Raises:
             StorageError: the store refused, or cannot be reached.
         """
         with _remote_errors("list", self.url):
-            found = self.files.folders(self.path)
-        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
+            paths = self.files.folders(self.path)
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
 
 def open_store(url: str) -> RemoteFolder:
     """Return the folder at a URL (`s3://`, `gs://`, `az://`, `hf://`, `file://`) or a path.
 
     Raises:
-        InvalidConfigError: no such kind of store is known, or the URL holds a password or a signature.
+        InvalidConfigError: the kind of store is not known, or the URL holds a password or a signature.
     """
     place = url.rstrip("/")
     shown = without_secrets(place)

@@ -1,8 +1,8 @@
-"""The file of one array and shard: decoded as hostile input, and encoded where zarr does it wrongly.
+"""Decode the file of one array and shard as untrusted input, and encode it where zarr-python is wrong.
 
-The layout is Zarr v3's sharding codec, and any Zarr library opens it. But zarr-python fills in inner chunks
-that a shard leaves out, and decompresses without a bound; here a chunk that is missing is an error, and one
-that decodes to more than its size is refused before the memory is taken.
+The layout is that of Zarr v3's sharding codec, which any Zarr library opens. But zarr-python fills in inner
+chunks that a shard leaves out, and decompresses without a bound. Here a missing chunk is an error, and a
+chunk that decodes to more than its size is refused before the memory is allocated.
 """
 
 import math
@@ -20,35 +20,35 @@ from minilm_cache.storage_schema.metadata import PCODEC_LEVEL
 
 _CRC_BYTES: Final = 4
 _ENTRY_BYTES: Final = 16
-"""Of the index at the end of a shard: offset and size of an inner chunk, uint64 each."""
+"""Bytes of an entry in the index at the end of a shard: offset and size of an inner chunk, uint64 each."""
 
 
 def decode_shard(
     content: bytes, spec: ArraySpec, *, shard_tokens: int, num_tokens: int
 ) -> npt.NDArray[np.generic]:
-    """Return a shard's rows without its slack, `(num_tokens, ...)`, in memory as they are coded.
+    """Return a shard's rows without its slack, `(num_tokens, ...)`, in the memory order of their coding.
 
     Args:
-        content: the whole file.
-        spec: the array.
-        shard_tokens: rows of a shard.
-        num_tokens: rows wanted, from the first on.
+        content: bytes of the whole file.
+        spec: description of the array.
+        shard_tokens: rows of a shard, slack included.
+        num_tokens: number of rows to return, from the first on.
 
     Raises:
-        CacheCorruptError: a chunk is missing, fails its checksum, or is not of its size.
+        CacheCorruptError: a chunk is missing, fails its checksum, or has the wrong size.
     """
     chunk_rows = spec.chunk_tokens(shard_tokens)
     index = _read_index(content, shard_tokens // chunk_rows)
     decode = _decode_pcodec if spec.compressor == "pcodec" else _decode_zstd
-    # Components that are coded one after the other stay so: turning them over here would take as long as
-    # decompressing them, and most readers want a few rows only.
+    # Components that are coded one after the other stay in that order: transposing them here would take as
+    # long as decompressing them, and most readers need only a few rows.
     order: Literal["C", "F"] = "F" if spec.compressor == "pcodec" else "C"
     rows = np.empty((num_tokens, *spec.row_shape), np.dtype(spec.dtype).newbyteorder("<"), order=order)
     for number, first in enumerate(range(0, num_tokens, chunk_rows)):
         part = _checked(_slice(content, *index[number]))
-        wanted = min(chunk_rows, num_tokens - first)
+        num_rows = min(chunk_rows, num_tokens - first)
         try:
-            rows[first : first + wanted] = decode(part, spec, chunk_rows)[:wanted]
+            rows[first : first + num_rows] = decode(part, spec, chunk_rows)[:num_rows]
         except (OSError, RuntimeError, ValueError) as error:
             raise CacheCorruptError(f"an inner chunk cannot be decompressed: {error}") from error
     return rows
@@ -60,19 +60,19 @@ def _decode_zstd(part: memoryview, spec: ArraySpec, chunk_rows: int) -> npt.NDAr
 
 
 def _decode_pcodec(part: memoryview, spec: ArraySpec, chunk_rows: int) -> npt.NDArray[np.generic]:
-    """Decode a chunk that holds one component after the other."""
+    """Decode a chunk whose components are coded one after the other."""
     values = np.empty(chunk_rows * math.prod(spec.row_shape), np.dtype(spec.dtype))
     progress = standalone.simple_decompress_into(bytes(part), values)
     if progress.n_processed != values.size or not progress.finished:
-        raise ValueError("it is not of its size")
+        raise ValueError("it does not decompress to its size")
     return values.reshape(*spec.row_shape, chunk_rows).T
 
 
 def encode_pcodec_shard(rows: npt.NDArray[np.generic], spec: ArraySpec, shard_tokens: int) -> bytes:
-    """Return a shard of an array that is coded component by component, slack filled in.
+    """Return the file of a shard that is coded component by component; its slack holds the fill value.
 
-    zarr-python 3.1.6 writes such arrays wrongly: numcodecs takes a transposed chunk in the order of its
-    memory, which undoes the transposition. It reads them as they should be.
+    zarr-python 3.1.6 writes such arrays wrongly: numcodecs reads a transposed chunk in memory order, which
+    undoes the transposition. It reads them correctly.
     """
     chunk_rows = spec.chunk_tokens(shard_tokens)
     config = ChunkConfig(compression_level=PCODEC_LEVEL)
@@ -92,7 +92,7 @@ def _with_checksum(content: bytes) -> bytes:
 
 
 def _read_index(content: bytes, num_chunks: int) -> list[tuple[int, int]]:
-    """Return offset and size of every inner chunk."""
+    """Return the offset and size, in bytes, of every inner chunk."""
     size = num_chunks * _ENTRY_BYTES + _CRC_BYTES
     if len(content) < size:
         raise CacheCorruptError("the index of its chunks is missing")
@@ -101,13 +101,13 @@ def _read_index(content: bytes, num_chunks: int) -> list[tuple[int, int]]:
 
 
 def _slice(content: bytes, offset: int, size: int) -> memoryview:
-    if offset + size > len(content):  # a missing chunk has the greatest offset there is
+    if offset + size > len(content):  # the index gives a missing chunk the greatest uint64 as offset
         raise CacheCorruptError("an inner chunk is missing")
     return memoryview(content)[offset : offset + size]
 
 
 def _checked(part: memoryview) -> memoryview:
-    """Return bytes without the crc32c behind them."""
+    """Check the crc32c at the end of `part`, and return the bytes before it."""
     body, stored = part[:-_CRC_BYTES], part[-_CRC_BYTES:]
     if len(stored) < _CRC_BYTES or google_crc32c.value(bytes(body)) != int.from_bytes(stored, "little"):
         raise CacheCorruptError("an inner chunk does not match its crc32c")

@@ -1,8 +1,8 @@
-"""What a push and a pull have in common.
+"""Functions that push and pull share.
 
-Everything is bound by hashes: a pull checks each file against the commit records, and those against the
-manifest, as a reader does. The manifest goes last in both directions, so that nothing half-copied is ever
-taken for a cache; files that have arrived are not copied again.
+Every file is bound by hashes: a pull checks each file against the commit records, and the records against
+the manifest, as a reader does. In both directions the manifest is copied last, so that an unfinished copy is
+never mistaken for a cache. Files that have arrived are not copied again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,31 +17,42 @@ from minilm_cache.storage_schema.manifest import CacheManifest, CommitRecord
 Result = TypeVar("Result")
 
 TRANSFERS: Final = 8
-"""Files on their way at once."""
+"""Number of files that are transferred at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class TransferResult:
     """What a push or a pull did."""
 
     place: str
-    """URL or folder of the cache that is complete now."""
+    """URL or folder of the copy, which is complete now."""
     manifest: CacheManifest
     shards_copied: int
+    """Shards of which any file was copied."""
     shards_kept: int
-    """Shards that had arrived before."""
+    """Shards that were there already."""
 
 
 def num_bytes(manifest: CacheManifest, records: Sequence[CommitRecord]) -> int:
-    """Return the bytes of a cache's files, those of no hash left out."""
+    """Return the total size, in bytes, of a cache's files that have a hash."""
     shards = sum(digest.size for record in records for digest in record.files.values())
     return shards + sum(digest.size for digest in manifest.files.values())
 
 
-def each(
+def for_each(
     work: Callable[[int], Result], numbers: range, *, should_stop: ShouldStop, place: str
 ) -> list[Result]:
-    """Do work for each number, several at once; the first failure ends it."""
+    """Call `work` with each number, several at once, and return its results in order.
+
+    Args:
+        work: called in a thread. Its first error cancels the rest and is raised.
+        numbers: numbers to call it with.
+        should_stop: called before each number; True stops.
+        place: URL or folder of the copy, for messages.
+
+    Raises:
+        InterruptedRunError: a stop was requested.
+    """
 
     def guarded(number: int) -> Result:
         if should_stop():

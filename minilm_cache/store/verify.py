@@ -1,6 +1,6 @@
-"""Audit a cache without a model: what is there against what was committed.
+"""Verify a cache without a model: compare its files with what was committed.
 
-`quick` looks at the manifest, the metadata, every commit record and the size of every file. `full` also
+`quick` checks the manifest, the metadata, every commit record and the size of every file. `full` also
 compares every file's SHA-256, decodes every array (which checks the crc32c of each chunk), compares the
 token ids with the hash in the record and checks the sequence tables.
 """
@@ -21,105 +21,112 @@ from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path
 from minilm_cache.store.reader import CacheReader, Shard, read_manifest, read_record
 
 CheckRows = Callable[[CacheReader], Callable[[Shard], None]]
-"""Makes, of a reader, what looks at the rows of its shards."""
+"""Returns, for a reader, a function that checks the rows of a shard and raises CacheCorruptError."""
 
-_Listed = tuple[str, int | None, FileDigest]
-"""Path below the root, shard (none: outside the shards), what was committed."""
+_ListedFile = tuple[str, int | None, FileDigest]
+"""Path below the root, shard, and committed digest. Shard None means a file outside the shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One file that is not what was committed."""
+    """A file that differs from what was committed."""
 
     path: str
-    """Below the cache's root."""
+    """Path below the cache's root."""
     shard: int | None
-    """The shard it belongs to; none: a file outside the shards."""
+    """Number of the shard that it belongs to. None means a file outside the shards."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What an audit found."""
+    """Result of verifying a cache."""
 
     complete: bool | None
-    """False: its dump has not finished, and only committed shards were looked at; none: the manifest is
-    damaged, and nothing else was looked at."""
+    """Whether the dump has finished. False means that only committed shards were checked; None means that the
+    manifest is damaged and nothing else was checked."""
     num_files: int
+    """Files that were checked."""
     num_bytes: int
+    """Bytes of these files as they were committed."""
     damage: tuple[Damage, ...]
 
 
 def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, check_rows: CheckRows) -> Verdict:
-    """Audit a cache, finished or not: every committed shard.
+    """Verify every committed shard of a cache, finished or not.
 
     Args:
-        root: the cache's folder.
-        full: read every byte; else sizes only.
-        num_threads: files looked at together.
-        progress: told of bytes done.
-        check_rows: raises CacheCorruptError for a shard whose rows mean nothing; the store knows no codecs.
+        root: folder of the cache.
+        full: read every byte. False means that only sizes are compared.
+        num_threads: files that are checked at the same time.
+        progress: shows the bytes done.
+        check_rows: finds shards whose rows cannot be decoded; a parameter, since the store knows no codecs.
 
     Raises:
         CacheNotFoundError: there is no cache.
-        UnsupportedFormatError: a newer release wrote it.
+        UnsupportedFormatError: a newer release wrote the cache.
     """
     try:
         manifest = read_manifest(root)
     except (CacheCorruptError, CacheNotFoundError) as error:
         if not below(root, COMMITS).is_dir():
             raise
-        damage = Damage(path=MANIFEST, shard=None, reason=str(error))
-        return Verdict(complete=None, num_files=0, num_bytes=0, damage=(damage,))
-    files: list[_Listed] = [(path, None, digest) for path, digest in manifest.files.items()]
-    found: list[Damage] = []
+        manifest_damage = Damage(path=MANIFEST, shard=None, reason=str(error))
+        return Verdict(complete=None, num_files=0, num_bytes=0, damage=(manifest_damage,))
+    files: list[_ListedFile] = [(path, None, digest) for path, digest in manifest.files.items()]
+    damaged: list[Damage] = []
     for shard in range(len(manifest.shards)):
         path = commit_path(shard)
         if not below(root, path).is_file():
             if manifest.complete:
-                found.append(Damage(path=path, shard=shard, reason="missing"))
+                damaged.append(Damage(path=path, shard=shard, reason="missing"))
             continue
         try:
             record = read_record(root, manifest, shard)
         except MiniLMCacheError as error:
-            found.append(Damage(path=path, shard=shard, reason=str(error)))
+            damaged.append(Damage(path=path, shard=shard, reason=str(error)))
             continue
         files += [(path, shard, digest) for path, digest in record.files.items()]
     num_bytes = sum(digest.size for _, _, digest in files)
     progress.start("verify", num_bytes, "bytes")
 
-    def examine(file: _Listed) -> Damage | None:
+    def examine(file: _ListedFile) -> Damage | None:
         path, shard, expected = file
         reason = _file_damage(below(root, path), expected, full=full)
         progress.advance(expected.size)
         return None if reason is None else Damage(path=path, shard=shard, reason=reason)
 
     with ThreadPoolExecutor(num_threads) as threads:
-        found += [damage for damage in threads.map(examine, files) if damage is not None]
-    if full and not found:
-        found += _content_damage(root, num_threads, progress=progress, check_rows=check_rows)
-    return Verdict(complete=manifest.complete, num_files=len(files), num_bytes=num_bytes, damage=tuple(found))
+        damaged += [damage for damage in threads.map(examine, files) if damage is not None]
+    if full and not damaged:
+        damaged += _content_damage(root, num_threads, progress=progress, check_rows=check_rows)
+    return Verdict(
+        complete=manifest.complete, num_files=len(files), num_bytes=num_bytes, damage=tuple(damaged)
+    )
 
 
 def default_threads() -> int:
-    """Return twice the cores, at most 8: reading and decoding wait for each other; each holds a shard."""
+    """Return twice the number of cores, since reading and decoding wait for each other.
+
+    It is at most 8, since each thread holds a decoded shard in memory.
+    """
     return min(2 * (os.cpu_count() or 1), 8)
 
 
 def unsound_shards(
     root: Path, manifest: CacheManifest, *, shards: Sequence[int], progress: Progress, check_rows: CheckRows
 ) -> list[int]:
-    """Return those of some committed shards whose record, files (XXH3-128) or content are damaged.
+    """Return those of the given committed shards whose record, files (XXH3-128) or content are damaged.
 
     Raises:
-        CacheCorruptError: something outside the shards is damaged.
+        CacheCorruptError: a file outside the shards is damaged.
     """
     readable = [shard for shard in shards if _has_record(root, manifest, shard)]
     reader = CacheReader(root, partial=True, shards=readable)
     progress.start("check", sum(manifest.shards[shard].num_tokens for shard in readable), "tokens")
     damaged = {
-        one.shard
-        for one in _damaged_contents(
+        damage.shard
+        for damage in _damaged_contents(
             reader, default_threads(), progress=progress, check_shard=check_rows(reader)
         )
     }
@@ -148,7 +155,7 @@ def _file_damage(file: Path, expected: FileDigest, *, full: bool) -> str | None:
 def _content_damage(
     root: Path, num_threads: int, *, progress: Progress, check_rows: CheckRows
 ) -> Iterator[Damage]:
-    """Yield what is wrong inside files that have the committed bytes: a record may lie."""
+    """Yield damage inside files that have the committed bytes, since a record itself may be false."""
     try:
         reader = CacheReader(root, partial=True)
         check_shard = check_rows(reader)
@@ -172,7 +179,7 @@ def _damaged_contents(
 
 
 def _shard_damage(reader: CacheReader, number: int, check_shard: Callable[[Shard], None]) -> str | None:
-    """Return what is wrong inside files that have the committed bytes; none: nothing."""
+    """Return the reason why a shard whose files have the committed bytes is damaged, or None if it is not."""
     try:
         shard = reader.shard(number)
         check_shard(shard)

@@ -1,8 +1,8 @@
-"""Write a cache: identity first, then shard by shard, each made to exist by its commit record.
+"""Write a cache: its identity first, then shard by shard. A shard exists once its commit record does.
 
-Protocol of a shard: array files and sequence table, fsync of files and directories, then the record by
-put-if-absent. All files of a shard come from one attempt; what an interrupted attempt left behind is
-written again, never adopted.
+Order of writes for a shard: array files and sequence table, fsync of files and directories, then the record,
+which is created only if it does not exist yet. All files of a shard come from one attempt; files that an
+interrupted attempt left behind are written again, never reused.
 """
 
 import io
@@ -56,7 +56,7 @@ from minilm_cache.store.shards import encode_pcodec_shard
 
 
 class CacheWriter:
-    """Writer of one cache. Several processes may write one cache, each its own shards."""
+    """Writer of one cache. Several processes may write a cache together, each its own shards."""
 
     def __init__(
         self,
@@ -67,30 +67,31 @@ class CacheWriter:
         tokens_of: CacheReader | None = None,
         parts_of: CacheReader | None = None,
     ) -> None:
-        """Create the cache, or take up an unfinished one of the same identity.
+        """Create the cache, or resume an unfinished cache of the same identity.
 
         Args:
             root: folder of the cache.
-            manifest: what the cache will be, with complete=False and with `files` naming exactly the
-                array metadata and the attachments.
+            manifest: manifest of the new cache, with complete=False; its `files` are exactly the array
+                metadata and the attachments.
             attachments: content of files outside the arrays: path below the root to bytes.
             tokens_of: another cache, whose token files are linked instead of written where they are the same.
-            parts_of: a complete cache of the same teacher and sequences that this one adds to: whatever it
-                holds is linked, or copied, and not written anew.
+                None means that all token files are written.
+            parts_of: a complete cache of the same teacher and sequences that this cache adds to: all that it
+                holds is linked or copied, not written anew. None means that this cache adds to no other.
 
         Raises:
-            IdentityMismatchError: the folder holds another cache, or something that is no cache.
+            IdentityMismatchError: the folder holds another cache, or something that is not a cache.
             StorageError: the file system refused.
         """
         self.root = root
         self.manifest = manifest
         self._tokens_of = tokens_of
         self._parts_of = parts_of
-        self._known = {spec.path for spec in parts_of.specs} if parts_of is not None else set()
+        self._taken_paths = {spec.path for spec in parts_of.specs} if parts_of is not None else set()
         if parts_of is not None:
-            _refuse_unlike(parts_of, manifest)
+            _refuse_incompatible(parts_of, manifest)
         with storage_errors("create the cache", root):
-            self._create_or_adopt()
+            self._create_or_resume()
             metadata = zarr_documents(
                 manifest.identity,
                 manifest.calibration,
@@ -106,7 +107,7 @@ class CacheWriter:
                     if spec.compressor == "zstd"
                 }
 
-    def _create_or_adopt(self) -> None:
+    def _create_or_resume(self) -> None:
         path = self.root / MANIFEST
         if not path.exists():
             prepare_root(self.root)
@@ -116,21 +117,21 @@ class CacheWriter:
                 pass
             else:
                 return
-        found = self._read_manifest()
-        differing = differing_fields(found, self.manifest)
+        existing = self._read_manifest()
+        differing = differing_fields(existing, self.manifest)
         if differing:
             raise IdentityMismatchError(
                 f"{self.root} holds another cache, which differs in {', '.join(differing)}. "
                 "Choose another --out, or repeat the settings of the first dump."
             )
-        self.manifest = found
+        self.manifest = existing
 
     def _read_manifest(self) -> CacheManifest:
         path = self.root / MANIFEST
         return parse(CacheManifest, read_bounded(path, MAX_MANIFEST_BYTES), str(path))
 
     def _put(self, path: str, content: bytes) -> None:
-        """Write a file that the manifest names, unless it is there as named."""
+        """Write a file that the manifest names, unless it exists with the named content."""
         target = below(self.root, path)
         expected = self.manifest.files[path]
         if digest_bytes(content) != expected:
@@ -143,11 +144,11 @@ class CacheWriter:
 
     @property
     def is_complete(self) -> bool:
-        """True when the cache is sealed."""
+        """Whether the cache is sealed."""
         return self.manifest.complete
 
     def is_committed(self, shard: int) -> bool:
-        """Return whether a shard exists."""
+        """Return whether a shard is committed."""
         return below(self.root, commit_path(shard)).is_file()
 
     def missing_shards(self) -> list[int]:
@@ -155,9 +156,9 @@ class CacheWriter:
         return [shard for shard in range(len(self.manifest.shards)) if not self.is_committed(shard)]
 
     def claim(self, shard: int) -> FileLock:
-        """Return a held lock on a shard, to be released by the caller, in whatever thread.
+        """Acquire and return the lock on a shard; the caller releases it, in any thread.
 
-        The lock goes with the process, so a kill leaves none behind.
+        The lock ends with the process, so a kill leaves no lock behind.
 
         Raises:
             ShardBusyError: another process holds it.
@@ -176,7 +177,7 @@ class CacheWriter:
         return lock
 
     def withdraw(self, shard: int) -> None:
-        """Make a damaged shard not exist, so that it is written again; the caller holds its claim."""
+        """Remove a damaged shard's commit record, so that it is written again; the caller holds its claim."""
         path = below(self.root, commit_path(shard))
         with storage_errors("remove", path):
             path.unlink()
@@ -188,14 +189,14 @@ class CacheWriter:
         """Write and commit one shard; the caller holds its claim.
 
         Args:
-            shard: its number.
+            shard: number of the shard.
             rows: array path to rows, `(tokens of the shard, ...)`, without slack.
-            table: its sequence table.
-            rank: recorded in the commit record.
+            table: sequence table of the shard.
+            rank: rank of this process, stored in the commit record.
 
         Raises:
-            StorageError: the file system refused; the shard does not exist then.
-            ShardBusyError: the shard exists; nothing of it is touched.
+            StorageError: the file system refused; the shard is not committed.
+            ShardBusyError: the shard is committed already; its files are unchanged.
         """
         if self.is_committed(shard):
             raise ShardBusyError(f"shard {shard} of {self.root} is committed already. Use one writer for it.")
@@ -208,9 +209,11 @@ class CacheWriter:
                 else self._write_rows(spec, shard, rows[spec.path])
                 for spec in array_specs(self.manifest.identity, self.manifest.calibration)
             ]
-            taken_table = self._parts_of is not None
-            own = sequences_path(shard)
-            files.append(self._take_over(own, shard) if taken_table else self._write_table(shard, table))
+            takes_table = self._parts_of is not None
+            table_path = sequences_path(shard)
+            files.append(
+                self._take_over(table_path, shard) if takes_table else self._write_table(shard, table)
+            )
             self._make_durable(files)
             record = CommitRecord(
                 fingerprint=self.manifest.fingerprint,
@@ -231,16 +234,16 @@ class CacheWriter:
                 ) from None
 
     def takes_over(self, spec: ArraySpec) -> bool:
-        """Return whether an array's files are another cache's."""
-        return spec.path in self._known
+        """Return whether an array's files are taken from the cache that this cache adds to."""
+        return spec.path in self._taken_paths
 
     def copy_shard(self, shard: int, reader: CacheReader) -> None:
-        """Take a committed shard over from another copy of this cache; the caller holds its claim.
+        """Copy a committed shard from another copy of this cache; the caller holds its claim.
 
         Raises:
-            CacheCorruptError: it is damaged there.
-            ShardBusyError: the shard exists; nothing of it is touched.
-            StorageError: the file system refused; the shard does not exist then.
+            CacheCorruptError: the shard is damaged in that copy.
+            ShardBusyError: the shard is committed already; its files are unchanged.
+            StorageError: the file system refused; the shard is not committed.
         """
         if self.is_committed(shard):
             raise ShardBusyError(f"shard {shard} of {self.root} was committed meanwhile by another process.")
@@ -254,22 +257,22 @@ class CacheWriter:
     def _refuse_other_tokens(self, parts: CacheReader, shard: int, tokens: npt.NDArray[np.generic]) -> None:
         if parts.records[shard].tokens_xxh3 != tokens_hash(tokens):
             raise IdentityMismatchError(
-                f"shard {shard} of {parts.root} is of other tokens than the corpus has there now. Dump "
+                f"shard {shard} of {parts.root} holds other tokens than the corpus gives now. Dump "
                 "without --add."
             )
 
     def _take_over(self, path: str, shard: int) -> str:
-        """Link or copy a file of the cache that this one adds to.
+        """Link or copy a file of the cache that this cache adds to, and return its path.
 
         Raises:
-            CacheCorruptError: it is damaged there.
+            CacheCorruptError: the file is damaged in that cache.
         """
         parts = self._parts_of
         assert parts is not None
         content = read_checked(parts.root, path, parts.records[shard].files[path])
         try:
             link_file(below(parts.root, path), below(self.root, path))
-        except OSError:  # on another file system, or one without links
+        except OSError:  # on another file system, or on one without hard links
             write_file(below(self.root, path), content)
         return path
 
@@ -284,26 +287,28 @@ class CacheWriter:
         array = self._arrays[spec.path]
         whole = np.full((size, *spec.row_shape), array.fill_value, dtype=spec.dtype)
         whole[: len(rows)] = rows
-        # zarr looks into a shard that is there before it replaces it, and stumbles over a damaged one.
+        # zarr reads an existing shard before it replaces it, which fails if that shard is damaged.
         below(self.root, spec.shard_path(shard)).unlink(missing_ok=True)
         array[shard * size : (shard + 1) * size] = whole
         return spec.shard_path(shard)
 
     def _link_tokens(self, spec: ArraySpec, shard: int, rows: npt.NDArray[np.generic]) -> bool:
-        """Take over another cache's file of the same tokens, and return whether it had one.
+        """Link the file of another cache if it holds the same tokens, and return whether it was linked.
 
-        Files of a cache are replaced, never written into, so neither cache can harm the other.
+        Files of a cache are replaced, never changed in place, so neither cache can damage the other.
         """
-        other = self._tokens_of
-        if other is None or not _alike(other.manifest, self.manifest) or shard not in other.records:
+        donor = self._tokens_of
+        if donor is None or shard not in donor.records:
             return False
-        record, path = other.records[shard], spec.shard_path(shard)
+        if not _has_same_token_layout(donor.manifest, self.manifest):
+            return False
+        record, path = donor.records[shard], spec.shard_path(shard)
         if record.tokens_xxh3 != tokens_hash(rows):
             return False
         try:
-            read_checked(other.root, path, record.files[path])
-            link_file(below(other.root, path), below(self.root, path))
-        except (CacheCorruptError, OSError):  # damaged, on another file system, or one without links
+            read_checked(donor.root, path, record.files[path])
+            link_file(below(donor.root, path), below(self.root, path))
+        except (CacheCorruptError, OSError):  # damaged, on another file system, or no hard links
             return False
         return True
 
@@ -331,7 +336,7 @@ class CacheWriter:
 
     @contextmanager
     def sealing(self) -> Iterator[bool]:
-        """Hold the right to seal; yields whether there is anything left to seal."""
+        """Hold the lock on sealing, and yield whether the cache can and must still be sealed."""
         path = below(self.root, SEAL_LOCK)
         lock = FileLock(path)
         with storage_errors("lock", path):
@@ -344,7 +349,7 @@ class CacheWriter:
             lock.release()
 
     def seal(self, measured: Measured, preview: pa.Table) -> None:
-        """Declare the cache complete; the manifest is written last.
+        """Mark the cache as complete; the manifest is written last.
 
         Raises:
             StorageError: a shard is missing, or the file system refused.
@@ -355,24 +360,24 @@ class CacheWriter:
         complete = self.manifest.model_copy(update={"complete": True, "measured": measured})
         with storage_errors("seal the cache", self.root):
             self.manifest = seal_with_preview(self.root, complete, preview)
-            # Every shard is committed: nobody writes any more, and what kills have left over is nobody's.
-            for left in (*(self.root / "locks").glob("[0-9]*.lock"), *self.root.rglob(f"*{PARTIAL}")):
-                left.unlink(missing_ok=True)
+            # Every shard is committed, so no process writes any more, and leftovers of kills can be removed.
+            for leftover in (*(self.root / "locks").glob("[0-9]*.lock"), *self.root.rglob(f"*{PARTIAL}")):
+                leftover.unlink(missing_ok=True)
 
 
 def tokens_hash(tokens: npt.NDArray[np.generic]) -> str:
-    """Return the hash of a shard's token ids, `(tokens,)`, that its commit record holds."""
+    """Return the hash of a shard's token ids, `(tokens,)`, as its commit record holds it."""
     return xxh3(np.ascontiguousarray(tokens).data.cast("B"))
 
 
-def _alike(one: CacheManifest, other: CacheManifest) -> bool:
-    """Return whether two caches lay their tokens out alike."""
+def _has_same_token_layout(donor: CacheManifest, manifest: CacheManifest) -> bool:
+    """Return whether two caches store their tokens in the same layout."""
     metadata = "tokens/zarr.json"
-    return one.shards == other.shards and one.files.get(metadata) == other.files.get(metadata)
+    return donor.shards == manifest.shards and donor.files.get(metadata) == manifest.files.get(metadata)
 
 
-def _refuse_unlike(parts: CacheReader, manifest: CacheManifest) -> None:
-    """Raise IdentityMismatchError for parts that mean something else there: other codes, other shards."""
+def _refuse_incompatible(parts: CacheReader, manifest: CacheManifest) -> None:
+    """Raise IdentityMismatchError if files of `parts` cannot be used here: other codes, or other shards."""
     theirs, ours = parts.manifest.files, manifest.files
     differing = [
         path for path in theirs if path in ours and theirs[path] != ours[path] and path != "zarr.json"
@@ -380,6 +385,6 @@ def _refuse_unlike(parts: CacheReader, manifest: CacheManifest) -> None:
     if parts.manifest.shards != manifest.shards or differing:
         what = differing[0] if differing else "its shards"
         raise IdentityMismatchError(
-            f"{parts.root} cannot be added to here: {what} differs, so the two were begun apart. Choose "
-            "another --out, or leave out --add."
+            f"{parts.root} cannot be added to here: {what} differs, so the two were begun separately. "
+            "Choose another --out, or leave out --add."
         )

@@ -1,4 +1,4 @@
-"""From a cache's shards to batches for students: read ahead in threads, decoded once for all students."""
+"""Makes batches for students from a cache's shards: read ahead in threads, decoded once for all students."""
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,30 +32,32 @@ _READ_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Gathered:
-    """A batch as it is stored."""
+class _StoredBatch:
+    """A batch with its arrays as they are stored, padded but not decoded."""
 
     lengths: npt.NDArray[np.int64]
     counts: Counts
     rows: Mapping[str, npt.NDArray[np.generic]]
     """Array path to `(batch, length, ...)`."""
     entropy: Mapping[RelationKind, npt.NDArray[np.float32]]
+    """The teacher's mean row entropy of each sequence, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
-    """What is taken of each shard beside its token ids."""
+class _ReadPlan:
+    """What is read of each shard in addition to its token ids."""
 
     paths: tuple[str, ...]
+    """Arrays to read, by the paths that they have in the first masked reading."""
     entropies: tuple[RelationKind, ...]
-    """Relations whose rows the teacher's mean row entropy belongs to."""
+    """Relations for which the teacher's mean row entropy is read."""
     not_chosen: int
-    """What stands for a token that is read as it is."""
+    """Value that marks a token that was not chosen to be masked."""
     readings: tuple[Mapping[str, str], ...] = ({},)
-    """For each masked reading where its arrays lie, by the paths that they have in the first one."""
+    """For each masked reading, the paths of its arrays by the paths that they have in the first reading."""
 
-    def place(self, path: str, epoch: int) -> str:
-        """Return where an array lies that an epoch reads: epochs take masked readings in turn."""
+    def path_in(self, epoch: int, path: str) -> str:
+        """Return the path of the array that an epoch reads: epochs use the masked readings in turn."""
         return self.readings[epoch % len(self.readings)].get(path, path)
 
 
@@ -70,13 +72,13 @@ class BatchReader:
         pad_token: int,
         device: torch.device,
     ) -> None:
-        """Read what is wanted, and nothing else.
+        """Prepare to read what students need, and nothing else.
 
         Args:
-            cache: where from.
-            wanted: of each sequence, beside its token ids.
-            pad_token: id that stands beyond a sequence's end.
-            device: where batches go, and where they are decoded.
+            cache: cache to read.
+            wanted: what is read of each sequence in addition to its token ids.
+            pad_token: token id that fills positions beyond a sequence's end.
+            device: device on which batches are decoded and returned.
         """
         self._cache = cache
         self._wanted = wanted
@@ -87,8 +89,8 @@ class BatchReader:
             paths |= {codec.codes_path: None for codec in self._codecs if isinstance(codec, VectorsCodec)}
         if cache.states_codec is not None:
             paths |= dict.fromkeys(cache.states_codec.paths(wanted.states))
-        self._stored = _Stored(
-            readings=_readings(cache.states_codec, paths),
+        self._read_plan = _ReadPlan(
+            readings=_paths_by_reading(cache.states_codec, paths),
             paths=tuple(paths),
             entropies=tuple(kind for kind in wanted.kinds if kind in estimated),
             not_chosen=not_chosen(cache.manifest.identity.teacher.vocab_size),
@@ -98,25 +100,32 @@ class BatchReader:
         self._device = device
 
     def train_batches(self, plan: StepPlan, first_step: int) -> Generator[StudentBatch]:
-        """Yield parts of steps for ever, from one step on; shards and the next step are read ahead."""
+        """Yield this process's parts of steps without end; shards and the next step are read ahead.
+
+        Args:
+            plan: parts of a step, and which of them this process takes.
+            first_step: step to begin with, counted from 0.
+        """
         with ExitStack() as stack:
             streams: dict[int, Iterator[list[_Piece]]] = {}
             for number in {part % len(plan.streams) for part in plan.own_parts}:
                 position = first_step * plan.batch_size // len(plan.streams)
-                loaded = stack.enter_context(closing(self._loaded(plan.streams[number].stream(position))))
-                streams[number] = _pieces(loaded, plan.part_size)
+                buffers = stack.enter_context(
+                    closing(self._buffers_with_shards(plan.streams[number].stream(position)))
+                )
+                streams[number] = _pieces(buffers, plan.part_size)
             ahead = stack.enter_context(ThreadPoolExecutor(max_workers=1))
-            pending = ahead.submit(_gather_step, streams, plan, self._stored)
+            pending = ahead.submit(_gather_step, streams, plan, self._read_plan)
             while True:
                 step = pending.result()
-                pending = ahead.submit(_gather_step, streams, plan, self._stored)
-                total: Counts = {unit: sum(own.counts[unit] for own in step.values()) for unit in UNITS}
-                for part, gathered in step.items():
+                pending = ahead.submit(_gather_step, streams, plan, self._read_plan)
+                total: Counts = {unit: sum(batch.counts[unit] for batch in step.values()) for unit in UNITS}
+                for part, stored in step.items():
                     ends_step = part == plan.own_parts[-1]
-                    yield self._decode(gathered, part=part, step_counts=total, ends_step=ends_step)
+                    yield self._decode(stored, part=part, step_counts=total, ends_step=ends_step)
 
     def held_out_batches(self, batch_size: int, max_sequences: int) -> Iterator[StudentBatch]:
-        """Yield the first held-out sequences, in order."""
+        """Yield the first `max_sequences` held-out sequences, in order."""
         manifest = self._cache.manifest
         last = min(manifest.num_train + max_sequences, manifest.num_sequences)
         return self.batches_of(range(manifest.num_train, last), batch_size)
@@ -127,18 +136,20 @@ class BatchReader:
         shards: dict[int, Shard] = {}
         for first in range(sequences.start, sequences.stop, batch_size):
             numbers = np.arange(first, min(first + batch_size, sequences.stop))
-            wanted = {shard_of(manifest.shards, number) for number in numbers.tolist()}
-            shards = {n: shards.get(n) or self._read(n) for n in wanted}
-            gathered = _gather([(shards, numbers, 0)], self._stored)
-            yield self._decode(gathered, part=0, step_counts=gathered.counts, ends_step=True)
+            shard_numbers = {shard_of(manifest.shards, number) for number in numbers.tolist()}
+            shards = {n: shards.get(n) or self._read(n) for n in shard_numbers}
+            stored = _gather([(shards, numbers, 0)], self._read_plan)
+            yield self._decode(stored, part=0, step_counts=stored.counts, ends_step=True)
 
-    def _loaded(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Shard], Buffer]]:
-        """Yield each buffer with its shards; those of the next one are read meanwhile."""
+    def _buffers_with_shards(
+        self, buffers: Iterator[Buffer]
+    ) -> Generator[tuple[Mapping[int, Shard], Buffer]]:
+        """Yield each buffer with its shards, while the shards of the next buffer are read."""
         with ThreadPoolExecutor(_READ_THREADS) as threads:
 
             def read(buffer: Buffer, known: _Reads) -> _Reads:
-                wanted = [(n, buffer.epoch % len(self._stored.readings)) for n in buffer.shards]
-                return {one: known.get(one) or threads.submit(self._read, *one) for one in wanted}
+                keys = [(n, buffer.epoch % len(self._read_plan.readings)) for n in buffer.shards]
+                return {key: known.get(key) or threads.submit(self._read, *key) for key in keys}
 
             current = next(buffers)
             reads = read(current, {})
@@ -149,42 +160,42 @@ class BatchReader:
                 current, reads = upcoming, upcoming_reads
 
     def _read(self, number: int, reading: int = 0) -> Shard:
-        places = [self._stored.place(path, reading) for path in self._stored.paths]
-        return self._cache.reader.shard(number, places)
+        paths = [self._read_plan.path_in(reading, path) for path in self._read_plan.paths]
+        return self._cache.reader.shard(number, paths)
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
-        found = torch.from_numpy(values)
+        tensor = torch.from_numpy(values)
         if self._device.type == "cuda":
-            found = found.pin_memory()  # else the copy would wait for what the GPU is doing
-        return found.to(self._device, non_blocking=True)
+            tensor = tensor.pin_memory()  # else the copy would wait for what the GPU is doing
+        return tensor.to(self._device, non_blocking=True)
 
     def _decode(
-        self, gathered: _Gathered, *, part: int, step_counts: Counts, ends_step: bool
+        self, stored: _StoredBatch, *, part: int, step_counts: Counts, ends_step: bool
     ) -> StudentBatch:
-        lengths = self._to_device(gathered.lengths)
-        ids = torch.from_numpy(gathered.rows["tokens"].astype(np.int64))
-        beyond = torch.arange(ids.shape[1]) >= torch.from_numpy(gathered.lengths)[:, None]
-        # As stored, in small integers; they become relations where they are needed.
-        rows = {path: self._to_device(values) for path, values in gathered.rows.items()}
-        states, codec_of_states = States(), self._cache.states_codec
+        lengths = self._to_device(stored.lengths)
+        ids = torch.from_numpy(stored.rows["tokens"].astype(np.int64))
+        beyond = torch.arange(ids.shape[1]) >= torch.from_numpy(stored.lengths)[:, None]
+        # Rows stay small integers, as stored, until a codec decodes them into relations.
+        rows = {path: self._to_device(values) for path, values in stored.rows.items()}
+        states, states_codec = States(), self._cache.states_codec
         try:
             decoded = [codec.decode(rows, self._wanted.relations, lengths=lengths) for codec in self._codecs]
             vectors = self._vectors(rows) if self._wanted.vectors else ()
-            if codec_of_states is not None and self._wanted.states:
-                states = codec_of_states.decode(rows, self._wanted.states, lengths=lengths)
+            if states_codec is not None and self._wanted.states:
+                states = states_codec.decode(rows, self._wanted.states, lengths=lengths)
         except CacheCorruptError as error:
             raise CacheCorruptError(f"{self._cache.reader.root}: {error}") from error
         targets = tuple(
             {
-                kind: self._targets(kind, found, gathered=gathered, lengths=lengths)
-                for kind, found in layer.items()
+                kind: self._targets(kind, relation_rows, stored=stored, lengths=lengths)
+                for kind, relation_rows in layer.items()
             }
             for layer in decoded
         )
         return StudentBatch(
             ids=ids.masked_fill(beyond, self._pad_token).to(self._device),
             lengths=lengths,
-            counts=gathered.counts,
+            counts=stored.counts,
             part=part,
             step_counts=step_counts,
             ends_step=ends_step,
@@ -200,29 +211,29 @@ class BatchReader:
         return tuple(codec.vectors(rows[codec.codes_path]) for codec in codecs)
 
     def _targets(
-        self, kind: RelationKind, rows: RowTargets, *, gathered: _Gathered, lengths: Int[Tensor, " batch"]
+        self, kind: RelationKind, rows: RowTargets, *, stored: _StoredBatch, lengths: Int[Tensor, " batch"]
     ) -> Targets:
-        if kind in gathered.entropy:
-            return Targets(rows, self._to_device(gathered.entropy[kind]))
-        batch, length = gathered.rows["tokens"].shape
+        if kind in stored.entropy:
+            return Targets(rows, self._to_device(stored.entropy[kind]))
+        batch, length = stored.rows["tokens"].shape
         if choose_method(batch, self._num_heads, length) == "sdpa":
             return Targets(rows, None)
         if isinstance(rows, VectorRows):
             return Targets(*densify(rows, lengths))  # once for all students
-        # Rows that are no estimate of the teacher's are targets of their own: so is their entropy.
+        # Biased rows do not estimate the teacher's: they are the target, and so their own entropy is used.
         return Targets(rows, mean_row_entropy(to_dense(rows, lengths, length), lengths))
 
 
 _Piece = tuple[Mapping[int, Shard], npt.NDArray[np.int64], int]
-"""The shards that hold some sequences, their numbers, and the epoch that they are taken in."""
+"""Shards by number, the numbers of the sequences to take from them, and the epoch of these sequences."""
 
 
 _Reads = dict[tuple[int, int], Future[Shard]]
-"""Shards on their way, by their number and that of the masked reading."""
+"""Shards that are being read, by the number of the shard and of the masked reading."""
 
 
-def _readings(codec: StatesCodec | None, paths: Iterable[str]) -> tuple[Mapping[str, str], ...]:
-    """Return for each masked reading of a cache where its arrays lie."""
+def _paths_by_reading(codec: StatesCodec | None, paths: Iterable[str]) -> tuple[Mapping[str, str], ...]:
+    """Return the paths of a cache's arrays for each masked reading, by their paths in the first reading."""
     if codec is None:
         return ({},)
     return tuple(
@@ -231,11 +242,11 @@ def _readings(codec: StatesCodec | None, paths: Iterable[str]) -> tuple[Mapping[
     )
 
 
-def _pieces(loaded: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: int) -> Iterator[list[_Piece]]:
-    """Cut the stream into batches; one at the end of a buffer may go on in the next."""
+def _pieces(buffers: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: int) -> Iterator[list[_Piece]]:
+    """Cut a stream into batches; a batch at the end of a buffer may continue in the next buffer."""
     batch: list[_Piece] = []
     room = batch_size
-    for shards, buffer in loaded:
+    for shards, buffer in buffers:
         sequences = buffer.sequences
         while len(sequences):
             taken, sequences = sequences[:room], sequences[room:]
@@ -247,54 +258,55 @@ def _pieces(loaded: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: in
 
 
 def _gather_step(
-    streams: Mapping[int, Iterator[list[_Piece]]], plan: StepPlan, wanted: _Stored
-) -> dict[int, _Gathered]:
-    """Return this process's parts of the next step; those of others are passed over."""
-    found = {}
+    streams: Mapping[int, Iterator[list[_Piece]]], plan: StepPlan, read_plan: _ReadPlan
+) -> dict[int, _StoredBatch]:
+    """Return this process's parts of the next step, by number; parts of other processes are skipped."""
+    parts = {}
     for part in range(plan.num_parts):
         stream = streams.get(part % len(plan.streams))
         if stream is not None:
             pieces = next(stream)
             if part in plan.own_parts:
-                found[part] = _gather(pieces, wanted)
-    return found
+                parts[part] = _gather(pieces, read_plan)
+    return parts
 
 
-def _gather(pieces: Sequence[_Piece], wanted: _Stored) -> _Gathered:
+def _gather(pieces: Sequence[_Piece], read_plan: _ReadPlan) -> _StoredBatch:
     """Copy sequences out of their shards into padded arrays."""
-    found = [
+    sequences = [
         (next(shard for shard in shards.values() if number in shard), number, epoch)
         for shards, numbers, epoch in pieces
         for number in numbers.tolist()
     ]
-    lengths = np.asarray([shard.length(number) for shard, number, _ in found])
+    lengths = np.asarray([shard.length(number) for shard, number, _ in sequences])
     rows = {}
-    for path in ("tokens", *wanted.paths):
-        like = found[0][0].rows[wanted.place(path, found[0][2])]
-        padded = np.zeros((len(found), lengths.max(), *like.shape[1:]), dtype=like.dtype)
-        for at, (shard, number, epoch) in enumerate(found):
-            # torch turns rows over that lie component by component several times as fast as numpy.
-            own = shard.rows_of(wanted.place(path, epoch), number).copy(order="K")
-            torch.from_numpy(padded[at, : lengths[at]]).copy_(torch.from_numpy(own))
+    for path in ("tokens", *read_plan.paths):
+        first_shard, _, first_epoch = sequences[0]
+        like = first_shard.rows[read_plan.path_in(first_epoch, path)]
+        padded = np.zeros((len(sequences), lengths.max(), *like.shape[1:]), dtype=like.dtype)
+        for at, (shard, number, epoch) in enumerate(sequences):
+            # torch transposes rows that lie component by component several times as fast as numpy does.
+            row = shard.rows_of(read_plan.path_in(epoch, path), number).copy(order="K")
+            torch.from_numpy(padded[at, : lengths[at]]).copy_(torch.from_numpy(row))
         rows[path] = padded
     entropy = {
-        kind: np.asarray([shard.entropy(kind, number) for shard, number, _ in found], dtype=np.float32)
-        for kind in wanted.entropies
+        kind: np.asarray([shard.entropy(kind, number) for shard, number, _ in sequences], dtype=np.float32)
+        for kind in read_plan.entropies
     }
     counts: Counts = {
         "tokens": int(lengths.sum()),
-        "chosen": _num_chosen(found, wanted),
-        "sequences": len(found),
+        "chosen": _num_chosen(sequences, read_plan),
+        "sequences": len(sequences),
         "pairs": int((lengths**2).sum()),
     }
-    return _Gathered(lengths=lengths, counts=counts, rows=rows, entropy=entropy)
+    return _StoredBatch(lengths=lengths, counts=counts, rows=rows, entropy=entropy)
 
 
-def _num_chosen(found: Sequence[tuple[Shard, int, int]], wanted: _Stored) -> int:
-    """Return the tokens that were chosen to be masked; 0 where nobody asks."""
-    if READ_PATH not in wanted.paths:
+def _num_chosen(sequences: Sequence[tuple[Shard, int, int]], read_plan: _ReadPlan) -> int:
+    """Return the number of tokens that were chosen to be masked; 0 where no masked sequences are read."""
+    if READ_PATH not in read_plan.paths:
         return 0
     return sum(
-        int((shard.rows_of(wanted.place(READ_PATH, epoch), number) != wanted.not_chosen).sum())
-        for shard, number, epoch in found
+        int((shard.rows_of(read_plan.path_in(epoch, READ_PATH), number) != read_plan.not_chosen).sum())
+        for shard, number, epoch in sequences
     )

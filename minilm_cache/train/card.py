@@ -1,4 +1,4 @@
-"""A trained student as a Hugging Face folder, with a card that says what it is and what it is not."""
+"""Saves a trained student as a Hugging Face folder, with a card that names what is untrained."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def save_student(
     identity: RunIdentity,
     record: StudentRecord,
 ) -> None:
-    """Write a student that `AutoModel.from_pretrained` and `AutoTokenizer.from_pretrained` open.
+    """Write a folder of a student that `AutoModel.from_pretrained` and `AutoTokenizer.from_pretrained` open.
 
     Raises:
         StorageError: the file system refused.
@@ -38,7 +38,7 @@ def save_student(
         for name in TOKENIZER_FILES:
             path = f"{TEACHER_FOLDER}/{name}"
             if path in reader.manifest.files:
-                (new / name).write_bytes(_safe(name, reader.attachment(path)))
+                (new / name).write_bytes(_safe_tokenizer_file(name, reader.attachment(path)))
         trainer.model.model.save_pretrained(new)
         untrained = untrained_modules(trainer.model.model)
         head = trainer.learner.objective.needs.head
@@ -47,29 +47,30 @@ def save_student(
         )
 
 
-def _safe(name: str, content: bytes) -> bytes:
-    """Return a file of a tokenizer without what would choose code, or a template that renders text.
+def _safe_tokenizer_file(name: str, content: bytes) -> bytes:
+    """Return a file of a tokenizer without keys that would select code or a chat template.
 
     Raises:
-        CacheCorruptError: it is no JSON object.
+        CacheCorruptError: the file is not a JSON object.
     """
     if name != "tokenizer_config.json":
         return content
     try:
         settings = json.loads(content)
-        known = {key: value for key, value in settings.items() if key not in _NOT_OF_A_TOKENIZER}
+        kept = {key: value for key, value in settings.items() if key not in _DROPPED_TOKENIZER_KEYS}
     except (ValueError, AttributeError, RecursionError) as error:
         raise CacheCorruptError(
-            f"{TEACHER_FOLDER}/{name} of the cache is no JSON object. Fetch the cache again or redo the dump."
+            f"{TEACHER_FOLDER}/{name} of the cache is not a JSON object. Fetch the cache again or redo the "
+            "dump."
         ) from error
-    kind = getattr(transformers, str(known.get("tokenizer_class")), None)
+    kind = getattr(transformers, str(kept.get("tokenizer_class")), None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedTokenizerBase)):
-        known.pop("tokenizer_class", None)
-    return json.dumps(known, indent=2, ensure_ascii=False).encode()
+        kept.pop("tokenizer_class", None)
+    return json.dumps(kept, indent=2, ensure_ascii=False).encode()
 
 
-_NOT_OF_A_TOKENIZER: Final = frozenset({"auto_map", "chat_template", "name_or_path"})
-"""Keys of a stranger's tokenizer that its students do not get."""
+_DROPPED_TOKENIZER_KEYS: Final = frozenset({"auto_map", "chat_template", "name_or_path"})
+"""Keys of an untrusted tokenizer configuration that are not copied to students."""
 _PIPELINES: Final[dict[Head | None, str]] = {
     None: "feature-extraction",
     "tokens": "fill-mask",
@@ -79,13 +80,13 @@ _PIPELINES: Final[dict[Head | None, str]] = {
 
 def untrained_modules(model: nn.Module) -> list[str]:
     """Return the outermost modules none of whose weights are trained."""
-    found: list[str] = []
+    names: list[str] = []
     for name, module in model.named_modules():
         weights = list(module.parameters())
-        is_within = any(name.startswith(f"{outer}.") for outer in found)
+        is_within = any(name.startswith(f"{outer}.") for outer in names)
         if weights and not is_within and not any(weight.requires_grad for weight in weights):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _untrained_note(untrained: Sequence[str]) -> list[str]:
@@ -110,11 +111,11 @@ def student_card(
     """Return the model card.
 
     Args:
-        manifest: of the cache.
-        identity: of the run.
-        record: of the student.
-        untrained: modules that keep what they began with.
-        head: that the student has.
+        manifest: manifest of the cache.
+        identity: identity of the run.
+        record: record of the student.
+        untrained: names of modules that keep their initial values.
+        head: head of the student. None means no head.
     """
     data = ModelCardData(
         library_name="transformers",

@@ -1,7 +1,7 @@
 """State of a run between two steps: safetensors and JSON, so that resuming is exact and runs no code.
 
-Weights and optimizer state are all that there is of a student: order, dropout and learning rate are functions
-of seed and step. Files are named by student, so that a run goes on whatever processes its students are on.
+Only weights and optimizer state are stored of a student: order, dropout and learning rate are functions of
+seed and step. Files are named by student, so that a run can resume with its students on other processes.
 """
 
 import shutil
@@ -25,35 +25,39 @@ _STATE = "state.json"
 
 
 class BestStudent(BaseModel):
-    """The weights of a student that were closest to the teacher so far."""
+    """The step of a run whose weights of a student were closest to the teacher so far."""
 
     model_config = ConfigDict(extra="forbid")
 
     step: int
+    """Number of steps taken when the weights were saved."""
     held_out: dict[str, float]
     """Losses on held-out sequences, by part."""
 
 
 class RunState(BaseModel):
-    """Where a run is, beside its students' weights."""
+    """How far a run has come; the weights of its students are stored separately."""
 
     model_config = ConfigDict(extra="forbid")
 
     step: int = 0
     """Steps taken."""
     diverged: dict[str, int] = {}
-    """Students that were stopped, and the step at which that was seen."""
+    """Students that diverged and were stopped, and the step at which that was noticed."""
     train_s: float = 0.0
-    """Seconds of steps, those of all sittings."""
+    """Seconds spent on steps, in all sessions of the run."""
     bytes_read: int = 0
-    """Of shard files, by all processes and in all sittings."""
+    """Bytes of shard files read, by all processes in all sessions of the run."""
     best: dict[str, BestStudent] = {}
+    """Best weights of each student so far."""
 
 
 def save_checkpoint(
     folder: Path, trainers: Sequence[StudentTrainer], *, state: RunState, ranks: Ranks, keep: int
 ) -> None:
-    """Write the state below `folder`, then remove all but the `keep` newest; all processes do it together.
+    """Write the state to a folder below `folder`, then remove all but the `keep` newest checkpoints.
+
+    All processes of a run call this together.
 
     Raises:
         StorageError: the file system refused; older checkpoints are kept.
@@ -85,15 +89,15 @@ def save_checkpoint(
 
 
 def load_state(folder: Path) -> RunState:
-    """Return the newest state; that of a run's beginning where there is none.
+    """Return the newest state, or the state of a new run where there is no checkpoint.
 
     Raises:
-        IdentityMismatchError: it is damaged.
+        IdentityMismatchError: the state is damaged.
     """
-    found = _checkpoints(folder)
-    if not found:
+    checkpoints = _checkpoints(folder)
+    if not checkpoints:
         return RunState()
-    file = found[-1] / _STATE
+    file = checkpoints[-1] / _STATE
     try:
         return RunState.model_validate_json(file.read_bytes())
     except (OSError, ValidationError) as error:
@@ -103,7 +107,7 @@ def load_state(folder: Path) -> RunState:
 def load_students(
     folder: Path, state: RunState, *, trainers: Sequence[StudentTrainer], device: torch.device
 ) -> None:
-    """Restore students from the checkpoint of a state.
+    """Restore weights and optimizers of students from the checkpoint of a state.
 
     Raises:
         IdentityMismatchError: the checkpoint does not fit these students, or is damaged.
@@ -124,7 +128,7 @@ def remove_checkpoints(folder: Path) -> None:
 
 
 def save_best(folder: Path, trainer: StudentTrainer, step: int) -> None:
-    """Write the weights of a student that are the best after a step.
+    """Write the weights of a student, which are its best so far, after a step.
 
     Raises:
         StorageError: the file system refused.
@@ -140,7 +144,7 @@ def save_best(folder: Path, trainer: StudentTrainer, step: int) -> None:
 
 
 def drop_superseded(folder: Path, trainers: Sequence[StudentTrainer], state: RunState) -> None:
-    """Remove weights that are the best no more; a checkpoint that knows the better ones has been written."""
+    """Remove weights that are no longer the best; a checkpoint that names the better ones must be written."""
     for trainer in trainers:
         best = state.best.get(trainer.shape.arch)
         for file in folder.glob(f"{arch_slug(trainer.shape.arch)}.*.safetensors") if best else ():
@@ -153,10 +157,10 @@ def _best_file(folder: Path, trainer: StudentTrainer, step: int) -> Path:
 
 
 def load_best(folder: Path, trainer: StudentTrainer, step: int) -> None:
-    """Give a student the weights that were best, those after a step.
+    """Load the best weights of a student, which were saved after `step`.
 
     Raises:
-        IdentityMismatchError: they are damaged.
+        IdentityMismatchError: the file is damaged.
     """
     file = _best_file(folder, trainer, step)
     try:
@@ -181,11 +185,11 @@ def _file_name(trainer: StudentTrainer) -> str:
 
 
 def _weights(trainer: StudentTrainer) -> dict[str, Tensor]:
-    """Return weights by name, those that are one under several names once."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    """Return weights by name; a weight that has several names is returned once."""
+    weights: dict[int, tuple[str, Tensor]] = {}
     for name, value in trainer.learner.state_dict(keep_vars=True).items():
-        found.setdefault(id(value), (name, value.detach().contiguous()))
-    return dict(found.values())
+        weights.setdefault(id(value), (name, value.detach().contiguous()))
+    return dict(weights.values())
 
 
 def _load_weights(trainer: StudentTrainer, weights: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What a training is made from, apart from its cache and the folder of its run."""
+"""Settings of a training, apart from its cache and the folder of its run."""
 
 from typing import Annotated, Literal
 

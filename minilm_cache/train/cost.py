@@ -1,4 +1,4 @@
-"""What a dump and trainings cost in operations, and in hours at a rate: arithmetic, before anything runs."""
+"""Estimates what a dump and trainings cost, in operations and in hours at a rate, before anything runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,48 +11,52 @@ from minilm_cache.models.student import shape_config
 from minilm_cache.train.config import CostConfig
 from minilm_cache.train.presets import with_preset
 
-_PASSES: Final = 3
-"""Of a training step, in forward passes: the backward pass is two (Kaplan et al. 2020, arXiv 2001.08361)."""
+_FORWARD_PASSES_PER_STEP: Final = 3
+"""Cost of a training step in forward passes: the backward pass costs two (Kaplan et al. 2020, arXiv
+2001.08361)."""
 _SECONDS_PER_HOUR: Final = 3600
 TERA: Final = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Of one part of the work."""
+    """Cost of one part of the work."""
 
     what: str
+    """The part, for people: `dump`, `train ARCH`, ..."""
     flops: float
+    """Floating point operations."""
     hours: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Of a dump and of trainings from it."""
+    """Cost of a dump and of trainings from it."""
 
     flops_per_s: float
+    """Rate that hours are computed with, operations per second."""
     is_measured: bool
-    """That the teacher's forward pass reaches here; else it was given."""
+    """True: the rate is that of the teacher's forward pass on this machine. False: the rate was given."""
     train_tokens: int
-    """Of one student's training."""
+    """Tokens that the training of one student reads."""
     parts: list[Cost]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """Per token, up to where dump and training stop: layers and embeddings, not the loss."""
+    """Operations per token of layers and embeddings, up to where dump and training stop; without the loss."""
 
     teacher: float
-    """Of a forward pass."""
+    """Operations per token of the teacher's forward pass."""
     students: Mapping[str, float]
-    """Of a step, by shape."""
+    """Operations per token of a training step, by the shape of the student."""
 
 
 def train_tokens(config: CostConfig, num_tokens: int, length: int) -> int:
     """Return the tokens that one training reads.
 
     Args:
-        config: how long trainings are.
+        config: length of trainings.
         num_tokens: tokens of the corpus.
         length: tokens of a sequence.
 
@@ -75,47 +79,47 @@ def operations(config: CostConfig, teacher: str, *, revision: str | None, length
 
     Args:
         config: shapes of students.
-        teacher: its name; no weights are loaded.
-        revision: of a teacher from the hub.
+        teacher: name of the teacher; its weights are not loaded.
+        revision: revision of a teacher from the hub. None means its main branch.
         length: tokens of a sequence.
 
     Raises:
         TeacherError: there is no such teacher.
-        InvalidConfigError: a shape that cannot be, or no such recipe.
+        InvalidConfigError: a shape is not valid, or there is no recipe of this name.
     """
     train_tokens(config, 1, length)
-    own = read_config(locate_teacher(teacher, revision))
+    teacher_config = read_config(locate_teacher(teacher, revision))
     students = {}
     for arch in config.arch:
-        shape = parse_arch(arch, own.num_attention_heads)
-        built = shape_config(shape, own.to_dict(), own.model_type)
-        students[arch] = _PASSES * model_size(built, length).stopped_flops_per_token
-    return Operations(teacher=model_size(own, length).stopped_flops_per_token, students=students)
+        shape = parse_arch(arch, teacher_config.num_attention_heads)
+        built = shape_config(shape, teacher_config.to_dict(), teacher_config.model_type)
+        students[arch] = _FORWARD_PASSES_PER_STEP * model_size(built, length).stopped_flops_per_token
+    return Operations(teacher=model_size(teacher_config, length).stopped_flops_per_token, students=students)
 
 
 def estimate(
-    config: CostConfig, found: Operations, *, num_tokens: int, length: int, teacher_tokens_per_s: float
+    config: CostConfig, per_token: Operations, *, num_tokens: int, length: int, teacher_tokens_per_s: float
 ) -> Costs:
-    """Return what a dump, each training, and each training with the teacher along cost.
+    """Return the costs of a dump, of each training, and of each training with the teacher run alongside.
 
     Args:
-        config: how long trainings are, and the machine that is meant.
-        found: operations per token.
-        num_tokens: of the corpus.
+        config: length of trainings, and the rate of the machine.
+        per_token: operations per token.
+        num_tokens: tokens of the corpus.
         length: tokens of a sequence.
-        teacher_tokens_per_s: of the teacher's forward pass here.
+        teacher_tokens_per_s: tokens per second of the teacher's forward pass on this machine.
     """
-    own = teacher_tokens_per_s * found.teacher
-    rate = own if config.tflops is None else config.tflops * TERA
+    measured_rate = teacher_tokens_per_s * per_token.teacher
+    rate = measured_rate if config.tflops is None else config.tflops * TERA
     num_read = train_tokens(config, num_tokens, length)
 
     def cost(what: str, flops: float) -> Cost:
         return Cost(what=what, flops=flops, hours=flops / rate / _SECONDS_PER_HOUR)
 
-    parts = [cost("dump", found.teacher * num_tokens)]
-    for arch, step in found.students.items():
+    parts = [cost("dump", per_token.teacher * num_tokens)]
+    for arch, step in per_token.students.items():
         parts += [
             cost(f"train {arch}", step * num_read),
-            cost(f"train {arch} with the teacher along", (step + found.teacher) * num_read),
+            cost(f"train {arch} with the teacher along", (step + per_token.teacher) * num_read),
         ]
     return Costs(flops_per_s=rate, is_measured=config.tflops is None, train_tokens=num_read, parts=parts)

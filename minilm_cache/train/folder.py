@@ -1,10 +1,10 @@
-"""The layout of a run's folder: the only file that knows it."""
+"""The layout of a run's folder; no other module knows it."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 RUN_FILE = "run.json"
-"""The run's record."""
+"""File name of the run's record."""
 
 
 def arch_slug(arch: str) -> str:
@@ -21,17 +21,17 @@ class RunFolder:
 
     @property
     def record(self) -> Path:
-        """The run's record, `run.json`; a folder without it is no run."""
+        """The run's record, `run.json`; a folder without it is not a run."""
         return self.path / RUN_FILE
 
     @property
     def log(self) -> Path:
-        """Training losses and held-out figures, a JSON object a line."""
+        """Training losses and held-out figures, one JSON object per line."""
         return self.path / "log.jsonl"
 
     @property
     def lock(self) -> Path:
-        """Locked by the process that trains here."""
+        """Lock file that the process that trains here holds."""
         return self.path / ".run.lock"
 
     @property

@@ -1,4 +1,4 @@
-"""How close students are to the teacher on sequences that nobody was trained on."""
+"""Measures how close students are to the teacher on sequences that no student was trained on."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,13 +10,14 @@ from minilm_cache.relations.loss import MAX_SCORES_BYTES, scores_bytes
 from minilm_cache.storage_schema.manifest import CacheManifest
 
 MAX_SEQUENCES = 256
+"""Most held-out sequences that an evaluation reads."""
 
 HeldOutLosses = dict[str, float]
-"""Means of an objective's parts; of a relation KL(teacher || student), nats."""
+"""Mean of each part of an objective; the part of a relation is KL(teacher || student), nats."""
 
 
 def batch_size(wanted: WantedTargets, manifest: CacheManifest, most: int) -> int:
-    """Return sequences of a batch, `most` or as few as keep a relation's scores in bounds."""
+    """Return the sequences of a batch: `most`, or fewer where a relation's scores would be too large."""
     heads = wanted.relation_heads or manifest.identity.relation_heads
     fitting = MAX_SCORES_BYTES // scores_bytes(1, heads, manifest.identity.packing.max_length)
     return max(1, min(most, fitting))
@@ -24,14 +25,19 @@ def batch_size(wanted: WantedTargets, manifest: CacheManifest, most: int) -> int
 
 @torch.no_grad()
 def held_out_losses(
-    looks: Sequence[Callable[[StudentBatch], Losses]], batches: Iterable[StudentBatch]
+    evaluators: Sequence[Callable[[StudentBatch], Losses]], batches: Iterable[StudentBatch]
 ) -> list[HeldOutLosses]:
-    """Return every student's mean losses over batches, as its look tells; each is decoded once for all."""
-    sums: list[HeldOutLosses] = [{} for _ in looks]
-    counts: list[dict[str, int]] = [{} for _ in looks]
+    """Return the mean losses of every student over batches; each batch is decoded once for all students.
+
+    Args:
+        evaluators: for each student, a function that returns its losses on a batch.
+        batches: held-out sequences.
+    """
+    sums: list[HeldOutLosses] = [{} for _ in evaluators]
+    counts: list[dict[str, int]] = [{} for _ in evaluators]
     for batch in batches:
-        for look, total, count in zip(looks, sums, counts, strict=True):
-            losses = look(batch)
+        for evaluate, total, count in zip(evaluators, sums, counts, strict=True):
+            losses = evaluate(batch)
             for name, part in losses.parts.items():
                 number = batch.counts[losses.units[name]]
                 total[name] = total.get(name, 0.0) + float(part) * number

@@ -1,4 +1,4 @@
-"""What students begin with: random weights, a teacher's layers, or the weights of another model."""
+"""Initial weights of students: random weights, a teacher's layers, or the weights of another model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,35 +22,37 @@ TEACHER_LAYERS: Final = "teacher-layers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialWeights:
-    """Gives students the weights that they begin with."""
+    """Gives students their initial weights."""
 
     name: str
-    """`random`, or what was taken of which weights, by their hash."""
+    """`random`, or the source of the weights, named by their SHA-256."""
     folder: Path | None = None
-    """Of a model, or of a run whose students have these shapes; none: weights are drawn."""
+    """Folder of a model, or of a run with students of the same shapes. None means that weights are drawn."""
     of_teacher: bool = False
-    """True: layers are taken of a deeper model."""
+    """True: the folder holds the teacher, and some of its layers are taken."""
 
     def begin(self, model: PreTrainedModel, arch: str, head: Head | None) -> None:
-        """Give a student its initial weights; a head or pooler that is not there keeps what was drawn.
+        """Give a student its initial weights; a head or pooler that the source lacks stays as drawn.
 
         `teacher-layers`: layer m of M begins with the teacher's layer m N / M of N, rounded down, as
         DistilBERT takes one layer out of two (arXiv 1910.01108, section 3).
 
         Raises:
-            InvalidConfigError: it does not fit.
+            InvalidConfigError: the source does not fit the student.
             TeacherError: the folder holds no model.
         """
         if self.folder is None:
             return
         source, lacking = load_weights(_model_folder(self.folder, arch), head)
         if self.of_teacher:
-            there, wanted = source.config.num_hidden_layers, model.config.num_hidden_layers
-            if wanted > there:
+            teacher_layers, student_layers = source.config.num_hidden_layers, model.config.num_hidden_layers
+            if student_layers > teacher_layers:
                 raise InvalidConfigError(
-                    f"--init {TEACHER_LAYERS}: student {arch} has more layers than the teacher's {there}."
+                    f"--init {TEACHER_LAYERS}: student {arch} has more layers than the "
+                    f"teacher's {teacher_layers}."
                 )
-            source = keep_layers(source, [number * there // wanted for number in range(wanted)])
+            kept_layers = [number * teacher_layers // student_layers for number in range(student_layers)]
+            source = keep_layers(source, kept_layers)
         problem = _first_difference(model, source, lacking)
         if problem is not None:
             raise InvalidConfigError(
@@ -62,12 +64,12 @@ class InitialWeights:
 
 
 def _first_difference(model: PreTrainedModel, source: PreTrainedModel, lacking: frozenset[str]) -> str | None:
-    """Return a weight that is not in both models, or of another shape; none: one can begin as the other."""
-    own, found = model.state_dict(), source.state_dict()
-    for name in [*own, *found]:
-        if name not in own or name not in found:
+    """Return the first weight, or the number of heads, that differs. None means that the models fit."""
+    student_weights, source_weights = model.state_dict(), source.state_dict()
+    for name in [*student_weights, *source_weights]:
+        if name not in student_weights or name not in source_weights:
             return name
-        if name not in lacking and own[name].shape != found[name].shape:
+        if name not in lacking and student_weights[name].shape != source_weights[name].shape:
             return name
     if source.config.num_attention_heads != model.config.num_attention_heads:
         return "the number of heads"
@@ -75,11 +77,11 @@ def _first_difference(model: PreTrainedModel, source: PreTrainedModel, lacking: 
 
 
 def initial_weights(config: TrainConfig, manifest: CacheManifest) -> InitialWeights:
-    """Return what the students of a run begin with.
+    """Return the initial weights of a run's students.
 
     Raises:
         InvalidConfigError: there is no such folder.
-        IdentityMismatchError: it is not the teacher that the cache was dumped from.
+        IdentityMismatchError: `--init-teacher` is not the teacher that the cache was dumped from.
         TeacherError: there is no such teacher.
     """
     if config.init == RANDOM:
@@ -87,14 +89,14 @@ def initial_weights(config: TrainConfig, manifest: CacheManifest) -> InitialWeig
     if config.init == TEACHER_LAYERS:
         assert config.init_teacher is not None
         source = locate_teacher(config.init_teacher)
-        found = weights_sha256(source.folder)
+        sha256 = weights_sha256(source.folder)
         expected = manifest.identity.teacher.weights_sha256
-        if found != expected:
+        if sha256 != expected:
             raise IdentityMismatchError(
-                f"--init-teacher {config.init_teacher} (weights {found[:12]}) is not the teacher of this "
-                f"cache ({manifest.labels.teacher}, weights {expected[:12]}). Give that one."
+                f"--init-teacher {config.init_teacher} (weights {sha256[:12]}) is not the teacher of this "
+                f"cache ({manifest.labels.teacher}, weights {expected[:12]}). Give that teacher."
             )
-        return InitialWeights(name=f"{TEACHER_LAYERS}-{found}", folder=source.folder, of_teacher=True)
+        return InitialWeights(name=f"{TEACHER_LAYERS}-{sha256}", folder=source.folder, of_teacher=True)
     folder = Path(config.init)
     if not folder.is_dir():
         raise InvalidConfigError(
@@ -105,17 +107,17 @@ def initial_weights(config: TrainConfig, manifest: CacheManifest) -> InitialWeig
 
 
 def _hash_of(folder: Path, arch: Sequence[str]) -> str:
-    folders = [_model_folder(folder, one) for one in arch]
-    return canonical_sha256([weights_sha256(one) for one in folders])
+    folders = [_model_folder(folder, shape) for shape in arch]
+    return canonical_sha256([weights_sha256(model_folder) for model_folder in folders])
 
 
 def _model_folder(folder: Path, arch: str) -> Path:
-    """Return the folder of a model: that of a run's student of this shape, or the folder itself."""
+    """Return the folder of a run's student of this shape, or the folder itself if it is not a run."""
     if not is_run(folder):
         return folder
-    own = RunFolder(path=folder).student(arch)
-    if not own.is_dir():
+    student_folder = RunFolder(path=folder).student(arch)
+    if not student_folder.is_dir():
         raise InvalidConfigError(
             f"--init {folder}: this run has no student {arch}. Give a run with students of the same shapes."
         )
-    return own
+    return student_folder

@@ -1,4 +1,4 @@
-"""The teacher as it answers now, in place of a cache: the online opponent of comparisons and benchmarks."""
+"""Targets from a teacher that runs during training, in place of a cache: for comparisons and benchmarks."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -13,9 +13,12 @@ from minilm_cache.storage_schema.identity import RelationKind
 def with_live_targets(
     batches: Iterable[StudentBatch], teacher: Teacher, wanted: WantedTargets
 ) -> Iterator[StudentBatch]:
-    """Yield the same sequences with the teacher's dense relations, from a forward pass for each batch.
+    """Yield the same batches with the teacher's dense relations, from a forward pass for each batch.
 
-    They are those of the layers that it is tapped at; `wanted` says which relations, and how many heads.
+    Args:
+        batches: sequences; their targets are replaced.
+        teacher: the teacher, tapped at the layers to compare.
+        wanted: which relations, and how many relation heads.
     """
     for batch in batches:
         signals = teacher.signals(batch.ids, batch.lengths)

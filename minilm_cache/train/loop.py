@@ -1,4 +1,4 @@
-"""The steps of a run: all students on each batch, with their log, their checkpoints, their held-out KL."""
+"""The steps of a run: trains all students on each batch, and writes log, checkpoints and held-out losses."""
 
 import math
 import time
@@ -25,58 +25,69 @@ from minilm_cache.train.tracking import Tracker
 from minilm_cache.train.trainer import StudentTrainer, learning_rate
 
 LOG_STEPS = 10
-"""Steps between lines of the log, and between looks at whether losses are finite."""
+"""Steps between lines of the log, and between checks whether losses are finite."""
 _SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sitting:
-    """One go at a run, from its beginning or from a checkpoint on."""
+class _TrainingSession:
+    """One session of a run, from its beginning or from a checkpoint on."""
 
     before_s: float
-    """Seconds of steps in earlier ones."""
+    """Seconds spent on steps in earlier sessions."""
     before_bytes: int
-    """Bytes read in earlier ones."""
+    """Bytes of shard files read in earlier sessions."""
     started: float
+    """Value of `time.perf_counter` when this session began, seconds."""
 
     @classmethod
-    def begin(cls, state: RunState) -> "_Sitting":
-        """Begin where a run is."""
+    def begin(cls, state: RunState) -> "_TrainingSession":
+        """Begin a session at the state of a run."""
         return cls(before_s=state.train_s, before_bytes=state.bytes_read, started=time.perf_counter())
 
     @property
     def seconds(self) -> float:
-        """Seconds since it began."""
+        """Seconds since this session began."""
         return time.perf_counter() - self.started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLoop:
-    """What it takes to go through the steps of a run."""
+    """Takes the steps of a run."""
 
     config: TrainConfig
     steps: int
+    """Steps of the whole run."""
     cache: Cache
     folder: RunFolder
     ranks: Ranks
     trainers: list[StudentTrainer]
-    """Students of this process; those that diverge leave it."""
+    """Students of this process; students that diverge are removed."""
     state: RunState
     evaluate: Callable[[Sequence[StudentTrainer]], list[HeldOutLosses] | list[None]]
+    """Returns the held-out losses of students; None for each where the cache has no held-out sequences."""
     tracker: Tracker
     progress: Progress
 
     def run(self, reader: BatchReader, plan: StepPlan, should_stop: ShouldStop) -> float | None:
-        """Take the steps that are left, and return the tokens per second, those of all processes.
+        """Take the steps that are left.
+
+        Args:
+            reader: makes batches.
+            plan: parts of a step, and which of them this process takes.
+            should_stop: called before each step; True stops the run and keeps its state.
+
+        Returns:
+            Tokens per second, summed over all processes. None means that no step was left.
 
         Raises:
-            InterruptedRunError: it was asked to stop, or its hours are over; the state is kept.
-            DivergedError: no student is left.
+            InterruptedRunError: a stop was requested, or the hours are over; the state is kept.
+            DivergedError: all students diverged.
             StorageError: the file system refused; the last checkpoint is kept.
         """
         first = self.state.step
         if first:
-            self.progress.note(f"going on after step {first}")
+            self.progress.note(f"resuming after step {first}")
         if first == self.steps:
             return None
         manifest = self.cache.manifest
@@ -84,11 +95,11 @@ class TrainingLoop:
         self.progress.start("train", round((self.steps - first) * mean_tokens), "tokens")
         stream = reader.train_batches(plan, first)
         with closing(stream), closing(_Journal(self)) as journal:
-            sitting = _Sitting.begin(self.state)
+            session = _TrainingSession.begin(self.state)
             num_tokens = 0
             while self.state.step < self.steps:
-                num_tokens += self._step(stream, journal, should_stop=should_stop, sitting=sitting)
-            return num_tokens / sitting.seconds
+                num_tokens += self._step(stream, journal, should_stop=should_stop, session=session)
+            return num_tokens / session.seconds
 
     def _step(
         self,
@@ -96,18 +107,19 @@ class TrainingLoop:
         journal: "_Journal",
         *,
         should_stop: ShouldStop,
-        sitting: _Sitting,
+        session: _TrainingSession,
     ) -> int:
-        """Take a step, and what is due after it; returns its tokens."""
-        hours = sitting.seconds / _SECONDS_PER_HOUR
+        """Take a step, then log, evaluate and save where that is due; return the tokens of the step."""
+        hours = session.seconds / _SECONDS_PER_HOUR
         is_over = self.config.max_hours is not None and hours >= self.config.max_hours
         batch = next(stream)
-        asked = [float(should_stop()), float(is_over), *(float(batch.step_counts[unit]) for unit in UNITS)]
-        stop, over, *sums = self.ranks.sum(asked)
+        numbers = [float(should_stop()), float(is_over), *(float(batch.step_counts[unit]) for unit in UNITS)]
+        stop, over, *sums = self.ranks.sum(numbers)
         if stop or over:
-            self._interrupt(journal, sitting, "interrupted" if stop else "the hours of --max-hours are over")
-        once = self.ranks.num_data / self.ranks.size
-        totals = {unit: round(count * once) for unit, count in zip(UNITS, sums, strict=True)}
+            self._interrupt(journal, session, "interrupted" if stop else "the hours of --max-hours are over")
+        # With students divided among processes, all of them count the same sequences.
+        share = self.ranks.num_data / self.ranks.size
+        totals = {unit: round(count * share) for unit, count in zip(UNITS, sums, strict=True)}
         num_tokens = totals["tokens"]
         step = self.state.step
         for trainer in self.trainers:
@@ -130,21 +142,21 @@ class TrainingLoop:
         if at_evaluation:
             journal.evaluate()
         if at_checkpoint:
-            self._save(sitting)
+            self._save(session)
         return num_tokens
 
-    def _save(self, sitting: _Sitting) -> None:
-        self.state.train_s = sitting.before_s + sitting.seconds
-        (read,) = self.ranks.sum([float(self.cache.reader.bytes_read)])
-        self.state.bytes_read = sitting.before_bytes + round(read)
+    def _save(self, session: _TrainingSession) -> None:
+        self.state.train_s = session.before_s + session.seconds
+        (bytes_read,) = self.ranks.sum([float(self.cache.reader.bytes_read)])
+        self.state.bytes_read = session.before_bytes + round(bytes_read)
         keep = max(1, self.config.keep_checkpoints)
         save_checkpoint(self.folder.checkpoints, self.trainers, state=self.state, ranks=self.ranks, keep=keep)
         if self.ranks.is_writer:
             drop_superseded(self.folder.best, self.trainers, self.state)
 
-    def _interrupt(self, journal: "_Journal", sitting: _Sitting, reason: str) -> None:
+    def _interrupt(self, journal: "_Journal", session: _TrainingSession, reason: str) -> None:
         journal.write(thoroughly=True)
-        self._save(sitting)
+        self._save(session)
         raise InterruptedRunError(
             f"{reason}: the state after step {self.state.step} of {self.steps} is kept in "
             f"{self.folder.path}. Run the same command again to go on."
@@ -152,7 +164,7 @@ class TrainingLoop:
 
 
 class _Journal:
-    """Means of losses between two lines of the log, and what they tell."""
+    """Writes means of losses to the log and the tracker, and stops students that diverge."""
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
@@ -160,39 +172,39 @@ class _Journal:
         self._pending: list[list[Losses]] = []
 
     def add(self, losses: list[Losses]) -> None:
-        """Take the losses of a step."""
+        """Add the losses of a step, one for each student of this process."""
         self._pending.append(losses)
 
     def write(self, *, thoroughly: bool) -> None:
         """Write the means over the steps since the last line, and stop students that have diverged.
 
-        It comes before a checkpoint, so that none is of a student that has diverged.
+        It is called before a checkpoint, so that no checkpoint holds a student that has diverged.
 
         Args:
-            thoroughly: look at weights, too: the last step may have spoilt them.
+            thoroughly: also check that all weights are finite; the last step may have made them NaN.
 
         Raises:
-            DivergedError: no student is left.
+            DivergedError: all students have diverged.
         """
         if not self._pending:
             return
         loop, step = self._loop, self._loop.state.step
-        own = {}
+        means_of = {}
         for at, trainer in enumerate(loop.trainers):
-            taken = [losses[at] for losses in self._pending]
-            kinds = list(taken[0].parts)
-            means = [_mean([one.total for one in taken])]
-            means += [_mean([one.parts[kind] for one in taken]) for kind in kinds]
-            shares = loop.ranks.sum_data(means)
-            own[trainer.shape.arch] = dict(zip(("loss", *map(str, kinds)), shares, strict=True))
+            pending = [losses[at] for losses in self._pending]
+            kinds = list(pending[0].parts)
+            means = [_mean([losses.total for losses in pending])]
+            means += [_mean([losses.parts[kind] for losses in pending]) for kind in kinds]
+            sums = loop.ranks.sum_data(means)  # each process has its share of the loss
+            means_of[trainer.shape.arch] = dict(zip(("loss", *map(str, kinds)), sums, strict=True))
         self._pending.clear()
-        students = loop.ranks.union(own)
+        students = loop.ranks.union(means_of)
         rate = learning_rate(loop.config, step - 1, loop.steps)
-        self._tell("students", students, {"lr": rate})
+        self._report("students", students, {"lr": rate})
         diverged = {arch for arch, means in students.items() if not math.isfinite(means["loss"])}
         if thoroughly:
-            sound = loop.ranks.union({one.shape.arch: one.is_finite() for one in loop.trainers})
-            diverged |= {arch for arch, is_sound in sound.items() if not is_sound}
+            finite = loop.ranks.union({trainer.shape.arch: trainer.is_finite() for trainer in loop.trainers})
+            diverged |= {arch for arch, is_finite in finite.items() if not is_finite}
         self._stop_diverged(diverged)
 
     def _stop_diverged(self, diverged: set[str]) -> None:
@@ -201,7 +213,7 @@ class _Journal:
         for arch in sorted(diverged):
             state.diverged[arch] = state.step
             loop.progress.note(f"student {arch} diverged and is stopped at step {state.step}. {remedy}")
-        loop.trainers[:] = [one for one in loop.trainers if one.shape.arch not in diverged]
+        loop.trainers[:] = [trainer for trainer in loop.trainers if trainer.shape.arch not in diverged]
         if len(state.diverged) == len(loop.config.arch):
             listed = ", ".join(loop.config.arch)
             raise DivergedError(
@@ -209,26 +221,32 @@ class _Journal:
             )
 
     def evaluate(self) -> None:
-        """Look at the held-out KL, and keep weights that are better than any before."""
+        """Compute the held-out losses, and save weights that are better than any before.
+
+        Raises:
+            DivergedError: all students have diverged.
+        """
         loop, state = self._loop, self._loop.state
-        own: dict[str, dict[str, float]] = {}
+        figures: dict[str, dict[str, float]] = {}
         best: dict[str, BestStudent] = {}
-        for trainer, found in zip(loop.trainers, loop.evaluate(loop.trainers), strict=True):
+        for trainer, held_out in zip(loop.trainers, loop.evaluate(loop.trainers), strict=True):
             arch = trainer.shape.arch
-            assert found is not None
+            assert held_out is not None
             objective = trainer.learner.objective
-            before, total = state.best.get(arch), objective.total_of(found)
-            own[arch] = {"loss": total, **{str(kind): value for kind, value in found.items()}}
+            before, total = state.best.get(arch), objective.total_of(held_out)
+            figures[arch] = {"loss": total, **{str(kind): value for kind, value in held_out.items()}}
             if math.isfinite(total) and (before is None or total < objective.total_of(before.held_out)):
-                best[arch] = BestStudent(step=state.step, held_out=found)
+                best[arch] = BestStudent(step=state.step, held_out=held_out)
                 if loop.ranks.is_writer:
                     save_best(loop.folder.best, trainer, state.step)
         state.best.update(loop.ranks.union(best))
-        students = loop.ranks.union(own)
-        self._tell("held_out", students, {})
-        self._stop_diverged({arch for arch, kls in students.items() if not math.isfinite(sum(kls.values()))})
+        students = loop.ranks.union(figures)
+        self._report("held_out", students, {})
+        self._stop_diverged(
+            {arch for arch, parts in students.items() if not math.isfinite(sum(parts.values()))}
+        )
 
-    def _tell(
+    def _report(
         self,
         what: str,
         students: dict[str, dict[str, float]],

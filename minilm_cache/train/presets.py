@@ -1,4 +1,4 @@
-"""Recipes by name; every value of one can be overridden."""
+"""Recipes by name; every setting of a recipe can be overridden."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +37,7 @@ def with_preset(name: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_preset(name: str, config: TrainConfig) -> str:
-    """Return one line about a recipe: the settings that it led to, and where it is from."""
+    """Return one line about a recipe: its settings as `config` has them, and its source."""
     recipe = _preset(name)
     shown = {option: getattr(config, option) for option in ("epochs", *recipe.settings)}
     settings = ", ".join(f"{option} {value}" for option, value in shown.items() if value is not None)

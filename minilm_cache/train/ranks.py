@@ -1,6 +1,6 @@
-"""The processes of a run, as torchrun starts them; accelerate joins them.
+"""The processes of a run: torchrun starts them, and accelerate joins them into a group.
 
-Without torchrun there is one process, and nothing here does anything.
+Without torchrun there is one process, and the methods here do nothing.
 """
 
 import os
@@ -23,17 +23,17 @@ from minilm_cache.models.device import choose_device, is_out_of_memory
 Value = TypeVar("Value")
 
 
-def refuse_ranks(what: str, told_by: str) -> None:
-    """Raise InvalidConfigError under torchrun for what runs in one process.
+def refuse_ranks(what: str, shown_by: str) -> None:
+    """Raise InvalidConfigError under torchrun for work that runs in one process.
 
     Args:
-        what: that does.
-        told_by: whatever names the folders of its stages.
+        what: the work, as a noun for the message.
+        shown_by: subject and verb that complete "the folders that ..." in the message.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise InvalidConfigError(
             f"{what} runs in one process. Run its stages by `minilm-cache dump` and `torchrun ... train` "
-            f"with the folders that {told_by}; what they have completed is taken up."
+            f"with the folders that {shown_by}; completed stages are reused."
         )
 
 
@@ -42,18 +42,21 @@ class Ranks:
     """The processes of a run, seen from one of them."""
 
     number: int
-    """Of this process, from 0."""
+    """Number of this process, counted from 0."""
     size: int
+    """Number of processes."""
     place: Literal["data", "students"]
-    """What differs between processes: the sequences of a step, or the students."""
+    """What the processes divide among themselves: the sequences of a step, or the students."""
     device: torch.device
+    """Device of this process."""
 
     @classmethod
     def join(cls, place: Literal["data", "students"], device: str | None) -> "Ranks":
-        """Meet the other processes that torchrun has started.
+        """Join the other processes that torchrun has started.
 
         Raises:
-            InvalidConfigError: the device is not there.
+            InvalidConfigError: the device does not exist, or torchrun's variables are not usable.
+            RankLostError: the processes cannot connect to each other.
         """
         chosen = choose_device(device)
         if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -75,19 +78,19 @@ class Ranks:
             state = PartialState(cpu=chosen.type == "cpu")
         except (RuntimeError, ValueError) as error:
             raise RankLostError(
-                f"the processes of this run do not meet: {first_line(error)}. Start it by torchrun again."
+                f"the processes of this run cannot connect: {first_line(error)}. Start it by torchrun again."
             ) from error
-        own = chosen if chosen.type == "cpu" else state.device
-        return cls(number=state.process_index, size=state.num_processes, place=place, device=own)
+        own_device = chosen if chosen.type == "cpu" else state.device
+        return cls(number=state.process_index, size=state.num_processes, place=place, device=own_device)
 
     @classmethod
     def alone(cls, device: torch.device) -> "Ranks":
-        """Return the one process of a run that torchrun has not started."""
+        """Return the single process of a run without torchrun."""
         return cls(number=0, size=1, place="data", device=device)
 
     @property
     def is_first(self) -> bool:
-        """True in the process that writes and tells what all have done together."""
+        """True in the process that writes and shows the results of all processes."""
         return self.number == 0
 
     @property
@@ -97,12 +100,12 @@ class Ranks:
 
     @property
     def num_data(self) -> int:
-        """Processes that a step's sequences are divided among."""
+        """Number of processes that a step's sequences are divided among."""
         return self.size if self.place == "data" else 1
 
     @property
     def data_number(self) -> int:
-        """This process's number among those."""
+        """Number of this process among those, counted from 0."""
         return self.number if self.place == "data" else 0
 
     def mine(self, students: Sequence[Value]) -> list[Value]:
@@ -110,7 +113,7 @@ class Ranks:
         return list(students[self.number :: self.size]) if self.place == "students" else list(students)
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait until all processes have come here."""
         if self.size > 1:
             PartialState().wait_for_everyone()
 
@@ -125,13 +128,17 @@ class Ranks:
         """Return sums over the processes that a step's sequences are divided among."""
         return self.sum(numbers) if self.place == "data" else list(numbers)
 
-    def union(self, own: dict[str, Value]) -> dict[str, Value]:
-        """Return what all processes say of their students."""
+    def union(self, entries: dict[str, Value]) -> dict[str, Value]:
+        """Return the entries of all processes, by student.
+
+        Args:
+            entries: entries of this process's students, by shape.
+        """
         if self.size == 1 or self.place == "data":
-            return own
+            return entries
         merged: dict[str, Value] = {}
-        for one in gather_object([own]):
-            merged |= one
+        for gathered in gather_object([entries]):
+            merged |= gathered
         return merged
 
     def parallel(self, model: nn.Module) -> nn.Module:
@@ -142,13 +149,13 @@ class Ranks:
         return DistributedDataParallel(model, device_ids=devices)
 
     def without_sync(self, model: nn.Module, *, when: bool) -> AbstractContextManager[None]:
-        """Leave gradients to this process for now, where that is asked for."""
+        """Return a context in which gradients stay on this process if `when` is true."""
         if when and isinstance(model, DistributedDataParallel):
             return model.no_sync()
         return nullcontext()
 
     def explain(self, error: RuntimeError) -> MiniLMCacheError | None:
-        """Return what an error of torch means for who trains; none: it is an error of ours."""
+        """Return the error for users that explains an error of torch. None means that none explains it."""
         text = str(error)
         if is_out_of_memory(error):
             return DeviceError(
@@ -165,7 +172,7 @@ class Ranks:
         return None
 
     def leave(self) -> None:
-        """Part from the others."""
+        """Leave the group of processes."""
         if self.size > 1:
             PartialState().destroy_process_group()
-            PartialState._reset_state()  # noqa: SLF001 - else no run could follow in this process
+            PartialState._reset_state()  # noqa: SLF001 - else this process could not start another run

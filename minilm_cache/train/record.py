@@ -1,4 +1,4 @@
-"""What a run's folder says of itself: `run.json`, and one line per logged step in `log.jsonl`."""
+"""The record of a run, `run.json`, and its log, `log.jsonl`, with one line per logged step."""
 
 import json
 import math
@@ -30,10 +30,10 @@ class _Record(BaseModel):
 
 
 class RunIdentity(StoredModel):
-    """What determines the students of a run."""
+    """Everything that determines the students of a run."""
 
     fingerprint: str
-    """Of the cache."""
+    """Fingerprint of the cache."""
     arch: Annotated[tuple[str, ...], Field(min_length=1, max_length=1024)]
     objective: ObjectiveName
     relation_heads: Annotated[int, Field(ge=1, le=1024)] | None
@@ -41,9 +41,9 @@ class RunIdentity(StoredModel):
     query_key_relations: bool
     layer_map: LayerMap
     init: str = "random"
-    """What students began with: `random`, or weights, by their hash."""
+    """Initial weights of students: `random`, or the source of the weights, named by their SHA-256."""
     teacher_layer: Annotated[int, Field(ge=0, lt=1024)] | None
-    """Counted from 0; none: the layers of the map."""
+    """Layer of the teacher, counted from 0. None means the layers of the map."""
     form: Literal["authors"] | None = None
     """`authors`: the loss of the published code. None means the paper's equation, or that there is no
     other."""
@@ -58,19 +58,20 @@ class RunIdentity(StoredModel):
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     buffer_shards: int
     shard_tokens: int
-    """Of the cache: the order of sequences depends on it."""
+    """Tokens of a shard of the cache; the order of sequences depends on it."""
     num_streams: int
     dealing: Literal["sequences"] | None = None
-    """What an epoch deals to several streams; None for a single stream, and for runs of the first releases,
-    which dealt whole shards and so gave streams unlike numbers of epochs."""
+    """What an epoch deals to several streams. None means a single stream, or a run of the first releases,
+    which dealt whole shards and so gave streams different numbers of epochs."""
     num_parts: int
     """Parts of a step; dropout is drawn for each of them."""
     precision: Literal["float32", "bfloat16"]
     max_grad_norm: float | None
     compiled: bool
-    """Compiled layers draw other dropout."""
+    """True: layers are compiled, which draw other dropout."""
     eval_steps: int | None
-    """Steps between looks at held-out text, whose best weights become the student; None means no looks."""
+    """Steps between evaluations on held-out sequences; the best weights become the student. None means an
+    evaluation at the end alone."""
 
     sections: ClassVar[frozenset[str]] = frozenset(
         {"dealing", "form", "patience", "temperature", "ground_truth"}
@@ -88,11 +89,21 @@ class RunIdentity(StoredModel):
         precision: Literal["float32", "bfloat16"],
         init: str,
     ) -> "RunIdentity":
-        """Return the identity of a run with these settings on this cache."""
+        """Return the identity of a run with these settings on this cache.
+
+        Args:
+            config: settings of the run.
+            manifest: manifest of the cache.
+            layer: layer of the teacher, counted from 0. None means the layers of the map.
+            steps: optimizer steps of the run.
+            plan: parts and streams of a step.
+            precision: precision of matrix products.
+            init: name of the initial weights.
+        """
         shared = {
             name: getattr(config, name) for name in cls.model_fields if name in TrainConfig.model_fields
         }
-        found = {
+        derived = {
             "fingerprint": manifest.fingerprint,
             "shard_tokens": manifest.shard_tokens,
             "teacher_layer": layer,
@@ -104,7 +115,7 @@ class RunIdentity(StoredModel):
             "precision": precision,
             "init": init,
         }
-        return cls(**{**shared, **found})
+        return cls(**{**shared, **derived})
 
     @property
     def spec(self) -> ObjectiveSpec:
@@ -112,11 +123,11 @@ class RunIdentity(StoredModel):
         return OBJECTIVES[self.objective]
 
     def describes_layers(self) -> str:
-        """Return what of a teacher students learned from."""
+        """Return what students learned from, in words: layers of a teacher, or its outputs."""
         return self.spec.describes_layers(self.layer_map, self.teacher_layer)
 
     def name(self) -> str:
-        """Return a folder name: shapes for people, a hash for the rest."""
+        """Return the name of the run's folder: the shapes, for people, and a hash of the whole identity."""
         shapes = "_".join(map(arch_slug, self.arch))
         return f"{shapes[:64]}-{canonical_sha256(self.model_dump(mode='json'))[:12]}"
 
@@ -127,44 +138,48 @@ class StudentRecord(_Record):
     arch: str
     num_parameters: _Count
     target: Literal["teacher", "stored rows"]
-    """What the KL is to: the teacher, of which unbiased rows are an estimate, or biased rows themselves."""
+    """Target of the KL: the teacher, which unbiased rows estimate, or the stored rows, if they are biased."""
     held_out_before: _Figures | None
-    """Of the initial weights, by part of the objective: of a relation KL(target || student), nats; none: the
-    cache has no held-out sequence."""
+    """Losses of the initial weights on held-out sequences, by part of the objective; the part of a relation
+    is KL(target || student), nats. None means that the cache has no held-out sequences."""
     held_out_after: _Figures | None = None
+    """The same for the trained weights. None also means that the student is not trained yet, or diverged."""
     best_step: _Count | None = None
-    """The step whose weights these are; none: the last one."""
+    """Step whose weights the student has. None means the last step."""
     diverged_at: Annotated[int, Field(ge=0, lt=2**53)] | None = None
-    """The step at which its loss was seen not to be finite; there are no weights then."""
+    """Step at which its loss or weights were seen to be NaN or infinite; it has no folder then. None means
+    that it did not diverge."""
 
 
 class RunRecord(_Record):
-    """One run."""
+    """The record of one run."""
 
     format: Literal["minilm-cache run 1"] = "minilm-cache run 1"
     identity: RunIdentity
     cache: str
-    """Folder or URL where the cache lay."""
+    """Folder or URL of the cache when the run began."""
     init: str | None = None
-    """What `--init` said, if that was a folder; the first releases did not keep it."""
+    """Value of `--init`, if it was a folder. None means another value, or a run of the first releases."""
     init_teacher: str | None = None
-    """What `--init-teacher` said."""
+    """Value of `--init-teacher`. None means that it was not given."""
     complete: bool
+    """True: training is over, and the students' folders are written."""
     train_s: float | None = None
-    """Seconds of steps; none: not complete."""
+    """Seconds spent on steps. None means that the run is not complete."""
     bytes_read: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """Of shard files, by all processes, up to the last step; none: not complete."""
+    """Bytes of shard files read by all processes, up to the last step. None means that the run is not
+    complete."""
     students: Annotated[tuple[StudentRecord, ...], FailFast(), Field(min_length=1)]
 
     @model_validator(mode="after")
     def _students_are_the_runs(self) -> "RunRecord":
-        if tuple(one.arch for one in self.students) != self.identity.arch:
+        if tuple(student.arch for student in self.students) != self.identity.arch:
             raise ValueError("students are not those of the identity")
         if self.identity.spec.is_relational:
             kinds = {str(kind) for kind in RelationKind}
-            for one in self.students:
-                if not {*(one.held_out_before or ()), *(one.held_out_after or ())} <= kinds:
-                    raise ValueError(f"student {one.arch} has figures of what is no relation")
+            for student in self.students:
+                if not {*(student.held_out_before or ()), *(student.held_out_after or ())} <= kinds:
+                    raise ValueError(f"student {student.arch} has figures that are not of a relation")
         return self
 
 
@@ -175,21 +190,21 @@ class LogLine(BaseModel):
 
     step: Annotated[int, Field(ge=0, lt=2**53)]
     students: dict[str, dict[str, float]] = Field(default_factory=dict)
-    """Means of training losses since the line before, nats."""
+    """Means of training losses since the previous line, by student and part; those of relations in nats."""
     held_out: dict[str, dict[str, float]] = Field(default_factory=dict)
-    """The loss (weighted as in training) and its parts on held-out sequences; of relations the KL, nats. Logs
-    of the first releases have the parts alone."""
+    """The loss (weighted as in training) and its parts on held-out sequences, by student; the part of a
+    relation is the KL, nats. Logs of the first releases have the parts alone."""
 
 
 def measure_in_words(identity: RunIdentity, record: StudentRecord) -> str:
-    """Return what the held-out figures of a student are."""
+    """Return the words that introduce the held-out figures of a student."""
     if identity.spec.is_relational:
         return f"KL({record.target}, student), nats,"
     return f"Losses of {identity.objective}"
 
 
 def write_record(folder: Path, record: RunRecord) -> None:
-    """Write `run.json`, durably."""
+    """Write `run.json` to the run's folder, durably."""
     write_file(RunFolder(path=folder).record, record.model_dump_json(indent=1).encode())
 
 
@@ -203,7 +218,7 @@ def load_record(folder: Path) -> RunRecord:
     file = RunFolder(path=folder).record
     if not file.exists():
         raise InvalidConfigError(
-            f"{folder} is no run: {file.name} is not there. Give a folder that train made."
+            f"{folder} is not a run: {file.name} is missing. Give a folder that train made."
         )
     try:
         content = first_bytes(file, _MAX_RECORD_BYTES + 1)
@@ -211,7 +226,7 @@ def load_record(folder: Path) -> RunRecord:
         return RunRecord.model_validate_json(content)
     except CacheCorruptError as error:
         raise IdentityMismatchError(
-            f"{file} is damaged: it is no record of a run. Choose another --out."
+            f"{file} is damaged: it is not a record of a run. Choose another --out."
         ) from error
     except OSError as error:
         raise IdentityMismatchError(f"cannot read {file}: {error.strerror}. Choose another --out.") from error
@@ -221,7 +236,7 @@ def load_record(folder: Path) -> RunRecord:
 
 
 def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
-    """Return the record of a run folder; none where the folder is new.
+    """Return the record of a run's folder. None means that the folder is new.
 
     Raises:
         IdentityMismatchError: the folder holds another run, or something else.
@@ -230,31 +245,34 @@ def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
         if folder.is_dir() and not is_vacant(folder, beside=RunFolder(path=folder).lock):
             raise IdentityMismatchError(f"{folder} is not empty and holds no run. Choose another --out.")
         return None
-    found = load_record(folder)
-    there, asked = found.identity.model_dump(mode="json"), identity.model_dump(mode="json")
+    record = load_record(folder)
+    there, asked = record.identity.model_dump(mode="json"), identity.model_dump(mode="json")
     differing = [
         f"{name} ({there.get(name)} there, {asked.get(name)} asked)"
         for name in {**there, **asked}
         if there.get(name) != asked.get(name)
     ]
     if differing:
-        hint = next((words for name, words in _OLDER.items() if differing[0].startswith(f"{name} (")), "")
+        hint = next(
+            (words for name, words in _HINTS_ON_OLDER_RUNS.items() if differing[0].startswith(f"{name} (")),
+            "",
+        )
         raise IdentityMismatchError(
             f"{folder} holds another run, which differs in {', '.join(differing)}.{hint} "
             "Choose another --out."
         )
-    return found
+    return record
 
 
-_OLDER: Final = {
+_HINTS_ON_OLDER_RUNS: Final = {
     "form": " Runs of the first releases go on with --form paper.",
     "dealing": " It was begun by a release that dealt shards to streams, and can only go on with that one.",
 }
-"""What to know of a difference that a newer release made."""
+"""Hints to add to the message where a setting differs because a newer release changed its meaning."""
 
 
 def _step_of(line: str) -> float:
-    """Return the step of a line; infinity for one that a kill has cut short."""
+    """Return the step of a line of the log, or infinity for a line that a kill has cut short."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -262,10 +280,10 @@ def _step_of(line: str) -> float:
 
 
 class TrainingLog:
-    """`log.jsonl`: lines up to the checkpoint that a run resumes from are kept, later ones are dropped."""
+    """Writer of `log.jsonl`; lines after the checkpoint that a run resumes from are dropped."""
 
     def __init__(self, folder: RunFolder, first_step: int) -> None:
-        """Open the log of a run that goes on at `first_step`."""
+        """Open the log of a run that has taken `first_step` steps."""
         self._path = path = folder.log
         lines = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in lines if _step_of(line) <= first_step]

@@ -1,4 +1,4 @@
-"""Stage two on one page: shards -> batches -> objective -> students -> checkpoints -> model folders."""
+"""Stage two from end to end: shards -> batches -> objective -> students -> checkpoints -> model folders."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,18 +11,17 @@ from filelock import FileLock, Timeout
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, StorageError
 from minilm_cache.models.arch import StudentShape, parse_arch
-from minilm_cache.models.student import build_student, student_config
-from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.student import student_config
 from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import cache_home
-from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import refuse_file, storage_errors
 from minilm_cache.store.remote import is_url
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
-from minilm_cache.train.config import DEFAULT_EPOCHS, TrainConfig
+from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
 from minilm_cache.train.initial import initial_weights
@@ -30,23 +29,26 @@ from minilm_cache.train.loop import TrainingLoop
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import RunIdentity, RunRecord, StudentRecord, read_record, write_record
 from minilm_cache.train.sampler import StepPlan, plan_steps
+from minilm_cache.train.setup import build_trainers, num_steps
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, precision_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What a run did."""
+    """Result of a training."""
 
     path: Path
+    """Folder of the run."""
     record: RunRecord
     tokens_per_s: float | None
-    """Tokens of batches per second of training, each counted once for all students; none: no step taken."""
+    """Tokens of batches per second of training, counted once for all students. None means that no step was
+    taken."""
     is_first: bool = True
-    """True in the process that tells what all have done."""
+    """True in the process that shows the results of all processes."""
 
     def student_path(self, arch: str) -> Path:
-        """Return the folder of a student."""
+        """Return the folder of a student with this shape."""
         return RunFolder(path=self.path).student(arch)
 
 
@@ -63,7 +65,7 @@ def train_students(
     """Train students from a cache; the teacher is not needed.
 
     Args:
-        config: what to train.
+        config: settings of the training.
         cache: folder or URL of the cache.
         out: folder of the run. None means a folder below `home`, named by content.
         home: folder of runs, and of what is kept of caches at URLs. None means `~/.cache/minilm-cache`.
@@ -72,7 +74,7 @@ def train_students(
         should_stop: called before each step; True stops the run and keeps its state.
 
     Raises:
-        MiniLMCacheError: see `minilm_cache.errors`; the last checkpoint is kept whatever happens.
+        MiniLMCacheError: see `minilm_cache.errors`; the last checkpoint is always kept.
     """
     home = home or cache_home(None)
     opened = open_cache(cache, home=home, local_bytes=config.local_bytes)
@@ -111,11 +113,52 @@ def _train(
     progress: Progress,
     should_stop: ShouldStop,
 ) -> TrainResult:
+    """Check that settings and cache go together, then train or resume in the folder of the run."""
     progress = progress if ranks.is_first else Silent()
     manifest = cache.manifest
     objective = choose_objective(config, cache, arch=config.arch)
-    heads = manifest.identity.relation_heads
-    shapes = [
+    shapes = _student_shapes(config, objective)
+    steps = num_steps(config, manifest)
+    if config.eval_steps is not None and not manifest.num_held_out:
+        raise InvalidConfigError(
+            "--eval-steps: the cache has no held-out sequences to evaluate on. Leave it out."
+        )
+    plan = plan_steps(config, manifest, num_ranks=ranks.num_data, rank=ranks.data_number)
+    identity = RunIdentity.of(
+        config,
+        manifest,
+        layer=_teacher_layer(config, objective),
+        steps=steps,
+        plan=plan,
+        precision=precision_of(config, ranks.device),
+        init=initial_weights(config, manifest).name,
+    )
+    path = out or home / "runs" / identity.name()
+    refuse_file(path)
+    if not resume and path.exists():
+        raise IdentityMismatchError(
+            f"{path} exists. Leave out --no-resume to resume it, or choose another --out."
+        )
+    progress.note(_run_in_words(path, config, objective=objective, steps=steps))
+    first = student_config(shapes[0], cache.reader.attachment(TEACHER_CONFIG), manifest)
+    run = _Run(
+        config=config,
+        cache=cache,
+        place=place,
+        identity=identity,
+        folder=RunFolder(path=path),
+        objective=objective,
+        ranks=ranks,
+        shapes=shapes,
+        pad_token=first.pad_token_id or 0,
+    )
+    with _locked(path, ranks):
+        return run.train(plan, progress, should_stop)
+
+
+def _student_shapes(config: TrainConfig, objective: Objective) -> list[StudentShape]:
+    heads = objective.request.cache.manifest.identity.relation_heads
+    return [
         parse_arch(
             arch,
             heads,
@@ -124,51 +167,26 @@ def _train(
         )
         for arch in config.arch
     ]
-    steps = num_steps(config, manifest)
+
+
+def _teacher_layer(config: TrainConfig, objective: Objective) -> int | None:
+    """Return the one layer of the teacher that students learn from. None means the layers of the map."""
     layers = objective.wanted.layers
-    layer = layers[0] if config.layer_map == "last" and len(layers) == 1 else None
-    if config.eval_steps is not None and not manifest.num_held_out:
-        raise InvalidConfigError(
-            "--eval-steps: the cache has no held-out sequences to look at. Leave it out."
-        )
-    plan = plan_steps(config, manifest, num_ranks=ranks.num_data, rank=ranks.data_number)
-    begun = initial_weights(config, manifest).name
-    identity = RunIdentity.of(
-        config,
-        manifest,
-        layer=layer,
-        steps=steps,
-        plan=plan,
-        precision=precision_of(config, ranks.device),
-        init=begun,
-    )
-    path = out or home / "runs" / identity.name()
-    refuse_file(path)
-    if not resume and path.exists():
-        raise IdentityMismatchError(
-            f"{path} exists. Leave out --no-resume to take it up, or choose another --out."
-        )
-    progress.note(
-        f"run {path}: {', '.join(config.arch)}, {steps} steps, objective {config.objective}, "
-        + (
-            f"layer {', '.join(map(str, layers))} of the teacher, counted from 0"
-            if layers
-            else "states of the teacher"
-        )
-    )
-    first = student_config(shapes[0], cache.reader.attachment(TEACHER_CONFIG), manifest)
-    pad_token = first.pad_token_id or 0
-    run = _Run(config, cache, place, identity, RunFolder(path=path), objective, ranks, shapes, pad_token)
-    with _alone(path, ranks):
-        return run.go(plan, progress, should_stop)
+    return layers[0] if config.layer_map == "last" and len(layers) == 1 else None
+
+
+def _run_in_words(path: Path, config: TrainConfig, *, objective: Objective, steps: int) -> str:
+    layers = ", ".join(map(str, objective.wanted.layers))
+    source = f"layer {layers} of the teacher, counted from 0" if layers else "states of the teacher"
+    return f"run {path}: {', '.join(config.arch)}, {steps} steps, objective {config.objective}, {source}"
 
 
 @contextmanager
-def _alone(path: Path, ranks: Ranks) -> Iterator[None]:
-    """Keep other runs out of a folder.
+def _locked(path: Path, ranks: Ranks) -> Iterator[None]:
+    """Lock the folder of a run against other trainings; the first process holds the lock.
 
     Raises:
-        StorageError: another one is in it, or the file system refused.
+        StorageError: another process trains in it, or the file system refused.
     """
     if not ranks.is_first:
         yield
@@ -189,76 +207,39 @@ def _alone(path: Path, ranks: Ranks) -> Iterator[None]:
         lock.release()
 
 
-def num_steps(config: TrainConfig, manifest: CacheManifest) -> int:
-    """Return the optimizer steps of a run."""
-    if config.steps is not None:
-        return config.steps
-    epochs = config.epochs or DEFAULT_EPOCHS
-    return max(1, math.ceil(epochs * manifest.num_train / config.batch_size))
-
-
-def build_trainers(
-    config: TrainConfig,
-    cache: Cache,
-    *,
-    shapes: Sequence[StudentShape],
-    objective: Objective,
-    steps: int,
-    ranks: Ranks,
-) -> list[StudentTrainer]:
-    """Return students with initial weights: each the same whether trained alone or beside others.
-
-    Raises:
-        InvalidConfigError: a student is not of a shape that can learn this, or begin so.
-    """
-    initial = initial_weights(config, cache.manifest)
-    teacher_config = cache.reader.attachment(TEACHER_CONFIG)
-    trainers = []
-    for shape in shapes:
-        seed = config.seed if shape.seed is None else shape.seed
-        own = student_config(shape, teacher_config, cache.manifest)
-        if objective.num_classes is not None:
-            own.num_labels = objective.num_classes
-        model = build_student(own, seed, objective.head)
-        initial.begin(model, shape.arch, objective.head)
-        tapped = TappedModel(model).to(ranks.device)
-        trainers.append(
-            StudentTrainer(shape, tapped, config=config, objective=objective, steps=steps, ranks=ranks)
-        )
-    return trainers
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """One run: its beginning, its steps, its end."""
+    """One run: evaluates the initial students, trains them, and writes their folders."""
 
     config: TrainConfig
     cache: Cache
     place: str
+    """Folder or URL of the cache."""
     identity: RunIdentity
     folder: RunFolder
     objective: Objective
     ranks: Ranks
     shapes: Sequence[StudentShape]
+    """Shapes of all students, those of other processes included."""
     pad_token: int
 
-    def go(self, plan: StepPlan, progress: Progress, should_stop: ShouldStop) -> TrainResult:
-        """Go through the run, or through what is left of it."""
+    def train(self, plan: StepPlan, progress: Progress, should_stop: ShouldStop) -> TrainResult:
+        """Train from the beginning, or from the last checkpoint."""
         ranks, folder, config = self.ranks, self.folder, self.config
-        ranks.barrier()  # the first process has the folder for itself now
-        found = read_record(folder.path, self.identity)
-        ranks.barrier()  # nobody writes before all have looked
-        if found is not None and found.complete:
+        ranks.barrier()  # now the first process holds the lock of the folder
+        earlier = read_record(folder.path, self.identity)
+        ranks.barrier()  # no process writes before all have read the record
+        if earlier is not None and earlier.complete:
             progress.note("this run is already complete: nothing to do")
             self._remove_checkpoints()
-            return TrainResult(path=folder.path, record=found, tokens_per_s=None, is_first=ranks.is_first)
+            return TrainResult(path=folder.path, record=earlier, tokens_per_s=None, is_first=ranks.is_first)
         state = load_state(folder.checkpoints)
         alive = [shape for shape in ranks.mine(self.shapes) if shape.arch not in state.diverged]
         trainers = build_trainers(
             config, self.cache, shapes=alive, objective=self.objective, steps=self.identity.steps, ranks=ranks
         )
         load_students(folder.checkpoints, state, trainers=trainers, device=ranks.device)
-        record = found or self.begin(trainers)
+        record = earlier or self.begin(trainers)
         tracker_name = config.tracker if ranks.is_first else "none"
         with tracking(tracker_name, folder.path, settings=config.model_dump(), progress=progress) as tracker:
             loop = TrainingLoop(
@@ -280,23 +261,23 @@ class _Run:
         )
 
     def batches(self) -> BatchReader:
-        """Return what reads batches for the students."""
+        """Return a reader of batches for the students."""
         return BatchReader(
             self.cache, self.objective.wanted, pad_token=self.pad_token, device=self.ranks.device
         )
 
     def held_out(self, trainers: Sequence[StudentTrainer]) -> list[HeldOutLosses] | list[None]:
-        """Return the held-out KL of students; none where nothing is held out."""
+        """Return the held-out losses of students, or None for each where no sequences are held out."""
         if not self.cache.manifest.num_held_out:
             return [None] * len(trainers)
         most = self.config.batch_size // self.identity.num_parts
         size = batch_size(self.objective.wanted, self.cache.manifest, most)
-        looks = [trainer.look for trainer in trainers]
-        return held_out_losses(looks, self.batches().held_out_batches(size, MAX_SEQUENCES))
+        evaluators = [trainer.look for trainer in trainers]
+        return held_out_losses(evaluators, self.batches().held_out_batches(size, MAX_SEQUENCES))
 
     def begin(self, trainers: Sequence[StudentTrainer]) -> RunRecord:
-        """Look at the initial students, and write the run's record."""
-        own = {
+        """Evaluate the initial students, and write the run's record."""
+        records = {
             trainer.shape.arch: StudentRecord(
                 arch=trainer.shape.arch,
                 num_parameters=trainer.num_parameters,
@@ -311,15 +292,15 @@ class _Run:
             init=self.config.init if Path(self.config.init).is_dir() else None,
             init_teacher=self.config.init_teacher,
             complete=False,
-            students=self._in_order(own),
+            students=self._in_order(records),
         )
         self._write(record)
         return record
 
     def finish(self, record: RunRecord, trainers: Sequence[StudentTrainer], state: RunState) -> RunRecord:
-        """Look at the trained students, write their folders, and declare the run complete."""
+        """Evaluate the trained students, write their folders, and mark the run as complete."""
         before = {student.arch: student for student in record.students}
-        own = {
+        records = {
             student.arch: student.model_copy(update={"diverged_at": state.diverged[student.arch]})
             for student in record.students
             if student.arch in state.diverged
@@ -333,19 +314,19 @@ class _Run:
             changes: dict[str, object] = {"held_out_after": after, "best_step": best and best.step}
             if after is not None and not math.isfinite(sum(after.values())):
                 changes = {"diverged_at": state.step}
-            own[arch] = before[arch].model_copy(update=changes)
-        students = self._in_order(own)
+            records[arch] = before[arch].model_copy(update=changes)
+        students = self._in_order(records)
         if self.ranks.is_first:
-            mine = {trainer.shape.arch: trainer for trainer in trainers}
+            trainer_of = {trainer.shape.arch: trainer for trainer in trainers}
             for student in students:
                 if student.diverged_at is None:
-                    trainer = mine.get(student.arch) or self._fetched(student.arch, state)
+                    trainer = trainer_of.get(student.arch) or self._load_trained(student.arch, state)
                     folder = self.folder.student(student.arch)
                     save_student(
                         folder, trainer, reader=self.cache.reader, identity=self.identity, record=student
                     )
-        done = {"complete": True, "train_s": state.train_s, "bytes_read": state.bytes_read}
-        complete = record.model_copy(update={**done, "students": students})
+        totals = {"complete": True, "train_s": state.train_s, "bytes_read": state.bytes_read}
+        complete = record.model_copy(update={**totals, "students": students})
         self._write(complete)
         self._remove_checkpoints()
         return complete
@@ -354,8 +335,8 @@ class _Run:
         if self.ranks.is_first and not self.config.keep_checkpoints:
             remove_checkpoints(self.folder.checkpoints)
 
-    def _fetched(self, arch: str, state: RunState) -> StudentTrainer:
-        """Return another process's student from its files: transformers saves in the first process only."""
+    def _load_trained(self, arch: str, state: RunState) -> StudentTrainer:
+        """Load a student that another process trained: transformers saves in the first process only."""
         (shape,) = [shape for shape in self.shapes if shape.arch == arch]
         ranks = Ranks.alone(self.ranks.device)
         steps = self.identity.steps
@@ -368,8 +349,9 @@ class _Run:
             load_students(self.folder.checkpoints, state, trainers=[trainer], device=ranks.device)
         return trainer
 
-    def _in_order(self, own: dict[str, StudentRecord]) -> tuple[StudentRecord, ...]:
-        students = self.ranks.union(own)
+    def _in_order(self, records: dict[str, StudentRecord]) -> tuple[StudentRecord, ...]:
+        """Return the records of all processes' students, in the order of `--arch`."""
+        students = self.ranks.union(records)
         return tuple(students[arch] for arch in self.identity.arch)
 
     def _write(self, record: RunRecord) -> None:

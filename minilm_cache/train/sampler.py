@@ -1,10 +1,10 @@
-"""Which sequences, in which order: a pure function of seed and epoch.
+"""The order of training sequences, a pure function of seed and epoch.
 
 Shards are shuffled and taken a buffer at a time; within a buffer, sequences are shuffled across its shards. A
-run is one endless stream of sequences, epoch after epoch, so its position is its step; or several streams,
-which processes divide among themselves. Each epoch's shards are shuffled once for all streams, and their
-sequences are dealt to the streams in equal runs, so every stream is in the same epoch, and no training
-sequence is seen more than once more often than another.
+training reads one endless stream of sequences, epoch after epoch, so the step gives the position in it; or
+several streams, which processes divide among themselves. Each epoch's shards are shuffled once for all
+streams, and their sequences are dealt to the streams in equal spans, so every stream is in the same epoch,
+and the numbers of times that two training sequences have been seen differ by one at most.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,62 +23,64 @@ class Buffer:
     """Sequences that are in memory together."""
 
     shards: tuple[int, ...]
+    """Numbers of the shards."""
     sequences: npt.NDArray[np.int64]
-    """Numbers of the sequences of these shards, in the order in which they are taken."""
+    """Numbers of the sequences to take from these shards, in order."""
     epoch: int
-    """Pass over the cache, counted from 0; it decides which masked reading of a sequence is taken."""
+    """Pass over the cache, counted from 0; it decides which masked reading of a sequence is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOrder:
-    """The order of one run. Held-out sequences never come."""
+    """The order of the sequences of one stream. Held-out sequences are never taken."""
 
     shards: tuple[ShardRange, ...]
     num_train: int
-    """Sequences from this number on are held out."""
+    """Number of training sequences; sequences from this number on are held out."""
     seed: int
     buffer_shards: int
     """Shards whose sequences are shuffled together."""
     stream_number: int = 0
+    """Number of this stream, counted from 0."""
     num_streams: int = 1
     """Streams that an epoch's sequences are dealt to, at most as many as training sequences."""
 
     def num_sequences(self, num_epochs: int) -> int:
         """Return how many sequences this stream takes in its first epochs.
 
-        Where sequences do not divide evenly, the streams take turns at the longer runs, so all have taken
-        the same number, to one, after each epoch.
+        Where sequences do not divide evenly, the streams take turns at the longer spans, so after each epoch
+        the numbers of two streams differ by one at most.
         """
         first, last = self.stream_number, self.stream_number + num_epochs
         return last * self.num_train // self.num_streams - first * self.num_train // self.num_streams
 
     def epoch(self, epoch: int) -> list[Buffer]:
-        """Return this stream's buffers of an epoch; all streams' hold every training sequence once."""
+        """Return this stream's buffers of an epoch; all streams together have each training sequence once."""
         generator = np.random.default_rng([self.seed, epoch, 0])
         order = generator.permutation(self._trainable).tolist()
-        if self.stream_number:  # the order of shards is that of all streams, what follows is this one's own
+        if self.stream_number:  # all streams have the same order of shards; the rest is drawn for each stream
             generator = np.random.default_rng([self.seed, epoch, self.stream_number])
-        runs = list(self._own_runs(order, (self.stream_number + epoch) % self.num_streams))
+        spans = list(self._own_spans(order, (self.stream_number + epoch) % self.num_streams))
         buffers = []
-        for at in range(0, len(runs), self.buffer_shards):
-            some = runs[at : at + self.buffer_shards]
-            sequences = np.concatenate([np.arange(first, last) for _, first, last in some])
-            shards = tuple(shard for shard, _, _ in some)
+        for at in range(0, len(spans), self.buffer_shards):
+            buffered = spans[at : at + self.buffer_shards]
+            sequences = np.concatenate([np.arange(first, last) for _, first, last in buffered])
+            shards = tuple(shard for shard, _, _ in buffered)
             order_within = generator.permutation(sequences)
             buffers.append(Buffer(shards=shards, sequences=order_within, epoch=epoch))
         return buffers
 
     @property
     def _trainable(self) -> list[int]:
-        """Shards that have training sequences."""
-        return [number for number, one in enumerate(self.shards) if one.first_sequence < self.num_train]
+        """Numbers of the shards that have training sequences."""
+        return [n for n, shard in enumerate(self.shards) if shard.first_sequence < self.num_train]
 
-    def _own_runs(self, order: Sequence[int], place: int) -> Iterator[tuple[int, int, int]]:
-        """Yield shards, in order, with the first and the last sequence (exclusive) of each to take.
+    def _own_spans(self, order: Sequence[int], place: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the shards to read, in order, each with its first and its last sequence (exclusive) to take.
 
         Args:
             order: all shards with training sequences, as this epoch takes them.
-            place: which of the equal runs of the epoch's sequences is this stream's.
+            place: which of the equal spans of the epoch's sequences is this stream's, counted from 0.
         """
         begin = place * self.num_train // self.num_streams
         end = (place + 1) * self.num_train // self.num_streams
@@ -86,15 +88,15 @@ class SequenceOrder:
         for number in order:
             first = self.shards[number].first_sequence
             last = min(first + self.shards[number].num_sequences, self.num_train)
-            own = (max(first, first + begin - before), min(last, first + end - before))
-            if own[0] < own[1]:
-                yield number, *own
+            span = (max(first, first + begin - before), min(last, first + end - before))
+            if span[0] < span[1]:
+                yield number, *span
             before += last - first
 
     def stream(self, position: int) -> Iterator[Buffer]:
-        """Yield buffers for ever, from the `position`-th sequence of this stream on."""
+        """Yield buffers without end, from the `position`-th sequence of this stream on, counted from 0."""
         epoch = position * self.num_streams // self.num_train
-        # The guess is one off at most: runs differ from their mean by less than one sequence.
+        # The guess is off by one epoch at most: spans differ from their mean by less than one sequence.
         while self.num_sequences(epoch) > position:
             epoch -= 1
         while self.num_sequences(epoch + 1) <= position:
@@ -113,16 +115,18 @@ class SequenceOrder:
 class StepPlan:
     """What one process takes at each step.
 
-    A step's batch is cut into equal parts, gone through one after the other or by different processes. Part p
-    comes from stream p modulo the number of streams, so the same parts make the same step whoever does them.
+    A step's batch is cut into equal parts, which are computed one after the other or by different processes.
+    Part p comes from stream p modulo the number of streams, so a step does not depend on which process
+    computes which part.
     """
 
     streams: tuple[SequenceOrder, ...]
     batch_size: int
-    """Sequences of a step, of all processes."""
+    """Sequences of a step, summed over all processes."""
     num_parts: int
+    """Parts of a step, summed over all processes."""
     own_parts: tuple[int, ...]
-    """Parts of this process."""
+    """Numbers of the parts that this process takes."""
 
     @property
     def part_size(self) -> int:
@@ -143,10 +147,10 @@ def check_parts(config: TrainConfig, num_ranks: int = 1) -> None:
 def plan_steps(
     config: TrainConfig, manifest: CacheManifest, *, num_ranks: int = 1, rank: int = 0
 ) -> StepPlan:
-    """Return what one of `num_ranks` processes takes at each step.
+    """Return what process `rank` of `num_ranks` takes at each step.
 
     Raises:
-        InvalidConfigError: parts, streams and batch size do not divide, or there are too few sequences.
+        InvalidConfigError: parts, streams and batch size do not divide, or the sequences are too few.
     """
     num_parts = config.accumulate * num_ranks
     num_streams = num_ranks if config.streams is None else config.streams

@@ -1,4 +1,4 @@
-"""Where a run is shown beside its own log: the trackers that accelerate knows."""
+"""Reports a run to an experiment tracker, in addition to its own log; accelerate provides the trackers."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,54 +17,60 @@ Numbers = Mapping[str, float]
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes numbers by name."""
+    """Receiver of a run's numbers, by name."""
 
     def log(self, values: Numbers, step: int) -> None:
-        """Show numbers of a step."""
+        """Report the numbers of a step."""
         ...
 
 
-class _Nowhere:
+class _NoTracker:
     def log(self, values: Numbers, step: int) -> None:
-        """Show nothing."""
+        """Report nothing."""
 
 
 @contextmanager
 def tracking(name: str, run: Path, *, settings: Mapping[str, Any], progress: Progress) -> Iterator[Tracker]:
     """Yield a tracker: `none`, `tensorboard` (files in the run's folder), `trackio`, `wandb` or `mlflow`.
 
+    Args:
+        name: name of the tracker; `none` reports nothing.
+        run: folder of the run.
+        settings: settings of the run, reported once.
+        progress: shows the first failure of the tracker.
+
     Raises:
-        InvalidConfigError: its package is not installed.
-        TrackerError: it does not start: its service does not answer, or wants a login.
+        InvalidConfigError: the tracker's package is not installed.
+        TrackerError: the tracker does not start: its service does not answer, or requires a login.
     """
     if name == "none":
-        yield _Nowhere()
+        yield _NoTracker()
         return
-    PartialState()  # accelerate's trackers ask it which process they are in
+    PartialState()  # accelerate's trackers need it to know which process they are in
     kind = LOGGER_TYPE_TO_CLASS[name]
     try:
         tracker = (
             kind(run.name, run) if name == "tensorboard" else kind("minilm-cache", **_run_name(name, run))
         )
-        with redirect_stdout(sys.stderr):  # results are all that goes to stdout
+        with redirect_stdout(sys.stderr):  # only results go to stdout
             tracker.start()
         tracker.store_init_configuration({key: _plain(value) for key, value in settings.items()})
     except ImportError as error:
         raise InvalidConfigError(f"--tracker {name}: {error}. Install it: `pip install {name}`.") from error
     except Exception as error:  # each service has errors of its own
         raise TrackerError(
-            f"--tracker {name} does not start: {first_line(error)}. Mend it, or leave it out: there is "
-            "log.jsonl."
+            f"--tracker {name} does not start: {first_line(error)}. Fix that, or leave the option "
+            "out: log.jsonl is written in any case."
         ) from error
-    careful = _Careful(name, tracker, progress)
+    safe = _SafeTracker(name, tracker, progress)
     try:
-        yield careful
+        yield safe
     finally:
-        careful.finish()
+        safe.finish()
 
 
-class _Careful:
-    """A tracker whose failures are told once and end nothing: days of training are worth more."""
+class _SafeTracker:
+    """A tracker whose first failure is shown and ends reporting, but not the training."""
 
     def __init__(self, name: str, tracker: GeneralTracker, progress: Progress) -> None:
         self._name = name
@@ -72,11 +78,11 @@ class _Careful:
         self._progress = progress
 
     def log(self, values: Numbers, step: int) -> None:
-        """Show numbers of a step, unless it failed before."""
+        """Report the numbers of a step, unless the tracker failed before."""
         self._try(lambda tracker: tracker.log(dict(values), step=step))
 
     def finish(self) -> None:
-        """Close it."""
+        """Close the tracker."""
         self._try(lambda tracker: tracker.finish())
 
     def _try(self, work: Callable[[GeneralTracker], object]) -> None:
@@ -87,7 +93,8 @@ class _Careful:
                 work(self._tracker)
         except Exception as error:  # noqa: BLE001 - each service has errors of its own
             self._progress.note(
-                f"--tracker {self._name} failed: {first_line(error)}. It is told no more; log.jsonl is."
+                f"--tracker {self._name} failed: {first_line(error)}. Nothing more is sent to it; "
+                "log.jsonl is still written."
             )
             self._tracker = None
 

@@ -1,4 +1,4 @@
-"""One student in training: its model, its optimizer, its step."""
+"""Trains one student: its model, its objective, its optimizer."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -18,8 +18,8 @@ from minilm_cache.relations.scores import key_mask
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.ranks import Ranks
 
-_OF_PROJECTIONS = 2**32 - 1
-"""Part of a step that is never taken: what an objective's own weights are drawn with."""
+_PROJECTIONS_PART = 2**32 - 1
+"""Number that no part of a step has: the seed of an objective's own weights is made with it."""
 
 
 class StudentTrainer:
@@ -38,20 +38,21 @@ class StudentTrainer:
         """Begin at step 0.
 
         Args:
-            shape: of the student; its arch names it.
+            shape: shape of the student; its `arch` is the student's name.
             model: the student with its initial weights, on its device.
             config: settings of the run.
-            objective: what it learns.
-            steps: of the whole run; the learning rate depends on it.
+            objective: the objective of the run.
+            steps: optimizer steps of the whole run; the learning rate depends on it.
             ranks: the processes of the run.
         """
         self.shape = shape
         self.model = model
         self._seed = config.seed if shape.seed is None else shape.seed
-        torch.manual_seed(_part_seed(self._seed, 0, _OF_PROJECTIONS))
-        own = objective.of(model).to(ranks.device)
-        self.learner = Learner(model, own)
-        model.tap(own.needs.layers, own.needs.hidden, own.needs.head).freeze_unused()
+        torch.manual_seed(_part_seed(self._seed, 0, _PROJECTIONS_PART))
+        student_objective = objective.of(model).to(ranks.device)
+        self.learner = Learner(model, student_objective)
+        needs = student_objective.needs
+        model.tap(needs.layers, needs.hidden, needs.head).freeze_unused()
         if config.gradient_checkpointing:
             self.model.checkpoint_layers()
         if config.compiled:
@@ -78,7 +79,7 @@ class StudentTrainer:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the whole student, those of its objective apart."""
+        """Number of weights of the whole student, without those of its objective."""
         return sum(weight.numel() for weight in self.model.parameters())
 
     def step(self, batch: StudentBatch, step: int) -> Losses:
@@ -88,7 +89,7 @@ class StudentTrainer:
         return self.update()
 
     def begin(self, step: int) -> None:
-        """Make ready for the parts of a step."""
+        """Set the learning rate of a step, and clear gradients and losses of the previous one."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self._config, step, self._steps)
         self.optimizer.zero_grad(set_to_none=True)
@@ -98,35 +99,35 @@ class StudentTrainer:
     def learn(self, batch: StudentBatch, step: int, shares: Mapping[Unit, float]) -> None:
         """Add the gradient of a part of a step.
 
-        Dropout is drawn from (seed, step, part) alone, so that a run that is resumed, that trains several
-        students, or whose parts other processes do, draws the same.
+        Dropout is drawn from (seed, step, part) alone, so that it does not depend on whether the run was
+        resumed, on its other students, or on which process computes the part.
 
         Args:
-            batch: the part.
-            step: its step.
-            shares: of the step's tokens, sequences, ..., those of all processes, that are in this part.
+            batch: the part of the step.
+            step: number of the step, counted from 0.
+            shares: share of the step's tokens, sequences, ... (summed over all processes) that this part has.
         """
         torch.manual_seed(_part_seed(self._seed, step, batch.part))
         with self._ranks.without_sync(self._parallel, when=not batch.ends_step):
             losses = self._losses(self._parallel, batch, method=None, shares=shares)
-            # Gradients become means over processes, and they should be sums.
+            # DistributedDataParallel takes the mean of gradients over processes; this makes it their sum.
             (losses.total * self._ranks.num_data).backward()
         for name, part in losses.parts.items():
             self._taken[name] = self._taken.get(name, 0.0) + part.detach()
 
     def update(self) -> Losses:
-        """Take the optimizer's step, and return this process's share of the losses of its parts."""
+        """Take the optimizer's step, and return the losses that the parts of this process add up to."""
         if self._config.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.trained, self._config.max_grad_norm)
         self.optimizer.step()
         return self.learner.objective.losses(self._taken)
 
     def is_finite(self) -> bool:
-        """Return whether every trained weight is a number."""
+        """Return whether no trained weight is NaN or infinite."""
         return all(bool(weight.isfinite().all()) for weight in self.trained)
 
     def look(self, batch: StudentBatch) -> Losses:
-        """Return the objective on a batch without dropout, its value exact for sequences of any length."""
+        """Return the losses on a batch without dropout; values are exact for sequences of any length."""
         self.model.eval()
         return self._losses(self.learner, batch, method="dense")
 
@@ -146,10 +147,10 @@ class StudentTrainer:
 
 
 class Learner(nn.Module):
-    """A student and its objective: a batch goes in, losses come out, so that processes share one module."""
+    """A student and its objective as one module, so that their gradients are averaged together."""
 
     def __init__(self, model: TappedModel, objective: StudentObjective) -> None:
-        """Put them together; the model hands out what the objective needs."""
+        """Join a model, which must be tapped as the objective needs, and its objective."""
         super().__init__()
         self.model = model
         self.objective = objective
@@ -160,18 +161,24 @@ class Learner(nn.Module):
         method: Method | None = None,
         shares: Mapping[Unit, float] | None = None,
     ) -> Losses:
-        """Return the losses of a batch, relations in a form of `relation_loss`, as shares of a step's."""
+        """Return the losses of a batch.
+
+        Args:
+            batch: a batch.
+            method: form of `relation_loss`. None means the form that suits the size.
+            shares: share of the step's tokens, sequences, ... that the batch has. None means all of them.
+        """
         parts = self.objective(read(self.model, self.objective, batch), batch, method)
         return self.objective.losses(parts, shares)
 
 
 def read(model: TappedModel, objective: StudentObjective, batch: StudentBatch) -> Reading:
-    """Return what a student says of a batch, as its objective wants it read."""
+    """Return a student's outputs on a batch, with tokens masked if the objective needs that."""
     mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
     masked = batch.states.masked
     if objective.needs.is_masked and masked is not None:
-        asked = masked.with_labels if objective.needs.all_labels else masked.chosen
-        return model(masked.ids, mask, asked)  # type: ignore[no-any-return]
+        positions = masked.with_labels if objective.needs.all_labels else masked.chosen
+        return model(masked.ids, mask, positions)  # type: ignore[no-any-return]
     return model(batch.ids, mask)  # type: ignore[no-any-return]
 
 
@@ -181,7 +188,7 @@ def precision_of(config: TrainConfig, device: torch.device) -> Literal["float32"
 
 
 def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
-    """Return the learning rate of a step: a linear rise over the warmup, then a linear fall towards 0."""
+    """Return the learning rate of a step, which rises linearly over the warmup, then falls linearly to 0."""
     rise = round(config.warmup * steps)
     if step < rise:
         return config.lr * (step + 1) / rise

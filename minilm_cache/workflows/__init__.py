@@ -1,1 +1,1 @@
-"""What runs several dumps and trainings: chains, studies, plans, verification, the demo."""
+"""Workflows that combine dumps and trainings: chains, studies, plans, verification and the demo."""

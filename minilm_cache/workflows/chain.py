@@ -1,8 +1,8 @@
-"""Teacher -> assistants -> students: each stage an ordinary cache or an ordinary run in one folder.
+"""Teacher -> assistants -> students: each stage is an ordinary cache or an ordinary run in one folder.
 
 A student much smaller than its teacher learns better from an assistant in between (MiniLM, Wang et al. 2020,
-arXiv 2002.10957, section 3.3 and table 3). A stage that is complete is not done again, and one that is not
-is taken up where it stopped, because dump and train do so; the chain adds only their order.
+arXiv 2002.10957, section 3.3 and table 3). A complete stage is not done again, and an incomplete one resumes
+where it stopped, because dump and train do so. The chain adds only their order.
 """
 
 import json
@@ -45,14 +45,14 @@ SETTINGS_FILE = "settings.json"
 REPORT_FILE = "report.html"
 _MAX_SLUG: Final = 64
 _NEEDS: Final = (Needs(), Needs(vectors=True))
-"""Needs of objectives that learn relations alone, which every cache of a chain holds."""
+"""Needs of objectives that learn only relations, which every cache of a chain holds."""
 Way = Literal["assistant", "via assistants", "direct"]
-_OF_NO_RESULT: Final[dict[str, Any]] = {
+_NOT_IDENTIFYING: Final[dict[str, Any]] = {
     "compare_direct": True,
     "dump": {"device": True, "batch_size": True},
     "train": {"arch": True, "device": True, "checkpoint_steps": True},
 }
-"""What does not make another chain: students may be added to one."""
+"""Settings that may differ between commands for the same chain; for example, students may be added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,19 +61,19 @@ class Stage:
 
     does: Literal["dump", "train"]
     path: Path
-    """Of the cache or the run."""
+    """Folder of the cache or the run."""
     source: str
     """Teacher that is dumped, or cache that is trained from."""
     arch: tuple[str, ...] = ()
-    """Students that are trained."""
+    """Shapes of the students that are trained; empty for a dump."""
     way: Way = "assistant"
-    """What they are in the chain."""
+    """Role of these students in the chain."""
 
     def state(self) -> str:
-        """Return how far it has come: `complete`, `to do`, or what is there.
+        """Return how far the stage is: `to do`, `begun`, the number of shards written, or `complete`.
 
         Raises:
-            MiniLMCacheError: what is there is damaged.
+            MiniLMCacheError: the cache or the run is damaged.
         """
         if self.does == "dump":
             if not (self.path / MANIFEST).exists():
@@ -87,7 +87,7 @@ class Stage:
 
 
 class ChainStudent(BaseModel):
-    """One student at the end of a chain, or an assistant within."""
+    """A student at the end of a chain, or an assistant in between."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -95,13 +95,14 @@ class ChainStudent(BaseModel):
     seed: int
     way: Way
     num_parameters: int | None
-    """None: it diverged."""
+    """Number of parameters. None means that the student diverged."""
     held_out_kl: dict[RelationKind, float] | None
-    """KL(teacher || student), nats, to the chain's first teacher; none: nothing held out, or it diverged."""
+    """KL(teacher || student) to the chain's first teacher, in nats. None means that nothing is held out, or
+    that the student diverged."""
 
 
 class ChainRecord(BaseModel):
-    """What a complete chain says of itself."""
+    """Record of a complete chain, as its file holds it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -109,33 +110,35 @@ class ChainRecord(BaseModel):
     teacher: str
     assistants: tuple[str, ...]
     caches: tuple[str, ...]
-    """Folders below the chain's, the teacher's cache first."""
+    """Folders of the caches, relative to the chain's folder; the teacher's cache is the first."""
     runs: tuple[str, ...]
+    """Folders of the runs, relative to the chain's folder."""
     students: tuple[ChainStudent, ...]
     gains: dict[str, float]
-    """For each student trained both ways, its KL via assistants over its KL direct."""
+    """KL via assistants divided by KL direct, for each student that was trained both ways."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainResult:
-    """What a chain has come to."""
+    """A complete chain: its folder and its record."""
 
     path: Path
     record: ChainRecord
 
 
 def chain_folder(config: ChainConfig, home: Path) -> Path:
-    """Return where a chain lies if nothing else is asked for, named by its settings."""
+    """Return the default folder of a chain, which is named after its settings."""
     shapes = _slug(config.assistants)
     return home / "chains" / f"{shapes}-{canonical_sha256(_settings(config))[:12]}"
 
 
 def _settings(config: ChainConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude=_OF_NO_RESULT)
+    """Return the settings that identify a chain."""
+    return config.model_dump(mode="json", exclude=_NOT_IDENTIFYING)
 
 
 def _slug(arch: Sequence[str]) -> str:
-    """Return shapes as part of a path, told apart by a hash where they are many."""
+    """Return shapes as part of a path; a long list is cut and gets a hash that identifies it."""
     joined = "_".join(map(arch_slug, arch))
     return joined if len(joined) <= _MAX_SLUG else f"{joined[:_MAX_SLUG]}-{canonical_sha256(list(arch))[:8]}"
 
@@ -144,37 +147,38 @@ def stages(config: ChainConfig, folder: Path) -> tuple[Stage, ...]:
     """Return the stages of a chain, in order."""
     caches, runs = folder / "caches", folder / "runs"
     first = caches / TEACHER_CACHE
-    found = [Stage(does="dump", path=first, source=config.dump.teacher)]
+    planned = [Stage(does="dump", path=first, source=config.dump.teacher)]
     for number, assistant in enumerate(config.assistants, 1):
         name = f"{number}-{arch_slug(assistant)}"
-        last = found[-1].path
-        found += [
+        last = planned[-1].path
+        planned += [
             Stage(does="train", path=runs / name, source=str(last), arch=(assistant,)),
             Stage(
                 does="dump", path=caches / name, source=str(RunFolder(path=runs / name).student(assistant))
             ),
         ]
     shapes = _slug(config.train.arch)
-    arch, last = config.train.arch, found[-1].path
+    arch, last = config.train.arch, planned[-1].path
     ways: list[tuple[Path, Path, Way]] = [(runs / f"students-{shapes}", last, "via assistants")]
     if config.compare_direct:
         ways.append((runs / f"direct-{shapes}", first, "direct"))
-    found += [
+    planned += [
         Stage(does="train", path=path, source=str(cache), arch=arch, way=way) for path, cache, way in ways
     ]
-    return tuple(found)
+    return tuple(planned)
 
 
 def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
-    """Raise what a later stage would raise on its settings, before hours are spent.
+    """Check the settings of all stages before the first one runs.
 
     Returns:
-        The settings, with the relation heads that every stage splits into written out.
+        The settings, with the number of relation heads that every stage splits into filled in.
 
     Raises:
-        InvalidConfigError: a shape does not fit the teacher's heads or family, or the objective the codec.
+        InvalidConfigError: a shape does not fit the teacher's heads or family, or the objective does not fit
+            the codec.
         IdentityMismatchError: the folder holds another chain.
-        TeacherError: the teacher is not there.
+        TeacherError: the teacher cannot be found or read.
     """
     refuse_ranks("a chain", "`chain --dry-run` shows")
     choose_device(config.train.device)
@@ -183,7 +187,7 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
     if config.train.spec.needs not in _NEEDS:
         fitting = " or ".join(name for name, spec in OBJECTIVES.items() if spec.needs in _NEEDS)
         raise InvalidConfigError(
-            f"--objective {config.train.objective}: a chain's students learn relations. Take "
+            f"--objective {config.train.objective}: a chain's students learn only relations. Use "
             f"{fitting}, or dump and train stage by stage."
         )
     if config.train.init != "random":
@@ -194,22 +198,22 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
     if config.train.layer_map != "last":
         raise InvalidConfigError("a chain's students learn from last layers. Leave out --layer-map.")
     source = locate_teacher(config.dump.teacher, config.dump.revision, without_weights=True)
-    taught = read_config(source)
-    heads = taught.num_attention_heads
+    teacher = read_config(source)
+    heads = teacher.num_attention_heads
     split = split_into(config.train.objective, config.train.relation_heads, heads)
     for arch in (*config.assistants, *config.train.arch):
         shape = parse_arch(arch, heads, split_into=split)
         if shape.num_heads != heads and arch in config.assistants:
             raise InvalidConfigError(
-                f"--assistant {arch}: an assistant has its teacher's {heads} heads, so that students after "
-                f"it are those without it. Leave out :h{shape.num_heads}."
+                f"--assistant {arch}: an assistant must have its teacher's {heads} heads, so that the same "
+                f"students can be trained with and without it. Leave out :h{shape.num_heads}."
             )
-        own = shape_config(shape, taught.to_dict(), taught.model_type)
+        student = shape_config(shape, teacher.to_dict(), teacher.model_type)
         if arch in config.assistants:
-            taught = own
-    settled = config.with_changes(train=config.train.with_changes(relation_heads=split))
-    _check_folder(settled, folder)
-    return settled
+            teacher = student
+    checked = config.with_changes(train=config.train.with_changes(relation_heads=split))
+    _check_folder(checked, folder)
+    return checked
 
 
 def _check_folder(config: ChainConfig, folder: Path) -> None:
@@ -218,10 +222,10 @@ def _check_folder(config: ChainConfig, folder: Path) -> None:
     if not file.exists():
         return
     try:
-        found = json.loads(file.read_text())
+        stored = json.loads(file.read_text())
     except ValueError as error:
         raise IdentityMismatchError(f"{file} is damaged. Choose another --out.") from error
-    differing = list(differing_values(found, _settings(config)))
+    differing = list(differing_values(stored, _settings(config)))
     if differing:
         raise IdentityMismatchError(
             f"{folder} holds another chain, which differs in {', '.join(differing)}. Choose another --out."
@@ -237,28 +241,29 @@ def run_chain(
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> ChainResult:
-    """Go through the stages that are left, then compare the students with the teacher.
+    """Run the stages that are not complete, then compare the students with the teacher.
 
     Args:
         config: what to dump and train.
-        folder: of the chain.
-        home: folder of what is kept of caches at URLs.
-        cache_store: URL of a store where the caches are looked for before a teacher runs.
-        progress: told of each stage.
-        should_stop: asked between steps.
+        folder: folder of the chain.
+        home: folder for local copies of caches at URLs. None means `~/.cache/minilm-cache`.
+        cache_store: URL of a store to pull caches from, if they are there already. None means that every
+            cache is dumped here.
+        progress: shows each stage. None means that nothing is shown.
+        should_stop: called between steps; True stops.
 
     Raises:
-        MiniLMCacheError: see `minilm_cache.errors`; what is complete is kept whatever happens.
+        MiniLMCacheError: see `minilm_cache.errors`; complete stages are kept after every error.
     """
     progress = progress or Silent()
     config = check_chain(config, folder)
     with storage_errors("write", folder):
         write_file(folder / SETTINGS_FILE, json.dumps(_settings(config), indent=1).encode())
-    todo = stages(config, folder)
-    first = todo[0].path
-    for number, stage in enumerate(todo, 1):
+    planned = stages(config, folder)
+    first = planned[0].path
+    for number, stage in enumerate(planned, 1):
         what = ", ".join(stage.arch) or stage.source
-        progress.note(f"stage {number} of {len(todo)}: {stage.does} {what} ({stage.state()})")
+        progress.note(f"stage {number} of {len(planned)}: {stage.does} {what} ({stage.state()})")
         if stage.does == "train":
             layer = config.train.teacher_layer if stage.source == str(first) else None
             settings = config.train.with_changes(arch=stage.arch, teacher_layer=layer)
@@ -275,22 +280,22 @@ def run_chain(
             progress=progress,
             should_stop=should_stop,
         )
-    return ChainResult(path=folder, record=_finish(config, folder, done=todo, progress=progress))
+    return ChainResult(path=folder, record=_finish(config, folder, done=planned, progress=progress))
 
 
 def _dump_settings(config: ChainConfig, stage: Stage, first: Path) -> DumpConfig:
-    """Return how a stage is dumped: assistants over the teacher's sequences, in the same shards."""
-    update: dict[str, Any] = {}
+    """Return the settings of a dump: assistants read the teacher's sequences, in the same shards."""
+    changes: dict[str, Any] = {}
     if stage.path != first:
         shard_tokens = read_manifest(first).shard_tokens
-        update = {"teacher": stage.source, "layers": "last", "revision": None, "shard_tokens": shard_tokens}
+        changes = {"teacher": stage.source, "layers": "last", "revision": None, "shard_tokens": shard_tokens}
     if (stage.path / MANIFEST).exists() and read_manifest(stage.path).complete:
-        update["shard_tokens"] = None  # as they are: it may have been pulled
-    return config.dump.with_changes(**update)
+        changes["shard_tokens"] = None  # keep the shards as they are: the cache may have been pulled
+    return config.dump.with_changes(**changes)
 
 
 def _finish(config: ChainConfig, folder: Path, *, done: Sequence[Stage], progress: Progress) -> ChainRecord:
-    """Compare every student with the first teacher; write the record and the page."""
+    """Compare every student with the first teacher, and write the record and the report."""
     trainings = [stage for stage in done if stage.does == "train"]
     runs = [
         TrainedRun.open(
@@ -320,8 +325,8 @@ def _finish(config: ChainConfig, folder: Path, *, done: Sequence[Stage], progres
     record = ChainRecord(
         teacher=config.dump.teacher,
         assistants=config.assistants,
-        caches=tuple(str(one.path.relative_to(folder)) for one in done if one.does == "dump"),
-        runs=tuple(str(one.path.relative_to(folder)) for one in trainings),
+        caches=tuple(str(stage.path.relative_to(folder)) for stage in done if stage.does == "dump"),
+        runs=tuple(str(stage.path.relative_to(folder)) for stage in trainings),
         students=students,
         gains=gains,
     )
@@ -334,17 +339,22 @@ def _finish(config: ChainConfig, folder: Path, *, done: Sequence[Stage], progres
 
 
 def _gains(students: Sequence[ChainStudent]) -> dict[str, float]:
+    """Return KL via assistants divided by KL direct, for each shape and seed that was trained both ways."""
+
     def sums(way: Way) -> dict[str, float]:
-        own = [one for one in students if one.way == way and one.held_out_kl]
-        return {f"{one.arch}:s{one.seed}": sum((one.held_out_kl or {}).values()) for one in own}
+        measured = [student for student in students if student.way == way and student.held_out_kl]
+        return {
+            f"{student.arch}:s{student.seed}": sum((student.held_out_kl or {}).values())
+            for student in measured
+        }
 
     via, direct = sums("via assistants"), sums("direct")
     return {name: via[name] / direct[name] for name in via if name in direct}
 
 
 def remarks(gains: Mapping[str, float]) -> list[str]:
-    """Return what assistants are worth, in words."""
+    """Return sentences, without full stops, that say how much the assistants gained."""
     return [
-        f"{name} via assistants has {ratio:.4f} times the KL that it has straight from the teacher"
+        f"{name} via assistants has {ratio:.4f} times the KL that it has directly from the teacher"
         for name, ratio in gains.items()
     ]

@@ -14,10 +14,10 @@ class ChainConfig(FrozenSettings):
 
     group = "Chain"
     dump: DumpConfig
-    """How the teacher is dumped; assistants are dumped over the same sequences, by the same codec."""
+    """Settings of the teacher's dump; assistants are dumped over the same sequences, with the same codec."""
     train: TrainConfig
-    """How the students at the end are trained; assistants are trained by the same recipe."""
+    """Settings of the students' training; assistants are trained by the same recipe."""
     assistants: Annotated[tuple[str, ...], Field(min_length=1, json_schema_extra={"flag": "--assistant"})]
-    """Shape of an assistant; repeat it for several, each learns from the one before."""
+    """Shape of an assistant; may be repeated, and then each assistant learns from the one before."""
     compare_direct: bool = False
-    """Train the students straight from the teacher, too, to compare them."""
+    """Also train the students directly from the teacher, to compare them."""

@@ -1,7 +1,7 @@
-"""The whole way on one machine without a network: dump `mini` over `python-docs`, train two students.
+"""Dump `mini` over `python-docs` and train two students, on one machine without a network.
 
-Afterwards the same students take a few steps with the teacher running again for every batch, and a few from
-the cache, in turns: what the cache saves, measured where it runs.
+Afterwards the same students take a few steps with the teacher running again for every batch and a few steps
+from the cache, in turns. This measures how much time the cache saves on this machine.
 """
 
 import time
@@ -26,35 +26,39 @@ from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.live import with_live_targets
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.run import TrainResult, build_trainers, train_students
+from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.sampler import plan_steps
+from minilm_cache.train.setup import build_trainers
 
 ARCH = ("3x192", "3x384")
+"""Shapes of the two students."""
 STEPS = 300
+"""Training steps of the students."""
 DUMP_TOKENS = 300_000
+"""Most tokens that the demo dumps."""
 TIMED_STEPS = 8
-"""Steps timed of each kind, in turns, after one of each that is not."""
+"""Timed steps from the cache and with the teacher, each; they follow one step of each that is not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Training one student, tokens per second: medians over steps taken in turns."""
+    """Speed of training one student, in tokens per second: medians over steps taken in turns."""
 
     arch: str
     offline_tokens_per_s: float
-    """From the cache."""
+    """Speed from the cache."""
     online_tokens_per_s: float
-    """With the teacher's forward pass, stopped at its last layer's vectors, for every batch."""
+    """Speed with the teacher's forward pass for every batch, which stops at the vectors of its last layer."""
 
     @property
     def ratio(self) -> float:
-        """Offline over online."""
+        """Offline speed divided by online speed."""
         return self.offline_tokens_per_s / self.online_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """What the demo did."""
+    """The cache, the run and the measured speeds of a demo."""
 
     dump: DumpResult
     train: TrainResult
@@ -64,7 +68,12 @@ class DemoResult:
 def run_demo(
     *, home: Path | None = None, progress: Progress | None = None, should_stop: ShouldStop = never_stop
 ) -> DemoResult:
-    """Dump, train, compare; what an earlier demo has done is taken up.
+    """Dump, train and compare speeds; dump and training resume or reuse those of an earlier demo.
+
+    Args:
+        home: folder of caches and runs. None means `~/.cache/minilm-cache`.
+        progress: shows each task. None means that nothing is shown.
+        should_stop: called between steps; True stops.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`.
@@ -88,7 +97,7 @@ def run_demo(
 def compare_speed(
     path: Path, config: TrainConfig, *, progress: Progress, should_stop: ShouldStop
 ) -> tuple[Speed, ...]:
-    """Time each student's training from the cache and with the teacher, in turns on the same batches."""
+    """Measure each student's training from the cache and with the teacher, in turns on the same batches."""
     cache = open_cache(path)
     teacher = Teacher(locate_teacher(MINI), choose_device(config.device))
     progress.start("compare", len(config.arch) * (TIMED_STEPS + 1) * 2, "steps")
@@ -107,6 +116,7 @@ def _speed(
     progress: Progress,
     should_stop: ShouldStop,
 ) -> Speed:
+    """Measure the speed of training one student."""
     manifest = cache.manifest
     objective = choose_objective(config, cache, arch=config.arch)
     shape = parse_arch(arch, manifest.identity.relation_heads)

@@ -1,4 +1,4 @@
-"""What a dump and trainings from it would cost: the settings to compare, a sample of each, one answer."""
+"""Plans a dump: compares settings on a sample, and estimates the cost of the dump and of trainings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ from minilm_cache.train.cost import Costs, estimate, operations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
-    """A plan, the costs of trainings, and the setting to take."""
+    """A plan, the costs of trainings, and the best setting."""
 
     plan: Plan
     costs: Costs
     best: PlannedSetting | None
-    """The most faithful setting within the bytes allowed. None means that no limit was given, or that
-    nothing is so small."""
+    """The most faithful setting that needs at most the allowed bytes. None means that no limit was given, or
+    that every setting needs more."""
 
 
 def settings_to_compare(dump: Mapping[str, Any], config: PlanConfig) -> list[DumpConfig]:
     """Return the settings of the dumps that a plan compares.
 
     Args:
-        dump: settings that all of them share, by name, without those of `PLANNED`.
+        dump: settings of `DumpConfig` that all of them share, by name, without those of `PLANNED`.
         config: the codecs to compare.
 
     Raises:
         InvalidConfigError: a value is out of range, or settings contradict each other.
     """
     shared = validated(DumpConfig, {**dump, "codec": "vectors"})
-    # Only codec vectors stores several layers: the others are then measured on the last one.
+    # Only codec vectors stores several layers, so the other codecs are measured on the last layer.
     several = shared.layers == "all" or len(shared.layers) > 1
     others = {**dump, "layers": "last"} if several and shared.layers != "last" else dict(dump)
     compared: list[Mapping[str, Any]] = [
@@ -56,12 +56,12 @@ def plan_dump(
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> PlanResult:
-    """Dump a sample with each setting, and say what the whole would cost and be worth.
+    """Dump a sample with each setting, and estimate cost and fidelity of the whole dump.
 
     Args:
         dump: settings of `DumpConfig` that all dumps share, by name.
         config: the codecs to compare. None means the defaults.
-        cost: trainings whose cost is estimated. None means none of them.
+        cost: trainings whose cost is estimated. None means the defaults, which name no student.
         progress: shows tokens done. None means that nothing is shown.
         should_stop: called before each batch; True stops.
 
@@ -85,11 +85,11 @@ def plan_dump(
 
 
 def refuse_too_large(result: PlanResult, config: PlanConfig) -> None:
-    """Raise InvalidConfigError where a plan was limited to fewer bytes than any setting takes."""
+    """Raise InvalidConfigError if every setting of a plan needs more bytes than allowed."""
     if config.max_bytes is None or result.best is not None:
         return
     least = min(result.plan.settings, key=lambda setting: setting.total_bytes)
     raise InvalidConfigError(
-        f"--max-bytes {config.max_bytes}: nothing is so small; the least is {least.words} with "
-        f"{least.total_bytes:,} bytes. Give more, or dump fewer --max-tokens."
+        f"--max-bytes {config.max_bytes}: every setting needs more; the smallest is {least.words} with "
+        f"{least.total_bytes:,} bytes. Allow more bytes, or dump fewer --max-tokens."
     )

@@ -1,7 +1,7 @@
-"""A study from its document to its table and page: caches, then passes, then results.
+"""Runs a study: its caches, then its passes, then its tables and its page.
 
-What can share a pass does: all shapes of one cache, one objective and one seed are trained from each batch
-together. Caches and runs are ordinary ones, below the study's folder; complete ones are not done again.
+Students that can share a pass do so: all shapes of one cache, one objective and one seed are trained from
+each batch together. Caches and runs are ordinary ones in the study's folder; complete ones are kept.
 """
 
 from collections.abc import Sequence
@@ -44,23 +44,23 @@ PARQUET_FILE = "students.parquet"
 CSV_FILE = "students.csv"
 SUMMARY_FILE = "summary.csv"
 REPORT_FILE = "report.html"
-_OF_ITS_OBJECTIVE = {"epochs", "init_teacher", "eval_steps", *ObjectiveConfig.model_fields}
-"""Settings of a pass that the steps after it do not share."""
+_OBJECTIVE_SETTINGS = {"epochs", "init_teacher", "eval_steps", *ObjectiveConfig.model_fields}
+"""Settings of a pass that the steps of `mlm-kd` after it do not share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyResult:
-    """What a study has come to."""
+    """Results of a study."""
 
     path: Path
     students: pa.Table
-    """A row for each student of each seed (`results.students_table`)."""
+    """A row for each student of each seed (`report.tables.students_table`)."""
     summary: pa.Table
-    """Means and deviations over seeds (`results.summary_table`)."""
+    """Means and standard deviations over seeds (`report.tables.summary_table`)."""
 
     @property
     def report(self) -> Path:
-        """The page."""
+        """File of the page."""
         return self.path / REPORT_FILE
 
 
@@ -72,34 +72,34 @@ def run_study(
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> StudyResult:
-    """Do what is left of a study, then write its table and its page.
+    """Make the caches and runs of a study that are not complete, then write its tables and its page.
 
     Args:
-        study: what to do.
-        folder: of the study.
-        home: folder of what is kept of caches at URLs.
-        progress: told of each cache and pass.
-        should_stop: asked between steps.
+        study: the study.
+        folder: folder of the study.
+        home: folder for local copies of caches at URLs. None means `~/.cache/minilm-cache`.
+        progress: shows each cache and pass. None means that nothing is shown.
+        should_stop: called between steps; True stops.
 
     Raises:
-        MiniLMCacheError: see `minilm_cache.errors`; what is complete is kept whatever happens.
+        MiniLMCacheError: see `minilm_cache.errors`; complete caches and runs are kept after every error.
     """
     progress = progress or Silent()
     home = home or cache_home(None)
     _check_shapes(study, home)
     places = _dump_caches(study, folder, home=home, progress=progress, should_stop=should_stop)
     runs = []
-    for number, one in enumerate(study.passes, 1):
-        progress.note(f"pass {number} of {len(study.passes)}: {one.name}")
-        path = folder / "runs" / one.name
+    for number, planned in enumerate(study.passes, 1):
+        progress.note(f"pass {number} of {len(study.passes)}: {planned.name}")
+        path, place = folder / "runs" / planned.name, places[planned.cache]
         try:
             train_students(
-                one.config, places[one.cache], out=path, home=home, progress=progress, should_stop=should_stop
+                planned.config, place, out=path, home=home, progress=progress, should_stop=should_stop
             )
         except DivergedError as error:
             progress.note(f"{error} The study goes on without this pass.")
             continue
-        runs.append(TrainedRun.open(path, cache_place=places[one.cache], home=home, name=one.cache))
+        runs.append(TrainedRun.open(path, cache_place=place, home=home, name=planned.cache))
     if not runs:
         raise DivergedError(f"every student of {study.source.path} diverged. Lower lr under train.")
     teacher = _teacher(study)
@@ -134,34 +134,37 @@ def _agreements(
     progress: Progress,
     should_stop: ShouldStop,
 ) -> dict[tuple[str, str], float]:
-    """Let the students of every run take the same steps of `mlm-kd`, and ask them for masked tokens."""
+    """Return how often students predict masked tokens like the teacher, by name of the run and shape.
+
+    Before that, the students of every run take the same number of steps of `mlm-kd`.
+    """
     if study.agreement_steps is None or teacher is None:
         return {}
-    configs = {one.name: one.config for one in study.passes}
-    found: dict[tuple[str, str], float] = {}
+    configs = {planned.name: planned.config for planned in study.passes}
+    agreements: dict[tuple[str, str], float] = {}
     for run in runs:
         progress.note(f"agreement on masked tokens: {run.path.name}")
         config = configs[run.path.name]
-        arch = tuple(one.arch for one in run.students)
+        arch = tuple(student.arch for student in run.students)
         changes = {"objective": "mlm-kd", "arch": arch, "init": str(run.path), "steps": study.agreement_steps}
-        kept = config.model_dump(exclude=_OF_ITS_OBJECTIVE)
-        own = TrainConfig.model_validate({**kept, **changes})
+        kept = config.model_dump(exclude=_OBJECTIVE_SETTINGS)
+        masked = TrainConfig.model_validate({**kept, **changes})
         path = folder / "masked" / f"{study.agreement_steps}-{run.path.name}"
         try:
             result = train_students(
-                own, run.record.cache, out=path, home=home, progress=progress, should_stop=should_stop
+                masked, run.record.cache, out=path, home=home, progress=progress, should_stop=should_stop
             )
         except DivergedError as error:
             progress.note(f"{error} The study goes on without this agreement.")
             continue
-        learned = [one.arch for one in result.record.students if one.diverged_at is None]
-        told = masked_agreement(run.cache, teacher, [result.student_path(one) for one in learned])
-        found |= {(run.path.name, one): share for one, share in zip(learned, told, strict=True)}
-    return found
+        learned = [student.arch for student in result.record.students if student.diverged_at is None]
+        shares = masked_agreement(run.cache, teacher, [result.student_path(shape) for shape in learned])
+        agreements |= {(run.path.name, shape): share for shape, share in zip(learned, shares, strict=True)}
+    return agreements
 
 
 def _check_shapes(study: Study, home: Path) -> None:
-    """Raise for shapes, objectives and devices that do not fit, before hours are spent."""
+    """Check that shapes, objectives and devices fit the caches, before anything is dumped or trained."""
     refuse_ranks("a study", "it has made, or `minilm-cache dump` makes for `{cache: FOLDER}`")
     for name, cache in study.caches.items():
         opened: Cache | None = None
@@ -176,11 +179,11 @@ def _check_shapes(study: Study, home: Path) -> None:
             states = opened.manifest.identity.states
             if study.agreement_steps is not None and (states is None or states.labels is None):
                 study.source.fail(("agreement_steps",), f"cache {name} holds no labels; leave this out")
-        for one in study.passes:
-            if one.cache == name:
-                _check_pass(study, one.config, teacher=config, codec=codec, heads=heads)
+        for planned in study.passes:
+            if planned.cache == name:
+                _check_pass(study, planned.config, teacher=config, codec=codec, heads=heads)
                 if opened is not None:
-                    choose_objective(one.config, opened, arch=one.config.arch)
+                    choose_objective(planned.config, opened, arch=planned.config.arch)
 
 
 def _check_pass(
@@ -205,7 +208,10 @@ def _check_pass(
 def _dump_caches(
     study: Study, folder: Path, *, home: Path, progress: Progress, should_stop: ShouldStop
 ) -> dict[str, str]:
-    """Return the place of every cache, those that are not there dumped, with token files shared."""
+    """Dump the caches that are not complete, and return the folder or URL of every cache.
+
+    Caches share their files of tokens.
+    """
     places = {}
     first: Path | None = None
     for name, cache in study.caches.items():
@@ -221,7 +227,7 @@ def _dump_caches(
 
 
 def _teacher(study: Study) -> Teacher | None:
-    """Return the teacher that the study names."""
+    """Load the teacher that the study names; None if it names none."""
     if study.teacher is None:
         return None
     name, revision = study.teacher

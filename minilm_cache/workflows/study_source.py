@@ -1,4 +1,4 @@
-"""A YAML document of which every mistake is told with its line and key."""
+"""A YAML document whose mistakes are reported with their line and key."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,7 +23,7 @@ class Source:
         """Read a document.
 
         Raises:
-            InvalidConfigError: it cannot be read, is no YAML, or gives a key twice.
+            InvalidConfigError: the document cannot be read, is not YAML, or gives a key twice.
         """
         self.path = path
         try:
@@ -38,37 +38,37 @@ class Source:
             raise InvalidConfigError(f"cannot read {path}: {first_line(error)}. Check the path.") from error
         except (RecursionError, ValueError) as error:
             raise InvalidConfigError(
-                f"{path}: a value in it cannot be read: {first_line(error)}. Mend it, or put it in quotes."
+                f"{path}: a value in it cannot be read: {first_line(error)}. Fix it, or put it in quotes."
             ) from error
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             line = "" if mark is None else f", line {mark.line + 1}"
             problem = getattr(error, "problem", None) or first_line(error)
-            raise InvalidConfigError(f"{path}{line}: this is no YAML: {problem}. Mend it.") from error
+            raise InvalidConfigError(f"{path}{line}: this is not YAML: {problem}. Fix it.") from error
         if not isinstance(root, yaml.MappingNode):
             raise InvalidConfigError(f"{path}: a study is a mapping of keys to values. See the README.")
         self._root: yaml.Node = root
         for node in _mappings(root):
             keys = [key.value for key, _ in node.value]
-            doubled = next((key for key, _ in node.value if keys.count(key.value) > 1), None)
-            if doubled is not None:
-                line = f"line {doubled.start_mark.line + 1}"
+            repeated = next((key for key, _ in node.value if keys.count(key.value) > 1), None)
+            if repeated is not None:
+                line = f"line {repeated.start_mark.line + 1}"
                 raise InvalidConfigError(
-                    f"{path}, {line}, {doubled.value}: this key is given twice. Keep one."
+                    f"{path}, {line}, {repeated.value}: this key is given twice. Keep one."
                 )
 
     def resolve(self, path: str) -> Path:
-        """Return a path of the document, which is relative to where the document lies."""
+        """Return a path that the document gives, relative to the folder of the document."""
         return self.path.parent / Path(path).expanduser()
 
     def fail(self, location: Location, problem: str) -> NoReturn:
         """Raise InvalidConfigError that names the file, the line and the key."""
         line, node = self._root.start_mark.line, self._root
         for part in location:
-            found = _child(node, part)
-            if found is None:
+            child = _child(node, part)
+            if child is None:
                 break
-            line, node = found
+            line, node = child
         key = ".".join(map(str, location)) or "the document"
         raise InvalidConfigError(f"{self.path}, line {line + 1}, {key}: {problem.rstrip('. ')}.")
 
@@ -78,12 +78,12 @@ class Source:
         """Build settings from values of the document.
 
         Args:
-            model: the settings.
-            values: by name.
-            locate: where in the document each name's mapping lies; the key "" for what has no name.
+            model: class of the settings.
+            values: values by name.
+            locate: location of the mapping that holds each name; the key "" is for mistakes without a name.
 
         Raises:
-            InvalidConfigError: with the line and key of the first mistake.
+            InvalidConfigError: a value is invalid; the message has the line and key of the first mistake.
         """
         try:
             return model(**values)
@@ -98,22 +98,22 @@ class Source:
 
 
 def _refuse_costly(path: Path, text: str, num_bytes: int) -> None:
-    """Raise InvalidConfigError for a text that would fill memory.
+    """Raise InvalidConfigError for a text that could fill memory.
 
-    An alias may stand for itself, and a few aliases for billions of values.
+    Aliases are refused because one may contain itself, and a few may expand to billions of values.
     """
     if num_bytes > _MAX_BYTES:
-        raise InvalidConfigError(f"{path} is longer than {_MAX_BYTES >> 10} KiB. Give a study.")
+        raise InvalidConfigError(f"{path} is longer than {_MAX_BYTES >> 10} KiB. Give the file of a study.")
     alias = next((event for event in yaml.parse(text) if isinstance(event, yaml.AliasEvent)), None)
     if alias is not None:
         line = "" if alias.start_mark is None else f", line {alias.start_mark.line + 1}"
         raise InvalidConfigError(
-            f"{path}{line}: a study has no aliases (*{alias.anchor}). Write the value again."
+            f"{path}{line}: a study cannot have aliases (*{alias.anchor}). Write the value again."
         )
 
 
 def _child(node: yaml.Node, part: str | int) -> tuple[int, yaml.Node] | None:
-    """Return the line and the value of a key or an index."""
+    """Return the line, from 0, and the value of a key or an index. None means that it does not exist."""
     if isinstance(node, yaml.MappingNode):
         return next(
             ((key.start_mark.line, value) for key, value in node.value if key.value == str(part)), None
@@ -124,6 +124,7 @@ def _child(node: yaml.Node, part: str | int) -> tuple[int, yaml.Node] | None:
 
 
 def _mappings(node: yaml.Node) -> Iterator[yaml.MappingNode]:
+    """Yield every mapping of the document below a node, the node included."""
     if isinstance(node, yaml.MappingNode):
         yield node
         for _, value in node.value:

@@ -1,4 +1,4 @@
-"""STUDY.yaml: what is asked of a study, every mistake told with its line and key."""
+"""Reads STUDY.yaml, the settings of a study, and reports every mistake with its line and key."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -31,14 +31,14 @@ _NOT_IN_TRAIN: Final = {
     },
     "objective": "objective",
 }
-"""Settings of a training that a study varies, and where they belong."""
+"""Settings of a training that a study varies, and where the document must give them."""
 _LATER: Final = ("form", "patience", "temperature", "ground_truth")
-"""Settings of a training that the first releases did not have."""
+"""Settings of a training that the first releases did not have; unset ones do not enter a pass's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveChoice:
-    """An objective of a study."""
+    """An objective of a study, with its settings."""
 
     settings: Mapping[str, Any]
     """Settings of `ObjectiveConfig` that were given, by name."""
@@ -78,7 +78,7 @@ class StudyDocument(FrozenSettings):
     dump: dict[str, Any] = Field(default_factory=dict)
     """Settings of `DumpConfig` that all caches share: teacher, corpus, max_length, ..."""
     caches: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
-    """Name to further settings of a dump, or to `{cache: FOLDER-OR-URL}`, a cache that is there."""
+    """Further settings of a dump, or `{cache: FOLDER-OR-URL}` for an existing cache, by name of the cache."""
     arch: Annotated[tuple[str, ...], Field(min_length=1)]
     objective: Annotated[tuple[str | dict[str, Any], ...], Field(min_length=1)] | None = None
     """Names of objectives, or settings of `ObjectiveConfig`, with `arch` for shapes of their own. None means
@@ -87,15 +87,15 @@ class StudyDocument(FrozenSettings):
     train: dict[str, Any] = Field(default_factory=dict)
     """Settings of `TrainConfig` that all trainings share, and `preset`."""
     price_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Of the machine, in any currency: the table then has a column of costs."""
+    """Price of the machine for an hour, in any currency. None means that the table has no costs."""
     agreement_steps: Annotated[int, Field(ge=1)] | None = None
-    """Steps of `mlm-kd` that every student then takes, so that all can be asked for masked tokens; their
-    caches have labels. None: they are not asked."""
+    """Steps of `mlm-kd` that every student takes in addition, so that all of them predict masked tokens; this
+    needs caches with labels. None means that agreement on masked tokens is not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Students that train together: those of one cache, one objective and one seed."""
+    """Training of the students of one cache, one objective and one seed, which share every batch."""
 
     cache: str
     name: str
@@ -104,14 +104,15 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A study whose settings are valid, each by itself."""
+    """A study with valid settings, which are not yet compared with teacher and caches."""
 
     source: Source
     teacher: tuple[str, str | None] | None
-    """Name and revision of what students are compared with, run anew; none: what the caches hold."""
+    """Name and revision of the teacher that runs again, to compare students with it. None means that students
+    are compared with what the caches hold."""
     arch: tuple[str, ...]
     caches: Mapping[str, DumpConfig | str]
-    """Name to what is dumped, or to where the cache lies."""
+    """Settings of a dump, or folder or URL of an existing cache, by name of the cache."""
     passes: tuple[Pass, ...]
     price_per_hour: float | None
     agreement_steps: int | None
@@ -121,7 +122,7 @@ def read_study(path: Path) -> Study:
     """Read STUDY.yaml.
 
     Raises:
-        InvalidConfigError: the first mistake, with its line and key.
+        InvalidConfigError: a setting is invalid; the message has the line and key of the first mistake.
     """
     source = Source(path)
     document = source.check(StudyDocument, _with_names(source), {"": ()})
@@ -131,13 +132,13 @@ def read_study(path: Path) -> Study:
     _check_lists(source, document, choices)
     passes = []
     for name, cache in caches.items():
-        for at, choice in enumerate(choices):
+        for index, choice in enumerate(choices):
             for seed in document.seed:
-                config = _training(source, document, choice=choice, at=at, seed=seed)
+                config = _training(source, document, choice=choice, index=index, seed=seed)
                 if isinstance(cache, DumpConfig):
                     _check_fits(source, ("caches", name), config=config, cache=cache)
                 content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
-                # Settings that came later name a pass only where they say something: older passes stay.
+                # Unset later settings are left out, so that passes of earlier releases keep their names.
                 content = {
                     key: value for key, value in content.items() if value is not None or key not in _LATER
                 }
@@ -159,9 +160,9 @@ def _choices(source: Source, document: StudyDocument) -> list[ObjectiveChoice]:
     if document.objective is None:
         return [ObjectiveChoice(settings={"objective": _preset_objective(source, document)})]
     choices = []
-    for at, given in enumerate(document.objective):
+    for index, given in enumerate(document.objective):
         values = {"objective": given} if isinstance(given, str) else given
-        location: Location = ("objective", at)
+        location: Location = ("objective", index)
         if values.get("objective") is None:
             source.fail(location, "give the name of an objective, as {objective: NAME}")
         shapes = {"arch": values.get("arch")}
@@ -173,63 +174,76 @@ def _choices(source: Source, document: StudyDocument) -> list[ObjectiveChoice]:
 
 
 class _Shapes(FrozenSettings):
+    """Shapes that are given with an objective, in a class that checks them."""
+
     arch: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
 
 
 def _check_lists(source: Source, document: StudyDocument, choices: Sequence[ObjectiveChoice]) -> None:
-    shapes: list[tuple[Location, str]] = [(("arch", at), arch) for at, arch in enumerate(document.arch)]
-    shapes += [(("objective", at), arch) for at, one in enumerate(choices) for arch in one.arch or ()]
+    """Refuse seeds within shapes, and values that a list holds twice."""
+    shapes: list[tuple[Location, str]] = [(("arch", index), arch) for index, arch in enumerate(document.arch)]
+    for index, choice in enumerate(choices):
+        shapes += [(("objective", index), arch) for arch in choice.arch or ()]
     for location, arch in shapes:
         if re.search(r":s\d", arch):
-            source.fail(location, "seeds are given under seed")
+            source.fail(location, "give seeds under seed")
     for key, values in (("arch", document.arch), ("seed", document.seed), ("objective", choices)):
-        for at, value in enumerate(values):
-            if value in values[:at]:
-                source.fail((key, at), f"{value} is given twice")
+        for index, value in enumerate(values):
+            if value in values[:index]:
+                source.fail((key, index), f"{value} is given twice")
 
 
 def _check_labels(source: Source, document: StudyDocument, caches: Mapping[str, DumpConfig | str]) -> None:
+    """Refuse a measurement of agreement without a teacher, or on caches without labels."""
     if document.agreement_steps is not None and not isinstance(document.dump.get("teacher"), str):
         source.fail(("agreement_steps",), "students are compared with a teacher; give it under dump")
-    unlabelled = [name for name, one in caches.items() if isinstance(one, DumpConfig) and not one.labels]
+    unlabelled = [
+        name for name, cache in caches.items() if isinstance(cache, DumpConfig) and not cache.labels
+    ]
     if document.agreement_steps is not None and unlabelled:
         source.fail(("agreement_steps",), f"cache {unlabelled[0]} will hold no labels; give {{labels: true}}")
 
 
 def _with_names(source: Source) -> dict[str, Any]:
-    """Return the document, its keys checked to be words."""
+    """Return the content of the document, and refuse keys that are not strings."""
     for key in source.content:
         if not isinstance(key, str):
-            source.fail((str(key),), "keys are words")
+            source.fail((str(key),), "a key must be a word")
     return dict(source.content)
 
 
 def _cache(source: Source, document: StudyDocument, name: str) -> DumpConfig | str:
+    """Return the settings of a cache's dump, or the folder or URL of a cache that exists."""
     location: Location = ("caches", name)
     if not _NAME.fullmatch(name):
-        source.fail(location, "a name has at most 32 of a to z, 0 to 9, and . _ - after the first")
-    own = document.caches[name]
-    if "cache" in own:
-        if len(own) > 1 or not isinstance(own["cache"], str):
-            source.fail(location, "a cache that is there is {cache: FOLDER-OR-URL}, and nothing else")
-        return own["cache"] if is_url(own["cache"]) else str(source.resolve(own["cache"]))
+        source.fail(
+            location, "a name begins with a letter and has at most 32 characters of a to z, 0 to 9 and . _ -"
+        )
+    settings = document.caches[name]
+    if "cache" in settings:
+        place = settings["cache"]
+        if len(settings) > 1 or not isinstance(place, str):
+            source.fail(location, "give an existing cache as {cache: FOLDER-OR-URL}, without other keys")
+        return place if is_url(place) else str(source.resolve(place))
     for key in _NOT_IN_DUMP:
-        for base, given in ((("dump",), document.dump), (location, own)):
+        for base, given in ((("dump",), document.dump), (location, settings)):
             if key in given:
                 source.fail(
                     (*base, key), "a study dumps in one process; dump by hand, then give {cache: FOLDER}"
                 )
-    values = {**document.dump, **own}
+    values = {**document.dump, **settings}
     for key in ("teacher", "corpus"):
         if isinstance(values.get(key), str) and source.resolve(values[key]).exists():
             values[key] = str(source.resolve(values[key]))
-    locate = dict.fromkeys(own, location) | {key: ("dump",) for key in document.dump if key not in own}
+    locate: dict[str, Location] = dict.fromkeys(document.dump, ("dump",))
+    locate |= dict.fromkeys(settings, location)
     return source.check(DumpConfig, values, {"teacher": ("dump",), **locate, "": location})
 
 
 def _training(
-    source: Source, document: StudyDocument, *, choice: ObjectiveChoice, at: int, seed: int
+    source: Source, document: StudyDocument, *, choice: ObjectiveChoice, index: int, seed: int
 ) -> TrainConfig:
+    """Return the settings of one training: of the document, its preset, one objective and one seed."""
     for key, place in _NOT_IN_TRAIN.items():
         if key in document.train:
             source.fail(("train", key), f"a study varies this; give it under {place}")
@@ -237,13 +251,14 @@ def _training(
     preset = _preset(source, given.pop("preset", None))
     values = with_preset(preset, {**given, **choice.settings})
     locate: dict[str, Location] = dict.fromkeys(given, ("train",))
-    locate |= dict.fromkeys(choice.settings, ("objective", at))
+    locate |= dict.fromkeys(choice.settings, ("objective", index))
     locate |= {"": ("train",), "arch": (), "seed": ()}
     arch = choice.arch or document.arch
     return source.check(TrainConfig, {**values, "arch": arch, "seed": seed}, locate)
 
 
 def _preset(source: Source, name: object) -> str | None:
+    """Return the name of a preset, checked. None means that no preset is given."""
     if name is None:
         return None
     if not isinstance(name, str):
@@ -262,6 +277,7 @@ def _preset_objective(source: Source, document: StudyDocument) -> str:
 
 
 def _teacher(source: Source, document: StudyDocument) -> tuple[str, str | None] | None:
+    """Return name and revision of the teacher. None means that all caches of the study do not share one."""
     name = document.dump.get("teacher")
     if not isinstance(name, str):
         return None
@@ -270,12 +286,13 @@ def _teacher(source: Source, document: StudyDocument) -> tuple[str, str | None] 
 
 
 def _check_fits(source: Source, location: Location, *, config: TrainConfig, cache: DumpConfig) -> None:
+    """Refuse a cache that will not hold what an objective needs."""
     try:
         check_codec(config, cache.codec)
     except InvalidConfigError as error:
         source.fail(location, str(error))
     needs = config.spec.needs
-    lacks = {
+    lacking = {
         "hidden": needs.hidden and cache.hidden is None,
         "masked_hidden": needs.masked_hidden and cache.masked_hidden is None,
         "first_hidden": needs.first and cache.first_hidden is None,
@@ -283,7 +300,7 @@ def _check_fits(source: Source, location: Location, *, config: TrainConfig, cach
         "label_tokens": needs.all_labels and config.form == "authors" and cache.label_tokens != "all",
         "logits": needs.logits and not cache.logits,
     }
-    missing = [name for name, is_missing in lacks.items() if is_missing]
+    missing = [name for name, is_missing in lacking.items() if is_missing]
     if missing:
         source.fail(
             location,

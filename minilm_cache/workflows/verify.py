@@ -1,4 +1,4 @@
-"""Is a cache what was committed, and does its teacher still say the same? The answer in one verdict."""
+"""Verifies a cache: its files are what was committed, and its teacher still gives the same relations."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +12,17 @@ from minilm_cache.progress import Progress, Silent
 from minilm_cache.store.verify import Verdict, default_threads, verify
 
 _LISTED = 10
-"""Most shards that a message names."""
+"""Most shards that a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What looking at a cache has shown."""
+    """Result of the verification of a cache."""
 
     path: Path
     verdict: Verdict
     again: Recheck | None
-    """How far the teacher is from the cache. None means that no teacher was run."""
+    """Differences of the teacher, run again, from the cache. None means that no teacher was run."""
 
     @property
     def shards_to_redo(self) -> list[int]:
@@ -31,13 +31,13 @@ class Verification:
         return sorted(damaged.union(self.again.damaged_shards if self.again is not None else ()))
 
     def raise_if_wrong(self) -> None:
-        """Raise the first thing that is wrong.
+        """Raise an error for the first difference or damage, if there is one.
 
         Raises:
             VerificationError: the cache is damaged, or is not what its teacher and corpus give.
         """
         if self.again is not None:
-            _raise_if_other(self.path, self.again)
+            _raise_if_different(self.path, self.again)
         if not self.verdict.damage:
             return
         first = self.verdict.damage[0]
@@ -50,7 +50,7 @@ class Verification:
     @property
     def _remedy(self) -> str:
         if self.verdict.complete is None:
-            return "Fetch the cache again, or dump it anew into another folder: what it is cannot be guessed."
+            return "Fetch the cache again, or dump it into another folder: its manifest cannot be rebuilt."
         shards = self.shards_to_redo
         listed = ", ".join(map(str, shards[:_LISTED])) + (", ..." if len(shards) > _LISTED else "")
         redo = f", which writes shard {listed} again" if shards else ""
@@ -60,15 +60,16 @@ class Verification:
 def verify_cache(
     path: Path, config: VerifyConfig | None = None, *, progress: Progress | None = None
 ) -> Verification:
-    """Compare a cache with what was committed, and with its teacher where one is named.
+    """Compare a cache with what was committed, and also with its teacher if one is given.
 
     Args:
         path: folder of the cache.
-        config: what to compare. None means sizes of files.
-        progress: shows files and sequences done. None means that nothing is shown.
+        config: what to compare. None means only the sizes of files.
+        progress: shows the number of files and sequences done. None means that nothing is shown.
 
     Raises:
-        MiniLMCacheError: there is no cache, or the teacher cannot be run. Damage is in the result.
+        MiniLMCacheError: the folder holds no cache, or the teacher cannot be run. Damage is not raised: it is
+            part of the result.
     """
     config, progress = config or VerifyConfig(), progress or Silent()
     verdict = verify(
@@ -81,20 +82,21 @@ def verify_cache(
     return Verification(path=path, verdict=verdict, again=again)
 
 
-def _raise_if_other(path: Path, again: Recheck) -> None:
+def _raise_if_different(path: Path, again: Recheck) -> None:
+    """Raise VerificationError if teacher or corpus are others, or give other relations, states or tokens."""
     if again.identity:
         raise VerificationError(
-            f"{path} was not made with this: {', '.join(again.identity)} differ. Give the teacher and the "
-            "corpus that `minilm-cache info` shows, or do not trust this cache."
+            f"{path} was made from something else: {', '.join(again.identity)} differ. Give the teacher and "
+            "the corpus that `minilm-cache info` shows, or do not trust this cache."
         )
     if again.wrong_states:
         raise VerificationError(
-            f"{path} holds other states than this teacher says: {', '.join(again.wrong_states)}. Do not "
-            "trust this cache: dump it anew, or fetch it from who made it."
+            f"{path} holds other states than this teacher gives: {', '.join(again.wrong_states)}. Do not "
+            "trust this cache: dump it again, or fetch it from its author."
         )
     if again.damaged_shards:
         shards = ", ".join(map(str, again.damaged_shards))
         raise VerificationError(
             f"{path} holds other relations or tokens than this teacher and corpus give, in shard {shards} of "
-            "the sample. Do not trust this cache: dump it anew, or fetch it from who made it."
+            "the sample. Do not trust this cache: dump it again, or fetch it from its author."
         )

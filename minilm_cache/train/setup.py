@@ -1,0 +1,62 @@
+"""What a run begins with: its number of steps, and its students with their initial weights."""
+
+import math
+from collections.abc import Sequence
+
+from minilm_cache.cache import Cache
+from minilm_cache.models.arch import StudentShape
+from minilm_cache.models.student import build_student, student_config
+from minilm_cache.models.tap import TappedModel
+from minilm_cache.objectives.check import Objective
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
+from minilm_cache.train.config import DEFAULT_EPOCHS, TrainConfig
+from minilm_cache.train.initial import initial_weights
+from minilm_cache.train.ranks import Ranks
+from minilm_cache.train.trainer import StudentTrainer
+
+
+def num_steps(config: TrainConfig, manifest: CacheManifest) -> int:
+    """Return the number of optimizer steps of a run."""
+    if config.steps is not None:
+        return config.steps
+    epochs = config.epochs or DEFAULT_EPOCHS
+    return max(1, math.ceil(epochs * manifest.num_train / config.batch_size))
+
+
+def build_trainers(
+    config: TrainConfig,
+    cache: Cache,
+    *,
+    shapes: Sequence[StudentShape],
+    objective: Objective,
+    steps: int,
+    ranks: Ranks,
+) -> list[StudentTrainer]:
+    """Return students with their initial weights, which do not depend on the other students of the run.
+
+    Args:
+        config: settings of the run.
+        cache: cache that the students learn from.
+        shapes: shapes of the students to build.
+        objective: the objective of the run.
+        steps: optimizer steps of the whole run.
+        ranks: the processes of the run.
+
+    Raises:
+        InvalidConfigError: the objective or the initial weights do not fit the shape of a student.
+    """
+    initial = initial_weights(config, cache.manifest)
+    teacher_config = cache.reader.attachment(TEACHER_CONFIG)
+    trainers = []
+    for shape in shapes:
+        seed = config.seed if shape.seed is None else shape.seed
+        model_config = student_config(shape, teacher_config, cache.manifest)
+        if objective.num_classes is not None:
+            model_config.num_labels = objective.num_classes
+        model = build_student(model_config, seed, objective.head)
+        initial.begin(model, shape.arch, objective.head)
+        tapped = TappedModel(model).to(ranks.device)
+        trainers.append(
+            StudentTrainer(shape, tapped, config=config, objective=objective, steps=steps, ranks=ranks)
+        )
+    return trainers

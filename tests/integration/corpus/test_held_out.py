@@ -1,0 +1,204 @@
+"""Held-out text is held out: no document, and no copy of one, is on both sides."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minilm_cache.cache import open_cache
+from minilm_cache.corpus.load import Corpus, load_corpus
+from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.dump import setup
+from minilm_cache.dump.identity import identify
+from minilm_cache.dump.recheck import recheck
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.progress import Silent
+from minilm_cache.storage_schema.identity import CorpusIdentity, Packing
+from minilm_cache.store.reader import read_manifest
+from tests.support import WORDS, World, tiny_tokenizer
+
+ROOM = 6
+"""Words of a sequence of 8 tokens."""
+
+
+def corpus_of(sizes: Sequence[int], groups: Sequence[int]) -> Corpus:
+    """Return a corpus of documents of so many words; each word says which document it is from."""
+    texts = [" ".join([WORDS[number]] * size) for number, size in enumerate(sizes)]
+    return Corpus(
+        name="test",
+        documents=datasets.Dataset.from_dict({"text": texts}),
+        identity=CorpusIdentity(sha256="0" * 64, num_documents=len(texts)),
+        groups=np.asarray(groups),
+    )
+
+
+def table_of(
+    corpus: Corpus,
+    mode: Literal["packed", "records"],
+    max_tokens: int | None = None,
+    split: Literal["documents"] | None = "documents",
+) -> SequenceTable:
+    packing = Packing(mode=mode, max_length=ROOM + 2, max_tokens=max_tokens, seed=3, split=split)
+    return SequenceTable(corpus, tiny_tokenizer(), packing)
+
+
+def sides(table: SequenceTable) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the sequences to train on and those held out, as numbers of documents, one for each word."""
+    read = table.read(0, len(table.lengths)).ids
+    found = [[token - 5 for token in ids.tolist() if token >= 5] for ids in read]
+    num_train = len(found) - table.num_held_out
+    return found[:num_train], found[num_train:]
+
+
+@given(
+    documents=st.lists(st.tuples(st.integers(1, 15), st.integers(0, 20)), min_size=1, max_size=60),
+    mode=st.sampled_from(["packed", "records"]),
+    max_tokens=st.one_of(st.none(), st.integers(8, 300)),
+)
+@settings(max_examples=50, deadline=None)
+def test_no_copy_is_on_both_sides(
+    documents: list[tuple[int, int]], mode: Literal["packed", "records"], max_tokens: int | None
+) -> None:
+    sizes, groups = zip(*documents, strict=True)
+    table = table_of(corpus_of(sizes, groups), mode, max_tokens)
+    train, held_out = sides(table)
+    assert train
+    if table.held_out_by == "documents":
+        of_train = {groups[number] for sequence in train for number in sequence}
+        assert held_out
+        assert of_train.isdisjoint(groups[number] for sequence in held_out for number in sequence)
+    assert int(table.lengths.sum()) <= (max_tokens or 10**6)
+    assert table.lengths.tolist() == [len(ids) for ids in table.read(0, len(table.lengths)).ids]
+    if max_tokens is None and mode == "packed":
+        counts = np.bincount([n for sequence in train + held_out for n in sequence], minlength=len(sizes))
+        assert counts.tolist() == list(sizes)
+
+
+def test_a_limit_of_tokens_holds_where_parts_cannot_be_cut() -> None:
+    """Two beginnings of packed text may cost a token more than one."""
+    for size in range(1, 14):
+        for count in range(2, 9):
+            for max_tokens in range(8, 8 * count, 3):
+                table = table_of(corpus_of([size] * count, list(range(count))), "packed", max_tokens)
+                assert int(table.lengths.sum()) <= max_tokens
+
+
+@pytest.mark.parametrize("mode", ["packed", "records"])
+def test_any_range_reads_as_the_whole(mode: Literal["packed", "records"]) -> None:
+    sizes = [1 + number % 13 for number in range(60)]
+    table = table_of(corpus_of(sizes, [number // 3 for number in range(60)]), mode)
+    assert table.held_out_by == "documents"
+    whole = table.read(0, len(table.lengths))
+    for first in range(len(table.lengths)):
+        for last in (first + 1, min(first + 7, len(table.lengths))):
+            part = table.read(first, last)
+            assert [ids.tolist() for ids in part.ids] == [ids.tolist() for ids in whole.ids[first:last]]
+            assert part.documents.tolist() == whole.documents[first:last].tolist()
+
+
+def test_one_long_document_is_cut_and_the_table_says_so() -> None:
+    table = table_of(corpus_of([400], [0]), "packed")
+
+    assert table.held_out_by == "sequences"
+    assert table.num_held_out == 1
+
+
+def test_the_split_of_the_first_releases_is_as_it_was() -> None:
+    """The last sequences, wherever a document ends."""
+    corpus = corpus_of([9] * 50, list(range(50)))
+    table = table_of(corpus, "packed", split=None)
+    order = np.random.default_rng(3).permutation(50)
+    words = [sequence for part in sides(table) for sequence in part]
+    flat = [number for sequence in words for number in sequence]
+
+    assert list(dict.fromkeys(flat)) == order.tolist()
+    assert table.num_held_out == round(len(table.lengths) * 0.02)
+    assert table.held_out_by is None
+
+
+def write_copies(path: Path, num_documents: int, copies: int) -> Path:
+    """Write what `augment` writes: each document and its copies, which differ."""
+    lines = [
+        {"text": " ".join([*[WORDS[number]] * 5, WORDS[50 + copy]]), "document": number}
+        for number in range(num_documents)
+        for copy in range(copies)
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def held_out_values(cache: Path, values: list[Any]) -> tuple[set[Any], set[Any]]:
+    """Return what the records to train on and those held out say."""
+    manifest = read_manifest(cache)
+    tables = [pq.read_table(file) for file in sorted((cache / "sequences").iterdir())]
+    numbers = [number for table in tables for number in table["document"].to_pylist()]
+    train = {values[number] for number in numbers[: manifest.num_train]}
+    return train, {values[number] for number in numbers[manifest.num_train :]}
+
+
+def test_copies_of_augmented_text_are_held_out_together(world: World) -> None:
+    corpus = write_copies(world.root / "augmented.jsonl", 30, 20)
+    world.dump(corpus=str(corpus), packing="records")
+    values = [json.loads(line)["document"] for line in corpus.read_text().splitlines()]
+    train, held_out = held_out_values(world.root / "cache", values)
+    manifest = read_manifest(world.root / "cache")
+
+    assert held_out
+    assert train.isdisjoint(held_out)
+    assert train | held_out == set(range(30))
+    assert manifest.held_out_by == "documents"
+    assert manifest.identity.corpus.copies_sha256 is not None
+
+
+def test_equal_texts_are_held_out_together(tmp_path: Path) -> None:
+    texts = [" ".join(WORDS[n % 25 : n % 25 + 4]) for n in range(200)]
+    (tmp_path / "c.txt").write_text("\n\n".join(texts))
+    groups = load_corpus(str(tmp_path / "c.txt")).groups
+
+    assert [texts[a] == texts[b] for a in range(200) for b in range(a)] == [
+        groups[a] == groups[b] for a in range(200) for b in range(a)
+    ]
+
+
+def test_records_without_a_value_are_no_copies(tmp_path: Path) -> None:
+    lines = [{"text": f"ba {n}", "document": None if n % 2 else "x"} for n in range(8)]
+    (tmp_path / "c.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    groups = load_corpus(str(tmp_path / "c.jsonl")).groups
+
+    assert len(set(groups[::2].tolist())) == 1
+    assert len(set(groups[1::2].tolist())) == 4
+
+
+def test_a_cache_of_the_first_releases_keeps_its_split(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated, added to, and checked against its text, it is what it was; anew, text is held out anew."""
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            setup, "identify", lambda c, t, corpus, split=None: identify(c, t, corpus=corpus, split=None)
+        )
+        old = world.dump(codec="vectors").manifest
+    again = world.dump(codec="vectors")
+    more = dump_cache(
+        world.config(codec="vectors", hidden="last"),
+        out=world.root / "more",
+        home=world.home,
+        add=world.root / "cache",
+    )
+    cache = open_cache(world.root / "cache")
+    found = recheck(
+        cache, str(world.teacher), corpus=load_corpus(str(world.corpus)), device="cpu", progress=Silent()
+    )
+
+    assert old.identity.packing.split is None
+    assert "split" not in (world.root / "cache/manifest.json").read_text()
+    assert (again.shards_written, again.manifest.fingerprint) == (0, old.fingerprint)
+    assert found.identity == ()
+    assert found.tokens == ()
+    assert more.manifest.identity.packing.split is None
+    assert world.dump("new", codec="vectors").manifest.identity.packing.split == "documents"

@@ -1,0 +1,240 @@
+"""Dumps by several machines: who writes what, and how the parts become one cache."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from minilm_cache.cache import row_checker
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError, ShardBusyError
+from minilm_cache.progress import Silent, never_stop
+from minilm_cache.store.merge import merge
+from minilm_cache.store.verify import unsound_shards
+from tests.conftest import Command
+from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
+from tests.support import World, dump_arguments
+
+
+def parts_of(world: World, world_size: int = 2, **changes: object) -> list[Path]:
+    """Dump each rank into a folder of its own."""
+    return [
+        world.dump(f"part{rank}", rank=rank, world_size=world_size, **changes).path
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("codec", ["topk", "vectors"])
+def test_parts_of_machines_become_the_cache_of_one(world: World, command: Command, codec: str) -> None:
+    expected = world.dump("whole", codec=codec).path
+    one, other = parts_of(world, codec=codec)
+    out = world.root / "merged"
+    code, printed, err = command("merge", out, one, "--json")
+    assert code == 0, err
+    assert json.loads(printed)["shards_missing"] == 3
+    code, printed, err = command("merge", out, one, other)
+    assert code == 0, err
+    assert "3 copied, 6 in all" in printed
+    assert "every shard is there; the dump command" in printed
+    assert not manifest_of(out).complete
+    result = world.dump("merged", codec=codec)
+
+    assert (result.shards_written, result.shards_kept) == (0, 6)
+    assert result.manifest.complete
+    assert result.manifest.measured == manifest_of(expected).measured
+    assert arrays_of(out) == arrays_of(expected)
+    assert command("verify", "--full", out)[0] == 0
+
+
+def test_what_is_no_part_of_the_same_cache_is_refused(world: World, command: Command) -> None:
+    one, other = parts_of(world)
+    again = world.dump("again", rank=0, world_size=2).path
+    different = world.dump("different", k=5, rank=1, world_size=2).path
+    out = world.root / "merged"
+    command.fails("merge", out, one, different, code=1, says=("not parts of one cache", "codec.k"))
+    command.fails("merge", out, one, again, code=1, says=("shard 0 is in", "from two dumps"))
+    assert not out.exists()
+    weight = other / "relations/value/weight/c/1/0/0"
+    weight.write_bytes(weight.read_bytes()[:-1])
+    with pytest.raises(CacheCorruptError, match="c/1/0/0 is damaged"):
+        merge([one, other], out, progress=Silent(), should_stop=never_stop)
+    command.fails("merge", out, world.root / "nothing", code=1, says="no cache at")
+
+
+def test_codecs_that_were_fitted_apart_are_not_mixed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = world.dump("part0", codec="vectors", rank=0, world_size=2).path
+    monkeypatch.setattr("minilm_cache.codecs.fit_vectors._STEP_ROUNDS", 5)  # stands in for another machine
+    other = world.dump("part1", codec="vectors", rank=1, world_size=2).path
+    assert manifest_of(one).files != manifest_of(other).files
+    with pytest.raises(IdentityMismatchError, match="their codecs were fitted on each machine"):
+        merge([one, other], world.root / "merged", progress=Silent(), should_stop=never_stop)
+
+
+def test_an_interrupted_merge_goes_on(world: World) -> None:
+    parts = parts_of(world)
+    out = world.root / "merged"
+    with pytest.raises(InterruptedRunError, match="Run the same command again"):
+        merge(parts, out, progress=Silent(), should_stop=stop_after(2))
+    assert merge(parts, out, progress=Silent(), should_stop=never_stop).shards_copied == 4
+
+
+def test_a_cache_folder_that_was_begun_elsewhere_can_be_copied(world: World) -> None:
+    """What the message above advises."""
+    one = world.dump("part0", codec="vectors", rank=0, world_size=2).path
+    begun = world.root / "part1"
+    shutil.copytree(one, begun)
+    shutil.rmtree(begun / "commits")
+    other = world.dump("part1", codec="vectors", rank=1, world_size=2, batch_size=3).path
+
+    assert (
+        merge([one, other], world.root / "merged", progress=Silent(), should_stop=never_stop).shards_missing
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "shards"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 3),
+        ({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "4"}, 2),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, 1),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, 6),
+    ],
+    ids=str,
+)
+def test_ranks_come_from_torchrun_and_slurm(
+    world: World,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    shards: int,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = command(*dump_arguments(world), "--json")
+    assert code == 0, err
+    assert json.loads(out)["shards_written"] == shards
+    assert ("rank " in err and ", from " in err) == (shards < 6)
+    code, out, _ = command(*dump_arguments(world, "--rank", 0, "--world-size", 1), "--json")
+    assert json.loads(out)["shards_written"] == 6 - shards
+    command.fails(*dump_arguments(world), "--rank", 0, code=2, says="--rank and --world-size go together")
+
+
+def test_torchrun_dumps_with_two_processes(world: World) -> None:
+    arguments = [str(word) for word in dump_arguments(world)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "minilm_cache.cli.main", *arguments],
+        env={**os.environ, "MINILM_CACHE_HOME": str(world.home), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    manifest = manifest_of(world.root / "cache")
+    assert manifest.complete
+    records = [json.loads(file.read_text()) for file in sorted((world.root / "cache/commits").iterdir())]
+    assert [record["rank"] for record in records] == [0, 1] * 3
+
+
+def ray_dump(world: World) -> subprocess.Popen[str]:
+    arguments = dump_arguments(world, "--engine", "ray", "--world-size", 3, "--batch-size", 1)
+    return subprocess.Popen(
+        [sys.executable, "-m", "minilm_cache.cli.main", *map(str, arguments)],
+        env={**os.environ, "MINILM_CACHE_HOME": str(world.home), "RAY_ADDRESS": "local"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_a_commit(cache: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while not list(cache.glob("commits/*.json")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def kill_a_worker(driver: psutil.Process) -> None:
+    """SIGKILL to whichever rank is at work."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for child in driver.children(recursive=True):
+            if child.name().startswith("ray::_dump_rank") or "ray::_dump_rank" in " ".join(child.cmdline()):
+                child.kill()
+                return
+        time.sleep(0.01)
+    raise AssertionError("no rank is at work")
+
+
+def test_ray_starts_a_killed_rank_again(world: World) -> None:
+    world.corpus.write_text(world.corpus.read_text() * 8)
+    expected = arrays_of(world.dump("whole", batch_size=1).path)
+    cache = world.root / "cache"
+    process = ray_dump(world)
+    wait_for_a_commit(cache, process)
+    kill_a_worker(psutil.Process(process.pid))
+    before = {record: record.read_bytes() for record in cache.glob("commits/*.json")}
+    out, err = process.communicate(timeout=200)
+
+    assert process.returncode == 0, err
+    assert "3 ranks as tasks of Ray" in err
+    assert "complete" in out
+    assert arrays_of(cache) == expected
+    assert all(record.read_bytes() == content for record, content in before.items())
+
+
+def test_a_dump_on_ray_can_be_interrupted(world: World) -> None:
+    world.corpus.write_text(world.corpus.read_text() * 8)
+    process = ray_dump(world)
+    wait_for_a_commit(world.root / "cache", process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=200)
+
+    assert process.returncode == 130, err
+    assert "of 3 ranks to do: committed shards are kept" in err
+    world.dump(batch_size=1)
+    assert arrays_of(world.root / "cache") == arrays_of(world.dump("whole", batch_size=1).path)
+
+
+def test_what_an_engine_needs(world: World, command: Command) -> None:
+    arguments = dump_arguments(world, "--engine")
+    command.fails(*arguments, "spark", "--world-size", 2, code=2, says="unknown engine. Use ray")
+    command.fails(*arguments, "ray", code=2, says="Give --world-size")
+    command.fails(*arguments, "ray", "--world-size", 2, "--rank", 0, code=2, says="without --rank")
+    command.fails(
+        *(*arguments, "ray", "--world-size", 2, "--no-resume"), code=2, says="cannot be used with --no-resume"
+    )
+
+
+def test_an_error_of_a_rank_on_ray_is_one_line(world: World, command: Command) -> None:
+    arguments = [*dump_arguments(world), "--engine", "ray", "--world-size", 2, "--max-length", 64]
+    command.fails(
+        *arguments, "--shard-tokens", 64, "--corpus", world.root / "none", code=1, says="does not exist"
+    )
+
+
+def test_a_shard_that_another_merge_committed_is_not_touched(world: World) -> None:
+    one, other = parts_of(world)
+    out = world.root / "merged"
+
+    def overtake() -> bool:
+        if not out.exists() or not list(out.glob("commits/*.json")):
+            merge([one], out, progress=Silent(), should_stop=never_stop)
+        return False
+
+    with pytest.raises(ShardBusyError, match="was committed meanwhile"):
+        merge([one, other], out, progress=Silent(), should_stop=overtake)
+    merge([one, other], out, progress=Silent(), should_stop=never_stop)
+    assert (
+        unsound_shards(out, manifest_of(out), shards=range(6), progress=Silent(), check_rows=row_checker)
+        == []
+    )

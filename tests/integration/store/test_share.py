@@ -1,0 +1,331 @@
+"""Caches of a team, over a real S3 server: pushed, listed, pulled, trained from."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import HfFileSystem
+
+from minilm_cache import open_cache
+from minilm_cache.errors import (
+    CacheCorruptError,
+    CacheNotFoundError,
+    IdentityMismatchError,
+    InterruptedRunError,
+    InvalidConfigError,
+    StorageError,
+)
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.progress import Silent, never_stop
+from minilm_cache.store.catalogue import catalogue
+from minilm_cache.store.layout import commit_path
+from minilm_cache.store.mirror import MirrorReader
+from minilm_cache.store.pull import pull
+from minilm_cache.store.remote import open_store
+from minilm_cache.train.run import train_students
+from tests.conftest import Command
+from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
+from tests.integration.train.test_train import assert_same, weights
+from tests.integration.train.test_train import settings as train_settings
+from tests.s3 import Between, tamper
+from tests.support import World, dump_arguments, pushed, write_document
+
+
+@pytest.mark.parametrize("codec", ["topk", "vectors"])
+def test_a_cache_goes_the_whole_way_through_a_store(
+    world: World, command: Command, store: str, codec: str
+) -> None:
+    cache, elsewhere = world.root / "cache", world.root / "elsewhere"
+    expected = world.dump(codec=codec)
+    code, out, err = command("push", cache, store, "--json")
+    assert code == 0, err
+    url = json.loads(out)["url"]
+    assert url == f"{store}/teacher-corpus.txt-{codec}-{expected.manifest.fingerprint[:12]}"
+
+    code, out, _ = command("ls", store, "--json")
+    (listed,) = json.loads(out)["caches"]
+    assert (code, listed["url"], listed["problem"]) == (0, url, None)
+    assert listed["fingerprint"] == expected.manifest.fingerprint
+    assert listed["tokens"] == expected.manifest.num_tokens
+    assert "KL(stored, teacher)" in command("ls", store)[1]
+
+    code, out, err = command("pull", url, "--out", elsewhere)
+    assert code == 0, err
+    assert "6 copied, 0 were there" in out
+    assert manifest_of(elsewhere) == manifest_of(cache)
+    assert arrays_of(elsewhere) == arrays_of(cache)
+    assert (elsewhere / "README.md").read_bytes() == (cache / "README.md").read_bytes()
+    assert command("verify", "--full", elsewhere)[0] == 0
+    assert "0 copied, 6 were there" in command("pull", url, "--out", elsewhere)[1]
+    assert "0 copied, 6 were there" in command("push", cache, store)[1]
+
+    offline = train_students(train_settings(steps=4), cache, out=world.root / "local", home=world.home)
+    remote = train_students(train_settings(steps=4), url, out=world.root / "remote", home=world.home)
+    for arch, found in weights(remote).items():
+        assert_same(found, weights(offline)[arch])
+
+
+def test_a_url_is_read_within_its_bound_on_this_machine(world: World, store: str) -> None:
+    expected = open_cache(world.dump(codec="dense").path)
+    url = pushed(world, store)
+    sizes = [sum(file.size for file in record.files.values()) for record in expected.reader.records.values()]
+    cache = open_cache(url, home=world.home, local_bytes=2 * max(sizes))
+    for number in range(len(expected)):
+        torch.testing.assert_close(cache[number].relation("value"), expected[number].relation("value"))
+        kept = [file for file in cache.reader.root.rglob("c/*") if file.is_file()]
+        kept += [file for file in cache.reader.root.rglob("c/**/0") if file.is_file()]
+        assert sum(file.stat().st_size for file in set(kept)) <= 2 * max(sizes)
+    assert kept
+    again = open_cache(url, home=world.home, local_bytes=2 * max(sizes))
+    assert torch.equal(again[0].input_ids, expected[0].input_ids)
+
+
+def test_what_is_kept_of_a_url_is_checked_each_time(world: World, store: str) -> None:
+    world.dump()
+    url = pushed(world, store)
+    cache = open_cache(url, home=world.home)
+    expected = cache[0].relation("attention")
+    file = cache.reader.root / "relations/attention/weight/c/0/0/0"
+    file.write_bytes(b"x" * file.stat().st_size)
+
+    assert torch.equal(open_cache(url, home=world.home)[0].relation("attention"), expected)
+
+
+@pytest.mark.parametrize("period", [2, 5])
+def test_a_bad_network_changes_nothing(
+    world: World, store: str, server: str, period: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are refused with 503, dropped, or answered by half."""
+    world.dump()
+    between = Between(server, period=period)
+    with between.serving() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        url = pushed(world, f"{store}/{period}")
+        pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+
+    assert between.num_failed >= between.num_requests // period > 5
+    assert arrays_of(world.root / "elsewhere") == arrays_of(world.root / "cache")
+
+
+def test_a_pull_that_is_cut_off_is_no_cache_and_goes_on(world: World, store: str) -> None:
+    world.dump()
+    url = pushed(world, store)
+    out = world.root / "elsewhere"
+    with pytest.raises(InterruptedRunError, match="is kept"):
+        pull(url, out, progress=Silent(), should_stop=stop_after(6 + 3))
+    assert not out.exists()
+    done = pull(url, out, progress=Silent(), should_stop=never_stop)
+
+    assert (done.shards_kept, done.shards_copied) == (3, 3)
+    assert arrays_of(out) == arrays_of(world.root / "cache")
+
+
+def test_keys_that_expire_in_the_middle_lose_nothing(
+    world: World, store: str, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.dump()
+    url = pushed(world, store)
+    out = world.root / "elsewhere"
+    counting = Between(server)
+    with counting.serving() as endpoint, monkeypatch.context() as patched:
+        patched.setenv("AWS_ENDPOINT_URL", endpoint)
+        pull(url, world.root / "counted", progress=Silent(), should_stop=never_stop)
+    between = Between(server, allowed=counting.num_requests - 8)
+    with between.serving() as endpoint, monkeypatch.context() as patched:
+        patched.setenv("AWS_ENDPOINT_URL", endpoint)
+        with pytest.raises(StorageError, match="Check the credentials"):
+            pull(url, out, progress=Silent(), should_stop=never_stop)
+    assert not out.exists()
+    again = Between(server)
+    with again.serving() as endpoint, monkeypatch.context() as patched:
+        patched.setenv("AWS_ENDPOINT_URL", endpoint)
+        pull(url, out, progress=Silent(), should_stop=never_stop)
+
+    assert again.num_requests < counting.num_requests // 2
+    assert arrays_of(out) == arrays_of(world.root / "cache")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["relations/value/gap/c/3/0/0", "sequences/part-00002.parquet", "teacher/tokenizer.json", "zarr.json"],
+)
+def test_what_was_damaged_in_the_store_is_never_taken(
+    world: World, server: str, store: str, path: str
+) -> None:
+    cache = world.dump().path
+    url = pushed(world, store)
+    content = (cache / path).read_bytes()
+    for damaged in (content[:-1], bytes([content[0] ^ 1]) + content[1:], content + b"x", b""):
+        tamper(server, f"{url}/{path}", damaged)
+        with pytest.raises(CacheCorruptError, match=path):
+            pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+        assert not (world.root / "elsewhere").exists()
+    tamper(server, f"{url}/{path}", None)
+    with pytest.raises(CacheNotFoundError, match=path):
+        pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+    tamper(server, f"{url}/{path}", content)
+
+    assert pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop).manifest.complete
+
+
+def test_records_and_manifests_that_lie_are_refused(world: World, server: str, store: str) -> None:
+    cache = world.dump().path
+    url = pushed(world, store)
+    record = json.loads((cache / commit_path(1)).read_text())
+    write_document(cache / commit_path(1), record)
+    size = record["files"]["tokens/c/1"]["size"]
+    for old, new, says in [
+        (
+            f'"size": {size}, "sha',
+            f'"size": {2**39}, "sha',
+            "claims 549755813888 bytes, more than it can need",
+        ),
+        ('"shard": 1,', '"shard": 2,', "is the record of another cache or shard"),
+        ("tokens/c/1", "../../outside", "commits/00001.json"),
+    ]:
+        content = (cache / commit_path(1)).read_text()
+        assert old in content
+        tamper(server, f"{url}/{commit_path(1)}", content.replace(old, new).encode())
+        with pytest.raises(CacheCorruptError, match=says):
+            pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+    tamper(server, f"{url}/manifest.json", b"{}")
+    (entry,) = catalogue(store)
+    assert entry.problem is not None
+    assert not (world.root / "outside").exists()
+
+
+def test_credentials_that_are_refused_are_one_line_without_them(
+    world: World, command: Command, store: str, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.dump()
+    with Between(server, allowed=0).serving() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        for arguments in (
+            ("push", world.root / "cache", store),
+            ("ls", store),
+            ("pull", f"{store}/x"),
+            ("train", f"{store}/x", "--arch", "1x32"),
+        ):
+            line = command.fails(*arguments, code=1, says="Check the credentials that the environment holds")
+            assert not any(secret in line for secret in ("key-of-the-test", "secret-of-the-test"))
+
+
+def test_a_store_that_does_not_answer_is_one_line(
+    world: World, command: Command, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    command.fails("ls", store, code=1, says=(f"cannot read {store}", "Check the URL and the network"))
+    command.fails(
+        "ls", "gopher://x/y", code=2, says=("cannot open gopher://x/y", "s3://, gs://, az://, hf://")
+    )
+
+
+def test_what_a_file_system_raises_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems of fsspec raise whatever the libraries below them raise."""
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise RuntimeError("no route to host\nin two lines")
+
+    monkeypatch.setattr(HfFileSystem, "cat_file", unreachable)
+    url = "hf://buckets/team/caches"
+    command.fails("ls", url, code=1, says=(f"cannot read {url}", "no route to host. Check"))
+
+
+def test_names_in_a_store_cannot_reach_the_terminal_as_they_are(world: World, command: Command) -> None:
+    world.dump()
+    url = Path(pushed(world, str(world.root / "shared")))
+    url.rename(url.with_name("\x1b[2Jblank\r"))
+    code, out, _ = command("ls", world.root / "shared")
+    assert code == 0
+    assert "\x1b" not in out
+    assert "\\x1b[2Jblank\\r" in out
+
+
+def test_equal_fingerprints_are_pulled_instead_of_dumped(
+    world: World, command: Command, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = world.dump(batch_size=32)
+    monkeypatch.setenv("MINILM_CACHE_STORE", store)
+    code, _, err = command(*dump_arguments(world, "--max-tokens", 512, "--out", world.root / "other"))
+    assert code == 0
+    assert f"this cache is not in {store}" in err
+    pushed(world, store)
+    monkeypatch.setattr(Teacher, "signals", None)  # whoever runs the teacher now fails
+    monkeypatch.setattr(Teacher, "check_length", lambda *_: None)
+    code, out, err = command(*dump_arguments(world, "--out", world.root / "mine", "--json"))
+
+    assert code == 0, err
+    assert "to be pulled from" in err
+    assert json.loads(out)["shards_written"] == 0
+    assert arrays_of(world.root / "mine") == arrays_of(expected.path)
+
+
+def test_two_pulls_into_one_folder_wait_for_each_other(world: World, store: str) -> None:
+    cache = world.dump().path
+    url = pushed(world, store)
+    out = world.root / "elsewhere"
+    out.mkdir()
+    (out / ".left.partial").mkdir()
+    with ThreadPoolExecutor(4) as threads:
+        done = list(
+            threads.map(lambda _: pull(url, out, progress=Silent(), should_stop=never_stop), range(4))
+        )
+
+    assert sorted(one.shards_copied for one in done) == [0, 0, 0, 6]
+    assert arrays_of(out) == arrays_of(cache)
+    assert [file.name for file in world.root.glob(".elsewhere*")] == []
+
+
+def test_folders_are_stores_and_destinations_are_not_overwritten(world: World, command: Command) -> None:
+    world.dump()
+    shared = world.root / "shared"
+    url = pushed(world, str(shared))
+    assert [entry.url for entry in catalogue(str(shared))] == [url]
+    assert [entry.url for entry in catalogue(url)] == [url]
+    assert catalogue(str(world.root / "nothing")) == []
+    (world.root / "mine").mkdir()
+    (world.root / "mine/notes.txt").write_text("keep me")
+    with pytest.raises(IdentityMismatchError, match="is not empty and is not a cache"):
+        pull(url, world.root / "mine", progress=Silent(), should_stop=never_stop)
+    other = world.dump("other", max_tokens=512).path
+    with pytest.raises(IdentityMismatchError, match="holds another cache"):
+        pull(url, other, progress=Silent(), should_stop=never_stop)
+    assert "teacher-corpus.txt-topk" in command("ls", shared)[1]
+    assert command("ls")[0] == 0
+
+
+def test_a_file_that_is_too_long_is_not_fetched(tmp_path: Path) -> None:
+    (tmp_path / "long").write_bytes(b"x" * 100)
+    with pytest.raises(CacheCorruptError, match="longer than the 99 bytes"):
+        open_store(str(tmp_path)).read("long", 99)
+    assert open_store(str(tmp_path)).read("long", 100) == b"x" * 100
+    with pytest.raises(StorageError, match="cannot read"):
+        open_store(str(tmp_path)).read("", 99)
+    with pytest.raises(InvalidConfigError):
+        open_store("nothing://x")
+
+
+@pytest.mark.parametrize("state", ["unfinished", "damaged"])
+def test_a_pull_takes_no_unsound_cache_for_done(world: World, state: str) -> None:
+    world.dump()
+    url = pushed(world, str(world.root / "store"))
+    out = world.root / "there"
+    if state == "unfinished":
+        world.dump("there", rank=0, world_size=2)
+    else:
+        pull(url, out, progress=Silent(), should_stop=never_stop)
+        (out / "tokens/c/1").unlink()
+    with pytest.raises(IdentityMismatchError, match="holds this cache, but unfinished or damaged"):
+        pull(url, out, progress=Silent(), should_stop=never_stop)
+
+
+def test_two_processes_share_what_is_kept_of_a_url(world: World) -> None:
+    """Two readers stand in for them: each removes what the other has fetched."""
+    world.dump()
+    url = f"file://{pushed(world, str(world.root / 'store'))}"
+    readers = [MirrorReader(url, world.home, 20_000) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        reads = [threads.submit(readers[n % 2].shard, n * 5 % 6) for n in range(60)]
+        assert all(len(read.result().rows) == 5 for read in reads)

@@ -1,0 +1,162 @@
+"""Several processes under torchrun: the same students whoever trains what, and whoever is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.folder import arch_slug
+from minilm_cache.train.run import train_students
+from tests.integration.train.test_train import settings
+from tests.support import World, save_teacher, write_corpus
+
+ARCHS = ("2x16", "1x32", "3x16")
+STEPS = 12
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def start(world: World, out: Path, *options: object) -> subprocess.Popen[str]:
+    """Start a training by two processes of torchrun."""
+    archs = [word for arch in ARCHS for word in ("--arch", arch)]
+    command = ["-m", "minilm_cache.cli.main", "train", world.root / "cache", *archs, "--batch-size", 8]
+    command += ["--device", "cpu", "--lr", 5e-3, "--max-grad-norm", 0.01, "--out", out, "--json", *options]
+    return subprocess.Popen(
+        [*TORCHRUN, *map(str, command)],
+        env={**os.environ, "MINILM_CACHE_HOME": str(world.home), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def alone(world: World, out: Path, **changes: object) -> Path:
+    """Train in this process."""
+    config: TrainConfig = settings(
+        **{"arch": ARCHS, "batch_size": 8, "steps": STEPS, "max_grad_norm": 0.01, **changes}
+    )
+    return train_students(config, world.root / "cache", out=out, home=world.home).path
+
+
+def curve(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    means = [line.get("students", line.get("held_out")) for line in lines]
+    return [value for one in means for arch in ARCHS for value in one[arch].values()]
+
+
+def weights(run: Path, arch: str) -> dict[str, torch.Tensor]:
+    return load_file(run / "students" / arch_slug(arch) / "model.safetensors")
+
+
+def assert_alike(run: Path, expected: Path) -> None:
+    assert curve(run) == pytest.approx(curve(expected), rel=1e-4)
+    for arch in ARCHS:
+        for name, weight in weights(expected, arch).items():
+            # Adam makes as much of the rounding in a gradient that should be zero as of any other.
+            torch.testing.assert_close(weights(run, arch)[name], weight, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("packing", ["packed", "records"])
+def test_processes_that_divide_the_data_train_what_one_does(world: World, packing: str) -> None:
+    """Two processes are one with twice the parts; sequences of unlike lengths weigh as many tokens."""
+    world.dump(packing=packing)
+    process = start(world, world.root / "two", "--steps", STEPS)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+
+    assert [student["arch"] for student in json.loads(out)["students"]] == list(ARCHS)
+    assert err.count("objective minilm") == 1
+    assert_alike(world.root / "two", alone(world, world.root / "one", accumulate=2, streams=2))
+
+
+@pytest.mark.parametrize("objective", ["tinybert", "mlm-kd"])
+def test_processes_share_what_objectives_learn(tmp_path: Path, objective: str) -> None:
+    """Projections, heads, and means over masked tokens of unlike lengths."""
+    teacher = save_teacher(tmp_path / "teacher", head="tokens")
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+    world.dump(**{"for": objective}, codec="vectors", packing="records")
+    process = start(world, world.root / "two", "--steps", STEPS, "--objective", objective)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+
+    one = alone(world, world.root / "one", accumulate=2, streams=2, objective=objective)
+    # Gradients of attention are small beside their rounding here, and Adam makes as much of it.
+    assert curve(world.root / "two") == pytest.approx(curve(one), rel=5e-3)
+
+
+def test_processes_that_divide_the_students_train_what_one_does(world: World) -> None:
+    world.dump()
+    options = ("--steps", STEPS, "--place", "students", "--eval-steps", 6)
+    process = start(world, world.root / "two", *options)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+
+    one = alone(world, world.root / "one", eval_steps=6)
+    assert json.loads(out)["students"][2]["held_out_after"] is not None
+    assert_alike(world.root / "two", one)
+
+
+@pytest.mark.parametrize("place", ["data", "students"])
+def test_a_rank_that_is_killed_is_taken_up_again(world: World, place: str) -> None:
+    world.dump()
+    steps = 200
+    options = ("--steps", steps, "--checkpoint-steps", 25, "--place", place)
+    run = world.root / "killed"
+    process = start(world, run, *options)
+    deadline = time.monotonic() + 120
+    while not list(run.glob("checkpoints/step-*")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ranks = [child for child in psutil.Process(process.pid).children() if "train" in child.cmdline()]
+    ranks[1].send_signal(signal.SIGKILL)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "minilm_cache/train" not in err  # no traceback of ours
+    assert not (run / "students").exists()
+
+    process = start(world, run, *options)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "resuming after step" in err
+    whole = start(world, world.root / "whole", *options)
+    _, err = whole.communicate(timeout=300)
+    assert whole.returncode == 0, err
+    assert curve(run) == curve(world.root / "whole")
+    for arch in ARCHS:
+        for name, weight in weights(world.root / "whole", arch).items():
+            assert torch.equal(weights(run, arch)[name], weight), (arch, name)
+
+
+def test_an_interrupt_stops_all_processes_at_one_step(world: World) -> None:
+    world.dump()
+    run = world.root / "two"
+    process = start(world, run, "--steps", 100_000, "--checkpoint-steps", 25)
+    deadline = time.monotonic() + 120
+    while not list(run.glob("checkpoints/step-*")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "is kept in" in err
+    (last,) = run.glob("checkpoints/step-*")
+    assert json.loads((last / "state.json").read_text())["step"] == int(last.name.removeprefix("step-"))
+
+
+def test_settings_that_do_not_divide_are_refused(world: World) -> None:
+    world.dump()
+    process = start(world, world.root / "two", "--steps", 2, "--batch-size", 7)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "--batch-size 7 does not divide into 2 parts" in err
+    assert "minilm_cache/" not in err.replace("minilm_cache/cli", "")

@@ -1,0 +1,157 @@
+"""What goes wrong in training: students that diverge, disks, kills, processes in each other's way."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from minilm_cache.errors import DivergedError, InterruptedRunError, StorageError
+from minilm_cache.train.run import train_students
+from minilm_cache.train.trainer import StudentTrainer
+from tests.conftest import Command
+from tests.integration.train.test_train import assert_same, settings, stop_after, weights
+from tests.integration.train.test_train_options import go, lines
+from tests.support import World, save_teacher
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, archs: tuple[str, ...], at: int) -> None:
+    """Make weights of some students infinite at a step, as a bad memory chip would."""
+    begin = StudentTrainer.begin
+
+    def spoiled(trainer: StudentTrainer, step: int) -> None:
+        begin(trainer, step)
+        if step == at and trainer.shape.arch in archs:
+            with torch.no_grad():
+                trainer.trained[0].fill_(float("inf"))
+
+    monkeypatch.setattr(StudentTrainer, "begin", spoiled)
+
+
+def test_a_student_that_diverges_is_stopped_and_harms_nobody(
+    world: World, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = world.dump().path
+    alone = go(world, "alone", arch=("1x32",), steps=30)
+    spoil(monkeypatch, ("2x16",), at=5)
+    options = ("--batch-size", 4, "--lr", 5e-3, "--device", "cpu", "--steps", 30, "--out", world.root / "run")
+    code, out, err = command("train", cache, "--arch", "2x16", "--arch", "1x32", *options)
+
+    assert code == 0, err
+    assert "student 2x16 diverged and is stopped at step 10. Train it again with a lower --lr" in err
+    assert "diverged, stopped at step 10" in out
+    assert_same(load_file(world.root / "run/students/1x32/model.safetensors"), weights(alone)["1x32"])
+    assert not (world.root / "run/students/2x16").exists()
+    spoiled, sound = json.loads((world.root / "run/run.json").read_text())["students"]
+    assert (spoiled["diverged_at"], spoiled["held_out_after"]) == (10, None)
+    assert sound["diverged_at"] is None
+
+
+def test_a_student_that_diverged_stays_stopped_after_an_interruption(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = world.dump().path
+    spoil(monkeypatch, ("2x16",), at=5)
+    with pytest.raises(InterruptedRunError):
+        train_students(
+            settings(steps=30), cache, out=world.root / "run", home=world.home, should_stop=stop_after(17)
+        )
+    monkeypatch.undo()
+    result = go(world, steps=30)
+    assert [student.diverged_at for student in result.record.students] == [10, None]
+
+
+def test_a_run_ends_when_its_last_student_diverges(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.dump()
+    spoil(monkeypatch, ("2x16", "1x32"), at=5)
+    with pytest.raises(
+        DivergedError, match=r"student 2x16, 1x32 diverged: its loss is not finite at step 10"
+    ):
+        go(world, steps=30)
+
+
+@pytest.mark.parametrize("eval_steps", [None, 1])
+def test_a_student_that_its_last_step_spoils_is_no_student(world: World, eval_steps: int | None) -> None:
+    """Its loss before that step was a number; weights after it, and its held-out KL, are not."""
+    world.dump()
+    options: dict[str, Any] = {
+        "arch": ("2x16",),
+        "steps": 1,
+        "lr": 1e38,
+        "warmup": 0.0,
+        "eval_steps": eval_steps,
+    }
+    with pytest.raises(DivergedError, match="student 2x16 diverged"):
+        go(world, **options)
+    with pytest.raises(DivergedError, match="student 2x16 diverged"):
+        go(world, **options)
+
+
+def test_a_disk_that_refuses_weights_is_an_error_of_storage(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Safetensors has an exception of its own for a full disk."""
+    world.dump()
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("minilm_cache.train.checkpoint.save_file", full)
+    with pytest.raises(StorageError, match=r"cannot write checkpoint in .*No space left on device"):
+        go(world)
+
+
+def test_a_state_that_is_there_is_not_written_again(world: World) -> None:
+    """A kill between removing and renaming would lose it."""
+    cache = world.dump().path
+    inodes = []
+    for calls in (5, 0, 0):
+        with pytest.raises(InterruptedRunError):
+            train_students(
+                settings(), cache, out=world.root / "run", home=world.home, should_stop=stop_after(calls)
+            )
+        (state,) = (world.root / "run/checkpoints").iterdir()
+        inodes.append((state.name, state.stat().st_ino, (state / "state.json").stat().st_ino))
+    assert inodes[0] == inodes[1] == inodes[2]
+
+
+def test_a_line_of_the_log_that_a_kill_cut_short_is_dropped(world: World) -> None:
+    cache = world.dump().path
+    with pytest.raises(InterruptedRunError):
+        train_students(
+            settings(steps=40), cache, out=world.root / "run", home=world.home, should_stop=stop_after(25)
+        )
+    log = world.root / "run/log.jsonl"
+    log.write_text(log.read_text() + '{"step": 12, "lr": 0.1, "students": {"a": {"loss": 1}')
+    resumed, whole = go(world, steps=40), go(world, "whole", steps=40)
+    assert lines(resumed, "students")[-1] == lines(whole, "students")[-1]
+
+
+def test_two_runs_do_not_share_a_folder(world: World) -> None:
+    cache = world.dump().path
+
+    def second() -> bool:
+        with pytest.raises(StorageError, match="another process trains in"):
+            train_students(settings(), cache, out=world.root / "run", home=world.home)
+        return False
+
+    train_students(settings(), cache, out=world.root / "run", home=world.home, should_stop=second)
+    assert not list((world.root / "run").glob(".*"))
+
+
+def test_processes_that_torchrun_did_not_start_are_refused(
+    world: World, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = world.dump().path
+    for size in ("2", "many"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        command.fails("train", cache, "--arch", "1x32", code=2, says="Start this by torchrun, or unset")
+
+
+def test_a_teacher_that_drops_all_attention_trains_students(tmp_path: Path, world: World) -> None:
+    dropping = World(tmp_path, save_teacher(tmp_path / "t", attention_probs_dropout_prob=1.0), world.corpus)
+    dropping.dump()
+    assert go(dropping, steps=2).record.complete

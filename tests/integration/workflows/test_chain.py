@@ -1,0 +1,309 @@
+"""Teacher, assistants, students: every stage once, whatever happens in between."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from minilm_cache.cache import open_cache
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.errors import InterruptedRunError
+from minilm_cache.progress import ShouldStop
+from minilm_cache.store.reader import read_manifest
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.workflows.chain import run_chain, stages
+from minilm_cache.workflows.config import ChainConfig
+from tests.conftest import Command
+from tests.integration.cli.test_processes import COMMAND
+from tests.support import World
+
+
+def chain_config(world: World, *, compare_direct: bool = True, **changes: object) -> ChainConfig:
+    """Return a chain of one assistant and two students."""
+    recipe = TrainConfig(
+        arch=("1x16", "1x32"), steps=12, batch_size=4, lr=5e-3, checkpoint_steps=4, device="cpu"
+    )
+    return ChainConfig(
+        dump=world.config(**changes), assistants=("2x32",), train=recipe, compare_direct=compare_direct
+    )
+
+
+def arguments(world: World, *more: object) -> list[str]:
+    """Return the same chain as words of the command line."""
+    options = {
+        "--teacher": world.teacher,
+        "--corpus": world.corpus,
+        "--assistant": "2x32",
+        "--max-length": 32,
+        "--shard-tokens": 256,
+        "--k": 6,
+        "--dump-batch-size": 8,
+        "--steps": 12,
+        "--batch-size": 4,
+        "--lr": 5e-3,
+        "--checkpoint-steps": 4,
+        "--device": "cpu",
+        "--out": world.root / "chain",
+    }
+    words = [part for pair in options.items() for part in pair]
+    return [str(word) for word in ("chain", *words, "--arch", "1x16", "--arch", "1x32", *more)]
+
+
+def after(asked: int) -> ShouldStop:
+    """Return what says stop when it has been asked so often."""
+    calls = iter(range(asked))
+    return lambda: next(calls, None) is None
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return what must be the same however often a chain was stopped: arrays, weights, figures."""
+    kept = ("**/c/*", "**/c/*/*", "**/*.safetensors", "chain.json")
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for pattern in kept
+        for file in folder.glob(pattern)
+        if file.is_file()
+    }
+
+
+def test_a_chain_is_ordinary_caches_and_runs_with_shared_tokens(world: World, command: Command) -> None:
+    folder = world.root / "chain"
+    record = run_chain(chain_config(world), folder, home=world.home).record
+    first, second = (folder / path for path in record.caches)
+
+    assert [one.way for one in record.students] == ["assistant", *["via assistants"] * 2, *["direct"] * 2]
+    assert set(record.gains) == {"1x16:s0", "1x32:s0"}
+    for cache in (first, second):
+        assert command("verify", cache, "--full")[0] == 0
+    files = sorted(path.relative_to(first) for path in first.glob("tokens/c/*"))
+    assert len(files) == read_manifest(first).num_shards > 1
+    for path in files:
+        assert (first / path).stat().st_ino == (second / path).stat().st_ino
+    assert open_cache(second).manifest.identity.teacher.hidden_size == 32
+
+
+def test_a_damaged_shared_file_is_mended_in_one_cache_without_touching_the_other(
+    world: World, command: Command
+) -> None:
+    folder = world.root / "chain"
+    record = run_chain(chain_config(world, compare_direct=False), folder, home=world.home).record
+    first, second = (folder / path for path in record.caches)
+    before = content(folder)
+    file = second / "tokens/c/0"
+    file.write_bytes(b"\0" * file.stat().st_size)  # one file: both caches have the damage
+    assert command("verify", first, "--full")[0] == 3
+    run_chain(chain_config(world, compare_direct=False), folder, home=world.home)
+
+    assert content(folder) == before
+    for cache in (first, second):
+        assert command("verify", cache, "--full")[0] == 0
+
+
+def test_students_are_compared_with_the_teacher_not_with_the_assistant(world: World) -> None:
+    """Direct students learn from the teacher's own cache, so both ways of looking at them must agree."""
+    folder = world.root / "chain"
+    record = run_chain(chain_config(world, codec="dense"), folder, home=world.home).record
+    direct = json.loads((folder / record.runs[-1] / "run.json").read_text())["students"]
+    via = json.loads((folder / record.runs[-2] / "run.json").read_text())["students"]
+    found = {(one.way, one.arch): one.held_out_kl or {} for one in record.students}
+    for student in direct:
+        for kind, value in student["held_out_after"].items():
+            assert found["direct", student["arch"]][kind] == pytest.approx(value, abs=2e-4)  # float16 rows
+    for student in via:
+        own = sum(student["held_out_after"].values())
+        assert sum(found["via assistants", student["arch"]].values()) != pytest.approx(own, rel=1e-3)
+
+
+def test_a_chain_stopped_at_any_stage_goes_on_to_the_same_end(world: World) -> None:
+    config = chain_config(world)
+    run_chain(config, world.root / "whole", home=world.home)
+    stopped_in = set()
+    done = False
+    while not done:
+        try:
+            run_chain(config, world.root / "chain", home=world.home, should_stop=after(9))
+            done = True
+        except InterruptedRunError as error:
+            stopped_in.add(str(error).partition(world.root.name)[2].split("/")[3].split(".")[0])
+
+    assert len(stopped_in) >= 4
+    assert content(world.root / "chain") == content(world.root / "whole")
+
+
+def test_a_chain_killed_twice_goes_on_to_the_same_end(world: World) -> None:
+    run_chain(chain_config(world), world.root / "whole", home=world.home)
+    words = arguments(world, "--compare-direct")
+    folder = world.root / "chain"
+    for moment in ("runs/1-2x32/log.jsonl", "runs/students-1x16_1x32/run.json"):
+        process = subprocess.Popen([*COMMAND, *words], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while not (folder / moment).exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run([*COMMAND, *words], check=True, capture_output=True)
+
+    assert content(folder) == content(world.root / "whole")
+    for log in folder.glob("runs/*/log.jsonl"):
+        assert log.read_bytes() == (world.root / "whole" / log.relative_to(folder)).read_bytes()
+
+
+def test_a_complete_chain_is_not_done_again(world: World, command: Command) -> None:
+    code, out, _ = command(*arguments(world, "--json"))
+    first = json.loads(out)
+    times = {path: path.stat().st_mtime_ns for path in world.root.glob("chain/*/*/**/*") if path.is_file()}
+    code, out, err = command(*arguments(world, "--json"))
+
+    assert (code, json.loads(out)) == (0, first)
+    assert err.count("nothing to do") == 4
+    assert times == {path: path.stat().st_mtime_ns for path in times}
+
+
+def test_a_dry_run_tells_the_stages_and_does_nothing(world: World, command: Command) -> None:
+    code, out, _ = command(*arguments(world, "--dry-run", "--compare-direct", "--json"))
+    found = json.loads(out)["stages"]
+
+    assert code == 0
+    assert [stage["does"] for stage in found] == ["dump", "train", "dump", "train", "train"]
+    assert {stage["state"] for stage in found} == {"to do"}
+    assert not (world.root / "chain").exists()
+    command(*arguments(world))
+    code, out, _ = command(*arguments(world, "--dry-run", "--compare-direct"))
+    assert out.count("complete") == 4
+    assert out.count("to do") == 1
+
+
+def test_another_student_takes_up_what_is_there(world: World, command: Command) -> None:
+    command(*arguments(world))
+    words = [word for word in arguments(world) if word not in ("1x16", "1x32")]
+    words = [word for word in words if word != "--arch"]
+    code, out, err = command(*words, "--arch", "1x48", "--json")
+
+    assert code == 0
+    assert err.count("nothing to do") == 3
+    assert [one["arch"] for one in json.loads(out)["students"]] == ["2x32", "1x48"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (("--assistant", "2x33"), "2x33: hidden size 33 does not divide"),
+        (("--arch", "big"), "--arch big: write LAYERSxHIDDEN"),
+        (("--objective", "minilmv2"), "--objective minilmv2 needs the query and key relation"),
+        (("--teacher", "nowhere"), "unknown teacher 'nowhere'"),
+        (("--assistant", "2x32:h8"), "--arch 2x32:h8: 8 heads, but"),
+        (("--accumulate", "3"), "--batch-size 4 does not divide into 3 parts"),
+        (("--device", "gpu9"), "--device gpu9"),
+    ],
+)
+def test_what_cannot_end_well_is_refused_before_the_first_stage(
+    world: World, command: Command, changes: tuple[str, str], says: str
+) -> None:
+    code = 1 if changes[0] == "--teacher" else 2
+    command.fails(*arguments(world, *changes), code=code, says=says)
+    assert not (world.root / "chain").exists()
+
+
+def test_another_chain_is_refused_by_a_dry_run_too(world: World, command: Command) -> None:
+    command(*arguments(world))
+    for more in ((), ("--dry-run",)):
+        command.fails(
+            *arguments(world, "--lr", 0.5, *more),
+            code=1,
+            says=("holds another chain", "train.lr (0.005 there, 0.5 asked)"),
+        )
+
+
+def test_a_moved_chain_goes_on(world: World, command: Command) -> None:
+    command(*arguments(world))
+    (world.root / "chain").rename(world.root / "moved")
+    code, _, err = command(*arguments(world, "--out", world.root / "moved"))
+    assert (code, err.count("nothing to do")) == (0, 4)
+
+
+def test_a_pulled_cache_is_complete_whatever_its_shards(world: World, command: Command) -> None:
+    dump_cache(world.config(shard_tokens=512), out=world.root / "cache", home=world.home)
+    store = world.root / "store"
+    command("push", world.root / "cache", store)
+    for _ in range(2):
+        code, _, err = command(*arguments(world, "--cache-store", store))
+        assert code == 0, err
+    assert read_manifest(world.root / "chain/caches/0-teacher").shard_tokens == 512
+    assert read_manifest(world.root / "chain/caches/1-2x32").shard_tokens == 512
+
+
+def test_the_layer_that_students_learn_from_is_the_one_they_are_compared_with(world: World) -> None:
+    config = chain_config(world, codec="vectors", max_kl=0.01, layers="0,2")
+    config = config.model_copy(update={"train": config.train.model_copy(update={"teacher_layer": 0})})
+    record = run_chain(config, world.root / "chain", home=world.home).record
+    (direct,) = (world.root / "chain/runs").glob("direct-*/run.json")
+    found = {one.arch: one.held_out_kl for one in record.students if one.way == "direct"}
+
+    for student in json.loads(direct.read_text())["students"]:
+        for kind, value in student["held_out_after"].items():
+            assert (found[student["arch"]] or {})[kind] == pytest.approx(value, abs=0.03)
+
+
+def test_repairs_leave_nothing_behind(world: World) -> None:
+    config = chain_config(world, compare_direct=False)
+    run_chain(config, world.root / "chain", home=world.home)
+    damaged = [file for file in world.root.glob("chain/caches/1-2x32/relations/**/0") if file.is_file()]
+    for file in damaged:
+        file.write_bytes(b"")
+    run_chain(config, world.root / "chain", home=world.home)
+    assert damaged
+    assert list((world.root / "chain").rglob("*.partial")) == []
+
+
+def test_many_students_have_folders_of_their_own(world: World) -> None:
+    def last(number: int) -> str:
+        arch = tuple(f"{layers}x384" for layers in range(1, number))
+        config = chain_config(world, compare_direct=False)
+        update = {"train": config.train.model_copy(update={"arch": arch})}
+        return stages(config.model_copy(update=update), Path("chain"))[-1].path.name
+
+    assert len({last(number) for number in range(2, 30)}) == 28
+
+
+def test_assistants_keep_the_heads_that_students_after_them_have(world: World, command: Command) -> None:
+    words = [word for word in arguments(world) if word not in ("--k", "6")]
+    words += ["--codec", "vectors", "--objective", "minilmv2"]
+    assert command(*words, "--dry-run")[0] == 0
+    command.fails(
+        *words, "--assistant", "2x32:h8", code=2, says="an assistant must have its teacher's 4 heads"
+    )
+
+
+def test_a_chain_of_minilmv2_goes_on_with_the_heads_it_began_with(world: World, command: Command) -> None:
+    words = [word for word in arguments(world) if word not in ("--k", "6")]
+    words += ["--codec", "vectors", "--max-kl", "0.05", "--objective", "minilmv2"]
+    assert command(*words)[0] == 0
+    code, _, err = command(*words)
+    assert (code, err.count("nothing to do")) == (0, 4)
+    command.fails(*words, "--relation-heads", 2, code=1, says="train.relation_heads (4 there, 2 asked)")
+
+
+def test_torchrun_is_told_how(world: World, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command.fails(*arguments(world), code=2, says=("one process", "--dry-run"))
+
+
+def test_stages_follow_each_other(world: World) -> None:
+    config = chain_config(world).model_copy(update={"assistants": ("3x48", "2x32")})
+    found = stages(config, Path("chain"))
+
+    assert [(stage.does, stage.path.name) for stage in found] == [
+        ("dump", "0-teacher"),
+        ("train", "1-3x48"),
+        ("dump", "1-3x48"),
+        ("train", "2-2x32"),
+        ("dump", "2-2x32"),
+        ("train", "students-1x16_1x32"),
+        ("train", "direct-1x16_1x32"),
+    ]
+    assert all(one.source.startswith(str(before.path)) for before, one in pairwise(found[:6]))

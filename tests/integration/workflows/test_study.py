@@ -1,0 +1,400 @@
+"""Studies: what shares a pass, what a table says, and what a mistake in STUDY.yaml is told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM
+
+from minilm_cache.cache import Cache, open_cache
+from minilm_cache.errors import DivergedError, InterruptedRunError
+from minilm_cache.report.runs import TrainedRun
+from minilm_cache.report.tables import curves_table, students_table, summary_table
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import TrainResult, train_students
+from minilm_cache.workflows.study import run_study
+from minilm_cache.workflows.study_spec import read_study
+from tests.conftest import Command
+from tests.integration.workflows.test_chain import after
+from tests.support import World, save_teacher, write_corpus
+
+TIMED = {"train_s", "own_train_s", "inference_tokens_per_s", "speedup", "cost"}
+
+
+def document(world: World, **changes: str) -> Path:
+    """Write a study of two shapes, two codecs and two seeds."""
+    lines = {
+        "dump": f"""
+  teacher: {world.teacher}
+  corpus: {world.corpus}
+  max_length: 32
+  shard_tokens: 256
+  batch_size: 8
+  device: cpu""",
+        "caches": """
+  sampled: {codec: topk, k: 6}
+  coded: {codec: vectors, max_kl: 0.05}""",
+        "arch": " [1x16, 1x32]",
+        "seed": " [0, 1]",
+        "train": """
+  steps: 6
+  batch_size: 4
+  checkpoint_steps: 3
+  device: cpu""",
+        **changes,
+    }
+    path = world.root / "shapes.yaml"
+    path.write_text("".join(f"{key}:{value}\n" for key, value in lines.items()))
+    return path
+
+
+def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows without what no two runs have in common."""
+    return [{name: value for name, value in row.items() if name not in TIMED} for row in rows]
+
+
+def test_a_study_is_one_table_and_one_page(world: World, command: Command) -> None:
+    code, out, _ = command("study", document(world, price_per_hour=" 3.6"), "--json")
+    found = json.loads(out)
+    rows, folder = found["students"], Path(found["study"])
+
+    assert code == 0
+    assert folder == world.root / "shapes"
+    assert len({(row["cache"], row["arch"], row["seed"]) for row in rows}) == len(rows) == 8
+    for row in rows:
+        assert row["kl_to"] == "teacher"
+        assert row["kl_sum"] == pytest.approx(row["kl_attention"] + row["kl_value"])
+        assert row["cost"] == pytest.approx(row["own_train_s"] * 3.6 / 3600)
+    for run in {row["run"] for row in rows}:
+        own = [row for row in rows if row["run"] == run]
+        assert sum(row["own_train_s"] for row in own) == pytest.approx(own[0]["train_s"])
+    assert pq.read_table(folder / "students.parquet").to_pylist() == rows
+    assert len(pyarrow.csv.read_csv(folder / "students.csv")) == 8
+    assert [row["seeds"] for row in found["summary"]] == [2] * 4
+    for row in found["summary"]:
+        values = [one["kl_sum"] for one in rows if (one["cache"], one["arch"]) == (row["cache"], row["arch"])]
+        mean = sum(values) / 2
+        assert row["kl_sum"] == pytest.approx(mean)
+        assert row["kl_sum_stddev"] == pytest.approx(sum((x - mean) ** 2 for x in values) ** 0.5)
+    assert (folder / "report.html").stat().st_size > 10_000
+
+
+def test_shapes_of_one_cache_and_seed_went_through_one_pass(world: World) -> None:
+    study = read_study(document(world))
+    result = run_study(study, world.root / "study", home=world.home)
+    rows = result.students.to_pylist()
+    alone = TrainConfig(arch=("1x16",), steps=6, batch_size=4, seed=0, checkpoint_steps=3, device="cpu")
+    path = world.root / "alone"
+    train_students(alone, world.root / "study/caches/sampled", out=path, home=world.home)
+    (one,) = students_table([TrainedRun.open(path)]).to_pylist()
+
+    both = [row for row in rows if (row["cache"], row["seed"]) == ("sampled", 0)]
+    assert {row["students_in_pass"] for row in both} == {2}
+    assert {row["bytes_read"] for row in both} == {one["bytes_read"]}
+    assert both[0]["run"] == both[1]["run"]
+    caches = [world.root / "study/caches" / name for name in ("sampled", "coded")]
+    for file in caches[0].glob("tokens/c/*"):
+        assert file.stat().st_ino == (caches[1] / "tokens/c" / file.name).stat().st_ino
+
+
+def test_a_study_stopped_anywhere_goes_on_to_the_same_table(world: World) -> None:
+    study = read_study(document(world))
+    whole = run_study(study, world.root / "whole", home=world.home)
+    stops = 0
+    while True:
+        try:
+            parts = run_study(
+                study, world.root / "parts", home=world.home, should_stop=after(15 * (stops + 1))
+            )
+            break
+        except InterruptedRunError:
+            stops += 1
+
+    assert stops >= 2
+    rows = [timeless(one.students.to_pylist()) for one in (whole, parts)]
+    for row in [*rows[0], *rows[1]]:
+        del row["bytes_read"]  # a sitting more reads its shards once more
+    assert rows[0] == rows[1]
+
+
+def test_caches_that_are_there_are_taken_as_they_are(world: World, command: Command) -> None:
+    """With a teacher to compare with, and without; the path is relative to the document."""
+    world.dump("there", codec="vectors", max_kl=0.05)
+    objective = " [minilm, minilmv2]"
+    with_teacher = document(world, caches=" {there: {cache: there}}", objective=objective)
+    code, out, _ = command("study", with_teacher, "--json")
+    compared = json.loads(out)["students"]
+    command("study", document(world, caches=" {there: {cache: there}}", objective=objective, dump=" {}"))
+    recorded = pq.read_table(world.root / "shapes/students.parquet").to_pylist()
+
+    assert code == 0
+    assert {row["objective"] for row in compared} == {"minilm", "minilmv2"}
+    assert {row["kl_to"] for row in compared} == {"teacher"}
+    assert {row["kl_to"] for row in recorded} == {"stored rows"}
+    for row, other in zip(compared, recorded, strict=True):
+        assert (row["kl_query"] is None) == (row["objective"] == "minilm")
+        assert row["kl_sum"] != other["kl_sum"]
+        assert row["kl_sum"] == pytest.approx(other["kl_sum"], rel=0.5)
+
+
+def test_objectives_may_have_their_own_relation_heads(world: World) -> None:
+    caches = " {coded: {codec: vectors, max_kl: 0.05}}"
+    objective = " [minilmv2, {objective: minilmv2, relation_heads: 8}]"
+    study = read_study(document(world, caches=caches, objective=objective, seed=" [0]"))
+    result = run_study(study, world.root / "study", home=world.home)
+
+    names = [one.name.rpartition("-")[0] for one in study.passes]
+    assert names == ["coded-minilmv2-s0", "coded-minilmv2-h8-s0"]
+    assert len(result.summary) == 4
+
+
+def test_tables_are_arrow_tables_for_notebooks(world: World) -> None:
+    world.dump()
+    config = TrainConfig(arch=("1x16", "1x16:s3"), steps=20, batch_size=4, eval_steps=10, device="cpu")
+    train_students(config, world.root / "cache", out=world.root / "run", home=world.home)
+    run = TrainedRun.open(world.root / "run")
+    curves = curves_table(run).to_pylist()
+    students = students_table([run])
+
+    assert students["seed"].to_pylist() == [0, 3]
+    assert len(summary_table(students)) == 1
+    assert {row["what"] for row in curves} == {"students", "held_out"}
+    lines = [json.loads(line) for line in (run.path / "log.jsonl").read_text().splitlines()]
+    losses = [line["students"]["1x16:s3"]["loss"] for line in lines if "students" in line]
+    found = [
+        row for row in curves if (row["student"], row["what"], row["of"]) == ("1x16:s3", "students", "loss")
+    ]
+    assert [row["nats"] for row in found] == losses
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"caches": "\n  sampled: {codec: topk, k: 0}"}, "line 9, caches.sampled.k: input should be greater"),
+        ({"caches": "\n  sampled: {codec: tipk}"}, "line 9, caches.sampled.codec: input should be 'topk'"),
+        ({"caches": "\n  a: {codec: dense, k: 3}"}, "line 9, caches.a: --k goes with --codec topk"),
+        ({"caches": "\n  Big Name: {codec: dense}"}, "line 9, caches.Big Name: a name has"),
+        ({"caches": "\n  a: {cache: x, k: 3}"}, "line 9, caches.a: give an existing cache as"),
+        (
+            {"caches": "\n  a: {codec: topk, world_size: 2}"},
+            "caches.a.world_size: a study dumps in one",
+        ),
+        ({"caches": " {}"}, "line 8, caches: dictionary should have at least 1 item"),
+        ({"dump": "\n  corpus: x"}, "line 1, dump.teacher: field required"),
+        ({"dump": "\n  teacher: x\n  teecher: y"}, "line 3, dump.teecher: extra inputs are not permitted"),
+        (
+            {"dump": "\n  teacher: x\n  max_length: long"},
+            "line 3, dump.max_length: input should be",
+        ),
+        ({"seed": " [0, 0]"}, "line 12, seed.1: 0 is given twice"),
+        ({"seed": " [0, one]"}, "line 12, seed.1: input should be a valid integer"),
+        ({"seed": " [-1]"}, "seed: input should be greater than or equal to 0"),
+        ({"arch": " 3x384"}, "line 11, arch: input should be a valid tuple"),
+        ({"arch": " [1x16, big]"}, "line 11, arch.1: --arch big: write LAYERSxHIDDEN"),
+        ({"arch": " [1x15]"}, "line 11, arch.0: --arch 1x15: hidden size 15 does not divide by 4 heads"),
+        ({"objective": " [minilm, best]"}, "objective.1: there is no objective best"),
+        (
+            {"objective": " [minilmv2]"},
+            "caches.sampled: --objective minilmv2 needs the query",
+        ),
+        ({"objective": " [{objective: minilm, relation_heads: 2}]"}, "--relation-heads goes with"),
+        ({"train": "\n  seed: 3"}, "line 14, train.seed: a study varies this; give it under seed"),
+        ({"train": "\n  stops: 3"}, "line 14, train.stops: extra inputs are not permitted"),
+        ({"train": "\n  steps: 3\n  epochs: 2"}, "line 13, train: --steps and --epochs exclude each other"),
+        ({"train": "\n  preset: best"}, "line 14, train.preset: --preset best: give one of"),
+        ({"train": "\n  steps: 3\n  steps: 4"}, "line 14, steps: this key is given twice"),
+        ({"price_per_hour": " -1"}, "price_per_hour: input should be greater than 0"),
+        ({"archs": " [3x384]"}, "archs: extra inputs are not permitted"),
+        ({"arch": " [1x16"}, "this is not YAML"),
+        ({"arch": " [1x16, '1x16:s1']"}, "line 11, arch.1: give seeds under seed"),
+        ({"seed": " 2020-13-45"}, "a value in it cannot be read"),
+        ({"objective": " [{objective: minilmv2, heads: 3}]"}, "objective.0.heads: extra inputs are not"),
+        ({"train": "\n  preset: [a]"}, "line 14, train.preset: a preset is a name"),
+        (
+            {"train": "\n  accumulate: 3\n  batch_size: 4"},
+            "--batch-size 4 does not divide into 3 parts",
+        ),
+        ({"train": "\n  device: gpu9"}, "--device gpu9"),
+        ({"caches": "\n  a: null"}, "line 9, caches.a: input should be a valid dictionary"),
+        ({"caches": "\n  0-teacher: {codec: dense}"}, "a name begins with a letter"),
+        ({"caches": " {a: {cache: nowhere}}"}, "nowhere"),
+    ],
+)
+def test_mistakes_are_told_with_line_and_key(
+    world: World, command: Command, changes: dict[str, str], says: str
+) -> None:
+    path = document(world, **changes)
+    is_elsewhere = "nowhere" in says or "gpu9" in says
+    code = 1 if "nowhere" in says else 2
+    command.fails("study", path, code=code, says=says if is_elsewhere else (str(path), says))
+    assert not (world.root / "shapes").exists()
+
+
+def test_a_document_that_is_not_there_or_no_mapping(world: World, command: Command) -> None:
+    command.fails("study", world.root / "none.yaml", code=2, says="cannot read")
+    path = world.root / "list.yaml"
+    path.write_text("- 1\n")
+    command.fails("study", path, code=2, says="a study is a mapping")
+
+
+def test_a_preset_brings_its_objective(world: World) -> None:
+    caches = " {coded: {codec: vectors, max_kl: 0.05}}"
+    train_students = "\n  preset: minilmv2-large"
+    passes = read_study(document(world, caches=caches, train=train_students)).passes
+    assert {(one.config.objective, one.config.relation_heads) for one in passes} == {("minilmv2", 64)}
+    passes = read_study(document(world, caches=caches, train=train_students, objective=" [minilm]")).passes
+    assert {one.config.objective for one in passes} == {"minilm"}
+
+
+def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(world: World, command: Command) -> None:
+    world.dump()
+    options = ("--arch", "1x16", "--steps", 10, "--batch-size", 4, "--device", "cpu")
+    for name, more in (("a", ("--lr", 5e-3)), ("b", ("--lr", 1e-3)), ("c", ("--lr", 5e-3, "--seed", 1))):
+        command("train", world.root / "cache", *options, *more, "--out", world.root / name)
+    runs = [TrainedRun.open(world.root / name) for name in "abc"]
+    students = students_table(runs)
+
+    assert summary_table(students)["seeds"].to_pylist() == [2, 1]
+    code, out, _ = command(
+        *("report", world.root / "a", world.root / "a", "--json", "--out", world.root / "page.html")
+    )
+    assert (code, len(json.loads(out)["students"])) == (0, 1)
+    diverged = students.set_column(
+        students.column_names.index("diverged_at"), "diverged_at", pa.array([None, None, 3], pa.int64())
+    )
+    assert summary_table(diverged)["seeds"].to_pylist() == [1, 1]
+
+
+def test_a_study_may_grow(world: World) -> None:
+    run_study(read_study(document(world, seed=" [0]")), world.root / "study", home=world.home)
+    grown = read_study(document(world, seed=" [0]", arch=" [1x16, 1x32, 1x48]"))
+    assert len(run_study(grown, world.root / "study", home=world.home).summary) == 6
+
+
+def test_a_pass_whose_students_diverge_is_left_out(
+    world: World, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    def diverging(config: TrainConfig, *arguments: Any, **others: Any) -> TrainResult:
+        if config.seed == 1:
+            raise DivergedError("student 1x16 diverged.")
+        return train_students(config, *arguments, **others)
+
+    monkeypatch.setattr("minilm_cache.workflows.study.train_students", diverging)
+    code, out, err = command("study", document(world), "--json")
+
+    assert code == 0
+    assert {row["seed"] for row in json.loads(out)["students"]} == {0}
+    assert err.count("The study goes on without this pass") == 2
+    command.fails("study", document(world, seed=" [1]"), code=1, says="every student of")
+
+
+def test_a_moved_study_is_still_one(world: World, command: Command) -> None:
+    path = document(world, seed=" [0]")
+    command("study", path)
+    (world.root / "shapes").rename(world.root / "moved")
+    code, _, err = command("study", path, "--out", world.root / "moved")
+    assert (code, err.count("nothing to do")) == (0, 4)
+    assert command("report", world.root / "moved", "--out", world.root / "page.html")[0] == 0
+    command.fails("report", world.root / "moved", "--cache", "x", code=2, says="--cache goes with one run")
+
+
+def test_caches_of_unlike_lengths_are_measured_each_at_its_own(world: World, command: Command) -> None:
+    caches = "\n  short: {codec: topk, k: 4, max_length: 16}\n  long: {codec: topk, k: 4, max_length: 64}"
+    code, out, err = command("study", document(world, caches=caches, seed=" [0]"), "--json")
+    flops = {(row["cache"], row["arch"]): row["flops_per_token"] for row in json.loads(out)["students"]}
+
+    assert code == 0, err
+    assert flops["short", "1x16"] < flops["long", "1x16"]
+
+
+def test_the_table_is_printed(world: World, command: Command) -> None:
+    code, out, _ = command("study", document(world))
+
+    assert code == 0
+    assert all(words in out for words in ("1x16", "1x32", "sampled", "coded", "+-", "KL, attention"))
+
+
+def labelled(tmp_path: Path) -> World:
+    """Return a world whose teacher tells masked tokens."""
+    teacher = save_teacher(tmp_path / "teacher", head="tokens")
+    return World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+
+
+def test_students_of_all_objectives_are_asked_for_masked_tokens(tmp_path: Path, command: Command) -> None:
+    world = labelled(tmp_path)
+    changes = {
+        "caches": "\n  all: {for: [tinybert, mlm-kd, bert-pkd, mobilebert], codec: vectors, max_kl: 0.05}",
+        "arch": " [2x32]",
+        "objective": """
+  - minilm
+  - tinybert
+  - {objective: tinybert, layer_map: top}
+  - mlm-kd
+  - bert-pkd
+  - {objective: mobilebert, arch: ['3x32:b16']}""",
+        "seed": " [0]",
+        "agreement_steps": " 4",
+    }
+    code, out, err = command("study", document(world, **changes), "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    rows = {row["objective"]: row for row in found["students"]}
+    tinybert = ["tinybert (layers: all)", "tinybert (layers: top)"]
+    assert list(rows) == ["minilm", *tinybert, "mlm-kd", "bert-pkd (layers: all)", "mobilebert"]
+    assert rows["mobilebert"]["arch"] == "3x32:b16"
+    cache = open_cache(Path(found["study"]) / "caches/all")
+    for row in rows.values():
+        assert row["kl_to"] == "teacher"
+        assert row["kl_attention"] > 0
+        assert row["kl_value"] > 0
+        folder = (
+            Path(found["study"]) / "masked" / f"4-{row['run']}" / "students" / row["arch"].replace(":", "-")
+        )
+        assert row["masked_agreement"] == pytest.approx(plain_agreement(folder, world.teacher, cache))
+        assert json.loads((folder.parents[1] / "run.json").read_text())["identity"]["steps"] == 4
+    page = (Path(found["study"]) / "report.html").read_text()
+    assert "masked tokens predicted like the teacher" in page
+    code, out, _ = command("study", document(world, **changes))
+    assert code == 0
+    assert "masked tokens like the teacher" in out
+
+
+def plain_agreement(folder: Path, teacher: Path, cache: Cache) -> float:
+    """Return the share of held-out chosen tokens that two whole models tell alike."""
+    models = [AutoModelForMaskedLM.from_pretrained(one).eval() for one in (folder, teacher)]
+    same = []
+    for number in range(cache.manifest.num_train, len(cache)):
+        masked = cache[number].states().masked
+        assert masked is not None
+        with torch.no_grad():
+            own, told = (model(input_ids=masked.ids).logits[masked.chosen].argmax(-1) for model in models)
+        same += (own == told).tolist()
+    return sum(same) / len(same)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"agreement_steps": " 3"}, "agreement_steps: cache sampled will hold no labels"),
+        (
+            {"agreement_steps": " 3", "dump": " {max_tokens: 999}", "caches": "\n  one: {cache: nowhere}"},
+            "students are compared with a teacher",
+        ),
+        ({"objective": " [mlm-kd]"}, "objective mlm-kd needs labels, which this cache will not hold"),
+        ({"objective": " [hidden-mse]"}, "give {for: [hidden-mse]}"),
+        ({"objective": " [{objective: mlm-kd, layer_map: all}]"}, "does not go with --objective mlm-kd"),
+        ({"caches": "\n  one: {for: [bert]}"}, "there is no objective bert"),
+        ({"caches": "\n  one: {for: 3}"}, "--for 3: give objectives"),
+        ({"objective": " [{objective: minilm, arch: ['1x16:s1']}]"}, "give seeds under seed"),
+        ({"objective": " [{objective: minilm, arch: ['1x17']}]"}, "does not divide by 4 heads"),
+    ],
+)
+def test_states_that_a_study_lacks_are_named(
+    world: World, command: Command, changes: dict[str, str], says: str
+) -> None:
+    command.fails("study", document(world, **changes), code=2, says=says)

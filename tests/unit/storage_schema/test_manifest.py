@@ -1,0 +1,603 @@
+"""The manifest and the commit record: what they must say of themselves, and which files they may name."""
+
+import json
+import math
+import os
+from pathlib import PurePosixPath
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
+from minilm_cache.storage_schema.identity import MAX_LAYERS, MAX_TOKENS
+from minilm_cache.storage_schema.manifest import (
+    MAX_MANIFEST_BYTES,
+    MAX_RECORD_BYTES,
+    TOKENIZER_FILES,
+    CacheManifest,
+    Calibration,
+    CommitRecord,
+    Fidelity,
+    FileDigest,
+    Labels,
+    LayerCalibration,
+    LayerFidelity,
+    Measured,
+    RelativePath,
+    ShardRange,
+    StateCalibration,
+    StateFidelity,
+    StoredDocument,
+    Xxh3,
+    layer_folder,
+)
+from minilm_cache.storage_schema.problems import parse
+from minilm_cache.storage_schema.states import StateFamily
+from tests.unit.storage_schema.test_arrays import CALIBRATED_LAYERS, CALIBRATED_STATES, CALIBRATION
+from tests.unit.storage_schema.test_base import (
+    Content,
+    as_json,
+    check_range,
+    errors_of,
+    named,
+    of_other_types,
+    with_value,
+    without,
+)
+from tests.unit.storage_schema.test_documents import ROOT
+from tests.unit.storage_schema.test_identity import leaves, plain_fingerprint
+
+STORED = {
+    name: (ROOT / "tests/golden" / name / "manifest.json").read_bytes()
+    for name in ("v1", "v1-states", "v1-vectors")
+}
+V1, STATES, VECTORS = ({**json.loads(text), "checksum": None} for text in STORED.values())
+"""Released manifests, without a checksum so that the tests may change them."""
+RECORD: Content = json.loads((ROOT / "tests/golden/v1/commits/00000.json").read_bytes())
+DIGEST: Content = {"size": 1, "sha256": "a" * 64, "xxh3_128": "b" * 32}
+INCOMPLETE = V1 | {"complete": False, "measured": None}
+INVALID = [("", "value_error")]
+"""What a validator of the whole document raises, in contrast to one of a field."""
+
+
+def manifest_of(content: Content) -> CacheManifest:
+    return CacheManifest.model_validate_json(as_json(content))
+
+
+def identified(content: Content, path: str, value: object) -> Content:
+    """Return a manifest with another identity and the fingerprint of it."""
+    changed = with_value(content, f"identity.{path}", value)
+    return changed | {"fingerprint": plain_fingerprint(changed["identity"])}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_released_manifests_are_written_as_they_were(name: str) -> None:
+    """Apart from the checksum, which the first releases did not write."""
+    written = json.loads(CacheManifest.model_validate_json(STORED[name]).to_json())
+
+    assert without(written, "checksum") == {
+        field: value for field, value in json.loads(STORED[name]).items() if field != "checksum"
+    }
+    if name == "v1-states":
+        assert CacheManifest.model_validate_json(STORED[name]).to_json() == STORED[name].rstrip(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("model", "content"), [(CacheManifest, STATES), (CommitRecord, RECORD)], ids=["manifest", "record"]
+)
+def test_the_checksum_is_that_of_plain_python(model: type[StoredDocument], content: Content) -> None:
+    document = model.model_validate_json(as_json(content))
+    stored = document.to_json()
+    again = model.model_validate_json(stored)
+
+    assert json.loads(stored)["checksum"] == plain_fingerprint(without(json.loads(stored), "checksum"))
+    assert again.to_json() == stored
+    assert again.model_copy(update={"checksum": None}) == document
+    assert document.checksum is None
+
+
+SEALED = CacheManifest.model_validate_json(as_json(VECTORS)).to_json()
+
+
+@given(st.integers(0, len(SEALED) - 1), st.integers(0, 255))
+@settings(max_examples=150, deadline=None)
+def test_no_changed_byte_of_a_manifest_goes_unnoticed(place: int, byte: int) -> None:
+    """What is accepted nevertheless, such as another space, says the same."""
+    text = SEALED[:place] + bytes([byte]) + SEALED[place + 1 :]
+    try:
+        manifest = parse(CacheManifest, text, "x")
+    except (CacheCorruptError, UnsupportedFormatError):
+        return
+    assert manifest.to_json() == SEALED
+
+
+@given(st.integers(0, len(SEALED) - 1))
+@settings(max_examples=50, deadline=None)
+def test_a_manifest_that_breaks_off_is_damaged(length: int) -> None:
+    with pytest.raises(CacheCorruptError):
+        parse(CacheManifest, SEALED[:length], "x")
+
+
+def test_a_wrong_checksum_is_refused_and_none_is_not() -> None:
+    assert errors_of(CacheManifest, V1 | {"checksum": "0" * 64}) == INVALID
+    assert errors_of(CacheManifest, V1 | {"checksum": ""}) == [("checksum", "string_pattern_mismatch")]
+    assert manifest_of(V1).checksum is manifest_of(without(V1, "checksum")).checksum is None
+
+
+CHANGEABLE = [
+    (path, value)
+    for path, value in leaves(without(without(V1, "files"), "format_version"))
+    if path not in {"checksum", "identity.format_version"}
+]
+
+
+@pytest.mark.parametrize(("path", "value"), CHANGEABLE, ids=named)
+def test_no_field_takes_a_value_of_another_type(path: str, value: object) -> None:
+    for other in of_other_types(value):
+        with pytest.raises(ValidationError):
+            manifest_of(with_value(V1, path, other))
+
+
+@pytest.mark.parametrize(
+    "path", ["", "labels.", "identity.", "shards.0.", "measured.", "measured.fidelity.0."]
+)
+def test_unknown_fields_are_refused(path: str) -> None:
+    assert (f"{path}more", "extra_forbidden") in errors_of(CacheManifest, with_value(V1, f"{path}more", 0))
+
+
+@pytest.mark.parametrize("path", list(V1))
+def test_fields_are_required_unless_old_caches_lack_them(path: str) -> None:
+    if path in {"checksum", "format_version", "calibration"}:
+        assert manifest_of(without(V1, path)).to_json() == manifest_of(V1).to_json()
+    elif path == "measured":
+        assert errors_of(CacheManifest, without(V1, path)) == INVALID
+    else:
+        assert errors_of(CacheManifest, without(V1, path)) == [(path, "missing")]
+
+
+@pytest.mark.parametrize(
+    ("model", "content", "field", "values"),
+    [
+        (FileDigest, DIGEST, "size", (-1, 0, 2**40, 2**40 + 1)),
+        (ShardRange, V1["shards"][0], "first_sequence", (-1, 0, MAX_TOKENS, MAX_TOKENS + 1)),
+        (ShardRange, V1["shards"][0], "num_sequences", (0, 1, MAX_TOKENS, MAX_TOKENS + 1)),
+        (ShardRange, V1["shards"][0], "num_tokens", (0, 1, MAX_TOKENS, MAX_TOKENS + 1)),
+        (LayerFidelity, V1["measured"]["fidelity"][0], "layer", (-1, 0, 1023, 1024)),
+        (LayerCalibration, CALIBRATED_LAYERS[0], "layer", (-1, 0, 1023, 1024)),
+        (LayerCalibration, CALIBRATED_LAYERS[0], "components", (0, 1, 2**18, 2**18 + 1)),
+        (LayerCalibration, CALIBRATED_LAYERS[0], "head_size", (0, 1, 2**16, 2**16 + 1)),
+        (LayerCalibration, CALIBRATED_LAYERS[0], "scaling", (0, 5e-324, 2**20, 2**20 + 1)),
+        (LayerCalibration, CALIBRATED_LAYERS[0], "window", (-1, 0, 2**16, 2**16 + 1)),
+        (StateCalibration, CALIBRATED_STATES[0], "number", (-1, 0, 1024, 1025)),
+        (StateCalibration, CALIBRATED_STATES[0], "components", (0, 1, 2**16, 2**16 + 1)),
+        (StateCalibration, CALIBRATED_STATES[0], "error", (-5e-324, 0, 1, math.nextafter(1, 2))),
+        (Calibration, CALIBRATION, "num_fitted", (0, 1, MAX_TOKENS, MAX_TOKENS + 1)),
+        (Calibration, CALIBRATION, "num_checked", (0, 1, MAX_TOKENS, MAX_TOKENS + 1)),
+        (CommitRecord, RECORD, "shard", (-1, 0, 2**20 - 1, 2**20)),
+        (CommitRecord, RECORD, "rank", (-1, 0, 2**20 - 1, 2**20)),
+    ],
+    ids=named,
+)
+def test_bounds(model: type, content: Content, field: str, values: tuple[Any, Any, Any, Any]) -> None:
+    check_range(model, content, field, values)
+
+
+@pytest.mark.parametrize(
+    ("model", "content", "field", "value"),
+    [
+        (Measured, V1["measured"], "bytes_per_token", 0),
+        (Measured, V1["measured"], "total_bytes", -1),
+        (Measured, V1["measured"], "fidelity_sequences", 0),
+        (Measured, V1["measured"], "fidelity", []),
+        (StateFidelity, {"path": "labels"}, "bytes_per_token", -5e-324),
+        (CacheManifest, V1, "num_tokens", 0),
+        (CacheManifest, V1, "num_tokens", MAX_TOKENS + 1),
+        (CacheManifest, V1, "num_sequences", 0),
+        (CacheManifest, V1, "num_sequences", MAX_TOKENS + 1),
+        (CacheManifest, V1, "num_held_out", -1),
+        (CacheManifest, V1, "shard_tokens", 32),
+        (CacheManifest, V1, "shard_tokens", 2**27),
+        (CacheManifest, V1, "held_out_by", "tokens"),
+        (CacheManifest, V1, "shards", []),
+    ],
+    ids=str,
+)
+def test_values_out_of_bounds_are_refused(model: type, content: Content, field: str, value: object) -> None:
+    assert [place for place, _ in errors_of(model, content | {field: value})] == [field]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "b" * 31, "b" * 33, "B" * 32, "b" * 31 + "g", "b" * 32 + "\n"], ids=repr
+)
+def test_a_hash_or_an_attempt_is_32_lower_case_hexadecimal_digits(text: str) -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter(Xxh3).validate_python(text)
+    for field in ("attempt", "tokens_xxh3"):
+        assert [place for place, _ in errors_of(CommitRecord, RECORD | {field: text})] == [field]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tokens/c/0",
+        "zarr.json",
+        "a",
+        "_a/-b",
+        "A.b/c_d-e.f",
+        "a..b",
+        "sequences/part-00000.parquet",
+        "x" * 128,
+    ],
+)
+def test_paths_below_the_root_are_accepted(path: str) -> None:
+    record = CommitRecord.model_validate_json(as_json(RECORD | {"files": {path: DIGEST}}))
+
+    assert list(record.files) == [path]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("", "/", "/a", "a/", "a//b", ".", "..", "../a", "a/..", "a/../b", "./a", "a/./b", ".a", "a/.b"),
+        *(
+            "a\\b",
+            "C:/a",
+            "a b",
+            "a\n",
+            "a\nb",
+            "a\0",
+            "~/a",
+            "a/~b",
+            "$HOME",
+            "a%2e",
+            "\u00e9",
+            "a\u2215b",
+            "x" * 129,
+        ),
+    ],
+    ids=repr,
+)
+def test_paths_that_could_lead_elsewhere_are_refused(path: str) -> None:
+    (place,) = errors_of(CommitRecord, RECORD | {"files": {path: DIGEST}})
+
+    assert place[0].startswith("files")
+
+
+@given(st.text("./\\ ~a-\n", max_size=12))
+def test_an_accepted_path_stays_below_the_root(path: str) -> None:
+    try:
+        TypeAdapter(RelativePath).validate_python(path)
+    except ValidationError:
+        return
+    assert os.path.normpath(path) == path
+    assert not any(part.startswith(".") for part in PurePosixPath(path).parts)
+    assert not path.startswith("/")
+
+
+@pytest.mark.parametrize("field", ["size", "sha256", "xxh3_128"])
+def test_a_file_has_its_size_and_both_hashes(field: str) -> None:
+    assert errors_of(FileDigest, without(DIGEST, field)) == [(field, "missing")]
+    assert errors_of(FileDigest, DIGEST | {field: None})[0][0] == field
+
+
+@pytest.mark.parametrize(
+    ("content", "path"),
+    [
+        *((V1, f"teacher/{name}") for name in ("config.json", *TOKENIZER_FILES)),
+        (V1, "preview/sequences.parquet"),
+        (V1, "tokens/zarr.json"),
+        *(
+            (content, f"{folder}/{name}")
+            for content, folder in ((VECTORS, "vectors/2"), (STATES, "states/masked/3"))
+            for name in ("basis/c/0/0", "step/c/0", "analysis/c/0/0", "gain/c/0", "mean/c/0")
+        ),
+    ],
+    ids=named,
+)
+def test_a_manifest_names_the_files_of_the_format(content: Content, path: str) -> None:
+    assert list(manifest_of(content | {"files": {path: DIGEST}}).files) == [path]
+
+
+@pytest.mark.parametrize(
+    ("content", "path"),
+    [
+        *(
+            (V1, path)
+            for path in ("README.md", "manifest.json", "commits/00000.json", "tokens/c/0", "zarr.jsonx")
+        ),
+        *((V1, f"teacher/{name}") for name in ("model.safetensors", "pytorch_model.bin", "modeling_bert.py")),
+        *((V1, path) for path in ("teacher/sub/vocab.txt", "vocab.txt", "preview/other.parquet")),
+        (V1, "vectors/2/basis/c/0/0"),
+        *(
+            (VECTORS, f"vectors/{path}")
+            for path in ("1/basis/c/0/0", "2/basis/c/0/1", "2/codes/c/0/0", "2/basis")
+        ),
+        (VECTORS, "states/hidden/0/step/c/0"),
+        (STATES, "states/hidden/1/step/c/0"),
+    ],
+    ids=named,
+)
+def test_a_manifest_names_no_other_file(content: Content, path: str) -> None:
+    assert errors_of(CacheManifest, content | {"files": content["files"] | {path: DIGEST}}) == INVALID
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("fingerprint", "0" * 64),
+        ("shard_tokens", 192),
+        ("shard_tokens", 64),
+        ("shards.0.first_sequence", 1),
+        ("shards.1.first_sequence", 7),
+        ("shards.1.first_sequence", 9),
+        ("shards.0.num_sequences", 7),
+        ("shards.2.num_sequences", 7),
+        ("shards.2.num_tokens", 92),
+        ("num_sequences", 23),
+        ("num_tokens", 346),
+        ("num_held_out", 22),
+        ("complete", False),
+        ("measured", None),
+        ("measured.fidelity.0.layer", 1),
+        ("calibration", CALIBRATION),
+    ],
+    ids=str,
+)
+def test_what_a_manifest_says_must_agree(path: str, value: object) -> None:
+    assert errors_of(CacheManifest, with_value(V1, path, value)) == INVALID
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("shard_tokens", 256), ("shard_tokens", 2**26), ("num_held_out", 0), ("num_held_out", 21)],
+    ids=str,
+)
+def test_what_does_agree_is_accepted(path: str, value: object) -> None:
+    assert getattr(manifest_of(V1 | {path: value}), path) == value
+
+
+def test_the_longest_sequence_fits_a_shard() -> None:
+    manifest_of(identified(V1, "packing.max_length", 128))
+
+    assert errors_of(CacheManifest, identified(V1, "packing.max_length", 129)) == INVALID
+
+
+def test_sequences_have_a_token_each_and_shards_hold_them() -> None:
+    content = with_value(V1, "shards.2.num_tokens", 6) | {"num_tokens": 262}
+    manifest_of(content)
+
+    assert (
+        errors_of(CacheManifest, with_value(content, "shards.2.num_tokens", 5) | {"num_tokens": 261})
+        == INVALID
+    )
+    assert (
+        errors_of(CacheManifest, with_value(V1, "shards.2.num_tokens", 129) | {"num_tokens": 385}) == INVALID
+    )
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> Content:
+    """Draw an unfinished manifest whose shards follow each other."""
+    shards, following = [], 0
+    for num_sequences in draw(st.lists(st.integers(1, 128), min_size=1, max_size=5)):
+        num_tokens = draw(st.integers(num_sequences, 128))
+        shards.append({"first_sequence": following, "num_sequences": num_sequences, "num_tokens": num_tokens})
+        following += num_sequences
+    return INCOMPLETE | {
+        "shards": shards,
+        "num_sequences": following,
+        "num_tokens": sum(shard["num_tokens"] for shard in shards),
+        "num_held_out": draw(st.integers(0, following - 1)),
+    }
+
+
+@given(partitions(), st.data())
+@settings(max_examples=50, deadline=None)
+def test_shards_partition_the_sequences(content: Content, data: st.DataObject) -> None:
+    manifest = manifest_of(content)
+    shard = data.draw(st.integers(0, manifest.num_shards - 1))
+    field = data.draw(st.sampled_from(["first_sequence", "num_sequences", "num_tokens"]))
+    value = content["shards"][shard][field] + data.draw(st.sampled_from([-1, 1]))
+
+    assert manifest.num_train + manifest.num_held_out == manifest.num_sequences
+    assert json.loads(manifest.to_json())["shards"] == content["shards"]
+    with pytest.raises(ValidationError):
+        manifest_of(with_value(content, f"shards.{shard}.{field}", value))
+
+
+def test_of_many_wrong_shards_only_the_first_is_told() -> None:
+    """A problem takes more memory than the text that has it."""
+    content = V1 | {"shards": [{"first_sequence": -1}] * 2000}
+
+    assert {place.split(".")[1] for place, _ in errors_of(CacheManifest, content)} == {"0"}
+
+
+def test_a_manifest_of_many_shards_is_as_small_as_its_bound_says() -> None:
+    shards = [{"first_sequence": 8 * n, "num_sequences": 8, "num_tokens": 128} for n in range(10_000)]
+    content = INCOMPLETE | {"shards": shards, "num_sequences": 80_000, "num_tokens": 1_280_000}
+
+    assert 7 * len(manifest_of(content).to_json()) < MAX_MANIFEST_BYTES
+    assert len(CommitRecord.model_validate_json(as_json(RECORD)).to_json()) < MAX_RECORD_BYTES
+
+
+@pytest.mark.parametrize("content", [STATES, VECTORS], ids=["states", "vectors"])
+def test_what_is_coded_was_calibrated(content: Content) -> None:
+    assert errors_of(CacheManifest, content | {"calibration": None}) == INVALID
+    assert errors_of(CacheManifest, V1 | {"calibration": content["calibration"]}) == INVALID
+
+
+@pytest.mark.parametrize(
+    ("content", "path", "most", "too_much"),
+    [
+        (VECTORS, "num_fitted", 17, 18),
+        (VECTORS, "num_checked", 4, 5),
+        (VECTORS, "layers.0.kl.attention", 0.1, math.nextafter(0.1, 1)),
+        (VECTORS, "layers.0.kl.value", 0.1, 1),
+        (STATES, "states.0.components", 32, 33),
+        (STATES, "states.2.error", 0.2, math.nextafter(0.2, 1)),
+    ],
+    ids=named,
+)
+def test_a_calibration_keeps_to_its_bounds(content: Content, path: str, most: float, too_much: float) -> None:
+    manifest_of(with_value(content, f"calibration.{path}", most))
+
+    assert errors_of(CacheManifest, with_value(content, f"calibration.{path}", too_much)) == INVALID
+
+
+@pytest.mark.parametrize("name", ["layers", "states"])
+def test_a_calibration_is_of_each_layer_and_state_in_order(name: str) -> None:
+    content = VECTORS if name == "layers" else STATES
+    fitted = content["calibration"][name]
+    other = {"layer": 1} if name == "layers" else {"number": 1}
+    for wrong in ([], fitted[::-1] if len(fitted) > 1 else [], fitted * 2, [fitted[0] | other, *fitted[1:]]):
+        assert errors_of(CacheManifest, with_value(content, f"calibration.{name}", wrong)) == INVALID
+
+
+def test_figures_are_of_each_thing_stored_in_order() -> None:
+    fidelity, states = STATES["measured"]["fidelity"], STATES["measured"]["states"]
+    for wrong in (states[:-1], states[::-1], [], [*states, states[0]], V1["shards"]):
+        with pytest.raises(ValidationError):
+            manifest_of(with_value(STATES, "measured.states", wrong))
+    assert errors_of(CacheManifest, with_value(STATES, "measured.fidelity", fidelity * 2)) == INVALID
+    assert errors_of(CacheManifest, with_value(V1, "measured.states", states)) == INVALID
+
+
+@pytest.mark.parametrize(
+    "names", [[], ["attention"], ["value"], ["attention", "key"], ["attention", "value", "query"]]
+)
+def test_figures_are_of_both_relations(names: list[str]) -> None:
+    fidelity = dict.fromkeys(names, V1["measured"]["fidelity"][0]["relations"]["value"])
+
+    assert errors_of(LayerFidelity, {"layer": 0, "relations": fidelity}) == INVALID
+    assert errors_of(LayerCalibration, CALIBRATED_LAYERS[0] | {"kl": dict.fromkeys(names, 0.1)}) == INVALID
+
+
+@pytest.mark.parametrize("field", list(Fidelity.model_fields))
+def test_only_a_divergence_that_is_infinite_has_no_figure(field: str) -> None:
+    content: Content = V1["measured"]["fidelity"][0]["relations"]["value"]
+    for value in (math.nan, math.inf, -math.inf):
+        assert errors_of(Fidelity, content | {field: value}) == [(field, "finite_number")]
+    if field == "kl_teacher_to_stored":
+        assert Fidelity.model_validate_json(as_json(content)).kl_teacher_to_stored is None
+    else:
+        assert errors_of(Fidelity, content | {field: None}) == [(field, "float_type")]
+
+
+@pytest.mark.parametrize("field", ["relative_error", "cross_entropy_bias"])
+def test_figures_of_states_are_finite_or_there_are_none(field: str) -> None:
+    content: Content = {"path": "labels", "bytes_per_token": 0, field: None}
+
+    assert getattr(StateFidelity.model_validate_json(as_json(content)), field) is None
+    for value in (math.nan, math.inf, "1"):
+        assert [place for place, _ in errors_of(StateFidelity, content | {field: value})] == [field]
+
+
+def test_lists_have_no_more_items_than_a_teacher_has_layers() -> None:
+    layers = [CALIBRATED_LAYERS[0]] * MAX_LAYERS
+    states = [CALIBRATED_STATES[0]] * (2 * MAX_LAYERS + 2)
+    full = CALIBRATION | {"layers": layers, "states": states}
+
+    assert len(Calibration.model_validate_json(as_json(full)).layers) == MAX_LAYERS
+    assert errors_of(Calibration, full | {"layers": [*layers, layers[0]]}) == [("layers", "too_long")]
+    assert errors_of(Calibration, full | {"states": [*states, states[0]]}) == [("states", "too_long")]
+
+
+def test_a_window_is_required_though_it_may_be_none() -> None:
+    assert LayerCalibration.model_validate_json(as_json(CALIBRATED_LAYERS[0])).window is None
+    assert errors_of(LayerCalibration, without(CALIBRATED_LAYERS[0], "window")) == [("window", "missing")]
+
+
+def test_a_calibration_is_found_by_its_layer_or_state() -> None:
+    calibration = Calibration.model_validate_json(
+        as_json(CALIBRATION | {"layers": CALIBRATED_LAYERS, "states": CALIBRATED_STATES})
+    )
+
+    assert [calibration.of_layer(layer).components for layer in (11, 0, 2)] == [16, 5, 7]
+    assert [state.name for state in calibration.states] == [
+        (StateFamily.HIDDEN, 0),
+        (StateFamily.HIDDEN, 3),
+        (StateFamily.MASKED, 2),
+    ]
+    assert layer_folder(11) == "vectors/11"
+
+
+def test_a_manifest_without_states_says_nothing_of_them() -> None:
+    vectors = json.loads(manifest_of(VECTORS).to_json())
+
+    assert "states" not in vectors["calibration"]
+    assert "states" not in vectors["measured"]
+    assert set(json.loads(manifest_of(V1).to_json())) == set(V1)
+
+
+def test_names_for_people_do_not_enter_the_fingerprint() -> None:
+    labels: Content = {"teacher": "a", "corpus": "b", "created_by": "c", "text_column": "d", "revision": "e"}
+
+    assert manifest_of(V1 | {"labels": labels}).labels.model_dump() == labels
+    for name in ("text_column", "revision"):
+        assert name not in Labels.model_validate_json(as_json(without(labels, name))).model_dump()
+
+
+@pytest.mark.parametrize("name", ["teacher", "corpus", "created_by", "text_column", "revision"])
+@pytest.mark.parametrize("value", ["", "a\x1b[31m", "a\tb", "x" * 513], ids=repr)
+def test_names_for_people_have_no_control_characters(name: str, value: str) -> None:
+    assert [place for place, _ in errors_of(Labels, V1["labels"] | {name: value})] == [name]
+
+
+@given(st.lists(st.none() | st.floats(0, 1e6), min_size=4, max_size=4))
+@settings(max_examples=30, deadline=None)
+def test_the_worst_divergence_over_its_bound(divergences: list[float | None]) -> None:
+    content = with_value(VECTORS, "measured.fidelity", VECTORS["measured"]["fidelity"] * 2)
+    content = with_value(identified(content, "layers", [0, 2]), "measured.fidelity.0.layer", 0)
+    fitted = content["calibration"]["layers"][0]
+    content = with_value(content, "calibration.layers", [fitted | {"layer": 0}, fitted])
+    places = [(layer, kind) for layer in (0, 1) for kind in ("attention", "value")]
+    for (layer, kind), value in zip(places, divergences, strict=True):
+        path = f"measured.fidelity.{layer}.relations.{kind}.kl_teacher_to_stored"
+        content = with_value(content, path, value)
+
+    assert manifest_of(content).kl_over_max == max([0.0, *(kl for kl in divergences if kl is not None)]) / 0.1
+
+
+def test_only_finished_caches_of_vectors_have_a_bound_to_keep() -> None:
+    assert manifest_of(V1).kl_over_max is None
+    assert manifest_of(VECTORS | {"complete": False, "measured": None}).kl_over_max is None
+
+
+def test_words_say_how_many_are_held_out_and_by_what() -> None:
+    words = [
+        manifest_of(V1 | {"held_out_by": by, "num_held_out": 21}).held_out_in_words
+        for by in ("documents", "sequences", None)
+    ]
+
+    assert len(set(words)) == 3
+    assert all("21 " in text for text in words)
+    assert not any(letter.isdigit() for letter in manifest_of(V1 | {"num_held_out": 0}).held_out_in_words)
+    many = manifest_of(V1).model_copy(update={"num_held_out": 1234567})
+    assert "1,234,567" in many.held_out_in_words
+
+
+def test_words_tell_figures_of_held_out_sequences_from_others() -> None:
+    assert manifest_of(V1).measured_on != manifest_of(V1 | {"num_held_out": 0}).measured_on
+
+
+def test_who_holds_out_what_is_left_out_where_it_is_not_said() -> None:
+    assert "held_out_by" not in json.loads(manifest_of(V1).to_json())
+    stored = json.loads(manifest_of(V1 | {"held_out_by": "sequences"}).to_json())
+    assert stored["held_out_by"] == "sequences"
+
+
+@pytest.mark.parametrize("field", list(RECORD))
+def test_a_record_says_everything(field: str) -> None:
+    if field != "format_version":
+        assert errors_of(CommitRecord, without(RECORD, field)) == [(field, "missing")]
+
+
+@pytest.mark.parametrize("model", [CacheManifest, CommitRecord])
+@pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
+def test_no_other_version_is_read(model: type[StoredDocument], version: object) -> None:
+    content = V1 if model is CacheManifest else RECORD
+
+    assert errors_of(model, content | {"format_version": version}) == [("format_version", "literal_error")]

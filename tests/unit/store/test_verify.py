@@ -1,0 +1,167 @@
+"""Audits: every file is looked at, each damage is named once, and sums are those of the disk."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from minilm_cache.errors import CacheCorruptError, CacheNotFoundError
+from minilm_cache.progress import Silent
+from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.layout import commit_path
+from minilm_cache.store.reader import CacheReader, Shard, read_manifest
+from minilm_cache.store.verify import Verdict, default_threads, unsound_shards, verify
+from tests.support import write_document
+from tests.unit.store.support import Recorder, keep_shards
+
+
+def accept(reader: CacheReader) -> Callable[[Shard], None]:
+    """Find nothing wrong with any rows."""
+    return lambda shard: None
+
+
+def audit(cache: Path, *, full: bool) -> Verdict:
+    return verify(cache, full=full, num_threads=2, progress=Silent(), check_rows=accept)
+
+
+def listed_files(cache: Path) -> dict[str, int | None]:
+    """Return, by plain JSON, every file that a document lists, and its shard."""
+    listed: dict[str, int | None] = dict.fromkeys(json.loads((cache / "manifest.json").read_text())["files"])
+    for record in sorted((cache / "commits").glob("*.json")):
+        content = json.loads(record.read_text())
+        listed |= dict.fromkeys(content["files"], content["shard"])
+    return listed
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("kept", [range(6), (0, 3)])
+def test_files_and_bytes_are_those_on_disk_and_progress_reaches_its_end(
+    cache: Path, full: bool, kept: tuple[int, ...]
+) -> None:
+    if len(kept) < 6:
+        keep_shards(cache, kept)
+    progress = Recorder()
+    verdict = verify(cache, full=full, num_threads=3, progress=progress, check_rows=accept)
+    sizes = [(cache / path).stat().st_size for path in listed_files(cache)]
+    ranges = json.loads((cache / "manifest.json").read_text())["shards"]
+
+    assert verdict == Verdict(complete=len(kept) == 6, num_files=len(sizes), num_bytes=sum(sizes), damage=())
+    expected = {"verify": sum(sizes)}
+    if full:
+        expected["decode"] = sum(ranges[shard]["num_tokens"] for shard in kept)
+    assert sorted(progress.totals.values()) == sorted(expected.values())
+    assert progress.done == progress.totals
+
+
+@pytest.mark.parametrize("damage", ["changed", "longer", "missing"])
+def test_damage_of_each_single_file_is_named_and_nothing_else(cache: Path, damage: str) -> None:
+    for path, shard in listed_files(cache).items():
+        content = (cache / path).read_bytes()
+        if damage == "missing":
+            (cache / path).unlink()
+        else:
+            tail = bytes([content[-1] ^ 1])
+            (cache / path).write_bytes(content[:-1] + (tail if damage == "changed" else content[-1:] + tail))
+        verdicts = {full: audit(cache, full=full) for full in (False, True)}
+        (cache / path).write_bytes(content)
+
+        assert [(one.path, one.shard) for one in verdicts[True].damage] == [(path, shard)]
+        quick = [(one.path, one.shard) for one in verdicts[False].damage]
+        assert quick == ([] if damage == "changed" else [(path, shard)])
+
+
+@pytest.mark.parametrize("kept", [range(6), (1, 3)])
+def test_a_missing_record_is_damage_of_a_complete_cache_only(cache: Path, kept: tuple[int, ...]) -> None:
+    if len(kept) < 6:
+        keep_shards(cache, kept)
+    (cache / commit_path(3)).unlink()
+    named = [(one.path, one.shard) for one in audit(cache, full=True).damage]
+
+    assert named == ([(commit_path(3), 3)] if len(kept) == 6 else [])
+
+
+def test_every_damaged_file_is_named_and_not_only_the_first(cache: Path) -> None:
+    damaged = ["teacher/config.json", "tokens/c/0", "tokens/c/4", commit_path(2), "relations/zarr.json"]
+    for path in damaged:
+        (cache / path).write_bytes(b"")
+
+    assert sorted(one.path for one in audit(cache, full=False).damage) == sorted(damaged)
+
+
+def test_a_damaged_manifest_is_all_that_can_be_said(cache: Path, tmp_path: Path) -> None:
+    (cache / "manifest.json").write_bytes(b"{")
+    verdict = audit(cache, full=True)
+
+    assert verdict.complete is None
+    assert [one.path for one in verdict.damage] == ["manifest.json"]
+    (cache / "manifest.json").unlink()
+    assert [one.path for one in audit(cache, full=False).damage] == ["manifest.json"]
+    with pytest.raises(CacheNotFoundError):
+        audit(tmp_path / "none", full=False)
+
+
+def test_token_ids_must_be_those_that_the_record_hashes(cache: Path) -> None:
+    """Every file has the committed bytes, but the record says other tokens."""
+    record = json.loads((cache / commit_path(2)).read_text())
+    record["tokens_xxh3"] = "0" * 32
+    write_document(cache / commit_path(2), record)
+
+    assert audit(cache, full=False).damage == ()
+    assert [(one.path, one.shard) for one in audit(cache, full=True).damage] == [(commit_path(2), 2)]
+
+
+def refuse(*numbers: int) -> Callable[[CacheReader], Callable[[Shard], None]]:
+    """Make a check of rows that some shards do not pass."""
+
+    def check(shard: Shard) -> None:
+        if shard.number in numbers:
+            raise CacheCorruptError("rows that mean nothing")
+
+    return lambda reader: check
+
+
+def test_rows_are_judged_by_whoever_knows_codecs(complete: Path) -> None:
+    for full, expected in ((False, []), (True, [1, 4])):
+        verdict = verify(complete, full=full, num_threads=4, progress=Silent(), check_rows=refuse(1, 4))
+        assert [one.shard for one in verdict.damage] == expected
+
+
+def test_unsound_shards_are_those_of_the_ones_asked_about(cache: Path) -> None:
+    (cache / commit_path(0)).write_bytes(b"{")
+    (cache / "tokens/c/2").unlink()
+    (cache / "relations/value/gap/c/3/0/0").write_bytes(b"")
+    manifest, progress = read_manifest(cache), Recorder()
+
+    def ask(*shards: int) -> list[int]:
+        return unsound_shards(cache, manifest, shards=shards, progress=progress, check_rows=refuse(5))
+
+    assert ask(5, 4, 3, 2, 1, 0) == [5, 3, 2, 0]
+    assert ask(1, 4) == []
+    assert sum(progress.totals.values()) == 2 * 256 == sum(progress.done.values())
+
+
+def test_damage_outside_the_shards_is_not_laid_on_them(cache: Path) -> None:
+    content = (cache / "tokens/zarr.json").read_bytes() + b" "
+    (cache / "tokens/zarr.json").write_bytes(content)
+    manifest = json.loads((cache / "manifest.json").read_text())
+    manifest["files"]["tokens/zarr.json"] = digest_bytes(content).model_dump()
+    write_document(cache / "manifest.json", manifest)
+    with pytest.raises(CacheCorruptError):
+        unsound_shards(cache, read_manifest(cache), shards=[0], progress=Silent(), check_rows=accept)
+    assert [one.path for one in audit(cache, full=True).damage] == ["manifest.json"]
+
+
+def test_there_are_one_to_eight_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, expected in ((None, 2), (1, 2), (2, 4), (4, 8), (64, 8)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        assert default_threads() == expected
+
+
+@pytest.mark.xfail(raises=CacheCorruptError, reason="a link ends the audit instead of being named by it")
+@pytest.mark.parametrize("path", ["tokens/c/1", "commits/00001.json", "teacher/config.json"])
+def test_a_link_is_damage_like_any_other(cache: Path, tmp_path: Path, path: str) -> None:
+    (cache / path).rename(tmp_path / "outside")
+    (cache / path).symlink_to(tmp_path / "outside")
+
+    assert [one.path for one in audit(cache, full=False).damage] == [path]
