@@ -11,7 +11,7 @@ from pydantic import Field
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.check import check_codec
-from minilm_cache.objectives.spec import ObjectiveConfig
+from minilm_cache.objectives.spec import ObjectiveConfig, known_objective
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.remote import is_url
@@ -163,8 +163,12 @@ def _choices(source: Source, document: StudyDocument) -> list[ObjectiveChoice]:
     for index, given in enumerate(document.objective):
         values = {"objective": given} if isinstance(given, str) else given
         location: Location = ("objective", index)
-        if values.get("objective") is None:
+        if not isinstance(values.get("objective"), str):
             source.fail(location, "give the name of an objective, as {objective: NAME}")
+        try:
+            known_objective(values["objective"])
+        except ValueError as error:
+            source.fail(location, str(error))
         shapes = {"arch": values.get("arch")}
         arch = source.check(_Shapes, shapes, {"arch": location, "": location}).arch
         settings = {name: value for name, value in values.items() if name != "arch" and value is not None}

@@ -198,7 +198,7 @@ def test_what_a_cache_does_not_hold_is_named_with_the_flags_that_add_it(
         "minilmv2",
         "--no-value-relation",
         code=2,
-        says="go with --objective minilm",
+        says="goes with --objective minilm",
     )
     with pytest.raises(InvalidConfigError):
         map_layers("all", 5, 3)

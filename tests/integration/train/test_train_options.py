@@ -259,7 +259,7 @@ def test_presets_are_printed_and_overridden(world: World, command: Command) -> N
     options = ("--steps", 2, "--batch-size", 4, "--json", "--out", world.root / "run")
     code, _, err = command("train", cache, "--arch", "1x32", "--preset", "minilm", *options)
     assert code == 0, err
-    assert "preset minilm: steps 2, warmup 0.01, weight_decay 0.01, objective minilm, batch_size 4" in err
+    assert "preset minilm: objective minilm, steps 2, warmup 0.01, weight_decay 0.01, batch_size 4" in err
     assert "arXiv 2002.10957" in err
     identity = json.loads((world.root / "run/run.json").read_text())["identity"]
     assert (identity["lr"], identity["warmup"], identity["batch_size"]) == (3e-4, 0.01, 4)

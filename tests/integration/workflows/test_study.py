@@ -178,7 +178,7 @@ def test_tables_are_arrow_tables_for_notebooks(world: World) -> None:
         ({"caches": "\n  sampled: {codec: topk, k: 0}"}, "line 9, caches.sampled.k: input should be greater"),
         ({"caches": "\n  sampled: {codec: tipk}"}, "line 9, caches.sampled.codec: input should be 'topk'"),
         ({"caches": "\n  a: {codec: dense, k: 3}"}, "line 9, caches.a: --k goes with --codec topk"),
-        ({"caches": "\n  Big Name: {codec: dense}"}, "line 9, caches.Big Name: a name has"),
+        ({"caches": "\n  Big Name: {codec: dense}"}, "line 9, caches.Big Name: a name begins"),
         ({"caches": "\n  a: {cache: x, k: 3}"}, "line 9, caches.a: give an existing cache as"),
         (
             {"caches": "\n  a: {codec: topk, world_size: 2}"},

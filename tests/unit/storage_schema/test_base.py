@@ -173,7 +173,7 @@ def test_each_model_has_sections_of_its_own() -> None:
 
 
 def test_a_section_written_as_empty_is_read_as_if_it_were_left_out() -> None:
-    written = {"name": "a", "numbers": [], "table": {}, "inner": None}
+    written: Content = {"name": "a", "numbers": [], "table": {}, "inner": None}
 
     assert Example.model_validate_json(as_json(written)) == Example.model_validate_json(b'{"name": "a"}')
 

@@ -113,6 +113,7 @@ def shuffled(content: Any, order: random.Random) -> Any:
     return [shuffled(value, order) for value in content] if isinstance(content, list) else content
 
 
+PRINTABLE = st.characters().filter(str.isprintable)
 DIGESTS = st.binary(min_size=32, max_size=32).map(bytes.hex)
 SEEDS = st.integers(0, 2**63 - 1)
 ROW_CODECS = st.just(DENSE) | st.fixed_dictionaries(
@@ -137,7 +138,7 @@ def identity_content(draw: st.DrawFn) -> Content:
     of_vectors = len(layers) > 1 or draw(st.booleans())
     content: Content = {
         "teacher": {
-            "model_type": draw(st.text(st.characters(exclude_categories=("C",)), min_size=1, max_size=20)),
+            "model_type": draw(st.text(PRINTABLE, min_size=1, max_size=20)),
             "weights_sha256": draw(DIGESTS),
             "config_sha256": draw(DIGESTS),
             "num_layers": num_layers,
@@ -368,6 +369,7 @@ def test_digests_are_64_lower_case_hexadecimal_digits(text: str) -> None:
 
 
 @given(st.binary())
+@settings(deadline=None)
 def test_every_sha256_is_a_digest(content: bytes) -> None:
     digest = hashlib.sha256(content).hexdigest()
 
@@ -375,6 +377,7 @@ def test_every_sha256_is_a_digest(content: bytes) -> None:
 
 
 @given(st.text(st.characters(max_codepoint=0x7F), min_size=1, max_size=8))
+@settings(deadline=None)
 def test_names_hold_every_ascii_character_but_controls(text: str) -> None:
     if text.isprintable():
         assert TypeAdapter(Name).validate_python(text) == text
@@ -519,3 +522,30 @@ def test_words_of_a_codec_are_the_settings_that_users_choose(codec: Content, wor
     identity = identity_of(LITTLE | {"codec": codec, "relations": relations})
 
     assert codec_words(identity.codec).split(" ") == words
+
+
+@pytest.mark.parametrize(
+    ("codec", "settings_named"),
+    [
+        (LARGEST, ("topk", "4", "largest")),
+        (PPS, ("topk", "4", "pps")),
+        (DENSE, ("dense",)),
+        (VECTORS, ("0.1",)),
+    ],
+    ids=["largest", "pps", "dense", "vectors"],
+)
+def test_people_are_told_the_codec_with_what_bounds_it(
+    codec: Content, settings_named: tuple[str, ...]
+) -> None:
+    relations = [] if codec is VECTORS else ["attention"]
+    identity = identity_of(LITTLE | {"codec": codec, "relations": relations})
+
+    assert all(text in identity.codec.in_words for text in (codec["name"], *settings_named))
+
+
+def test_parameters_of_vectors_are_there_with_no_other_codec() -> None:
+    identity = identity_of(OF_VECTORS)
+
+    assert identity.vectors is identity.codec
+    assert identity_of(LITTLE).vectors is None
+    assert identity_of(LITTLE | {"codec": DENSE}).vectors is None

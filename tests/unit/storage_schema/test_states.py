@@ -106,6 +106,7 @@ def test_a_state_lies_below_its_family_and_number(family: StateFamily, number: i
 
 
 @given(st.sampled_from([READ_PATH, WEIGHT_PATH, "states/masked/3/codes"]), st.integers(0, MAX_READINGS - 1))
+@settings(deadline=None)
 def test_the_path_of_a_reading_leads_back_to_the_plain_one(path: str, reading: int) -> None:
     stored = reading_path(path, reading)
 

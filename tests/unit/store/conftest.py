@@ -24,4 +24,8 @@ def cache(complete: Path, tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def quick_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let fsync check its descriptor and wait for no disk: no test cuts the power."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+
+    def fsync(descriptor: int) -> None:
+        os.fstat(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)

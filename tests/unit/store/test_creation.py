@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock, Timeout
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError, StorageError
@@ -113,6 +113,7 @@ def leaves(document: object, other: object, prefix: str = "") -> set[str]:
     return set().union(*parts)
 
 
+@settings(max_examples=50, deadline=None)
 @given(DOCUMENT, DOCUMENT)
 def test_every_differing_value_is_named_once(left: dict[str, object], right: dict[str, object]) -> None:
     names = [text.split()[0] for text in differing_values(left, right)]

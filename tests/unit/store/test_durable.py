@@ -10,7 +10,7 @@ from threading import Barrier
 
 import pytest
 from filelock import FileLock
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError, StorageError
@@ -102,8 +102,13 @@ def test_a_link_is_replaced_and_what_it_leads_to_left_alone(
 def test_a_reader_sees_the_old_content_or_the_new_and_never_a_part(tmp_path: Path) -> None:
     file, contents = tmp_path / "file", [bytes([number]) * 50_000 for number in range(40)]
     write_file(file, contents[0])
+
+    def write_all() -> None:
+        for content in contents:
+            write_file(file, content)
+
     with ThreadPoolExecutor(1) as threads:
-        writing = threads.submit(lambda: [write_file(file, content) for content in contents])
+        writing = threads.submit(write_all)
         seen = [file.read_bytes()]
         while not writing.done():
             seen.append(file.read_bytes())
@@ -180,6 +185,7 @@ def test_only_what_interrupted_writes_leave_is_nothing(
     assert is_vacant(tmp_path, beside=tmp_path / "beside") == vacant
 
 
+@settings(max_examples=50, deadline=None)
 @given(content=st.binary(max_size=64), max_bytes=st.integers(0, 80))
 def test_a_file_is_read_whole_or_refused(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, max_bytes: int

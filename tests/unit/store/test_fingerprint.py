@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.store.fingerprint import (
@@ -17,6 +17,7 @@ from minilm_cache.store.fingerprint import (
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=300))
 def test_a_digest_is_the_size_and_both_hashes(content: bytes) -> None:
     digest = digest_bytes(content)
@@ -26,6 +27,7 @@ def test_a_digest_is_the_size_and_both_hashes(content: bytes) -> None:
     assert digest.xxh3_128 == xxhash.xxh3_128(content).hexdigest() == xxh3(memoryview(content))
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(max_size=20), max_size=10))
 def test_texts_are_hashed_with_their_lengths(texts: list[str]) -> None:
     framed = b"".join(len(text.encode()).to_bytes(8, "little") + text.encode() for text in texts)
@@ -33,6 +35,7 @@ def test_texts_are_hashed_with_their_lengths(texts: list[str]) -> None:
     assert sha256_texts(iter(texts)) == hashlib.sha256(framed).hexdigest()
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.text(min_size=1, max_size=20), st.data())
 def test_where_a_text_is_cut_counts(text: str, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(text)))
@@ -53,6 +56,7 @@ def test_one_file_has_its_own_digest(tmp_path: Path) -> None:
     assert sha256_files([tmp_path / "file"]) == hashlib.sha256(b"content").hexdigest()
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     contents=st.dictionaries(st.text("abc", min_size=1, max_size=4), st.binary(max_size=8), min_size=2),
     chance=st.randoms(use_true_random=False),

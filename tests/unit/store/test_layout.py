@@ -4,12 +4,12 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.identity import CacheIdentity, DenseParameters, TopKParameters
-from minilm_cache.storage_schema.manifest import Labels
+from minilm_cache.storage_schema.manifest import PREVIEW, Labels
 from minilm_cache.store.layout import (
     below,
     cache_name,
@@ -28,6 +28,7 @@ from tests.unit.store.support import GOLDEN, VECTORS, plain_row_bytes
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=200)
 
 
+@settings(max_examples=50, deadline=None)
 @given(LENGTHS, st.sampled_from([64, 128, 256]))
 def test_shards_are_filled_with_whole_sequences_in_order(lengths: list[int], shard_tokens: int) -> None:
     """Oracle: put each sequence into the last shard, or into a new one if it does not fit."""
@@ -42,6 +43,7 @@ def test_shards_are_filled_with_whole_sequences_in_order(lengths: list[int], sha
     assert [r.first_sequence for r in ranges] == [sum(map(len, expected[:n])) for n in range(len(expected))]
 
 
+@settings(max_examples=50, deadline=None)
 @given(LENGTHS)
 def test_every_sequence_is_in_the_shard_that_is_named_for_it(lengths: list[int]) -> None:
     ranges = split_into_shards(np.asarray(lengths), 64)
@@ -54,6 +56,7 @@ def test_no_sequences_make_no_shards() -> None:
     assert split_into_shards(np.zeros(0, np.int64), 64) == ()
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 99_999), min_size=2, max_size=20, unique=True))
 def test_names_sort_as_the_shards_do(shards: list[int]) -> None:
     for path_of in (commit_path, sequences_path, lock_path):
@@ -61,6 +64,7 @@ def test_names_sort_as_the_shards_do(shards: list[int]) -> None:
         assert paths == sorted(set(paths))
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**20))
 def test_paths_of_a_shard_hold_its_number_and_stay_below_the_root(shard: int) -> None:
     for path_of in (commit_path, sequences_path, lock_path):
@@ -77,7 +81,7 @@ def test_the_layout_names_every_file_of_a_cache_and_no_other(name: str) -> None:
     manifest = read_manifest(root)
     shards = range(len(manifest.shards))
     expected = {path for shard in shards for path in (*shard_files(manifest, shard), commit_path(shard))}
-    expected |= {"manifest.json", "README.md", *manifest.files}
+    expected |= {"manifest.json", "README.md", PREVIEW, *manifest.files}  # these name no preview yet
     on_disk = {file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file()}
 
     assert {path for path in on_disk if not path.startswith("locks/")} == expected
@@ -100,6 +104,7 @@ def identity_of(k: int | None, heads: int, max_length: int) -> CacheIdentity:
     return identity.model_copy(update={"codec": codec, "packing": packing, "relation_heads": heads})
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.one_of(st.none(), st.integers(1, 4096)),
     st.integers(1, 64),
@@ -131,9 +136,12 @@ def test_a_cache_of_many_layers_keeps_its_writer_below_two_gibibytes() -> None:
     assert tokens * (2 + 64 * 768 * 2) <= 2**31 < 2 * tokens * (2 + 64 * 768 * 2)
 
 
-LABEL = st.text(st.characters(min_codepoint=32, exclude_characters="\x7f"), min_size=1, max_size=30)
+LABEL = st.text(
+    st.characters(codec="utf-8", min_codepoint=32, exclude_characters="\x7f"), min_size=1, max_size=30
+)
 
 
+@settings(max_examples=50, deadline=None)
 @given(LABEL, LABEL)
 def test_a_cache_has_a_name_of_one_part_that_ends_with_its_fingerprint(teacher: str, corpus: str) -> None:
     identity = identity_of(6, 4, 32)
@@ -144,6 +152,7 @@ def test_a_cache_has_a_name_of_one_part_that_ends_with_its_fingerprint(teacher: 
     assert name.endswith(f"-topk-{identity.fingerprint()[:12]}")
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.text("abc._-0", min_size=1).filter(lambda part: set(part) != {"."}), min_size=1))
 def test_paths_are_joined_as_pathlib_does(parts: list[str]) -> None:
     root = Path("/nowhere/cache")

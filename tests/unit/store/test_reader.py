@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.errors import (
@@ -95,6 +95,7 @@ def test_threads_share_a_reader_and_lose_no_bytes_of_its_count(complete: Path) -
     assert [shard.number for shard in shards] == list(range(6)) * 4
 
 
+@settings(max_examples=50, deadline=None)
 @given(content=st.binary(max_size=60), stored=st.binary(max_size=60))
 def test_bytes_are_returned_only_if_they_are_those_committed(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, stored: bytes
@@ -236,6 +237,7 @@ def test_a_record_must_be_of_this_cache_and_this_shard(complete: Path, change: s
         check_record(record.model_copy(update=CHANGES[change](record)), manifest, shard=1, place="here")
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(8, 26))
 def test_shards_are_refused_from_four_gibibytes_on(power: int) -> None:
     manifest = read_manifest(GOLDEN / "v1").model_copy(update={"shard_tokens": 2**power})

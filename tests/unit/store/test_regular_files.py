@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.store.regular_files import NotRegularError, first_bytes
 
 
+@settings(max_examples=50, deadline=None)
 @given(content=st.binary(max_size=200), num_bytes=st.integers(0, 250))
 def test_so_many_bytes_are_read_from_the_beginning(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, num_bytes: int

@@ -62,6 +62,7 @@ def chunked(tmp_path_factory: pytest.TempPathFactory) -> tuple[ArraySpec, npt.ND
     return spec, rows, written_by_zarr(tmp_path_factory.mktemp("zarr"), spec, rows)
 
 
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs")
 @pytest.mark.parametrize("name", ["v1", "v1-vectors", "v1-states"])
 def test_every_array_of_a_cache_decodes_to_what_zarr_reads(name: str) -> None:
     reader = CacheReader(GOLDEN / name)
@@ -91,7 +92,7 @@ def test_any_shard_that_zarr_writes_is_read(tmp_path: Path, dtype: DType, row_sh
     np.testing.assert_array_equal(decoded, rows)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(num_tokens=st.integers(0, SHARD_TOKENS))
 def test_the_slack_is_cut_off_wherever_a_chunk_ends(
     chunked: tuple[ArraySpec, npt.NDArray[Any], bytes], num_tokens: int
@@ -102,7 +103,7 @@ def test_the_slack_is_cut_off_wherever_a_chunk_ends(
     np.testing.assert_array_equal(decoded, rows[:num_tokens])
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_a_changed_bit_is_refused_or_lies_in_a_chunk_that_nobody_asked_for(
     chunked: tuple[ArraySpec, npt.NDArray[Any], bytes], data: st.DataObject
@@ -120,7 +121,7 @@ def test_a_changed_bit_is_refused_or_lies_in_a_chunk_that_nobody_asked_for(
     np.testing.assert_array_equal(decoded, rows[:num_tokens])
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_shard_that_was_cut_short_is_refused(
     chunked: tuple[ArraySpec, npt.NDArray[Any], bytes], data: st.DataObject
@@ -169,6 +170,7 @@ def test_codes_of_several_chunks_come_back() -> None:
         np.testing.assert_array_equal(decoded, rows[:num_tokens])
 
 
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs")
 def test_zarr_reads_the_codes_that_we_write(tmp_path: Path) -> None:
     reader = CacheReader(VECTORS)
     (spec,) = (spec for spec in reader.specs if spec.compressor == "pcodec")

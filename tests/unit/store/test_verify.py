@@ -57,6 +57,8 @@ def test_files_and_bytes_are_those_on_disk_and_progress_reaches_its_end(
 @pytest.mark.parametrize("damage", ["changed", "longer", "missing"])
 def test_damage_of_each_single_file_is_named_and_nothing_else(cache: Path, damage: str) -> None:
     for path, shard in listed_files(cache).items():
+        if shard in {1, 2, 3, 4}:  # one of the full shards and the last will do
+            continue
         content = (cache / path).read_bytes()
         if damage == "missing":
             (cache / path).unlink()

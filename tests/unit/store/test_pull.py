@@ -1,0 +1,115 @@
+"""A cache that arrives: each file checked before it is written, the folder there only when it is whole."""
+
+from pathlib import Path
+
+import pytest
+
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
+from minilm_cache.progress import Silent, never_stop
+from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.layout import commit_path, shard_files
+from minilm_cache.store.pull import Fetcher, pull
+from minilm_cache.store.reader import read_manifest, read_record
+from minilm_cache.store.remote import open_store
+from tests.unit.store.support import Recorder, files_below
+
+
+def fetcher_into(source: Path, folder: Path) -> Fetcher:
+    return Fetcher(open_store(str(source)), folder, read_manifest(source))
+
+
+def test_a_pulled_cache_is_the_same_to_the_byte_and_nothing_lies_beside_it(
+    complete: Path, tmp_path: Path
+) -> None:
+    progress = Recorder()
+    result = pull(str(complete), tmp_path / "out", progress=progress, should_stop=never_stop)
+
+    assert files_below(tmp_path / "out") == files_below(complete)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (result.shards_copied, result.shards_kept) == (6, 0)
+    assert progress.done == progress.totals
+
+
+@pytest.mark.parametrize("path", ["tokens/c/4", "teacher/config.json", commit_path(2), "manifest.json"])
+def test_a_cache_that_is_damaged_where_it_is_never_appears(cache: Path, tmp_path: Path, path: str) -> None:
+    content = (cache / path).read_bytes()
+    (cache / path).write_bytes(content[:-2] + b"!!")
+    out = tmp_path / "out"
+    with pytest.raises(CacheCorruptError):
+        pull(str(cache), out, progress=Silent(), should_stop=never_stop)
+    assert not out.exists()
+    (cache / path).write_bytes(content)
+    pull(str(cache), out, progress=Silent(), should_stop=never_stop)
+
+    assert files_below(out) == files_below(cache)
+
+
+def test_an_interrupted_pull_is_no_cache_and_goes_on(complete: Path, tmp_path: Path) -> None:
+    asked = iter([False] * 9)  # the six records, and some of the shards
+    with pytest.raises(InterruptedRunError):
+        pull(str(complete), tmp_path / "out", progress=Silent(), should_stop=lambda: next(asked, True))
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.rglob("manifest.json"))
+    result = pull(str(complete), tmp_path / "out", progress=Silent(), should_stop=never_stop)
+
+    assert (result.shards_copied, result.shards_kept) == (3, 3)
+    assert files_below(tmp_path / "out") == files_below(complete)
+
+
+def test_a_folder_of_other_things_is_left_alone_and_a_vacant_one_taken(
+    complete: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/notes.txt").write_text("mine")
+    (tmp_path / "vacant").mkdir()
+    (tmp_path / "vacant/.file.12.partial").touch()
+    with pytest.raises(IdentityMismatchError):
+        pull(str(complete), tmp_path / "taken", progress=Silent(), should_stop=never_stop)
+    pull(str(complete), tmp_path / "vacant", progress=Silent(), should_stop=never_stop)
+
+    assert files_below(tmp_path / "taken") == {"notes.txt": b"mine"}
+    assert files_below(tmp_path / "vacant") == files_below(complete)
+
+
+def test_a_file_is_fetched_once_and_again_only_if_it_is_damaged_here(complete: Path, tmp_path: Path) -> None:
+    fetcher, manifest = fetcher_into(complete, tmp_path), read_manifest(complete)
+    for path, digest in read_record(complete, manifest, 3).files.items():
+        assert fetcher.fetch(path, digest)
+        assert not fetcher.fetch(path, digest)
+        (tmp_path / path).write_bytes(b"damaged")
+        assert fetcher.fetch(path, digest)
+        assert (tmp_path / path).read_bytes() == (complete / path).read_bytes()
+
+
+def test_a_file_is_as_long_as_its_array_can_need_or_is_not_asked_for(complete: Path, tmp_path: Path) -> None:
+    """Two bytes for each of 256 tokens, and a mebibyte and an eighth more at most; the store has none."""
+    fetcher = fetcher_into(complete, tmp_path / "out")
+    good = digest_bytes((complete / "tokens/c/0").read_bytes())
+    for size in (2**20 + 577, 2**40):
+        with pytest.raises(CacheCorruptError):
+            fetcher.fetch("tokens/c/0", good.model_copy(update={"size": size}))
+    with pytest.raises(CacheCorruptError):
+        fetcher.fetch("teacher/config.json", digest_bytes(bytes(100)), 99)
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_records_are_those_of_the_cache_and_are_kept(cache: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(cache)
+    records = fetcher_into(cache, tmp_path / "out").records(never_stop)
+    assert [set(record.files) for record in records] == [set(shard_files(manifest, n)) for n in range(6)]
+    assert all((tmp_path / "out" / commit_path(n)).is_file() for n in range(6))
+    (cache / commit_path(1)).write_bytes((cache / commit_path(2)).read_bytes())
+    with pytest.raises(CacheCorruptError):
+        fetcher_into(cache, tmp_path / "again").records(never_stop)
+
+
+def test_a_link_here_is_not_written_through(complete: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/tokens").symlink_to(outside)
+    with pytest.raises(CacheCorruptError):
+        fetcher_into(complete, tmp_path / "out").write("tokens/c/0", b"content")
+
+    assert list(outside.iterdir()) == []
