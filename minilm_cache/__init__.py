@@ -10,6 +10,8 @@ open_cache(dumped.path)[0].relation("attention")
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from minilm_cache.storage_schema.versions import RELEASE
+
 if TYPE_CHECKING:
     from minilm_cache.cache import Cache, CachedSequence, open_cache
     from minilm_cache.dump.config import DumpConfig
@@ -49,7 +51,7 @@ __all__ = [
     "students_table",
     "train_students",
 ]
-__version__ = "0.1.0"
+__version__ = RELEASE
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the public names

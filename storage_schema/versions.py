@@ -1,7 +1,9 @@
-"""Format versions: the version that is written, and the versions that can be read."""
+"""The release, the format version that it writes, and the format versions that it reads."""
 
 from typing import Final
 
+RELEASE = "0.1.0"
+"""Version of the package."""
 FORMAT_VERSION: Final = 1
 """The version that this release writes."""
 

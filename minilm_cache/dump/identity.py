@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from minilm_cache import __version__
 from minilm_cache.codecs.rows import ROW_RELATIONS
 from minilm_cache.codecs.topk import PPS_RATIO, scale_ratio
 from minilm_cache.corpus.load import Corpus
@@ -38,6 +37,7 @@ from minilm_cache.storage_schema.manifest import (
 )
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.states import Masking, SoftLabels, StatesIdentity
+from minilm_cache.storage_schema.versions import RELEASE
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import (
     MAX_SHARD_BYTES,
@@ -176,7 +176,7 @@ def name_labels(config: DumpConfig) -> Labels:
     return Labels(
         teacher=_label(config.teacher),
         corpus=_label(config.corpus),
-        created_by=f"minilm-cache {__version__}",
+        created_by=f"minilm-cache {RELEASE}",
         text_column=None if config.text_column is None else printable(config.text_column)[:512],
         revision=None if config.revision is None else printable(config.revision)[:512],
     )

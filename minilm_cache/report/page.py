@@ -19,7 +19,6 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from minilm_cache import __version__
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.agreement import Probed, RelationAgreement, relation_agreement
@@ -37,6 +36,7 @@ from minilm_cache.report.provenance import provenance
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.similarity import LayerSimilarity, layer_similarity
 from minilm_cache.report.tables import KL_COLUMNS, summary_table
+from minilm_cache.storage_schema.versions import RELEASE
 from minilm_cache.store.durable import refuse_file, storage_errors, write_file
 from minilm_cache.wording import number_text
 
@@ -109,7 +109,7 @@ def write_report(
         {
             "title": title,
             "remarks": remarks,
-            "version": __version__,
+            "version": RELEASE,
             "teacher": cache.manifest.labels.teacher,
             "is_live": teacher is not None,
             **_student_values(runs, students),

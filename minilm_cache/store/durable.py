@@ -87,6 +87,10 @@ def create_file(path: Path, content: bytes) -> None:
     Raises:
         FileExistsError: the file exists; its content is unchanged.
     """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # of the folder, which must not be taken for the file
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from error
     with _temporary(path, content) as temporary:
         os.link(temporary, path)
     sync_directories([path.parent])

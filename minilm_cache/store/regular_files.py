@@ -24,7 +24,11 @@ def first_bytes(path: Path, num_bytes: int, *, follow_links: bool = False) -> by
     if not follow_links and path.is_symlink():
         raise NotRegularError(None, "it is a symbolic link", str(path))
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
-    with os.fdopen(os.open(path, flags), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    descriptor = os.open(path, flags)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise NotRegularError(None, "it is not a regular file", str(path))
-        return file.read(num_bytes)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(num_bytes)
+    finally:
+        os.close(descriptor)

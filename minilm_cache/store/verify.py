@@ -77,11 +77,11 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, chec
     damaged: list[Damage] = []
     for shard in range(len(manifest.shards)):
         path = commit_path(shard)
-        if not below(root, path).is_file():
-            if manifest.complete:
-                damaged.append(Damage(path=path, shard=shard, reason="missing"))
-            continue
         try:
+            if not below(root, path).is_file():
+                if manifest.complete:
+                    damaged.append(Damage(path=path, shard=shard, reason="missing"))
+                continue
             record = read_record(root, manifest, shard)
         except MiniLMCacheError as error:
             damaged.append(Damage(path=path, shard=shard, reason=str(error)))
@@ -92,7 +92,11 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, chec
 
     def examine(file: _ListedFile) -> Damage | None:
         path, shard, expected = file
-        reason = _file_damage(below(root, path), expected, full=full)
+        reason: str | None
+        try:
+            reason = _file_damage(below(root, path), expected, full=full)
+        except CacheCorruptError as error:  # a symbolic link, or a path that leads out of the cache
+            reason = str(error)
         progress.advance(expected.size)
         return None if reason is None else Damage(path=path, shard=shard, reason=reason)
 

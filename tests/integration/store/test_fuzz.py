@@ -82,32 +82,42 @@ def _places(document: Any) -> Iterator[tuple[Any, Any]]:
             yield from _places(value)
 
 
-def damage(path: Path, chance: random.Random) -> tuple[Callable[[], None], bool]:
-    """Damage one file of a cache; returns what makes it good again, and whether hashes were made to agree."""
-    files = [
-        file for file in path.rglob("*") if file.is_file() and file.name not in ("README.md", "seal.lock")
-    ]
-    file = chance.choice([*files, *[path / "manifest.json"] * 10])
-    content = file.read_bytes()
-    is_json = file.suffix == ".json" and chance.random() < 0.8
-    changed = (altered if is_json else flipped)(content, chance)
-    file.write_bytes(changed)
-    name = file.relative_to(path).as_posix()
-    listings = [path / "manifest.json", *path.glob(commit_path(0).replace("00000", "[0-9]*"))]
-    restored = {file: content}
-    for listing in listings:
-        document = json.loads(listing.read_bytes()) if listing != file else {"files": {}}
-        if name in document["files"] and chance.random() < 0.9:
-            restored[listing] = listing.read_bytes()
-            document["files"][name] = digest_bytes(changed).model_dump()
-            document.pop("checksum", None)
-            listing.write_text(json.dumps(document))
+class Target:
+    """An undamaged cache: its files and their listings are read once, since every damage is made good."""
 
-    def restore() -> None:
-        for each, original in restored.items():
-            each.write_bytes(original)
+    def __init__(self, path: Path) -> None:
+        """Look at a cache."""
+        self._path = path
+        left_out = ("README.md", "seal.lock")
+        files = [file for file in path.rglob("*") if file.is_file() and file.name not in left_out]
+        self._files = [*files, *[path / "manifest.json"] * 10]
+        self._contents = {file: file.read_bytes() for file in files}
+        commits = path.glob(commit_path(0).replace("00000", "[0-9]*"))
+        self._listed = {
+            listing: json.loads(self._contents[listing]) for listing in (path / "manifest.json", *commits)
+        }
 
-    return restore, len(restored) > 1
+    def damage(self, chance: random.Random) -> tuple[Callable[[], None], bool]:
+        """Damage one file; return what makes it good again, and whether hashes were made to agree."""
+        file = chance.choice(self._files)
+        content = self._contents[file]
+        is_json = file.suffix == ".json" and chance.random() < 0.8
+        changed = (altered if is_json else flipped)(content, chance)
+        file.write_bytes(changed)
+        name = file.relative_to(self._path).as_posix()
+        touched = [file]
+        for listing, document in self._listed.items():
+            if listing != file and name in document["files"] and chance.random() < 0.9:
+                touched.append(listing)
+                files = {**document["files"], name: digest_bytes(changed).model_dump()}
+                agreeing = {key: value for key, value in document.items() if key != "checksum"}
+                listing.write_text(json.dumps({**agreeing, "files": files}))
+
+        def restore() -> None:
+            for each in touched:
+                each.write_bytes(self._contents[each])
+
+        return restore, len(touched) > 1
 
 
 def read_all(path: Path) -> list[torch.Tensor]:
@@ -131,11 +141,11 @@ def fuzz(path: Path, mutations: int, answer: Connection) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + SPARE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    chance = random.Random(0)
+    chance, target = random.Random(0), Target(path)
     refused = read = 0
     wrong: list[str] = []
     for number in range(mutations):
-        restore, agrees = damage(path, chance)
+        restore, agrees = target.damage(chance)
         try:
             found = read_all(path)
             read += 1

@@ -107,8 +107,8 @@ def test_processes_that_divide_the_students_train_what_one_does(world: World) ->
 @pytest.mark.parametrize("place", ["data", "students"])
 def test_a_rank_that_is_killed_is_taken_up_again(world: World, place: str) -> None:
     world.dump()
-    steps = 200
-    options = ("--steps", steps, "--checkpoint-steps", 25, "--place", place)
+    steps = 60
+    options = ("--steps", steps, "--checkpoint-steps", 5, "--place", place)
     run = world.root / "killed"
     process = start(world, run, *options)
     deadline = time.monotonic() + 120

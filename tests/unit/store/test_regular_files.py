@@ -67,7 +67,6 @@ def test_a_file_that_is_not_there_is_told_as_the_system_tells_it(tmp_path: Path,
         first_bytes(tmp_path / "none", 10, follow_links=follow_links)
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="os.fdopen refuses a folder and leaves its descriptor open")
 def test_reading_anything_leaves_no_descriptor_open(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - of names only
@@ -78,7 +77,6 @@ def test_reading_anything_leaves_no_descriptor_open(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
-@pytest.mark.xfail(raises=IsADirectoryError, reason="os.fdopen refuses a folder before its kind is looked at")
 def test_a_folder_is_no_regular_file(tmp_path: Path) -> None:
     with pytest.raises(NotRegularError):
         first_bytes(tmp_path, 10)

@@ -119,12 +119,7 @@ def test_links_and_pipes_of_a_local_store_are_damage(tmp_path: Path) -> None:
     "way",
     [
         "write",
-        pytest.param(
-            "create",
-            marks=pytest.mark.xfail(
-                reason="create_file takes the file above it for the file that it creates"
-            ),
-        ),
+        "create",
     ],
 )
 def test_a_file_where_a_folder_is_needed_is_a_refusal(tmp_path: Path, way: str) -> None:
