@@ -2,7 +2,6 @@
 
     MiniLMCacheError
     |-- InvalidConfigError (ValueError)         a value that is not valid: misuse, exit code 2
-    |   `-- CodecRangeError                     a value outside what a codec can hold
     |-- CorpusError (ValueError)                text that cannot be read or is not there
     |-- TeacherError (ValueError)               a model that cannot be a teacher
     |-- CacheNotFoundError (FileNotFoundError)  no cache at this place
@@ -32,6 +31,7 @@ class ErrorKind(StrEnum):
 
     INVALID_CONFIG = "invalid_config"
     CODEC_RANGE = "codec_range"
+    """No longer raised; kept because values are never removed."""
     CORPUS = "corpus"
     TEACHER = "teacher"
     CACHE_NOT_FOUND = "cache_not_found"
@@ -66,12 +66,6 @@ class InvalidConfigError(MiniLMCacheError, ValueError):
 
     kind = ErrorKind.INVALID_CONFIG
     exit_code = 2
-
-
-class CodecRangeError(InvalidConfigError):
-    """A codec setting that does not fit the relations to be stored."""
-
-    kind = ErrorKind.CODEC_RANGE
 
 
 class CorpusError(MiniLMCacheError, ValueError):

@@ -133,7 +133,7 @@ class StateFidelity(StoredModel):
 
     path: Annotated[str, Field(max_length=128)]
     """Path of its array, or of the group that contains its arrays."""
-    bytes_per_token: float = Field(ge=0)
+    bytes_per_token: float = Field(ge=0, allow_inf_nan=False)
     """Bytes of its shard files, per token of the cache."""
     relative_error: Finite | None = None
     """Square root of the squared error over the variance of the teacher's values. For first tokens and
@@ -147,7 +147,7 @@ class StateFidelity(StoredModel):
 class Measured(StoredModel):
     """What a finished dump measured of itself."""
 
-    bytes_per_token: float = Field(gt=0)
+    bytes_per_token: float = Field(gt=0, allow_inf_nan=False)
     """Bytes of all shard files (arrays and sequence tables) per token."""
     total_bytes: int = Field(ge=0)
     """Bytes of all shard files."""

@@ -36,16 +36,8 @@ class Problem:
         return f"{self.loc}: {self.message}"
 
 
-def find_problems(model: type[BaseModel], document: bytes) -> Sequence[Problem]:
-    """Return every problem that keeps `document` (JSON) from being a `model`; empty if it is valid."""
-    try:
-        model.model_validate_json(document)
-    except ValidationError as error:
-        return _problems(error)
-    return []
-
-
-def _problems(error: ValidationError) -> Sequence[Problem]:
+def problems_of(error: ValidationError) -> Sequence[Problem]:
+    """Return everything that keeps a document from being valid."""
     return [
         Problem(".".join(map(str, item["loc"])) or "document", item["type"], item["msg"])
         for item in error.errors(include_url=False, include_input=False)
@@ -97,8 +89,9 @@ def parse(model: type[Document], document: bytes, where: str) -> Document:
     try:
         return model.model_validate_json(document)
     except ValidationError as error:
-        problems = _problems(error)
-        shown = "; ".join(str(problem).replace("\n", " ") for problem in problems[:_SHOWN])
+        problems = problems_of(error)
+        shown = "; ".join(map(str, problems[:_SHOWN]))
+        shown = "".join(char if char.isprintable() else " " for char in shown)
         more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
         raise CacheCorruptError(
             f"{where} is damaged: {shown}{more}. Fetch the cache again or redo the dump."

@@ -1,13 +1,14 @@
 """Tiny teachers and caches that tests share: real transformers models, built from their configurations."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from pydantic import BaseModel, ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoConfig,
@@ -21,6 +22,7 @@ from minilm_cache.models.load import HEADS
 from minilm_cache.models.tap import Head
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.settings import validated
+from minilm_cache.storage_schema.problems import Problem, problems_of
 from minilm_cache.store.push import push
 
 WORDS = [
@@ -158,6 +160,15 @@ class World:
     def dump(self, out: str = "cache", **changes: Any) -> DumpResult:
         """Make a cache."""
         return dump_cache(self.config(**changes), out=self.root / out, home=self.home)
+
+
+def find_problems(model: type[BaseModel], document: bytes) -> Sequence[Problem]:
+    """Return every problem that keeps `document` (JSON) from being a `model`; empty if it is valid."""
+    try:
+        model.model_validate_json(document)
+    except ValidationError as error:
+        return problems_of(error)
+    return []
 
 
 def write_document(file: Path, document: Mapping[str, Any]) -> None:

@@ -12,8 +12,9 @@ from minilm_cache.storage_schema.arrays import INNER_CHUNK_BYTES, array_specs
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest, CommitRecord
 from minilm_cache.storage_schema.metadata import zarr_documents
-from minilm_cache.storage_schema.problems import find_problems, parse
+from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import sequence_columns
+from tests.support import find_problems
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests/golden/v1"
