@@ -13,6 +13,8 @@ from statistics import mean, stdev
 from typing import Any, Final
 
 from benchmarks.report import RESULTS
+from minilm_cache.objectives.spec import OBJECTIVES, ObjectiveConfig
+from minilm_cache.settings import flag_of
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -138,6 +140,35 @@ def objective_students() -> str:
     return _table(["objective", "random weights", "`--init teacher-layers`"], rows)
 
 
+def objective_rows() -> str:
+    """Return what each objective stores and takes, from its row in `objectives/spec.py`."""
+    rows = []
+    for spec in OBJECTIVES.values():
+        stored = [
+            f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            for name, value in spec.needs.settings().items()
+        ]
+        fields = ObjectiveConfig.model_fields
+        options = [flag_of(name, fields[name]).split("/")[-1] for name in sorted(spec.options)]
+        options += ["--form"] * spec.has_forms + ["--teacher-layer"] * spec.one_layer
+        rows.append(
+            [
+                f"`{spec.name}`",
+                _code(stored),
+                _code(spec.maps),
+                _code(options),
+                _code(spec.presets),
+            ]
+        )
+    return _table(
+        ["objective", "`--for` stores", "`--layer-map`, default first", "own options", "`--preset`"], rows
+    )
+
+
+def _code(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words) or "-"
+
+
 def _kls(relations: dict[str, float]) -> str:
     return ", ".join(f"{kind} {value:.3f}" for kind, value in relations.items())
 
@@ -160,6 +191,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "steps": steps,
     "scores": scores,
     "objective_bytes": objective_bytes,
+    "objective_rows": objective_rows,
     "objective_students": objective_students,
     "codecs": codecs,
 }

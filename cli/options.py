@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from minilm_cache.settings import FrozenSettings, flag_of
+from minilm_cache.train.presets import presets
 
 Given = dict[str, Any]
 """Values of settings that were given on the command line, by name of the field."""
@@ -38,7 +39,11 @@ CacheArgument = Annotated[
 ]
 PresetOption = Annotated[
     str | None,
-    typer.Option(help="Recipe: minilm, minilm-6x768, minilmv2 or minilmv2-large.", rich_help_panel="Recipe"),
+    typer.Option(
+        help="Recipe of a paper; other options override its settings.",
+        metavar="|".join(presets()),
+        rich_help_panel="Recipe",
+    ),
 ]
 _UNSET: Final = re.compile(r" None means (?:that )?(?P<default>[^.]*(?:\.\d[^.]*)*)\.$")
 """End of a description: what an option means when it is not given."""

@@ -302,8 +302,9 @@ class ObjectiveConfig(FrozenSettings):
     """What students learn: the settings that `train`, `chain` and `study` share."""
 
     group = "Objective"
-    objective: ObjectiveName = "minilm"
-    """What students learn; docs/objectives.md describes each."""
+    objective: ObjectiveName = Field(
+        "minilm", description=f"What students learn: {', '.join(OBJECTIVES)} (docs/objectives.md)."
+    )
     relation_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Relation heads of objective `minilmv2`. None means the heads of the teacher's attention."""
     value_relation: bool = True
