@@ -61,7 +61,7 @@ def chain(
     quiet_libraries()
     folder = out or chains.chain_folder(config, home())
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        if "corpus" not in dump:
+        if not dump.get("corpus"):
             progress.note(f"no --corpus given: using {config.dump.corpus}")
         if preset is not None:
             progress.note(describe_preset(preset, config.train))

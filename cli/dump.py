@@ -54,7 +54,7 @@ def dump(
         config = validated(DumpConfig, {**given, "world_size": _ranks_of_engine(engine, given)})
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        if "corpus" not in given:
+        if not given.get("corpus"):
             progress.note(f"no --corpus given: using {config.corpus}")
         if engine is not None:
             result = dump_on_ray(config, out=out, home=home(), progress=progress, should_stop=should_stop)

@@ -27,7 +27,7 @@ def head(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
     config = validated(HeadConfig, given)
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        if "corpus" not in given:
+        if not given.get("corpus"):
             progress.note(f"no --corpus given: using {config.corpus}")
         fitted = fit_head(config, out, progress=progress, should_stop=should_stop)
     if json:

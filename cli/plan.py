@@ -29,7 +29,7 @@ def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = Fal
     config, cost = validated(PlanConfig, compared), validated(CostConfig, trained)
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        if "corpus" not in dump:
+        if not dump.get("corpus"):
             progress.note(f"no --corpus given: using {DumpConfig.model_fields['corpus'].default}")
         result = plan_dump(dump, config, cost=cost, progress=progress, should_stop=should_stop)
     is_possible = config.max_bytes is None or result.best is not None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from minilm_cache.errors import InvalidConfigError
@@ -38,7 +38,7 @@ class FrozenSettings(BaseModel):
         Raises:
             InvalidConfigError: a value is out of range, or settings contradict each other.
         """
-        return validated(type(self), self.model_dump() | changes)
+        return validated(type(self), dict(self) | changes)
 
 
 class DeviceSettings(FrozenSettings):
@@ -49,20 +49,27 @@ class DeviceSettings(FrozenSettings):
     """torch device to compute on. None means a GPU where there is one."""
 
 
-class ModelSettings(DeviceSettings):
-    """Models from a hub, and where to run them."""
+class RevisionSettings(FrozenSettings):
+    """Models from a hub."""
 
     group = "Model"
     revision: str | None = None
     """Revision of a model from the hub. None means its main branch."""
 
 
-class TeacherSettings(ModelSettings):
+class NamedTeacherSettings(RevisionSettings):
     """Which teacher is read."""
 
-    group = "Model"
     teacher: str
     """The teacher: `mini`, `bert-base`, `bert-large`, `xlm-r-base`, a folder, or a hub id."""
+
+
+class TeacherSettings(NamedTeacherSettings, DeviceSettings):
+    """Which teacher is read, and where it runs."""
+
+
+class ModelSettings(RevisionSettings, DeviceSettings):
+    """Models from a hub, and where to run them."""
 
 
 class CorpusSettings(FrozenSettings):
@@ -73,6 +80,12 @@ class CorpusSettings(FrozenSettings):
     """The text: `python-docs`, a .txt/.jsonl/.csv/.parquet file, a folder, or `hf:ID[:CONFIG][:SPLIT]`."""
     text_column: str | None = None
     """Column of the records that holds the text. None means `text`."""
+
+    @field_validator("corpus", mode="before")
+    @classmethod
+    def _empty_means_default(cls, value: object) -> object:
+        """Read an empty name, as from a shell variable that is not set, as the default."""
+        return value or cls.model_fields["corpus"].get_default() or value
 
 
 class SequenceSettings(CorpusSettings):

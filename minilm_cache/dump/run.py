@@ -93,9 +93,19 @@ def dump_cache(
         )
         if pulled is not None:
             return pulled
+    # Every rank tokenises at the same time; only what one rank decides for all is done under the lock.
+    teacher, identity = resolved.teacher, resolved.identity
+    fitter = CodecFitter(
+        identity=identity,
+        reader=SequenceReader.of(teacher, identity.states),
+        sequences=SequenceTable(resolved.corpus, teacher.tokenizer, identity.packing),
+        batch_size=config.batch_size,
+        progress=progress,
+        should_stop=should_stop,
+    )
     # Ranks on different machines would fit different codecs: all ranks use the codecs of the first.
     with creating(path, progress, should_stop) if config.world_size > 1 else nullcontext():
-        job = _begin(resolved, progress, should_stop)
+        job = _begin(resolved, fitter)
     return _write_shards(job, path, progress=progress, should_stop=should_stop)
 
 
@@ -118,38 +128,27 @@ def _write_shards(job: ShardJob, path: Path, *, progress: Progress, should_stop:
     )
 
 
-def _begin(resolved: ResolvedDump, progress: Progress, should_stop: ShouldStop) -> ShardJob:
+def _begin(resolved: ResolvedDump, fitter: CodecFitter) -> ShardJob:
     """Fit the codecs, and create the cache or open the unfinished one."""
-    teacher, identity, donor = resolved.teacher, resolved.identity, resolved.donor
-    sequences = SequenceTable(resolved.corpus, teacher.tokenizer, identity.packing)
-    reader = SequenceReader.of(teacher, identity.states)
-    fitter = CodecFitter(
-        identity=identity,
-        reader=reader,
-        sequences=sequences,
-        batch_size=resolved.config.batch_size,
-        progress=progress,
-        should_stop=should_stop,
-    )
+    identity, donor = resolved.identity, resolved.donor
     fitted = fitter.codecs(resolved.path, donor)
-    attachments = teacher.attachments() | dict(fitted.attachments)
+    attachments = resolved.teacher.attachments() | dict(fitted.attachments)
     manifest = plan_manifest(
         resolved.config,
         identity,
         calibration=fitted.calibration,
-        sequences=sequences,
+        sequences=fitter.sequences,
         attachments=attachments,
     )
-    writer = CacheWriter(
-        resolved.path, manifest, attachments=attachments, tokens_of=resolved.tokens_of, parts_of=donor
-    )
+    tokens = donor if resolved.tokens_of is None else CacheReader(resolved.tokens_of)
+    writer = CacheWriter(resolved.path, manifest, attachments=attachments, tokens_of=tokens, parts_of=donor)
     return ShardJob(
         config=resolved.config,
-        reader=reader,
+        reader=fitter.reader,
         codecs=layers_to_write(fitted.codecs, identity, donor),
         states=fitted.states,
         wanted=states_to_write(fitted.states, donor),
-        sequences=sequences,
+        sequences=fitter.sequences,
         writer=writer,
     )
 

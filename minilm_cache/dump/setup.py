@@ -32,9 +32,9 @@ class ResolvedDump:
     """Folder of the cache."""
     donor: CacheReader | None
     """A complete cache whose layers and states are reused. None means that everything is computed."""
-    tokens_of: CacheReader | None
-    """A complete cache whose token files are linked where they are the same. None means that tokens are
-    written."""
+    tokens_of: Path | None
+    """Folder of a complete cache whose token files are linked where they are the same. None means those
+    of the donor, or that tokens are written."""
 
 
 def resolve_dump(
@@ -78,7 +78,7 @@ def resolve_dump(
         identity=identity,
         path=path,
         donor=donor,
-        tokens_of=donor if tokens_of is None else CacheReader(tokens_of),
+        tokens_of=tokens_of,
     )
 
 

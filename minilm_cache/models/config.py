@@ -1,9 +1,9 @@
 """Settings of the commands that change models."""
 
-from minilm_cache.settings import TeacherSettings
+from minilm_cache.settings import NamedTeacherSettings
 
 
-class TruncateConfig(TeacherSettings):
+class TruncateConfig(NamedTeacherSettings):
     """Settings of `truncate`: a teacher and the layers of it to keep."""
 
     group = "Layers"

@@ -354,8 +354,8 @@ class ObjectiveConfig(FrozenSettings):
             raise ValueError(f"--form does not go with --objective {name}; it goes with {having}")
         return {
             **values,
-            "layer_map": layer_map or spec.maps[0],
-            "form": form or ("authors" if spec.has_forms else None),
+            "layer_map": spec.maps[0] if layer_map is None else layer_map,
+            "form": ("authors" if spec.has_forms else None) if form is None else form,
         }
 
     @model_validator(mode="after")
@@ -365,7 +365,8 @@ class ObjectiveConfig(FrozenSettings):
             if getattr(self, name) != type(self).model_fields[name].default:
                 having = " and ".join(spec.name for spec in OBJECTIVES.values() if name in spec.options)
                 flag = "--no-value-relation" if name == "value_relation" else f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} goes with --objective {having}, and only with it")
+                only = "them" if " and " in having else "it"
+                raise ValueError(f"{flag} goes with --objective {having}, and only with {only}")
         if self.teacher_layer is not None and not self.spec.one_layer:
             raise ValueError(f"--teacher-layer does not go with --objective {self.objective}")
         if self.layer_map != "last" and self.teacher_layer is not None:

@@ -33,6 +33,7 @@ from minilm_cache.store.creation import differing_values
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.layout import MANIFEST, commit_path
 from minilm_cache.store.reader import read_manifest
+from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, arch_slug, is_run
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import load_record
@@ -53,6 +54,8 @@ _NOT_IDENTIFYING: Final[dict[str, Any]] = {
     "train": {"arch": True, "device": True, "checkpoint_steps": True},
 }
 """Settings that may differ between commands for the same chain; for example, students may be added."""
+_ANY_VALUE: Final = ("max_hours", "tracker", "keep_checkpoints", "local_bytes", "gradient_checkpointing")
+"""Settings that change no student. Chains of earlier releases were named with their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +137,9 @@ def chain_folder(config: ChainConfig, home: Path) -> Path:
 
 def _settings(config: ChainConfig) -> dict[str, Any]:
     """Return the settings that identify a chain."""
-    return config.model_dump(mode="json", exclude=_NOT_IDENTIFYING)
+    settings = config.model_dump(mode="json", exclude=_NOT_IDENTIFYING)
+    fields = TrainConfig.model_fields
+    return settings | {"train": settings["train"] | {name: fields[name].default for name in _ANY_VALUE}}
 
 
 def _slug(arch: Sequence[str]) -> str:

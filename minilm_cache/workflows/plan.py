@@ -42,8 +42,10 @@ def settings_to_compare(dump: Mapping[str, Any], config: PlanConfig) -> list[Dum
         {**dump, "codec": "vectors", "max_kl": bound} for bound in config.max_kl
     ]
     if not shared.needs_vectors:
-        ks = config.k if "k" in config.model_fields_set else [min(k, shared.max_length) for k in config.k]
-        compared = [{**others, "codec": "topk", "k": k} for k in sorted(set(ks))] + compared
+        ks = config.k
+        if "k" not in config.model_fields_set:  # sequences may be shorter than the defaults
+            ks = tuple(sorted({min(k, shared.max_length) for k in ks}))
+        compared = [{**others, "codec": "topk", "k": k} for k in ks] + compared
         compared += [{**others, "codec": "dense"}] if config.dense else []
     return [validated(DumpConfig, values) for values in compared]
 

@@ -50,6 +50,10 @@ class ObjectiveChoice:
         """The name of the objective."""
         return str(self.settings["objective"])
 
+    def __str__(self) -> str:
+        """Return the choice as errors show it."""
+        return self.slug
+
     @property
     def slug(self) -> str:
         """The choice as part of a path."""
@@ -80,7 +84,7 @@ class StudyDocument(FrozenSettings):
     caches: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
     """Further settings of a dump, or `{cache: FOLDER-OR-URL}` for an existing cache, by name of the cache."""
     arch: Annotated[tuple[str, ...], Field(min_length=1)]
-    objective: Annotated[tuple[str | dict[str, Any], ...], Field(min_length=1)] | None = None
+    objective: Annotated[tuple[Any, ...], Field(min_length=1)] | None = None
     """Names of objectives, or settings of `ObjectiveConfig`, with `arch` for shapes of their own. None means
     the preset's objective, or else minilm."""
     seed: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
@@ -163,7 +167,7 @@ def _choices(source: Source, document: StudyDocument) -> list[ObjectiveChoice]:
     for index, given in enumerate(document.objective):
         values = {"objective": given} if isinstance(given, str) else given
         location: Location = ("objective", index)
-        if not isinstance(values.get("objective"), str):
+        if not isinstance(values, dict) or not isinstance(values.get("objective"), str):
             source.fail(location, "give the name of an objective, as {objective: NAME}")
         try:
             known_objective(values["objective"])
@@ -172,9 +176,16 @@ def _choices(source: Source, document: StudyDocument) -> list[ObjectiveChoice]:
         shapes = {"arch": values.get("arch")}
         arch = source.check(_Shapes, shapes, {"arch": location, "": location}).arch
         settings = {name: value for name, value in values.items() if name != "arch" and value is not None}
-        source.check(ObjectiveConfig, settings, {"": location} | dict.fromkeys(settings, location))
-        choices.append(ObjectiveChoice(settings=settings, arch=arch))
+        checked = source.check(ObjectiveConfig, settings, {"": location} | dict.fromkeys(settings, location))
+        chosen = {name: getattr(checked, name) for name in settings if _says_something(checked, name)}
+        choices.append(ObjectiveChoice(settings=chosen, arch=arch))
     return choices
+
+
+def _says_something(config: ObjectiveConfig, name: str) -> bool:
+    """Return whether a setting is part of a choice: it is not what the objective has by default anyway."""
+    is_named = name in {"objective", "layer_map", "form"}  # as paths of studies have always named them
+    return is_named or getattr(config, name) != ObjectiveConfig.model_fields[name].default
 
 
 class _Shapes(FrozenSettings):

@@ -58,6 +58,7 @@ def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name not in TIMED} for row in rows]
 
 
+@pytest.mark.figures
 def test_a_study_is_one_table_and_one_page(world: World, command: Command) -> None:
     code, out, _ = command("study", document(world, price_per_hour=" 3.6"), "--json")
     found = json.loads(out)
@@ -398,3 +399,64 @@ def test_states_that_a_study_lacks_are_named(
     world: World, command: Command, changes: dict[str, str], says: str
 ) -> None:
     command.fails("study", document(world, **changes), code=2, says=says)
+
+
+@pytest.mark.parametrize(
+    ("objective", "name"),
+    [
+        ("{objective: minilm, value_relation: 0}", "minilm-novr"),
+        ("{objective: minilm, query_key_relations: true}", "minilm-qk"),
+        ("{objective: minilm, layer_map: last}", "minilm-last"),
+        ("{objective: tinybert, form: paper}", "tinybert-paper"),
+        ("{objective: bert-pkd, patience: 5e2, arch: [2x32]}", "bert-pkd-b500"),
+        ("{objective: minilm, teacher_layer: 1}", "minilm-l1"),
+    ],
+)
+def test_passes_are_named_by_what_an_objective_sets(world: World, objective: str, name: str) -> None:
+    """As earlier releases named them: a study that was begun finds its passes again."""
+    fitting = " {a: {codec: vectors, for: [tinybert, bert-pkd], layers: all}}"
+    study = read_study(document(world, caches=fitting, objective=f" [{objective}]"))
+
+    assert {one.name.rsplit("-s", 1)[0] for one in study.passes} == {f"a-{name}"}
+
+
+def test_equal_objectives_are_refused_however_they_are_written(world: World, command: Command) -> None:
+    objectives = " [minilm, {objective: minilm, value_relation: true}]"
+    path = document(world, objective=objectives)
+    command.fails("study", path, code=2, says="objective.1: minilm is given twice")
+    path = document(world, objective=" [minilm, 3]")
+    command.fails("study", path, code=2, says="objective.1: give the name of an objective")
+    path = document(world, objective=" [{objective: tinybert, form: ''}]")
+    command.fails("study", path, code=2, says="objective.0.form: input should be")
+
+
+def test_a_chain_may_be_given_more_hours(world: World, command: Command) -> None:
+    words = (
+        "chain",
+        "--teacher",
+        world.teacher,
+        "--corpus",
+        world.corpus,
+        "--assistant",
+        "2x32",
+        "--arch",
+        "1x16",
+    )
+    words += (
+        "--max-length",
+        32,
+        "--k",
+        6,
+        "--steps",
+        2,
+        "--batch-size",
+        4,
+        "--device",
+        "cpu",
+        "--out",
+        world.root / "c",
+    )
+    code, _, err = command(*words, "--max-hours", 1)
+    assert code == 0, err
+    code, _, err = command(*words, "--max-hours", 2, "--keep-checkpoints", 1)
+    assert code == 0, err

@@ -141,3 +141,15 @@ def test_settings_that_objectives_need_survive_a_change() -> None:
 
     assert (changed.layers, changed.hidden, changed.labels, changed.seed) == ("all", "all", True, 3)
     assert changed.model_dump() == {**config.model_dump(), "seed": 3}
+
+
+def test_an_empty_corpus_is_the_default_one() -> None:
+    """As from a shell variable that is not set."""
+    assert validated(DumpConfig, {"teacher": "mini", "corpus": ""}).corpus == "python-docs"
+
+
+def test_what_settings_do_not_store_survives_a_change() -> None:
+    config = validated(DumpConfig, {"teacher": "mini", "for": "minilmv2"})
+
+    assert config.with_changes() == config
+    assert config.with_changes(seed=1).needs_vectors

@@ -210,9 +210,11 @@ def test_a_sequence_is_stored_the_same_in_any_batch(case: Case, lengths: list[in
 
     for path, array in alone.items():
         stored = whole[path][at, :length]
-        if case.name in {"vectors", "states"} and array.dtype == np.int16:
-            # Products of other shapes may round otherwise: a code may be the next one, rarely.
+        # Products of other shapes may round otherwise: rarely, a number is the next one to it.
+        if array.dtype == np.int16:
             assert np.abs(array[0].astype(int) - stored.astype(int)).max() <= 1
+        elif array.dtype == np.float16:
+            np.testing.assert_allclose(array[0], stored, rtol=2**-10, atol=2**-24, err_msg=path)
         else:
             np.testing.assert_array_equal(array[0], stored, err_msg=path)
 
