@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Leave figures out of pages, which take most of a small workflow's time, unless a test is marked `figures`.
+    """Leave figures, which take most of the time, out of pages unless a test is marked `figures`.
 
     tests/integration/report has tests of every figure, of chains and of studies, too.
     """

@@ -431,31 +431,9 @@ def test_equal_objectives_are_refused_however_they_are_written(world: World, com
 
 
 def test_a_chain_may_be_given_more_hours(world: World, command: Command) -> None:
-    words = (
-        "chain",
-        "--teacher",
-        world.teacher,
-        "--corpus",
-        world.corpus,
-        "--assistant",
-        "2x32",
-        "--arch",
-        "1x16",
-    )
-    words += (
-        "--max-length",
-        32,
-        "--k",
-        6,
-        "--steps",
-        2,
-        "--batch-size",
-        4,
-        "--device",
-        "cpu",
-        "--out",
-        world.root / "c",
-    )
+    words: list[object] = ["chain", "--teacher", world.teacher, "--corpus", world.corpus]
+    words += ["--assistant", "2x32", "--arch", "1x16", "--max-length", 32, "--k", 6, "--steps", 2]
+    words += ["--batch-size", 4, "--device", "cpu", "--out", world.root / "c"]
     code, _, err = command(*words, "--max-hours", 1)
     assert code == 0, err
     code, _, err = command(*words, "--max-hours", 2, "--keep-checkpoints", 1)
