@@ -82,7 +82,9 @@ def held_out_kl(trainer: StudentTrainer, cache: Cache, teacher: Teacher) -> dict
 
 def live_kl(trainer: StudentTrainer, tokens: Iterable[StudentBatch], teacher: Teacher) -> dict[str, float]:
     """Return the KL of each relation to the live teacher's dense rows, and their sum, in nats."""
-    (kls,) = held_out_losses([trainer.look], with_live_targets(tokens, teacher, WantedTargets(kinds=KINDS)))
+    (kls,) = held_out_losses(
+        [trainer.evaluate], with_live_targets(tokens, teacher, WantedTargets(kinds=KINDS))
+    )
     return {**{str(kind): value for kind, value in kls.items()}, "sum": sum(kls.values())}
 
 

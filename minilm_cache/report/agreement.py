@@ -53,7 +53,7 @@ class RelationAgreement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
+class ComparedStudent:
     """A student whose relations are compared with the teacher's."""
 
     name: str
@@ -81,7 +81,9 @@ class _Rows:
         return MeanAgreement(float(self.kl[chosen].mean()), float(self.same[chosen].mean()))
 
 
-def relation_agreement(cache: Cache, teacher: Teacher, students: Sequence[Probed]) -> list[RelationAgreement]:
+def relation_agreement(
+    cache: Cache, teacher: Teacher, students: Sequence[ComparedStudent]
+) -> list[RelationAgreement]:
     """Compare attention distributions and value relations of students with a teacher's, on held-out text.
 
     Where vectors are split into other heads than the attention's, these heads have no attention distribution:
@@ -119,7 +121,7 @@ def _num_heads(student: TappedModel) -> int:
 
 
 def _agreement(
-    student: Probed, model: TappedModel, *, teacher: Teacher, ids: Sequence[Int[Tensor, " _"]]
+    student: ComparedStudent, model: TappedModel, *, teacher: Teacher, ids: Sequence[Int[Tensor, " _"]]
 ) -> Iterator[RelationAgreement]:
     longest = max(map(len, ids))
     cuts = [_SHORTEST * 2**power for power in range(longest.bit_length()) if _SHORTEST * 2**power < longest]

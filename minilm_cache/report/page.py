@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.report.agreement import Probed, RelationAgreement, relation_agreement
+from minilm_cache.report.agreement import ComparedStudent, RelationAgreement, relation_agreement
 from minilm_cache.report.compare import check_is_teacher_of
 from minilm_cache.report.maps import Example, MapTexts, examples, packed
 from minilm_cache.report.plots import (
@@ -137,8 +137,8 @@ def _compare(
     cache = runs[0].reference
     maps = examples(cache, shown, teacher=teacher, map_texts=map_texts) if shown else []
     similarity = layer_similarity(cache, teacher, shown) if teacher is not None and shown else []
-    probed = _probed(runs, shown)
-    agreement = [] if teacher is None else relation_agreement(cache, teacher, probed)
+    compared = _compared_students(runs, shown)
+    agreement = [] if teacher is None else relation_agreement(cache, teacher, compared)
     return _Comparisons(maps=maps, similarity=similarity, agreement=agreement)
 
 
@@ -229,11 +229,13 @@ def _runs_by_folder(runs: Sequence[TrainedRun]) -> dict[Path, TrainedRun]:
     return {run.folder(student): run for run in runs for student in run.students}
 
 
-def _probed(runs: Sequence[TrainedRun], shown: Sequence[tuple[str, Path]]) -> list[Probed]:
+def _compared_students(
+    runs: Sequence[TrainedRun], shown: Sequence[tuple[str, Path]]
+) -> list[ComparedStudent]:
     """Return the students that are shown, with the relation heads and the layer that they are compared by."""
     runs_of = _runs_by_folder(runs)
     return [
-        Probed(
+        ComparedStudent(
             name=name,
             folder=folder,
             relation_heads=runs_of[folder].objective.wanted.relation_heads,

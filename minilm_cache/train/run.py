@@ -272,7 +272,7 @@ class _Run:
             return [None] * len(trainers)
         most = self.config.batch_size // self.identity.num_parts
         size = batch_size(self.objective.wanted, self.cache.manifest, most)
-        evaluators = [trainer.look for trainer in trainers]
+        evaluators = [trainer.evaluate for trainer in trainers]
         return held_out_losses(evaluators, self.batches().held_out_batches(size, MAX_SEQUENCES))
 
     def begin(self, trainers: Sequence[StudentTrainer]) -> RunRecord:

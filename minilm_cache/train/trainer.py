@@ -126,7 +126,7 @@ class StudentTrainer:
         """Return whether no trained weight is NaN or infinite."""
         return all(bool(weight.isfinite().all()) for weight in self.trained)
 
-    def look(self, batch: StudentBatch) -> Losses:
+    def evaluate(self, batch: StudentBatch) -> Losses:
         """Return the losses on a batch without dropout; values are exact for sequences of any length."""
         self.model.eval()
         return self._losses(self.learner, batch, method="dense")

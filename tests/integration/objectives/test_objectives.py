@@ -119,7 +119,7 @@ def test_the_loss_is_that_of_a_plainly_written_twin(layered: World, choice: str)
     )
     trainer = trainer_of(config, cache)
     with torch.no_grad():
-        found, cached = trainer.look(live), trainer.look(stored)
+        found, cached = trainer.evaluate(live), trainer.evaluate(stored)
         mask = (torch.arange(live.ids.shape[1]) < live.lengths[:, None]).long()
         whole = AutoModel.from_pretrained(layered.teacher).eval()
         sides = [plain_vectors(model, live, mask) for model in (whole, trainer.model.model)]

@@ -106,7 +106,7 @@ def test_the_loss_is_that_of_a_plainly_written_twin(
     trainer, batch = trainer_of(settings(objective, form=form), open_cache(world.root / "cache"))
     kind = AutoModelForSequenceClassification if world is classes else AutoModelForMaskedLM
     with torch.no_grad():
-        found = trainer.look(batch)
+        found = trainer.evaluate(batch)
         whole = Whole(kind.from_pretrained(world.teacher))
         expected = twin(objective, whole, trainer, batch, form or "authors")
     if objective == "tinybert":
@@ -128,7 +128,7 @@ def test_patience_goes_with_answers_where_the_teacher_has_some(classes: World) -
     trainer, batch = trainer_of(settings("bert-pkd"), open_cache(classes.root / "cache"))
     whole = Whole(AutoModelForSequenceClassification.from_pretrained(classes.teacher))
     with torch.no_grad():
-        found, expected = trainer.look(batch), twin("bert-pkd", whole, trainer, batch)
+        found, expected = trainer.evaluate(batch), twin("bert-pkd", whole, trainer, batch)
     assert found.parts.keys() == expected.keys() == {"patient", "prediction"}
     for name, value in expected.items():
         torch.testing.assert_close(found.parts[name], value, atol=0.01, rtol=0.02)
@@ -254,7 +254,7 @@ def test_students_begin_with_the_teachers_layers(words: World, command: Command,
     assert torch.equal(own.embeddings.word_embeddings.weight, teacher.embeddings.word_embeddings.weight)
     drawn, _ = trainer_of(settings("distilbert", arch=("2x32:ff64",)), cache)
     with torch.no_grad():
-        begun, random = trainer.look(batch).parts, drawn.look(batch).parts
+        begun, random = trainer.evaluate(batch).parts, drawn.evaluate(batch).parts
     assert float(begun["cosine"]) < float(random["cosine"])
     say = ("train", words.root / "cache", "--objective", "distilbert", "--steps", 1, "--arch")
     teacher_of = ("--init", "teacher-layers", "--init-teacher")

@@ -10,8 +10,8 @@ from transformers import AutoModel
 from minilm_cache.cache import open_cache
 from minilm_cache.models.load import TeacherSource
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.report.agreement import Probed, relation_agreement
-from minilm_cache.report.page import _probed
+from minilm_cache.report.agreement import ComparedStudent, relation_agreement
+from minilm_cache.report.page import _compared_students
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
@@ -50,8 +50,8 @@ def test_attention_agrees_as_transformers_weights_do(trained: World) -> None:
     """KL and the likeliest column of each head, position and length, from `output_attentions`."""
     cache = open_cache(trained.root / "cache")
     student = trained.root / "run" / "students" / "1x16"
-    probed = [Probed(name="s", folder=student, relation_heads=None, layer=None)]
-    attention, value = relation_agreement(cache, _teacher(trained), probed)
+    compared = [ComparedStudent(name="s", folder=student, relation_heads=None, layer=None)]
+    attention, value = relation_agreement(cache, _teacher(trained), compared)
     assert (attention.kind, value.kind) == (RelationKind.ATTENTION, RelationKind.VALUE)
     held_out = range(cache.manifest.num_train, cache.manifest.num_sequences)
     ids = [cache[number].input_ids for number in held_out]
@@ -82,7 +82,7 @@ def test_attention_agrees_as_transformers_weights_do(trained: World) -> None:
 
 def test_a_teacher_agrees_with_itself(trained: World) -> None:
     cache = open_cache(trained.root / "cache")
-    itself = Probed(name="itself", folder=trained.teacher, relation_heads=None, layer=None)
+    itself = ComparedStudent(name="itself", folder=trained.teacher, relation_heads=None, layer=None)
     for one in relation_agreement(cache, _teacher(trained), [itself]):
         assert all(probe.same == 1 and abs(probe.kl) < 1e-6 for probe in one.heads)
         assert len(one.heads) == 4
@@ -103,7 +103,7 @@ def test_the_report_shows_students_with_comparable_heads(trained: World, command
     assert "Agreement of relations" in text
     assert f"<td>{found[0]['heads'][0]['kl']:.3f}</td>" in text
     cache = open_cache(trained.root / "cache")
-    other = Probed(
+    other = ComparedStudent(
         name="x", folder=trained.root / "split" / "students" / "2x16-h2", relation_heads=None, layer=None
     )
     assert other.folder.is_dir()
@@ -125,7 +125,7 @@ def test_students_of_several_runs_are_compared_each_with_its_layer(tmp_path: Pat
         train_students(config, tmp_path / "cache", out=tmp_path / f"run{layer}", home=world.home)
     runs = [TrainedRun.open(tmp_path / f"run{layer}") for layer in (2, 0)]
     shown = [(run.path.name, run.folder(run.students[0])) for run in runs]
-    both = relation_agreement(runs[0].reference, _teacher(world), _probed(runs, shown))
-    alone = relation_agreement(runs[1].reference, _teacher(world), _probed(runs[1:], shown[1:]))
+    both = relation_agreement(runs[0].reference, _teacher(world), _compared_students(runs, shown))
+    alone = relation_agreement(runs[1].reference, _teacher(world), _compared_students(runs[1:], shown[1:]))
     assert [one.heads for one in both if one.student == "run0"] == [one.heads for one in alone]
     assert [one.heads for one in both if one.student == "run2"] != [one.heads for one in alone]

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from minilm_cache.cli.tables import max_kl_in_words
 from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.report.agreement import Probed, relation_agreement
+from minilm_cache.report.agreement import ComparedStudent, relation_agreement
 from minilm_cache.report.plots import curves_figure, storage_figure, tradeoff_figure
 from minilm_cache.report.provenance import dump_command, train_command
 from minilm_cache.report.runs import TrainedRun
@@ -178,9 +178,9 @@ def test_split_heads_have_no_attention(words: World, tmp_path: Path) -> None:
     )
     train_students(recipe, words.root / "cache", out=tmp_path / "run", home=words.home)
     run = TrainedRun.open(tmp_path / "run")
-    probed = Probed(name="one", folder=run.folder(run.students[0]), relation_heads=8, layer=None)
+    compared = ComparedStudent(name="one", folder=run.folder(run.students[0]), relation_heads=8, layer=None)
     found = relation_agreement(
-        run.reference, Teacher(locate_teacher(str(words.teacher)), torch.device("cpu")), [probed]
+        run.reference, Teacher(locate_teacher(str(words.teacher)), torch.device("cpu")), [compared]
     )
 
     assert [one.kind for one in found] == [RelationKind.QUERY, RelationKind.KEY, RelationKind.VALUE]

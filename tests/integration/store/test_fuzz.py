@@ -5,6 +5,7 @@ import multiprocessing
 import random
 import resource
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -165,7 +166,9 @@ def fuzz(path: Path, mutations: int, answer: Connection) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("what", MUTATIONS)
-def test_damage_of_any_kind_ends_in_an_error_of_ours(world: World, what: str) -> None:
+def test_damage_of_any_kind_ends_in_an_error_of_ours(
+    world: World, what: str, request: pytest.FixtureRequest
+) -> None:
     settings: dict[str, Any] = {"codec": what, "max_length": 16, "shard_tokens": 512}
     if what == "states":
         save_teacher(world.teacher, head="tokens")
@@ -173,6 +176,11 @@ def test_damage_of_any_kind_ends_in_an_error_of_ours(world: World, what: str) ->
         settings |= {"labels": True, "label_k": 4, "k": 2}
     path = world.dump(**settings).path
     shutil.rmtree(path / "preview")
+    # In memory where the system has such a folder: files are written some 25,000 times.
+    memory = Path("/dev/shm")  # noqa: S108 - a folder of its own is made in it
+    root = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
+    request.addfinalizer(lambda: shutil.rmtree(root))
+    path = Path(shutil.copytree(path, root / "cache"))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.integration.store.test_fuzz"])
     here, there = context.Pipe()
