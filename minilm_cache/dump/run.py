@@ -94,15 +94,7 @@ def dump_cache(
         if pulled is not None:
             return pulled
     # Every rank tokenises at the same time; only what one rank decides for all is done under the lock.
-    teacher, identity = resolved.teacher, resolved.identity
-    fitter = CodecFitter(
-        identity=identity,
-        reader=SequenceReader.of(teacher, identity.states),
-        sequences=SequenceTable(resolved.corpus, teacher.tokenizer, identity.packing),
-        batch_size=config.batch_size,
-        progress=progress,
-        should_stop=should_stop,
-    )
+    fitter = _fitter(resolved, progress, should_stop)
     # Ranks on different machines would fit different codecs: all ranks use the codecs of the first.
     with creating(path, progress, should_stop) if config.world_size > 1 else nullcontext():
         job = _begin(resolved, fitter)
@@ -125,6 +117,19 @@ def _write_shards(job: ShardJob, path: Path, *, progress: Progress, should_stop:
         manifest=writer.manifest,
         shards_written=len(todo),
         shards_kept=len(writer.manifest.shards) - len(todo) - len(writer.missing_shards()),
+    )
+
+
+def _fitter(resolved: ResolvedDump, progress: Progress, should_stop: ShouldStop) -> CodecFitter:
+    """Tokenise the corpus, and return what fits codecs to it."""
+    teacher, identity = resolved.teacher, resolved.identity
+    return CodecFitter(
+        identity=identity,
+        reader=SequenceReader.of(teacher, identity.states),
+        sequences=SequenceTable(resolved.corpus, teacher.tokenizer, identity.packing),
+        batch_size=resolved.config.batch_size,
+        progress=progress,
+        should_stop=should_stop,
     )
 
 
