@@ -26,12 +26,12 @@ from minilm_cache.store.layout import shard_of
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.reader import CacheReader, Shard, read_manifest, read_small_array
 from minilm_cache.store.remote import is_url
-from minilm_cache.wording import html_table
+from minilm_cache.wording import Described
 
 _SHARDS_KEPT = 2
 
 
-class Cache:
+class Cache(Described):
     """Sequences of one cache, by number. The last `manifest.num_held_out` are never trained on."""
 
     def __init__(self, reader: CacheReader) -> None:
@@ -49,14 +49,7 @@ class Cache:
             self.states_codec = StatesCodec.of(identity, coded)
         self._shards: OrderedDict[int, Shard] = OrderedDict()
 
-    def __repr__(self) -> str:
-        pairs = self._description()
-        return f"<Cache {pairs.pop('cache')}: {', '.join(f'{k} {v}' for k, v in pairs.items())}>"
-
-    def _repr_html_(self) -> str:
-        return html_table("Cache", self._description())
-
-    def _description(self) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         """Return the properties of the cache, by their labels for people."""
         manifest, measured = self.manifest, self.manifest.measured
         return {
@@ -124,7 +117,7 @@ class Cache:
         return self._shards[number]
 
 
-class CachedSequence:
+class CachedSequence(Described):
     """One sequence: its token ids, and the teacher's output for them."""
 
     def __init__(self, cache: Cache, number: int, rows: Mapping[str, npt.NDArray[np.generic]]) -> None:
@@ -137,14 +130,7 @@ class CachedSequence:
         """Return the number of tokens, special tokens included."""
         return len(self._rows["tokens"])
 
-    def __repr__(self) -> str:
-        pairs = self._description()
-        return f"<CachedSequence {pairs.pop('sequence')}: {', '.join(f'{k} {v}' for k, v in pairs.items())}>"
-
-    def _repr_html_(self) -> str:
-        return html_table("Sequence", self._description())
-
-    def _description(self) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         """Return the properties of the cache, by their labels for people."""
         is_held_out = self.number >= self._cache.manifest.num_train
         return {

@@ -30,3 +30,18 @@ def printable(text: str) -> str:
 def markdown(text: str) -> str:
     """Return Markdown that shows an untrusted text literally, without tags or links."""
     return re.sub(r"([\\`*_{}\[\]()#!|~])", r"\\\1", html.escape(printable(text), quote=False))
+
+
+class Described:
+    """Base of objects that print what they are: a line in a terminal, a table in a notebook."""
+
+    def describe(self) -> dict[str, object]:
+        """Return what it is, by names for people; the first value identifies it."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        (_, first), *others = self.describe().items()
+        return f"<{type(self).__name__} {first}: {', '.join(f'{name} {value}' for name, value in others)}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(type(self).__name__, self.describe())

@@ -19,7 +19,7 @@ from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.remote import is_url, without_secrets
 from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
 from minilm_cache.train.record import RunRecord, StudentRecord, load_record
-from minilm_cache.wording import html_table
+from minilm_cache.wording import Described
 
 TEACHER_CACHE: Final = "0-teacher"
 """Folder of the cache in a chain whose teacher all students of the chain are compared with."""
@@ -33,7 +33,7 @@ _COMPARED_SETTINGS: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Student:
+class Student(Described):
     """A trained student of a run: a Hugging Face folder and its record."""
 
     path: Path
@@ -47,14 +47,7 @@ class Student:
         """Shape of the student, like `3x384`."""
         return self.record.arch
 
-    def __repr__(self) -> str:
-        pairs = self._described()
-        return f"<Student {pairs.pop('student')}: {', '.join(f'{k} {v}' for k, v in pairs.items())}>"
-
-    def _repr_html_(self) -> str:
-        return html_table("Student", self._described())
-
-    def _described(self) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         """Return the lines of its description, by the names that people read."""
         before, after = self.record.held_out_before or {}, self.record.held_out_after or {}
         changes = [f"{part} {before[part]:.4f} -> {after[part]:.4f}" for part in before if part in after]
@@ -68,7 +61,7 @@ class Student:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class TrainedRun:
+class TrainedRun(Described):
     """A complete run and the cache that it was trained from."""
 
     path: Path
@@ -136,14 +129,7 @@ class TrainedRun:
             name=name or Path(place.rstrip("/")).name,
         )
 
-    def __repr__(self) -> str:
-        pairs = self._described()
-        return f"<TrainedRun {pairs.pop('run')}: {', '.join(f'{k} {v}' for k, v in pairs.items())}>"
-
-    def _repr_html_(self) -> str:
-        return html_table("Run", self._described())
-
-    def _described(self) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         """Return the lines of its description, by the names that people read."""
         identity = self.record.identity
         return {
