@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
-from minilm_cache.cli.environment import home, quiet_libraries
+from minilm_cache.cli.environment import home, note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, PresetOption, StoreOption, options
 from minilm_cache.dump.config import DumpConfig, StateSettings
@@ -61,8 +61,7 @@ def chain(
     quiet_libraries()
     folder = out or chains.chain_folder(config, home())
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        if not dump.get("corpus"):
-            progress.note(f"no --corpus given: using {config.dump.corpus}")
+        note_default_corpus(dump, config.dump.corpus, progress)
         if preset is not None:
             progress.note(describe_preset(preset, config.train))
         if dry_run:

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
-from minilm_cache.cli.environment import home, quiet_libraries, rank_and_world_size
+from minilm_cache.cli.environment import (
+    home,
+    note_default_corpus,
+    quiet_libraries,
+    rank_and_world_size,
+)
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, ResumeOption, StoreOption, options
 from minilm_cache.cli.tables import fidelity_table, max_kl_in_words
@@ -54,8 +59,7 @@ def dump(
         config = validated(DumpConfig, {**given, "world_size": _ranks_of_engine(engine, given)})
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        if not given.get("corpus"):
-            progress.note(f"no --corpus given: using {config.corpus}")
+        note_default_corpus(given, config.corpus, progress)
         if engine is not None:
             result = dump_on_ray(config, out=out, home=home(), progress=progress, should_stop=should_stop)
         else:

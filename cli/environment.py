@@ -1,6 +1,7 @@
 """What commands read from their environment: the folder of caches, the newest cache and the rank."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from minilm_cache.errors import InvalidConfigError
@@ -25,6 +26,12 @@ def chosen_cache(cache: Path | None, progress: Progress) -> Path:
     newest = newest_cache(home())
     progress.note(f"no CACHE given: using the newest complete one, {newest}")
     return newest
+
+
+def note_default_corpus(given: Mapping[str, object], corpus: str, progress: Progress) -> None:
+    """Say which text is read where the command names none."""
+    if not given.get("corpus"):
+        progress.note(f"no --corpus given: using {corpus}")
 
 
 def home() -> Path:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
-from minilm_cache.cli.environment import quiet_libraries
+from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.dump.config import AugmentConfig, HeadConfig
@@ -27,8 +27,7 @@ def head(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
     config = validated(HeadConfig, given)
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        if not given.get("corpus"):
-            progress.note(f"no --corpus given: using {config.corpus}")
+        note_default_corpus(given, config.corpus, progress)
         fitted = fit_head(config, out, progress=progress, should_stop=should_stop)
     if json:
         print_json(

@@ -37,6 +37,10 @@ CacheArgument = Annotated[
     Path | None,
     typer.Argument(metavar="[CACHE]", help="Folder of the cache [default: the newest complete one]"),
 ]
+ComparedModelsArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="TEACHER MODEL...", help="mini, hub ids, folders of models or of runs."),
+]
 PresetOption = Annotated[
     str | None,
     typer.Option(

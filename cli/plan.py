@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
-from minilm_cache.cli.environment import quiet_libraries
+from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.dump.config import PLANNED, DumpConfig, PlanConfig
@@ -29,8 +29,7 @@ def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = Fal
     config, cost = validated(PlanConfig, compared), validated(CostConfig, trained)
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        if not dump.get("corpus"):
-            progress.note(f"no --corpus given: using {DumpConfig.model_fields['corpus'].default}")
+        note_default_corpus(dump, DumpConfig.model_fields["corpus"].default, progress)
         result = plan_dump(dump, config, cost=cost, progress=progress, should_stop=should_stop)
     is_possible = config.max_bytes is None or result.best is not None
     if json and is_possible:

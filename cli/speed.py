@@ -1,14 +1,12 @@
 """`minilm-cache speed`: measures the cost of running models, compared with a teacher."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_table
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
-from minilm_cache.cli.options import Given, JsonOption, options
+from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options
 from minilm_cache.evaluate.settings import SpeedConfig
 from minilm_cache.settings import validated
 
@@ -20,10 +18,7 @@ if TYPE_CHECKING:
 def speed(
     given: Given,
     *,
-    models: Annotated[
-        list[str],
-        typer.Argument(metavar="TEACHER MODEL...", help="mini, hub ids, folders of models or of runs."),
-    ],
+    models: ComparedModelsArgument,
     json: JsonOption = False,
 ) -> None:
     """Measure parameters, operations, latency and throughput of models, compared with the first model.

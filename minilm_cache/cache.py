@@ -131,7 +131,7 @@ class CachedSequence(Described):
         return len(self._rows["tokens"])
 
     def describe(self) -> dict[str, object]:
-        """Return the properties of the cache, by their labels for people."""
+        """Return the properties of the sequence, by their labels for people."""
         is_held_out = self.number >= self._cache.manifest.num_train
         return {
             "sequence": self.number,

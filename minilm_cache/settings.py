@@ -72,14 +72,19 @@ class ModelSettings(RevisionSettings, DeviceSettings):
     """Models from a hub, and where to run them."""
 
 
-class CorpusSettings(FrozenSettings):
-    """Which text is read."""
+class ColumnSettings(FrozenSettings):
+    """Where the text of records is."""
 
     group = "Text"
-    corpus: str = "python-docs"
-    """The text: `python-docs`, a .txt/.jsonl/.csv/.parquet file, a folder, or `hf:ID[:CONFIG][:SPLIT]`."""
     text_column: str | None = None
     """Column of the records that holds the text. None means `text`."""
+
+
+class CorpusSettings(ColumnSettings):
+    """Which text is read."""
+
+    corpus: str = "python-docs"
+    """The text: `python-docs`, a .txt/.jsonl/.csv/.parquet file, a folder, or `hf:ID[:CONFIG][:SPLIT]`."""
 
     @field_validator("corpus", mode="before")
     @classmethod

@@ -2,6 +2,7 @@
 
 import html
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 
@@ -32,12 +33,12 @@ def markdown(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]()#!|~])", r"\\\1", html.escape(printable(text), quote=False))
 
 
-class Described:
+class Described(ABC):
     """Base of objects that print what they are: a line in a terminal, a table in a notebook."""
 
+    @abstractmethod
     def describe(self) -> dict[str, object]:
         """Return what it is, by names for people; the first value identifies it."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         (_, first), *others = self.describe().items()

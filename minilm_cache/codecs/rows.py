@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -25,6 +25,13 @@ class RowsCodec(ABC):
     """Greatest number of tokens in a sequence."""
     kinds: tuple[RelationKind, ...] = ROW_RELATIONS
     """The relations that are stored."""
+
+    _names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """Names of a relation's arrays, which every batch needs."""
+
+    def __post_init__(self) -> None:
+        """Look the names of arrays up once."""
+        object.__setattr__(self, "_names", relation_arrays(self.parameters, self.max_length))
 
     @property
     @abstractmethod
@@ -76,8 +83,7 @@ class RowsCodec(ABC):
 
     def _arrays(self, kind: RelationKind) -> dict[str, str]:
         """Return the name of each array of a relation to its path."""
-        names = relation_arrays(self.parameters, self.max_length)
-        return {name: relation_path(kind, name) for name in names}
+        return {name: relation_path(kind, name) for name in self._names}
 
     def encode(
         self, content: TeacherSignal, sequences: Sequence[int], *, lengths: Int[Tensor, " batch"]

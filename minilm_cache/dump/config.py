@@ -8,6 +8,7 @@ from pydantic.config import JsonDict
 
 from minilm_cache.objectives.spec import Form, needs_of, objective_names
 from minilm_cache.settings import (
+    ColumnSettings,
     CorpusSettings,
     DeviceSettings,
     FrozenSettings,
@@ -207,7 +208,7 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings):
         return self
 
 
-class VerifyConfig(DeviceSettings):
+class VerifyConfig(ColumnSettings, DeviceSettings):
     """Settings of a verification."""
 
     group = "Verification"
@@ -217,8 +218,6 @@ class VerifyConfig(DeviceSettings):
     """Run this teacher again on a sample, and compare. None means that no teacher is run."""
     corpus: str | None = None
     """With `--teacher`: the text that the cache should be of. None means that tokens are not compared."""
-    text_column: str | None = None
-    """Column of the records that holds the text. None means `text`."""
 
     @model_validator(mode="after")
     def _options_go_with_a_teacher(self) -> "VerifyConfig":

@@ -15,7 +15,6 @@ from minilm_cache.report.maps import MapTexts
 from minilm_cache.report.page import Report, check_page, write_report
 from minilm_cache.report.runs import open_runs
 from minilm_cache.report.tables import students_table
-from minilm_cache.settings import cache_home
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +51,7 @@ def report_runs(
         map_texts = MapTexts(sequences=config.sequence, texts=config.text)
     check_page(out, map_texts, has_teacher=config.teacher is not None)
     resolved = dict.fromkeys(path.resolve() for path in folders)
-    runs = [
-        run
-        for path in resolved
-        for run in open_runs(path, cache_place=config.cache, home=home or cache_home(None))
-    ]
+    runs = [run for path in resolved for run in open_runs(path, cache_place=config.cache, home=home)]
     teacher = None
     if config.teacher is not None:
         teacher = Teacher(locate_teacher(config.teacher), choose_device(config.device))

@@ -14,7 +14,6 @@ from minilm_cache.models.student import student_config, teacher_config
 from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.objectives.relations import split_into
 from minilm_cache.objectives.spec import ObjectiveConfig
-from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.remote import is_url, without_secrets
 from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
@@ -112,7 +111,7 @@ class TrainedRun(Described):
                 f"run {folder} says that its cache is at {without_secrets(place)}, but a URL from a run is "
                 "not opened by itself. Give it by --cache if you trust it."
             )
-        cache = open_cache(place, home=home or cache_home(None))
+        cache = open_cache(place, home=home)
         if cache.manifest.fingerprint != record.identity.fingerprint:
             raise IdentityMismatchError(
                 f"{place} is not the cache that run {folder} was trained from "
