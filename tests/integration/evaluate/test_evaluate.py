@@ -335,7 +335,7 @@ def test_a_damaged_trial_is_told(teacher: Path, tmp_path: Path, command: Command
 
 
 def test_divergence_hides_nothing(teacher: Path, tmp_path: Path, command: Command) -> None:
-    """Other models are told, the one that diverged is named, and the exit code is that of a failure."""
+    """Scores of the other models are shown, the diverged model is named, and the exit code is 1."""
     data = write_sst2(tmp_path / "SST-2")
     model: Any = AutoModelForSequenceClassification.from_pretrained(teacher)
     with torch.no_grad():

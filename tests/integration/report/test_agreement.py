@@ -89,7 +89,7 @@ def test_a_teacher_agrees_with_itself(trained: World) -> None:
 
 
 def test_the_report_shows_students_with_comparable_heads(trained: World, command: Command) -> None:
-    """Of MiniLMv2's students relations are split as they were learned; others need the teacher's heads."""
+    """Relations of MiniLMv2's students are split as they were learned; others need the teacher's heads."""
     page = trained.root / "report.html"
     asked = ("report", trained.root / "split", "--teacher", trained.teacher, "--device", "cpu", "--out", page)
     code, out, err = command(*asked, "--json")

@@ -93,7 +93,7 @@ def shows_other_than(before: list[str], browser: Chrome) -> bool:
 
 
 def readout(browser: Chrome) -> str:
-    """Return what is told of the chosen cell."""
+    """Return the text that the page shows for the chosen cell."""
     return browser.find_element(By.ID, "readout").text
 
 

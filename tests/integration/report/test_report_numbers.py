@@ -172,7 +172,7 @@ def test_a_cache_says_whether_its_bound_holds_on_held_out_text(words: World, com
 
 
 def test_split_heads_have_no_attention(words: World, tmp_path: Path) -> None:
-    """Of vectors split into other heads, query, key and value relations are shown, not "attention"."""
+    """For vectors split into other heads the page shows query, key and value relations, not "attention"."""
     recipe = TrainConfig(
         arch=("2x16",), objective="minilmv2", relation_heads=8, steps=1, batch_size=2, device="cpu"
     )

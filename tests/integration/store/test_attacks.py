@@ -332,7 +332,7 @@ def test_13_a_page_shows_no_paths_unless_asked(trained: World, command: Command,
 
 
 def test_14_a_file_is_bounded_by_what_its_array_can_need(world: World) -> None:
-    """Of 256 rows of 4 heads and 6 entries: some 1.05 MB with headers, not what the whole shard takes."""
+    """256 rows of 4 heads and 6 entries take about 1.05 MB with headers, less than the whole shard."""
     cache = world.dump().path
     manifest = read_manifest(cache)
     record = CommitRecord.model_validate_json((cache / "commits/00000.json").read_bytes())

@@ -22,9 +22,9 @@ from minilm_cache.store.layout import commit_path
 from tests.support import World, save_teacher
 
 MUTATIONS = {"topk": 5000, "vectors": 5000, "states": 2500}
-"""Of a cache of each codec, and of one with everything beside relations."""
+"""Number of mutations of a cache of each codec, and of a cache with every sort of state."""
 SPARE_BYTES = 2**29
-"""Of address space beyond what reading the undamaged cache has taken."""
+"""Bytes of address space in addition to what reading the undamaged cache has taken."""
 NUMBERS = (-1, 0, 1, 2**16, 2**31, 2**40, 2**63, 2**200, 0.5, -1e308, float("nan"), float("inf"), True)
 STRINGS = (
     "",

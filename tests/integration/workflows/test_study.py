@@ -1,4 +1,4 @@
-"""Studies: what shares a pass, what a table says, and what a mistake in STUDY.yaml is told."""
+"""Studies: which students share a pass, what the table shows, and the errors for mistakes in STUDY.yaml."""
 
 import json
 from pathlib import Path
