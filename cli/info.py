@@ -1,19 +1,25 @@
-"""`minilm-cache info`: shows what a cache holds and how faithful it is."""
+"""`minilm-cache info`: shows what a cache holds and how faithful it is, or what a run trained."""
+
+from pathlib import Path
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
 from minilm_cache.cli.environment import chosen_cache
 from minilm_cache.cli.options import CacheArgument, JsonOption
-from minilm_cache.cli.tables import fidelity_table, max_kl_in_words
-from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.cli.tables import fidelity_table, max_kl_in_words, students_table
+from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest
+from minilm_cache.train.folder import is_run
 
 
 def info(cache: CacheArgument = None, json: JsonOption = False) -> None:
-    """Show what a cache is made from, how large it is and how faithful.
+    """Show what a cache is made from, how large it is and how faithful; or what a run's students began with.
 
     Example: minilm-cache info notes.cache --json
     """
     from minilm_cache.store.reader import CacheReader  # noqa: PLC0415 - importing it takes seconds
 
+    if cache is not None and is_run(cache):
+        _show_run(cache, json=json)
+        return
     path = chosen_cache(cache, TerminalProgress())
     reader = CacheReader(path, partial=True)
     manifest = reader.manifest
@@ -30,6 +36,28 @@ def info(cache: CacheArgument = None, json: JsonOption = False) -> None:
     print_pairs({"cache": path, **_pairs(manifest, len(reader.records))})
     if manifest.measured is not None:
         fidelity_table(manifest)
+
+
+def _show_run(path: Path, *, json: bool) -> None:
+    from minilm_cache.train.record import load_record  # noqa: PLC0415 - importing it takes seconds
+
+    record = load_record(path)
+    if json:
+        print_json({"run": str(path), "record": record.model_dump(mode="json")})
+        return
+    identity = record.identity
+    pairs: dict[str, object] = {
+        "run": path,
+        "state": "complete"
+        if record.complete
+        else "unfinished: resume it with the same `minilm-cache train`",
+        "cache": record.cache,
+        "objective": f"{identity.objective}, from {identity.describes_layers()}",
+        "steps": f"{identity.steps} of {identity.batch_size} sequences, seed {identity.seed}",
+    }
+    begun = {student.arch: f"began with {student.begun_with}" for student in record.students}
+    print_pairs(pairs | {arch: words for arch, words in begun.items() if not words.endswith("None")})
+    students_table(record.students, identity)
 
 
 def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
@@ -58,6 +86,9 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
         ),
         "shards": f"{committed} of {len(manifest.shards)} committed, {manifest.shard_tokens:,} rows each",
     }
+    if TEACHER_WEIGHTS in manifest.files:
+        size = manifest.files[TEACHER_WEIGHTS].size
+        pairs["weights"] = f"of the teacher, in float16, {size / 1e6:,.1f} MB: students can be cut from them"
     if identity.states is not None:
         pairs["states"] = identity.states.in_words
     bound = max_kl_in_words(manifest)

@@ -19,7 +19,7 @@ from minilm_cache.cli.dump import dump
 from minilm_cache.cli.embeddings import embeddings
 from minilm_cache.cli.evaluate import evaluate
 from minilm_cache.cli.info import info
-from minilm_cache.cli.models import augment, head, truncate
+from minilm_cache.cli.models import augment, cut, head, truncate
 from minilm_cache.cli.options import GroupedCommand
 from minilm_cache.cli.plan import plan
 from minilm_cache.cli.report import report
@@ -39,6 +39,7 @@ _COMMANDS = (
 )
 for command in _COMMANDS:
     app.command(cls=GroupedCommand)(command)
+app.command("slice", cls=GroupedCommand)(cut)  # `slice` is a name of Python's own
 
 
 def _print_version(is_requested: bool | None) -> None:

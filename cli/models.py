@@ -1,5 +1,6 @@
-"""`minilm-cache head`, `truncate`, `augment`: make models from a teacher, or text with a teacher."""
+"""`minilm-cache head`, `slice`, `truncate`, `augment`: make models from a teacher, or text with a teacher."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.dump.config import AugmentConfig, HeadConfig
 from minilm_cache.models.config import TruncateConfig
 from minilm_cache.settings import validated
+from minilm_cache.slicing.config import SliceConfig
 
 OutOption = Annotated[Path, typer.Option(help="Folder of the model, which must not exist yet.")]
 
@@ -80,9 +82,38 @@ def augment(
     )
 
 
+@options(SliceConfig)
+def cut(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
+    """Cut a teacher to a smaller shape: a start for training, fitted in seconds. `train` does this itself.
+
+    Example: minilm-cache slice --teacher mini --arch 3x192 --out mini-3x192
+    """
+    from minilm_cache.slicing.run import slice_teacher  # noqa: PLC0415 - importing it takes seconds
+
+    config = validated(SliceConfig, given)
+    quiet_libraries()
+    with TerminalProgress().shown() as progress:
+        note_default_corpus(given, config.corpus, progress)
+        progress.note(f"cutting {config.teacher} to {config.arch}")
+        result = slice_teacher(config, out)
+    if json:
+        print_json({**asdict(result), "path": str(result.path)})
+        return
+    pairs: dict[str, object] = {
+        "model": result.path,
+        "layers": ", ".join(map(str, result.layers)),
+        "parameters": f"{result.num_parameters:,} of {result.teacher_parameters:,}",
+        "relative error of hidden states": ", ".join(f"{error:.2f}" for error in result.errors),
+    }
+    if result.kl is not None:
+        kls = ", ".join(f"{kind} {kl:.4f}" for kind, kl in result.kl.items())
+        pairs["KL(teacher, slice), nats"] = f"{kls}, on text that it was not fitted to"
+    print_pairs(pairs | {"next": f"minilm-cache train CACHE --arch {config.arch} --init {result.path}"})
+
+
 @options(TruncateConfig)
 def truncate(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
-    """Write a teacher with only some of its layers: a baseline without training.
+    """Write a teacher with only some of its layers, unchanged: a baseline without training.
 
     Example: minilm-cache truncate --teacher mini --layers 0,1,2 --out bottom-3
     """

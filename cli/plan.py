@@ -55,6 +55,7 @@ def _document(measured: "Plan", best: "PlannedSetting | None") -> dict[str, obje
                 "codec": setting.codec.model_dump(mode="json"),
                 "bytes_per_token": setting.bytes_per_token,
                 "total_bytes": setting.total_bytes,
+                "weights_bytes": setting.weights_bytes,
                 "fidelity": [layer.model_dump(mode="json") for layer in setting.fidelity],
                 "states": [state.model_dump(mode="json") for state in setting.states],
                 "tokens_per_s": setting.tokens_per_s,
@@ -91,6 +92,8 @@ def _print_plan(measured: "Plan") -> None:
             ["state", "B/token"],
             [[state.path, f"{state.bytes_per_token:.1f}"] for state in states],
         )
+    kept = measured.settings[0].weights_bytes
+    print_pairs({} if kept is None else {"teacher's weights": f"{kept / 1e6:,.1f} MB, among all files"})
     print_pairs(
         {
             "KL": "KL of attention distribution and value relation in the worst layer, in nats; "

@@ -100,7 +100,16 @@ def print_summary(summary: "pa.Table") -> None:
         "KL on held-out sequences, nats, mean over seeds +- standard deviation; "
         "seconds are a student's share of its pass",
         [
-            *("cache", "objective", "student", "parameters", "layers'", "MFLOPs/token", "speed"),
+            *(
+                "cache",
+                "objective",
+                "student",
+                "began with",
+                "parameters",
+                "layers'",
+                "MFLOPs/token",
+                "speed",
+            ),
             *("KL to", *map(_heading, measured)),
             *("seeds", "bytes of pass", "seconds", "cost"),
         ],
@@ -119,7 +128,7 @@ def _cells(row: dict[str, Any], measured: list[str]) -> list[str]:
         spread = row[f"{column}_stddev"]
         kls.append(number_text(row[column]) + ("" if spread is None else f" +- {spread:.4f}"))
     return [
-        *(row["cache"], row["objective"], row["arch"]),
+        *(row["cache"], row["objective"], row["arch"], row["init"]),
         *(number_text(row[name], 0) for name in ("num_parameters", "transformer_parameters")),
         number_text(None if flops is None else flops / 1e6, 1),
         *(number_text(row["speedup"], 1), row["kl_to"]),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from minilm_cache.dump.run import DumpResult, dump_cache
     from minilm_cache.report.runs import Student, TrainedRun
     from minilm_cache.report.tables import students_table
+    from minilm_cache.slicing.config import SliceConfig
+    from minilm_cache.slicing.run import SliceResult, slice_teacher
     from minilm_cache.train.config import TrainConfig
     from minilm_cache.train.run import TrainResult, train_students
 
@@ -26,12 +28,15 @@ _HOMES = {
     "CachedSequence": "cache",
     "DumpConfig": "dump.config",
     "DumpResult": "dump.run",
+    "SliceConfig": "slicing.config",
+    "SliceResult": "slicing.run",
     "Student": "report.runs",
     "TrainConfig": "train.config",
     "TrainResult": "train.run",
     "TrainedRun": "report.runs",
     "dump_cache": "dump.run",
     "open_cache": "cache",
+    "slice_teacher": "slicing.run",
     "students_table": "report.tables",
     "train_students": "train.run",
 }
@@ -41,6 +46,8 @@ __all__ = [
     "CachedSequence",
     "DumpConfig",
     "DumpResult",
+    "SliceConfig",
+    "SliceResult",
     "Student",
     "TrainConfig",
     "TrainResult",
@@ -48,6 +55,7 @@ __all__ = [
     "__version__",
     "dump_cache",
     "open_cache",
+    "slice_teacher",
     "students_table",
     "train_students",
 ]

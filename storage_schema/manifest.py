@@ -40,6 +40,8 @@ _SMALL_CHUNKS: Final = ("basis/c/0/0", "step/c/0", "analysis/c/0/0", "gain/c/0",
 PREVIEW: Final = "preview/sequences.parquet"
 TEACHER_FOLDER: Final = "teacher"
 TEACHER_CONFIG: Final = "teacher/config.json"
+TEACHER_WEIGHTS: Final = "teacher/model.safetensors"
+"""Weights of the teacher in float16, if a cache keeps them (`dump --keep-weights`)."""
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -287,7 +289,8 @@ class CacheManifest(StoredDocument):
 
     @model_validator(mode="after")
     def _names_no_other_file(self) -> "CacheManifest":
-        known = {TEACHER_CONFIG, PREVIEW, *(f"{TEACHER_FOLDER}/{name}" for name in TOKENIZER_FILES)}
+        known = {TEACHER_CONFIG, TEACHER_WEIGHTS, PREVIEW}
+        known |= {f"{TEACHER_FOLDER}/{name}" for name in TOKENIZER_FILES}
         if self.calibration is not None:
             folders = [layer_folder(fitted.layer) for fitted in self.calibration.layers]
             folders += [state.name.folder for state in self.calibration.states]

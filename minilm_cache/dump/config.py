@@ -159,6 +159,9 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings):
     shard_tokens: Annotated[int, Field(ge=MIN_SHARD_TOKENS, le=2**26)] | None = None
     """Tokens per shard, a power of two. None means 262144, or fewer where a shard would decode to over 256
     MiB."""
+    keep_weights: bool = False
+    """Keep the teacher's weights in the cache, in float16, so that students can be cut from them wherever the
+    cache is."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Sequences per forward pass of the teacher."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

@@ -28,7 +28,12 @@ from minilm_cache.models.padding import pad
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent
 from minilm_cache.storage_schema.identity import CodecParameters, Packing, codec_words
-from minilm_cache.storage_schema.manifest import CacheManifest, LayerFidelity, StateFidelity
+from minilm_cache.storage_schema.manifest import (
+    TEACHER_WEIGHTS,
+    CacheManifest,
+    LayerFidelity,
+    StateFidelity,
+)
 
 LEAST_SEQUENCES = 16
 """Fewest sequences of full length in a sample: enough to fit codec `vectors`, check it and hold some out."""
@@ -44,7 +49,9 @@ class PlannedSetting:
     bytes_per_token: float
     """Bytes of shard files per token."""
     total_bytes: int
-    """Bytes of all files of a cache of the whole corpus."""
+    """Bytes of all files of a cache of the whole corpus, kept weights included."""
+    weights_bytes: int | None
+    """Bytes of the teacher's weights that the cache keeps. None means that it keeps none."""
     fidelity: tuple[LayerFidelity, ...]
     states: tuple[StateFidelity, ...]
     """Fidelity of states. Their bytes per token are included in `bytes_per_token`."""
@@ -195,6 +202,7 @@ def _measure(
     return PlannedSetting(
         codec=manifest.identity.codec,
         bytes_per_token=measured.bytes_per_token,
+        weights_bytes=manifest.files[TEACHER_WEIGHTS].size if config.keep_weights else None,
         total_bytes=round(measured.bytes_per_token * num_tokens) + other_bytes,
         fidelity=measured.fidelity,
         states=measured.states,

@@ -23,7 +23,8 @@ from minilm_cache.dump.shards import ShardJob
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.identity import CacheIdentity
-from minilm_cache.storage_schema.manifest import CacheManifest, Measured
+from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest, Measured
+from minilm_cache.store.attach import attach
 from minilm_cache.store.catalogue import find_cache
 from minilm_cache.store.creation import creating
 from minilm_cache.store.layout import MANIFEST
@@ -167,7 +168,10 @@ def _finish(job: ShardJob, progress: Progress) -> None:
         elif writer.is_complete and has_damaged_preview(writer.root, writer.manifest):
             progress.note("the preview is damaged and is written again")
             preview = preview_table(Cache(CacheReader(writer.root)), teacher.tokenizer)
-            seal_with_preview(writer.root, writer.manifest, preview)
+            writer.manifest = seal_with_preview(writer.root, writer.manifest, preview)
+        if job.config.keep_weights and writer.is_complete:
+            weights = teacher.half_weights()
+            writer.manifest = attach(writer.root, writer.manifest, path=TEACHER_WEIGHTS, content=weights)
 
 
 def _pull_if_there(

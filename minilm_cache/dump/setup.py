@@ -9,6 +9,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.identity import identify, name_labels
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.device import choose_device
+from minilm_cache.models.known import remember_teacher
 from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
@@ -66,6 +67,7 @@ def resolve_dump(
         config, teacher, corpus=corpus, out=out, home=home, like=add or tokens_of
     )
     refuse_file(path)
+    remember_teacher(home, teacher.identity.weights_sha256, teacher.folder)
     donor = None if add is None else open_donor(add, identity)
     if not resume and path.exists():
         raise IdentityMismatchError(

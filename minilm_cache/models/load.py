@@ -120,14 +120,14 @@ def _mini_folder() -> Path:
     return folder
 
 
-def read_config(source: TeacherSource) -> PreTrainedConfig:
-    """Return a teacher's configuration, without its weights.
+def read_config(folder: Path) -> PreTrainedConfig:
+    """Return the configuration in the folder of a teacher.
 
     Raises:
         TeacherError: its folder holds no configuration of an encoder.
     """
-    config = _config_of(source.folder)
-    with library_errors(f"cannot read {source.folder}/config.json"):
+    config = _config_of(folder)
+    with library_errors(f"cannot read {folder}/config.json"):
         int(config.num_attention_heads)
     return config
 

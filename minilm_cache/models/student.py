@@ -245,14 +245,25 @@ def build_model(config: PreTrainedConfig, attention: str, head: Head | None = No
 
 def _refuse_oversized(config: PreTrainedConfig, attention: str, head: Head | None) -> None:
     """Raise CacheCorruptError for a model with far more weights than its sizes suggest; none is drawn."""
-    with torch.device("meta"):
-        model = HEADS[head].from_config(
-            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
-        )
-    num_weights = sum(weight.numel() for weight in model.parameters())
+    described = num_weights(config, attention, head)
     width = config.hidden_size
     ffn_size = next((getattr(config, name) for name in _FFN_FIELDS if hasattr(config, name)), 4 * width)
     tables = (config.vocab_size + getattr(config, "max_position_embeddings", 0)) * width
     suggested = tables + config.num_hidden_layers * width * (8 * width + 4 * ffn_size)
-    if num_weights > _MAX_WEIGHT_RATIO * suggested + 2**24:
-        raise _unusable(f"it describes a model of {num_weights:,} weights, far more than its sizes suggest")
+    if described > _MAX_WEIGHT_RATIO * suggested + 2**24:
+        raise _unusable(f"it describes a model of {described:,} weights, far more than its sizes suggest")
+
+
+def num_weights(config: PreTrainedConfig, attention: str, head: Head | None = None) -> int:
+    """Return the number of weights of the model that a configuration describes; none is drawn.
+
+    Args:
+        config: configuration of the model.
+        attention: name of an implementation of attention, as transformers knows it.
+        head: head of the model. None means no head.
+    """
+    with torch.device("meta"):
+        model = HEADS[head].from_config(
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+        )
+    return sum(weight.numel() for weight in model.parameters())

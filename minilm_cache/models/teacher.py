@@ -1,5 +1,6 @@
 """A teacher: its identity by content, and the outputs of its layers."""
 
+import copy
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -130,6 +131,22 @@ class Teacher:
                 if file.is_file():
                     files[f"{TEACHER_FOLDER}/{name}"] = file.read_bytes()
         return files
+
+    def half_weights(self) -> bytes:
+        """Return the teacher's weights in float16, as the content of a safetensors file.
+
+        Raises:
+            TeacherError: a weight is too large for float16.
+        """
+        half = copy.deepcopy(self.model).cpu().half()
+        if not all(bool(weight.isfinite().all()) for weight in half.parameters()):
+            raise TeacherError(
+                f"--keep-weights: teacher {self.name} has weights above 65504, which float16 cannot hold. "
+                "Leave it out."
+            )
+        with TemporaryDirectory() as folder:
+            half.save_pretrained(folder, max_shard_size="1TB")
+            return Path(folder, "model.safetensors").read_bytes()
 
     def check_length(self, max_length: int) -> None:
         """Raise InvalidConfigError if the teacher has fewer positions than a sequence."""

@@ -11,7 +11,7 @@ from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.states import StatesIdentity
 from minilm_cache.store.remote import is_url
 from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.initial import TEACHER_LAYERS
+from minilm_cache.train.initial import FROM_TEACHER
 
 
 def provenance(run: TrainedRun, *, paths: bool = False) -> list[tuple[str, str]]:
@@ -114,10 +114,12 @@ def _begun_with(run: TrainedRun, *, paths: bool) -> list[str]:
     """Return the options for the initial weights of students; unnamed weights are shown by their hash."""
     init, record = run.record.identity.init, run.record
     if init == "random":
-        return []
-    if init.startswith(TEACHER_LAYERS):
+        return ["--init", "random"]
+    kind = next((kind for kind in FROM_TEACHER if init.startswith(kind)), None)
+    if kind is not None:
         teacher = record.init_teacher or run.cache.manifest.labels.teacher
-        return ["--init", TEACHER_LAYERS, "--init-teacher", _place(teacher, paths=paths)]
+        layers = [] if record.init_layers is None else ["--init-layers", record.init_layers]
+        return ["--init", kind, "--init-teacher", _place(teacher, paths=paths), *layers]
     return ["--init", f"FOLDER-OF-{init[:12]}" if record.init is None else _place(record.init, paths=paths)]
 
 

@@ -41,6 +41,7 @@ STUDENTS: Final = pa.schema(
         ("cache_bytes_per_token", pa.float64()),
         ("objective", pa.string()),
         ("arch", pa.string()),
+        ("init", pa.string()),
         ("seed", pa.int64()),
         ("steps", pa.int64()),
         ("diverged_at", pa.int64()),
@@ -179,6 +180,7 @@ def _name_columns(run: TrainedRun, student: StudentRecord) -> dict[str, Any]:
     seed = _SEED.search(student.arch)
     return {
         "arch": _without_seed(student.arch),
+        "init": student.init or run.record.identity.init,
         "seed": int(seed[0][2:]) if seed else run.record.identity.seed,
     }
 
@@ -227,7 +229,7 @@ def summary_table(students: pa.Table) -> pa.Table:
     sample = pc.VarianceOptions(ddof=1, min_count=2)
     kls = [*KL_COLUMNS.values(), "kl_sum", "masked_agreement"]
     means = ["speedup", "inference_tokens_per_s", "bytes_read", "train_s", "own_train_s", "cost", *kls]
-    same = ["codec", "cache_bytes_per_token", "flops_per_token", "num_parameters"]
+    same = ["codec", "init", "cache_bytes_per_token", "flops_per_token", "num_parameters"]
     same += ["embedding_parameters", "transformer_parameters"]
     numbered = students.append_column("place", pa.array(range(len(students)), pa.int64()))
     grouped = numbered.group_by(_GROUP, use_threads=False).aggregate(

@@ -6,13 +6,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.manifest import PREVIEW, CacheManifest
+from minilm_cache.store.attach import is_damaged
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import CARD, MANIFEST, below
-from minilm_cache.store.reader import read_checked
 
 
 def seal_with_preview(root: Path, manifest: CacheManifest, preview: pa.Table) -> CacheManifest:
@@ -42,10 +41,4 @@ def seal_with_preview(root: Path, manifest: CacheManifest, preview: pa.Table) ->
 
 def has_damaged_preview(root: Path, manifest: CacheManifest) -> bool:
     """Return whether the preview that a manifest names is missing or damaged."""
-    if PREVIEW not in manifest.files:
-        return False
-    try:
-        read_checked(root, PREVIEW, manifest.files[PREVIEW])
-    except CacheCorruptError:
-        return True
-    return False
+    return PREVIEW in manifest.files and is_damaged(root, manifest, PREVIEW)

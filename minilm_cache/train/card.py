@@ -138,6 +138,7 @@ def student_card(
         f"- cache fingerprint: `{manifest.fingerprint}`",
         f"- {identity.steps} steps of {identity.batch_size} sequences, peak learning rate {identity.lr:g}, "
         f"seed {identity.seed}",
+        *([] if record.begun_with is None else [f"- begun with {markdown(record.begun_with)}"]),
         "",
         *_untrained_note(untrained),
     ]

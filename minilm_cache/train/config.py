@@ -44,11 +44,16 @@ class RecipeSettings(FrozenSettings):
     """Seed of initial weights, dropout and order."""
     buffer_shards: Annotated[int, Field(ge=1)] = 4
     """Shards whose sequences are shuffled together."""
-    init: str = "random"
-    """What students begin with: `random`, `teacher-layers`, or the folder of a model or of a run."""
+    init: str | None = None
+    """What students begin with: weights cut from the teacher (`slice`), whole layers of the teacher
+    (`teacher-layers`), its embeddings alone (`embeddings`), `random` weights, or the folder of a model or of
+    a run. None means slice where the teacher's weights are at hand and the shape can be cut, else random."""
     init_teacher: str | None = None
-    """The teacher whose layers `--init teacher-layers` takes: a name, a folder or a hub id. None means that
-    no layers are taken."""
+    """The teacher that students are cut from: a name, a folder or a hub id. None means that it is looked for
+    on this machine, and then in the cache."""
+    init_layers: str | None = None
+    """The teacher's layers that students begin with, counted from 0, like 0,2,5. None means evenly spaced
+    ones, the last included."""
 
 
 class ComputeSettings(DeviceSettings):
@@ -95,8 +100,11 @@ class TrainConfig(StudentSettings, ObjectiveConfig, RecipeSettings, ComputeSetti
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainConfig":
-        if (self.init == "teacher-layers") != (self.init_teacher is not None):
-            raise ValueError("--init teacher-layers and --init-teacher go together")
+        if self.init not in (None, "slice", "teacher-layers", "embeddings"):
+            for name in ("init_teacher", "init_layers"):
+                if getattr(self, name) is not None:
+                    flag = name.replace("_", "-")
+                    raise ValueError(f"--{flag} goes with --init slice, teacher-layers or embeddings")
         if self.steps is not None and self.epochs is not None:
             raise ValueError("--steps and --epochs exclude each other")
         if self.compiled and self.gradient_checkpointing:

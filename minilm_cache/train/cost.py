@@ -88,7 +88,7 @@ def operations(config: CostConfig, teacher: str, *, revision: str | None, length
         InvalidConfigError: a shape is not valid, or there is no recipe of this name.
     """
     train_tokens(config, 1, length)
-    teacher_config = read_config(locate_teacher(teacher, revision))
+    teacher_config = read_config(locate_teacher(teacher, revision).folder)
     students = {}
     for arch in config.arch:
         shape = parse_arch(arch, teacher_config.num_attention_heads)

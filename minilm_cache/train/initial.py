@@ -1,66 +1,138 @@
-"""Initial weights of students: random weights, a teacher's layers, or the weights of another model."""
+"""Initial weights of students: cut from a teacher, some of its layers, another model's, or random weights."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.cache import Cache
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.files import weights_sha256
-from minilm_cache.models.load import keep_layers, load_weights, locate_teacher
+from minilm_cache.models.load import keep_layers, load_weights
+from minilm_cache.models.student import teacher_config
 from minilm_cache.models.tap import Head
+from minilm_cache.slicing.recipe import Recipe
+from minilm_cache.slicing.shapes import check_cut, layers_for
+from minilm_cache.slicing.slices import SlicePlan, load_slice
+from minilm_cache.slicing.source import TeacherWeights, teacher_weights
+from minilm_cache.slicing.text import check_text
 from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, is_run
+from minilm_cache.train.record import load_record
 
 RANDOM: Final = "random"
+EMBEDDINGS: Final = "embeddings"
 TEACHER_LAYERS: Final = "teacher-layers"
+SLICE: Final = "slice"
+FROM_TEACHER: Final = (SLICE, TEACHER_LAYERS, EMBEDDINGS)
+"""Values of `--init` that need the weights of the teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InitialWeights:
-    """Gives students their initial weights."""
+class InitialWeights(ABC):
+    """The initial weights of one student."""
 
+    kind: str
+    """Their source as `--init` names it, or `another model`."""
     name: str
-    """`random`, or the source of the weights, named by their SHA-256."""
-    folder: Path | None = None
-    """Folder of a model, or of a run with students of the same shapes. None means that weights are drawn."""
-    of_teacher: bool = False
-    """True: the folder holds the teacher, and some of its layers are taken."""
+    """What identifies them: `random`, or the kind and a hash of their source."""
+    in_words: str
+    """What the student begins with, for people."""
 
-    def begin(self, model: PreTrainedModel, arch: str, head: Head | None) -> None:
+    def adapt(self, config: PreTrainedConfig) -> None:  # noqa: B027 - most need no other configuration
+        """Change the student's configuration where these weights need it."""
+
+    @abstractmethod
+    def begin(self, model: PreTrainedModel, head: Head | None) -> None:
         """Give a student its initial weights; a head or pooler that the source lacks stays as drawn.
-
-        `teacher-layers`: layer m of M begins with the teacher's layer m N / M of N, rounded down, as
-        DistilBERT takes one layer out of two (arXiv 1910.01108, section 3).
 
         Raises:
             InvalidConfigError: the source does not fit the student.
             TeacherError: the folder holds no model.
         """
-        if self.folder is None:
-            return
-        source, lacking = load_weights(_model_folder(self.folder, arch), head)
-        if self.of_teacher:
-            teacher_layers, student_layers = source.config.num_hidden_layers, model.config.num_hidden_layers
-            if student_layers > teacher_layers:
-                raise InvalidConfigError(
-                    f"--init {TEACHER_LAYERS}: student {arch} has more layers than the "
-                    f"teacher's {teacher_layers}."
-                )
-            kept_layers = [number * teacher_layers // student_layers for number in range(student_layers)]
-            source = keep_layers(source, kept_layers)
-        problem = _first_difference(model, source, lacking)
-        if problem is not None:
-            raise InvalidConfigError(
-                f"--init {self.folder}: {problem} is not of the same shape there as in student {arch}, or "
-                "not in both. Take a model of the student's family and shape."
-            )
-        kept = {name: value for name, value in source.state_dict().items() if name not in lacking}
-        model.load_state_dict(kept, strict=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomWeights(InitialWeights):
+    """Weights that are drawn from the seed."""
+
+    def begin(self, model: PreTrainedModel, head: Head | None) -> None:
+        """Leave the weights as they were drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderWeights(InitialWeights):
+    """Weights of another model of the same shape."""
+
+    arch: str
+    folder: Path
+
+    def begin(self, model: PreTrainedModel, head: Head | None) -> None:
+        """Take the weights of the model."""
+        source, lacking = load_weights(self.folder, head)
+        _copy(source, model, lacking, begun=f"--init {self.folder}", arch=self.arch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights(InitialWeights):
+    """Whole layers of the teacher, unchanged (DistilBERT, arXiv 1910.01108, section 3)."""
+
+    arch: str
+    weights: TeacherWeights
+    layers: tuple[int, ...]
+    """The teacher's layer for each layer of the student, counted from 0."""
+
+    def adapt(self, config: PreTrainedConfig) -> None:
+        """Give layers the kinds of attention that the teacher's layers have."""
+        _take_layer_types(config, self.weights.config, self.layers)
+
+    def begin(self, model: PreTrainedModel, head: Head | None) -> None:
+        """Take the layers."""
+        source, lacking = self.weights.load(head)
+        kept = keep_layers(source, self.layers)
+        _copy(kept, model, lacking, begun=f"--init {TEACHER_LAYERS}", arch=self.arch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicedWeights(InitialWeights):
+    """Weights that are cut from the teacher."""
+
+    plan: SlicePlan
+    home: Path
+
+    def adapt(self, config: PreTrainedConfig) -> None:
+        """Give layers the kinds of attention that the teacher's layers have."""
+        if self.plan.recipe.cuts_layers:
+            _take_layer_types(config, self.plan.weights.config, self.plan.layers)
+
+    def begin(self, model: PreTrainedModel, head: Head | None) -> None:
+        """Take the slice, which is made first where this machine does not have it."""
+        model.load_state_dict(load_slice(self.plan, self.home, model.config), strict=False)
+
+
+def _take_layer_types(config: PreTrainedConfig, teacher: PreTrainedConfig, layers: Sequence[int]) -> None:
+    types = getattr(teacher, "layer_types", None)
+    if types:
+        config.layer_types = [types[layer] for layer in layers]
+
+
+def _copy(
+    source: PreTrainedModel, model: PreTrainedModel, lacking: frozenset[str], *, begun: str, arch: str
+) -> None:
+    problem = _first_difference(model, source, lacking)
+    if problem is not None:
+        raise InvalidConfigError(
+            f"{begun}: {problem} is not of the same shape there as in student {arch}, or not in both. Take a "
+            "model of the student's family and shape."
+        )
+    kept = {name: value for name, value in source.state_dict().items() if name not in lacking}
+    model.load_state_dict(kept, strict=False)
 
 
 def _first_difference(model: PreTrainedModel, source: PreTrainedModel, lacking: frozenset[str]) -> str | None:
@@ -76,39 +148,147 @@ def _first_difference(model: PreTrainedModel, source: PreTrainedModel, lacking: 
     return None
 
 
-def initial_weights(config: TrainConfig, manifest: CacheManifest) -> InitialWeights:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginnings:
+    """The initial weights of all students of a run."""
+
+    of: Mapping[str, InitialWeights]
+    """Initial weights of each student, by shape."""
+
+    @property
+    def name(self) -> str:
+        """What identifies the initial weights of all students: `random`, or a kind and a hash."""
+        names = list(dict.fromkeys(weights.name for weights in self.of.values()))
+        if len(names) == 1:
+            return names[0]
+        kinds = {name.rsplit("-", 1)[0] for name in names if name != RANDOM}
+        return f"{'-'.join(sorted(kinds))}-{canonical_sha256(names)}"
+
+    @property
+    def in_words(self) -> list[str]:
+        """A line for each different beginning: the students, and what they begin with."""
+        groups: dict[str, list[str]] = {}
+        for arch, weights in self.of.items():
+            groups.setdefault(weights.in_words, []).append(arch)
+        return [f"{', '.join(shapes)} begin with {words}" for words, shapes in groups.items()]
+
+
+def initial_weights(
+    config: TrainConfig, cache: Cache, *, shapes: Sequence[StudentShape], head: Head | None, home: Path
+) -> Beginnings:
     """Return the initial weights of a run's students.
 
+    Args:
+        config: settings of the run.
+        cache: cache that the students learn from.
+        shapes: shapes of the students.
+        head: head of the students. None means no head.
+        home: folder of caches, runs and slices.
+
     Raises:
-        InvalidConfigError: there is no such folder.
+        InvalidConfigError: there is no such folder, or a shape cannot be cut.
         IdentityMismatchError: `--init-teacher` is not the teacher that the cache was dumped from.
         TeacherError: there is no such teacher.
     """
     if config.init == RANDOM:
-        return InitialWeights(name=RANDOM)
-    if config.init == TEACHER_LAYERS:
-        assert config.init_teacher is not None
-        source = locate_teacher(config.init_teacher)
-        sha256 = weights_sha256(source.folder)
-        expected = manifest.identity.teacher.weights_sha256
-        if sha256 != expected:
-            raise IdentityMismatchError(
-                f"--init-teacher {config.init_teacher} (weights {sha256[:12]}) is not the teacher of this "
-                f"cache ({manifest.labels.teacher}, weights {expected[:12]}). Give that teacher."
-            )
-        return InitialWeights(name=f"{TEACHER_LAYERS}-{sha256}", folder=source.folder, of_teacher=True)
+        return Beginnings(of={shape.arch: random_weights() for shape in shapes})
+    if config.init is None or config.init in FROM_TEACHER:
+        weights = teacher_weights(cache, home, config.init_teacher)
+        cutter = _FromTeacher(config=config, cache=cache, weights=weights, head=head, home=home)
+        return Beginnings(of={shape.arch: cutter.begin(shape) for shape in shapes})
     folder = Path(config.init)
     if not folder.is_dir():
         raise InvalidConfigError(
-            f"--init {config.init}: there is no such folder. Give {RANDOM}, {TEACHER_LAYERS}, or the folder "
-            "of a model or of a run."
+            f"--init {config.init}: there is no such folder. Give {', '.join((RANDOM, *FROM_TEACHER))}, or "
+            "the folder of a model or of a run."
         )
-    return InitialWeights(name=_hash_of(folder, config.arch), folder=folder)
+    folders = {shape.arch: _model_folder(folder, shape.arch) for shape in shapes}
+    name = canonical_sha256([weights_sha256(path) for path in folders.values()])
+    return Beginnings(
+        of={
+            arch: FolderWeights(
+                kind="another model",
+                name=name,
+                in_words=f"the weights in {folder.name}",
+                arch=arch,
+                folder=path,
+            )
+            for arch, path in folders.items()
+        }
+    )
 
 
-def _hash_of(folder: Path, arch: Sequence[str]) -> str:
-    folders = [_model_folder(folder, shape) for shape in arch]
-    return canonical_sha256([weights_sha256(model_folder) for model_folder in folders])
+def random_weights(why: str | None = None) -> RandomWeights:
+    """Return weights that are drawn; `why` says why they are not cut. None means that they were asked for."""
+    return RandomWeights(
+        kind=RANDOM, name=RANDOM, in_words="random weights" if why is None else f"random weights ({why})"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FromTeacher:
+    """Decides what students begin with where it is to come from the teacher."""
+
+    config: TrainConfig
+    cache: Cache
+    weights: TeacherWeights | None
+    """Weights of the teacher. None means that they are not at hand."""
+    head: Head | None
+    home: Path
+
+    def begin(self, shape: StudentShape) -> InitialWeights:
+        """Return what one student begins with; without `--init`, random weights where it cannot be cut."""
+        if self.config.init is not None:
+            return self._wanted(shape, self.config.init)
+        try:
+            return self._wanted(shape, SLICE)
+        except InvalidConfigError as error:
+            if self.config.init_layers is not None:
+                raise
+            return random_weights(str(error).split(". ")[0].removesuffix("."))
+
+    def _wanted(self, shape: StudentShape, init: str) -> InitialWeights:
+        label = self.cache.manifest.labels.teacher
+        if self.weights is None:
+            raise InvalidConfigError(
+                f"the weights of teacher {label} are not on this machine. Give --init-teacher, or use --init "
+                f"{RANDOM}"
+            )
+        teacher = teacher_config(self.cache.reader.attachment(TEACHER_CONFIG), self.cache.manifest)
+        if init == TEACHER_LAYERS:
+            layers = layers_for(shape, teacher, self.config.init_layers)
+            return LayerWeights(
+                kind=init,
+                name=f"{TEACHER_LAYERS}-{canonical_sha256([self.weights.sha256, layers])}",
+                in_words=f"layers {', '.join(map(str, layers))} of the {self.weights.in_words}, unchanged",
+                arch=shape.arch,
+                weights=self.weights,
+                layers=layers,
+            )
+        plan = SlicePlan(
+            weights=self.weights,
+            shape=shape,
+            layers=check_cut(shape, teacher, self.config.init_layers),
+            recipe=Recipe(cuts_layers=init == SLICE),
+            cache=self.cache,
+            head=self.head,
+        )
+        manifest = self.cache.manifest
+        check_text(manifest.num_tokens * manifest.num_train // manifest.num_sequences, shape.hidden_size)
+        return SlicedWeights(
+            kind=init, name=f"{init}-{plan.key}", in_words=plan.in_words, plan=plan, home=self.home
+        )
+
+
+def recorded_init(run: Path | None) -> str | None:
+    """Return `random` for a run that began so, which a later release must resume in the same way, else None.
+
+    Args:
+        run: folder of the run. None means a folder that is named by content.
+    """
+    if run is None or not is_run(run):
+        return None
+    return RANDOM if load_record(run).identity.init == RANDOM else None
 
 
 def _model_folder(folder: Path, arch: str) -> Path:

@@ -137,6 +137,11 @@ class StudentRecord(_Record):
 
     arch: str
     num_parameters: _Count
+    init: str | None = None
+    """What the student began with, as `--init` names it, or `another model`. None means a run of the first
+    releases."""
+    begun_with: str | None = None
+    """The same in words. None means a run of the first releases."""
     target: Literal["teacher", "stored rows"]
     """Target of the KL: the teacher, which unbiased rows estimate, or the stored rows, if they are biased."""
     held_out_before: _Figures | None
@@ -162,6 +167,8 @@ class RunRecord(_Record):
     """Value of `--init`, if it was a folder. None means another value, or a run of the first releases."""
     init_teacher: str | None = None
     """Value of `--init-teacher`. None means that it was not given."""
+    init_layers: str | None = None
+    """Value of `--init-layers`. None means that it was not given."""
     complete: bool
     """True: training is over, and the students' folders are written."""
     train_s: float | None = None

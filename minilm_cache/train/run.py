@@ -24,7 +24,7 @@ from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
-from minilm_cache.train.initial import initial_weights
+from minilm_cache.train.initial import Beginnings, initial_weights, recorded_init
 from minilm_cache.train.loop import TrainingLoop
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import RunIdentity, RunRecord, StudentRecord, read_record, write_record
@@ -116,6 +116,8 @@ def _train(
     """Check that settings and cache go together, then train or resume in the folder of the run."""
     progress = progress if ranks.is_first else Silent()
     manifest = cache.manifest
+    if config.init is None:
+        config = config.with_changes(init=recorded_init(out))
     objective = choose_objective(config, cache, arch=config.arch)
     shapes = _student_shapes(config, objective)
     steps = num_steps(config, manifest)
@@ -123,6 +125,7 @@ def _train(
         raise InvalidConfigError(
             "--eval-steps: the cache has no held-out sequences to evaluate on. Leave it out."
         )
+    beginnings = initial_weights(config, cache, shapes=shapes, head=objective.head, home=home)
     plan = plan_steps(config, manifest, num_ranks=ranks.num_data, rank=ranks.data_number)
     identity = RunIdentity.of(
         config,
@@ -131,7 +134,7 @@ def _train(
         steps=steps,
         plan=plan,
         precision=precision_of(config, ranks.device),
-        init=initial_weights(config, manifest).name,
+        init=beginnings.name,
     )
     path = out or home / "runs" / identity.name()
     refuse_file(path)
@@ -140,6 +143,8 @@ def _train(
             f"{path} exists. Leave out --no-resume to resume it, or choose another --out."
         )
     progress.note(_run_in_words(path, config, objective=objective, steps=steps))
+    for line in beginnings.in_words:
+        progress.note(line)
     first = student_config(shapes[0], cache.reader.attachment(TEACHER_CONFIG), manifest)
     run = _Run(
         config=config,
@@ -148,6 +153,7 @@ def _train(
         identity=identity,
         folder=RunFolder(path=path),
         objective=objective,
+        beginnings=beginnings,
         ranks=ranks,
         shapes=shapes,
         pad_token=first.pad_token_id or 0,
@@ -218,6 +224,7 @@ class _Run:
     identity: RunIdentity
     folder: RunFolder
     objective: Objective
+    beginnings: Beginnings
     ranks: Ranks
     shapes: Sequence[StudentShape]
     """Shapes of all students, those of other processes included."""
@@ -235,9 +242,7 @@ class _Run:
             return TrainResult(path=folder.path, record=earlier, tokens_per_s=None, is_first=ranks.is_first)
         state = load_state(folder.checkpoints)
         alive = [shape for shape in ranks.mine(self.shapes) if shape.arch not in state.diverged]
-        trainers = build_trainers(
-            config, self.cache, shapes=alive, objective=self.objective, steps=self.identity.steps, ranks=ranks
-        )
+        trainers = self.build(alive, ranks)
         load_students(folder.checkpoints, state, trainers=trainers, device=ranks.device)
         record = earlier or self.begin(trainers)
         tracker_name = config.tracker if ranks.is_first else "none"
@@ -258,6 +263,18 @@ class _Run:
         record = self.finish(record, trainers, state)
         return TrainResult(
             path=folder.path, record=record, tokens_per_s=tokens_per_s, is_first=ranks.is_first
+        )
+
+    def build(self, shapes: Sequence[StudentShape], ranks: Ranks) -> list[StudentTrainer]:
+        """Return students with their initial weights."""
+        return build_trainers(
+            self.config,
+            self.cache,
+            shapes=shapes,
+            objective=self.objective,
+            beginnings=self.beginnings,
+            steps=self.identity.steps,
+            ranks=ranks,
         )
 
     def batches(self) -> BatchReader:
@@ -282,6 +299,8 @@ class _Run:
                 arch=trainer.shape.arch,
                 num_parameters=trainer.num_parameters,
                 target="teacher" if self.cache.codec.is_unbiased else "stored rows",
+                init=self.beginnings.of[trainer.shape.arch].kind,
+                begun_with=self.beginnings.of[trainer.shape.arch].in_words,
                 held_out_before=before,
             )
             for trainer, before in zip(trainers, self.held_out(trainers), strict=True)
@@ -289,8 +308,9 @@ class _Run:
         record = RunRecord(
             identity=self.identity,
             cache=self.place,
-            init=self.config.init if Path(self.config.init).is_dir() else None,
+            init=self.config.init if Path(self.config.init or "").is_dir() else None,
             init_teacher=self.config.init_teacher,
+            init_layers=self.config.init_layers,
             complete=False,
             students=self._in_order(records),
         )
@@ -338,15 +358,11 @@ class _Run:
     def _load_trained(self, arch: str, state: RunState) -> StudentTrainer:
         """Load a student that another process trained: transformers saves in the first process only."""
         (shape,) = [shape for shape in self.shapes if shape.arch == arch]
-        ranks = Ranks.alone(self.ranks.device)
-        steps = self.identity.steps
-        (trainer,) = build_trainers(
-            self.config, self.cache, shapes=[shape], objective=self.objective, steps=steps, ranks=ranks
-        )
+        (trainer,) = self.build([shape], Ranks.alone(self.ranks.device))
         if self.config.eval_steps is not None:
             load_best(self.folder.best, trainer, state.best[arch].step)
         else:
-            load_students(self.folder.checkpoints, state, trainers=[trainer], device=ranks.device)
+            load_students(self.folder.checkpoints, state, trainers=[trainer], device=self.ranks.device)
         return trainer
 
     def _in_order(self, records: dict[str, StudentRecord]) -> tuple[StudentRecord, ...]:

@@ -10,7 +10,7 @@ from minilm_cache.models.tap import TappedModel
 from minilm_cache.objectives.check import Objective
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.train.config import DEFAULT_EPOCHS, TrainConfig
-from minilm_cache.train.initial import initial_weights
+from minilm_cache.train.initial import Beginnings, random_weights
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.trainer import StudentTrainer
 
@@ -31,6 +31,7 @@ def build_trainers(
     objective: Objective,
     steps: int,
     ranks: Ranks,
+    beginnings: Beginnings | None = None,
 ) -> list[StudentTrainer]:
     """Return students with their initial weights, which do not depend on the other students of the run.
 
@@ -41,11 +42,11 @@ def build_trainers(
         objective: the objective of the run.
         steps: optimizer steps of the whole run.
         ranks: the processes of the run.
+        beginnings: initial weights of the students. None means random weights.
 
     Raises:
         InvalidConfigError: the objective or the initial weights do not fit the shape of a student.
     """
-    initial = initial_weights(config, cache.manifest)
     teacher_config = cache.reader.attachment(TEACHER_CONFIG)
     trainers = []
     for shape in shapes:
@@ -53,8 +54,10 @@ def build_trainers(
         model_config = student_config(shape, teacher_config, cache.manifest)
         if objective.num_classes is not None:
             model_config.num_labels = objective.num_classes
+        initial = random_weights() if beginnings is None else beginnings.of[shape.arch]
+        initial.adapt(model_config)
         model = build_student(model_config, seed, objective.head)
-        initial.begin(model, shape.arch, objective.head)
+        initial.begin(model, objective.head)
         tapped = TappedModel(model).to(ranks.device)
         trainers.append(
             StudentTrainer(shape, tapped, config=config, objective=objective, steps=steps, ranks=ranks)

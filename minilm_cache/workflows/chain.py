@@ -28,6 +28,7 @@ from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.report.page import write_report
 from minilm_cache.report.runs import TEACHER_CACHE, TrainedRun
 from minilm_cache.report.tables import held_out_of, students_table
+from minilm_cache.slicing.shapes import check_cut
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.store.creation import differing_values
 from minilm_cache.store.durable import storage_errors, write_file
@@ -35,6 +36,7 @@ from minilm_cache.store.layout import MANIFEST, commit_path
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, arch_slug, is_run
+from minilm_cache.train.initial import FROM_TEACHER, RANDOM, SLICE
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import load_record
 from minilm_cache.train.run import train_students
@@ -50,8 +52,8 @@ _NEEDS: Final = (Needs(), Needs(vectors=True))
 Way = Literal["assistant", "via assistants", "direct"]
 _NOT_IDENTIFYING: Final[dict[str, Any]] = {
     "compare_direct": True,
-    "dump": {"device": True, "batch_size": True},
-    "train": {"arch": True, "device": True, "checkpoint_steps": True},
+    "dump": {"device": True, "batch_size": True, "keep_weights": True},
+    "train": {"arch": True, "device": True, "checkpoint_steps": True, "init_layers": True},
 }
 """Settings that may differ between commands for the same chain; for example, students may be added."""
 _ANY_VALUE: Final = ("max_hours", "tracker", "keep_checkpoints", "local_bytes", "gradient_checkpointing")
@@ -195,15 +197,11 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
             f"--objective {config.train.objective}: a chain's students learn only relations. Use "
             f"{fitting}, or dump and train stage by stage."
         )
-    if config.train.init != "random":
-        raise InvalidConfigError(
-            f"--init {config.train.init}: the students of a chain begin with random weights. Leave it out, "
-            "or dump and train stage by stage."
-        )
+    _check_init(config.train)
     if config.train.layer_map != "last":
         raise InvalidConfigError("a chain's students learn from last layers. Leave out --layer-map.")
     source = locate_teacher(config.dump.teacher, config.dump.revision, without_weights=True)
-    teacher = read_config(source)
+    teacher = read_config(source.folder)
     heads = teacher.num_attention_heads
     split = split_into(config.train.objective, config.train.relation_heads, heads)
     for arch in (*config.assistants, *config.train.arch):
@@ -214,11 +212,28 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
                 f"students can be trained with and without it. Leave out :h{shape.num_heads}."
             )
         student = shape_config(shape, teacher.to_dict(), teacher.model_type)
+        if config.train.init == SLICE:
+            check_cut(shape, teacher)
         if arch in config.assistants:
             teacher = student
     checked = config.with_changes(train=config.train.with_changes(relation_heads=split))
     _check_folder(checked, folder)
     return checked
+
+
+def _check_init(config: TrainConfig) -> None:
+    """Raise InvalidConfigError for initial weights that do not fit every stage of a chain."""
+    if config.init not in (None, RANDOM, *FROM_TEACHER):
+        raise InvalidConfigError(
+            f"--init {config.init}: the stages of a chain have different teachers, and no folder fits all of "
+            f"them. Give {RANDOM} or {', '.join(FROM_TEACHER)}, or dump and train stage by stage."
+        )
+    for name in ("init_layers", "init_teacher"):
+        if getattr(config, name) is not None:
+            raise InvalidConfigError(
+                f"--{name.replace('_', '-')}: each stage of a chain takes its students from its own teacher. "
+                "Leave it out, or dump and train stage by stage."
+            )
 
 
 def _check_folder(config: ChainConfig, folder: Path) -> None:

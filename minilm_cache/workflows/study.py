@@ -44,7 +44,7 @@ PARQUET_FILE = "students.parquet"
 CSV_FILE = "students.csv"
 SUMMARY_FILE = "summary.csv"
 REPORT_FILE = "report.html"
-_OBJECTIVE_SETTINGS = {"epochs", "init_teacher", "eval_steps", *ObjectiveConfig.model_fields}
+_OBJECTIVE_SETTINGS = {"epochs", "init_teacher", "init_layers", "eval_steps", *ObjectiveConfig.model_fields}
 """Settings of a pass that the steps of `mlm-kd` after it do not share."""
 
 
@@ -170,7 +170,7 @@ def _check_shapes(study: Study, home: Path) -> None:
         opened: Cache | None = None
         if isinstance(cache, DumpConfig):
             source = locate_teacher(cache.teacher, cache.revision, without_weights=True)
-            config, codec = read_config(source), cache.codec
+            config, codec = read_config(source.folder), cache.codec
             heads = config.num_attention_heads
         else:
             opened = open_cache(cache, home=home)

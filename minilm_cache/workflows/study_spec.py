@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -32,7 +33,7 @@ _NOT_IN_TRAIN: Final = {
     "objective": "objective",
 }
 """Settings of a training that a study varies, and where the document must give them."""
-_LATER: Final = ("form", "patience", "temperature", "ground_truth")
+_LATER: Final = ("form", "patience", "temperature", "ground_truth", "init_layers")
 """Settings of a training that the first releases did not have; unset ones do not enter a pass's name."""
 
 
@@ -88,6 +89,8 @@ class StudyDocument(FrozenSettings):
     """Names of objectives, or settings of `ObjectiveConfig`, with `arch` for shapes of their own. None means
     the preset's objective, or else minilm."""
     seed: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
+    init: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """What students begin with, as `--init` of `train`: each value is trained. None means that of `train`."""
     train: dict[str, Any] = Field(default_factory=dict)
     """Settings of `TrainConfig` that all trainings share, and `preset`."""
     price_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -137,8 +140,8 @@ def read_study(path: Path) -> Study:
     passes = []
     for name, cache in caches.items():
         for index, choice in enumerate(choices):
-            for seed in document.seed:
-                config = _training(source, document, choice=choice, index=index, seed=seed)
+            for init, seed in product(document.init or (None,), document.seed):
+                config = _training(source, document, choice=choice, index=index, seed=seed, init=init)
                 if isinstance(cache, DumpConfig):
                     _check_fits(source, ("caches", name), config=config, cache=cache)
                 content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
@@ -146,7 +149,8 @@ def read_study(path: Path) -> Study:
                 content = {
                     key: value for key, value in content.items() if value is not None or key not in _LATER
                 }
-                slug = f"{name}-{choice.slug}-s{seed}-{canonical_sha256(content)[:8]}"
+                begun = "" if init is None else f"-{Path(init).name}"
+                slug = f"{name}-{choice.slug}{begun}-s{seed}-{canonical_sha256(content)[:8]}"
                 passes.append(Pass(cache=name, name=slug, config=config))
     return Study(
         source=source,
@@ -202,7 +206,11 @@ def _check_lists(source: Source, document: StudyDocument, choices: Sequence[Obje
     for location, arch in shapes:
         if re.search(r":s\d", arch):
             source.fail(location, "give seeds under seed")
-    for key, values in (("arch", document.arch), ("seed", document.seed), ("objective", choices)):
+    inits = document.init or ()
+    if inits and "init" in document.train:
+        source.fail(("train", "init"), "a study varies this; give it under init alone")
+    lists = {"arch": document.arch, "seed": document.seed, "objective": choices, "init": inits}
+    for key, values in lists.items():
         for index, value in enumerate(values):
             if value in values[:index]:
                 source.fail((key, index), f"{value} is given twice")
@@ -256,20 +264,33 @@ def _cache(source: Source, document: StudyDocument, name: str) -> DumpConfig | s
 
 
 def _training(
-    source: Source, document: StudyDocument, *, choice: ObjectiveChoice, index: int, seed: int
+    source: Source,
+    document: StudyDocument,
+    *,
+    choice: ObjectiveChoice,
+    index: int,
+    seed: int,
+    init: str | None,
 ) -> TrainConfig:
-    """Return the settings of one training: of the document, its preset, one objective and one seed."""
+    """Return the settings of one training: of the document, its preset, one objective, seed and start."""
     for key, place in _NOT_IN_TRAIN.items():
         if key in document.train:
             source.fail(("train", key), f"a study varies this; give it under {place}")
     given = dict(document.train)
     preset = _preset(source, given.pop("preset", None))
+    if init is not None:
+        given["init"] = _init(source, init)
     values = with_preset(preset, {**given, **choice.settings})
     locate: dict[str, Location] = dict.fromkeys(given, ("train",))
     locate |= dict.fromkeys(choice.settings, ("objective", index))
-    locate |= {"": ("train",), "arch": (), "seed": ()}
+    locate |= {"": ("train",), "arch": (), "seed": (), "init": ("init",)}
     arch = choice.arch or document.arch
     return source.check(TrainConfig, {**values, "arch": arch, "seed": seed}, locate)
+
+
+def _init(source: Source, init: str) -> str:
+    """Return a value of `init`; a folder is looked for where the document lies."""
+    return str(source.resolve(init)) if source.resolve(init).is_dir() else init
 
 
 def _preset(source: Source, name: object) -> str | None:

@@ -309,7 +309,10 @@ def test_a_manifest_names_the_files_of_the_format(content: Content, path: str) -
             (V1, path)
             for path in ("README.md", "manifest.json", "commits/00000.json", "tokens/c/0", "zarr.jsonx")
         ),
-        *((V1, f"teacher/{name}") for name in ("model.safetensors", "pytorch_model.bin", "modeling_bert.py")),
+        *(
+            (V1, f"teacher/{name}")
+            for name in ("weights.safetensors", "pytorch_model.bin", "modeling_bert.py")
+        ),
         *((V1, path) for path in ("teacher/sub/vocab.txt", "vocab.txt", "preview/other.parquet")),
         (V1, "vectors/2/basis/c/0/0"),
         *(

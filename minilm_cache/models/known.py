@@ -1,0 +1,67 @@
+"""Teachers that this machine has: found again by the hash of their weights, without a download."""
+
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+from minilm_cache.errors import MiniLMCacheError
+from minilm_cache.models.files import weights_sha256
+from minilm_cache.models.load import ALIASES, MINI, locate_teacher
+from minilm_cache.store.durable import write_file
+
+
+def remember_teacher(home: Path, sha256: str, folder: Path) -> None:
+    """Note where the weights of this hash lie, for `find_teacher`.
+
+    Args:
+        home: folder of caches and runs.
+        sha256: hash of the weights, hexadecimal.
+        folder: folder of the teacher.
+    """
+    note, content = _note(home, sha256), str(folder.resolve()).encode()
+    if not (note.is_file() and note.read_bytes() == content):
+        write_file(note, content)
+
+
+def find_teacher(home: Path, sha256: str, name: str) -> Path | None:
+    """Return the folder of the teacher whose weights have this hash. None means that it is not at hand.
+
+    Looked for where a dump on this machine found it, and among the teachers with names of their own, without
+    a download.
+
+    Args:
+        home: folder of caches and runs.
+        sha256: hash of the weights, hexadecimal.
+        name: name of the teacher as a cache gives it; it is not trusted.
+    """
+    for folder in (_noted(home, sha256), _named(name)):
+        if folder is None:
+            continue
+        try:
+            if weights_sha256(folder) == sha256:
+                return folder
+        except MiniLMCacheError:
+            continue
+    return None
+
+
+def _note(home: Path, sha256: str) -> Path:
+    return home / "teachers" / f"{sha256}.txt"
+
+
+def _noted(home: Path, sha256: str) -> Path | None:
+    note = _note(home, sha256)
+    return Path(note.read_text()) if note.is_file() else None
+
+
+def _named(name: str) -> Path | None:
+    """Return the folder of `mini` if it is installed, or of an alias if the hub's cache here holds it."""
+    try:
+        if name == MINI:
+            return locate_teacher(MINI).folder
+        if name in ALIASES:
+            return Path(huggingface_hub.snapshot_download(ALIASES[name], local_files_only=True))
+    except (MiniLMCacheError, LocalEntryNotFoundError, HFValidationError):
+        return None
+    return None

@@ -1,0 +1,202 @@
+"""Runs encoders on calibration sequences, and runs single layers again on other inputs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from minilm_cache.models.padding import pad
+from minilm_cache.relations.scores import key_mask
+from minilm_cache.slicing.parts import EncoderParts, LayerParts
+
+_BATCH_SIZE = 16
+States = list[Tensor]
+"""Hidden states of every batch, `(batch, length, hidden)` each."""
+
+
+class _ReachedError(Exception):
+    """The forward pass has come to the module whose inputs are wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Sequences that slices are fitted to, in padded batches."""
+
+    ids: list[Int[Tensor, "_ _"]]
+    valid: list[Bool[Tensor, "_ _"]]
+
+    @classmethod
+    def of(cls, sequences: Sequence[Int[Tensor, " _"]], pad_token: int) -> "Calibration":
+        """Return sequences as padded batches, sorted by length."""
+        ordered = sorted(sequences, key=len)
+        starts = range(0, len(ordered), _BATCH_SIZE)
+        padded = [pad(ordered[start : start + _BATCH_SIZE], pad_token) for start in starts]
+        return cls(
+            ids=[ids for ids, _ in padded],
+            valid=[key_mask(lengths, ids.shape[1]) for ids, lengths in padded],
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, padding not counted."""
+        return sum(int(valid.sum()) for valid in self.valid)
+
+    def flat(self, states: States) -> Float[Tensor, "tokens size"]:
+        """Return the states of all tokens, padding left out."""
+        return torch.cat([state[valid] for state, valid in zip(states, self.valid, strict=True)])
+
+    def padded(self, rows: Float[Tensor, "tokens size"], like: States) -> States:
+        """Return rows of tokens as states of the batches; padding is zero."""
+        counts = [int(valid.sum()) for valid in self.valid]
+        states = [torch.zeros_like(state) for state in like]
+        for state, valid, part in zip(states, self.valid, rows.split(counts), strict=True):
+            state[valid] = part
+        return states
+
+
+class LayerCall(NamedTuple):
+    """The arguments of a layer apart from the hidden states: masks, positions."""
+
+    positional: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def __call__(self, parts: LayerParts, state: Tensor) -> None:
+        """Call a layer again, on other hidden states."""
+        parts.module(state, *self.positional, **self.keywords)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderRun:
+    """What an encoder gave on calibration sequences."""
+
+    sums: States
+    """Sums of the tables' rows: inputs of the embeddings' norm."""
+    states: list[States]
+    """Hidden states: 0 is the input of the first layer, n the output of the n-th."""
+    summed: list[States]
+    """Residual stream at the end of each layer, before the norm that most families apply to it there."""
+    calls: list[list["LayerCall"]]
+    """How each layer was called, for each batch."""
+
+
+@torch.no_grad()
+def run_encoder(model: PreTrainedModel, parts: EncoderParts, calibration: Calibration) -> EncoderRun:
+    """Run an encoder, and keep the states between its layers."""
+    sums: States = []
+    states: list[States] = [[] for _ in range(len(parts.layers) + 1)]
+    summed: list[States] = [[] for _ in parts.layers]
+    calls: list[list[LayerCall]] = [[] for _ in parts.layers]
+
+    def keep_call(number: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states[number].append(args[0])
+            calls[number].append(LayerCall(args[1:], kwargs))
+
+        return hook
+
+    with ExitStack() as stack:
+        for number, layer in enumerate(parts.layers):
+            handle = layer.module.register_forward_pre_hook(keep_call(number), with_kwargs=True)
+            stack.callback(handle.remove)
+            if not layer.is_pre_norm:
+                stack.callback(_keep_input(layer.ffn_norm, summed[number]).remove)
+        keep_sum = parts.norm.register_forward_pre_hook(lambda _module, args: sums.append(args[0]))
+        keep_last = parts.layers[-1].module.register_forward_hook(
+            lambda _module, _args, output: states[-1].append(_tensor(output))
+        )
+        stack.callback(keep_sum.remove)
+        stack.callback(keep_last.remove)
+        for ids, valid in zip(calibration.ids, calibration.valid, strict=True):
+            model.base_model(input_ids=ids, attention_mask=valid.to(torch.int64))
+    if parts.layers[0].is_pre_norm:
+        summed = states[1:]
+    return EncoderRun(sums=sums, states=states, summed=summed, calls=calls)
+
+
+def _tensor(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRun:
+    """What a layer of the teacher gave on calibration sequences, padding left out."""
+
+    attention_input: Float[Tensor, "tokens hidden"]
+    """Input of queries, keys and values."""
+    attended: Float[Tensor, "tokens hidden"]
+    """Residual stream after the attention, before any norm."""
+    ffn_input: Float[Tensor, "tokens hidden"]
+    """Input of the feed-forward network."""
+    units: Float[Tensor, "tokens units"]
+    """Units of the feed-forward network."""
+    summed: Float[Tensor, "tokens hidden"]
+    """Residual stream after the feed-forward network, before any norm."""
+
+
+@torch.no_grad()
+def run_layer(
+    parts: LayerParts, states: States, *, calls: Sequence[LayerCall], calibration: Calibration
+) -> LayerRun:
+    """Run a layer, and return what its parts received and gave."""
+    kept: dict[str, States] = {"attention": [], "output": [], "ffn": [], "units": []}
+    hooks = [
+        _keep_input(parts.query.linear, kept["attention"]),
+        parts.output.register_forward_hook(lambda _module, _args, output: kept["output"].append(output)),
+        _keep_input(parts.up.linear, kept["ffn"]),
+        _keep_input(parts.down, kept["units"]),
+    ]
+    try:
+        for state, call in zip(states, calls, strict=True):
+            call(parts, state)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    flat = {name: calibration.flat(values) for name, values in kept.items()}
+    attended = calibration.flat(states) + flat["output"]
+    stream = attended if parts.is_pre_norm else flat["ffn"]
+    return LayerRun(
+        attention_input=flat["attention"],
+        attended=attended,
+        ffn_input=flat["ffn"],
+        units=flat["units"],
+        summed=stream + parts.down(flat["units"]),
+    )
+
+
+def _keep_input(module: nn.Module, into: States) -> torch.utils.hooks.RemovableHandle:
+    return module.register_forward_pre_hook(lambda _module, args: into.append(args[0]))
+
+
+@torch.no_grad()
+def contexts(
+    parts: LayerParts, states: States, *, calls: Sequence[LayerCall], calibration: Calibration
+) -> Float[Tensor, "tokens _"]:
+    """Return what a layer's heads gather, before the output projection; the rest of the layer is not run."""
+    gathered: States = []
+    with _stopping_at(parts.output, gathered):
+        for state, call in zip(states, calls, strict=True):
+            try:
+                call(parts, state)
+            except _ReachedError:
+                continue
+    return calibration.flat(gathered)
+
+
+@contextmanager
+def _stopping_at(module: nn.Module, into: States) -> Iterator[None]:
+    """Keep the input of a module, and end the forward pass there."""
+
+    def keep(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        into.append(args[0])
+        raise _ReachedError
+
+    handle = module.register_forward_pre_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()

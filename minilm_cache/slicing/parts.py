@@ -1,0 +1,245 @@
+"""The parts of an encoder that are cut: tables, projections, norms, by the names of its family."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from minilm_cache.errors import InvalidConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A linear map, which may be some rows of a larger one, as families fuse them."""
+
+    linear: nn.Linear
+    start: int
+    count: int
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the map adds a bias."""
+        return self.linear.bias is not None
+
+    @property
+    def matrix(self) -> Float[Tensor, "inputs outputs"]:
+        """The transposed weight; where there is a bias, it is the last row."""
+        rows = slice(self.start, self.start + self.count)
+        weight = self.linear.weight.detach()[rows].T
+        if not self.has_bias:
+            return weight
+        return torch.cat([weight, self.linear.bias.detach()[rows][None]])
+
+    def write(self, matrix: Float[Tensor, "inputs outputs"]) -> None:
+        """Replace the map by a matrix of the form of `matrix`."""
+        rows = slice(self.start, self.start + self.count)
+        with torch.no_grad():
+            if self.has_bias:
+                self.linear.bias[rows] = matrix[-1].to(self.linear.bias)
+                matrix = matrix[:-1]
+            self.linear.weight[rows] = matrix.T.to(self.linear.weight)
+
+
+def whole(linear: nn.Linear) -> Rows:
+    """Return all rows of a linear map."""
+    return Rows(linear=linear, start=0, count=linear.out_features)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParts:
+    """The parts of one layer."""
+
+    module: nn.Module
+    query: Rows
+    key: Rows
+    value: Rows
+    output: nn.Linear
+    """From the heads' contexts back to the hidden size."""
+    attention_norm: nn.Module
+    """Norm after the attention, or before it where `is_pre_norm`."""
+    up: Rows
+    gate: Rows | None
+    """Factors of the units. None means that the feed-forward network has no gates."""
+    down: nn.Linear
+    ffn_norm: nn.Module
+    """Norm after the feed-forward network, or before it where `is_pre_norm`."""
+    activation: Callable[[Tensor], Tensor]
+    is_pre_norm: bool
+
+    def units(self, inputs: Tensor) -> Tensor:
+        """Return the units of the feed-forward network, `(..., units)`."""
+        raised = self.activation(_apply(self.up, inputs))
+        return raised if self.gate is None else raised * _apply(self.gate, inputs)
+
+
+def _apply(rows: Rows, inputs: Tensor) -> Tensor:
+    matrix = rows.matrix
+    product = inputs @ matrix[: inputs.shape[-1]]
+    return product + matrix[-1] if rows.has_bias else product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderParts:
+    """The parts of an encoder."""
+
+    tables: tuple[nn.Embedding, ...]
+    """Tables whose rows are added: words, and positions and segments where the family has them."""
+    norm: nn.LayerNorm
+    """Norm of the sum of the tables' rows."""
+    projection: nn.Linear | None
+    """From the embedding size to the hidden size. None means that the two are the same."""
+    layers: tuple[LayerParts, ...]
+    final_norm: nn.LayerNorm | None
+    """Norm after the last layer. None means that the family has none."""
+    is_rotary: bool
+    """Whether queries and keys are rotated by their positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    """Names of the parts in one family, relative to the encoder or to a layer."""
+
+    layers: str
+    query: str
+    key: str
+    value: str
+    output: str
+    attention_norm: str
+    up: str
+    down: str
+    ffn_norm: str
+    activation: str
+    is_fused: bool = False
+    """Query, key and value are rows of one map, and so are units and their gates."""
+    tables: tuple[str, ...] = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+    norm: str = "LayerNorm"
+    final_norm: str | None = None
+
+
+_BERT: Final = _Names(
+    layers="encoder.layer",
+    query="attention.self.query",
+    key="attention.self.key",
+    value="attention.self.value",
+    output="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    down="output.dense",
+    ffn_norm="output.LayerNorm",
+    activation="intermediate.intermediate_act_fn",
+)
+_DISTILBERT: Final = _Names(
+    layers="transformer.layer",
+    query="attention.q_lin",
+    key="attention.k_lin",
+    value="attention.v_lin",
+    output="attention.out_lin",
+    attention_norm="sa_layer_norm",
+    up="ffn.lin1",
+    down="ffn.lin2",
+    ffn_norm="output_layer_norm",
+    activation="ffn.activation",
+    tables=("word_embeddings", "position_embeddings"),
+)
+_MODERNBERT: Final = _Names(
+    layers="layers",
+    query="attn.Wqkv",
+    key="attn.Wqkv",
+    value="attn.Wqkv",
+    output="attn.Wo",
+    attention_norm="attn_norm",
+    up="mlp.Wi",
+    down="mlp.Wo",
+    ffn_norm="mlp_norm",
+    activation="mlp.act",
+    is_fused=True,
+    tables=("tok_embeddings",),
+    norm="norm",
+    final_norm="final_norm",
+)
+_FAMILIES: Final = {
+    "bert": _BERT,
+    "roberta": _BERT,
+    "xlm-roberta": _BERT,
+    "electra": _BERT,
+    "distilbert": _DISTILBERT,
+    "modernbert": _MODERNBERT,
+}
+"""Names of the parts, by family."""
+
+
+def is_sliceable(family: str) -> bool:
+    """Return whether teachers and students of a family can be cut."""
+    return family in _FAMILIES
+
+
+def refuse_unsliceable(family: str) -> None:
+    """Raise InvalidConfigError for a family whose parts are not known."""
+    if not is_sliceable(family):
+        raise InvalidConfigError(
+            f"--init slice: a model of family {family!r} cannot be cut; {', '.join(_FAMILIES)} can. "
+            "Use --init random."
+        )
+
+
+def encoder_parts(model: PreTrainedModel) -> EncoderParts:
+    """Return the parts of an encoder, or of the encoder of a model with a head.
+
+    Raises:
+        InvalidConfigError: the parts of its family are not known.
+    """
+    family = model.config.model_type
+    refuse_unsliceable(family)
+    names, encoder = _FAMILIES[family], model.base_model
+    embeddings: Any = encoder.embeddings
+    layers = encoder.get_submodule(names.layers)
+    assert isinstance(layers, nn.ModuleList)
+    projection = getattr(encoder, "embeddings_project", None)
+    return EncoderParts(
+        tables=tuple(_tables(embeddings, names)),
+        norm=getattr(embeddings, names.norm),
+        projection=projection,
+        layers=tuple(_layer_parts(layer, names) for layer in layers),
+        final_norm=getattr(encoder, names.final_norm) if names.final_norm else None,
+        is_rotary=names.is_fused,
+    )
+
+
+def _tables(embeddings: Any, names: _Names) -> Iterator[nn.Embedding]:  # noqa: ANN401 - of any family
+    for name in names.tables:
+        table = getattr(embeddings, name)
+        assert isinstance(table, nn.Embedding)
+        yield table
+
+
+def _layer_parts(layer: nn.Module, names: _Names) -> LayerParts:
+    def linear(name: str) -> nn.Linear:
+        module = layer.get_submodule(name)
+        assert isinstance(module, nn.Linear)
+        return module
+
+    def rows(name: str, number: int, parts: int) -> Rows:
+        module = linear(name)
+        count = module.out_features // parts
+        return Rows(linear=module, start=number * count, count=count)
+
+    heads, halves = (3, 2) if names.is_fused else (1, 1)
+    path, _, attribute = names.activation.rpartition(".")
+    return LayerParts(
+        module=layer,
+        query=rows(names.query, 0, heads),
+        key=rows(names.key, heads // 3, heads),
+        value=rows(names.value, heads // 3 * 2, heads),
+        output=linear(names.output),
+        attention_norm=layer.get_submodule(names.attention_norm),
+        up=rows(names.up, 0, halves),
+        gate=rows(names.up, 1, halves) if names.is_fused else None,
+        down=linear(names.down),
+        ffn_norm=layer.get_submodule(names.ffn_norm),
+        activation=getattr(layer.get_submodule(path), attribute),
+        is_pre_norm=names.is_fused,
+    )

@@ -1,0 +1,129 @@
+"""Cuts a teacher to a shape, and writes the slice as a model that opens everywhere."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from minilm_cache.models.arch import StudentShape, parse_arch
+from minilm_cache.models.load import TeacherSource, load_tokenizer, load_weights, locate_teacher, read_config
+from minilm_cache.models.saving import saving
+from minilm_cache.models.student import build_student, shape_config
+from minilm_cache.models.tap import TappedModel
+from minilm_cache.relations.scores import relation_probs, relation_scores, row_mask
+from minilm_cache.slicing.config import SliceConfig
+from minilm_cache.slicing.forward import Calibration
+from minilm_cache.slicing.shapes import check_cut
+from minilm_cache.slicing.slices import cut_weights
+from minilm_cache.slicing.text import check_text, of_corpus
+from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.store.durable import new_folder, refuse_existing
+
+_KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceResult:
+    """A slice that was written."""
+
+    path: Path
+    """Folder of the model."""
+    layers: tuple[int, ...]
+    """The teacher's layers that were cut, counted from 0."""
+    num_parameters: int
+    teacher_parameters: int
+    errors: tuple[float, ...]
+    """Relative error of each hidden state on the text that was fitted to, that of the embeddings first."""
+    kl: dict[RelationKind, float] | None
+    """KL(teacher || slice) of the last layer's relations on further text, nats. None means that there was
+    none, or that the two have different numbers of heads."""
+
+
+def slice_teacher(config: SliceConfig, out: Path) -> SliceResult:
+    """Cut a teacher to a shape, and write the model and its tokenizer.
+
+    Args:
+        config: the teacher, the shape and the text to fit to.
+        out: new folder for the model; it must not exist.
+
+    Raises:
+        InvalidConfigError: the shape cannot be cut, the text is too short, or the folder exists.
+        TeacherError: the teacher does not exist or cannot be loaded.
+        CorpusError: the text cannot be read.
+        StorageError: the folder cannot be written.
+    """
+    source = locate_teacher(config.teacher, config.revision)
+    teacher_config = read_config(source.folder)
+    shape = parse_arch(config.arch, teacher_config.num_attention_heads, compares_heads=False)
+    layers = check_cut(shape, teacher_config, config.layers, option="--layers")
+    refuse_existing(out)
+    fitted, checked = of_corpus(config, source.folder)
+    check_text(sum(map(len, fitted)), shape.hidden_size)
+    teacher, lacking = load_weights(source.folder)
+    student_config = shape_config(shape, teacher_config.to_dict(), teacher_config.model_type)
+    if getattr(teacher_config, "layer_types", None):
+        student_config.layer_types = [teacher_config.layer_types[layer] for layer in layers]
+    student = build_student(student_config, _SEED).eval()
+    pad_token = teacher_config.pad_token_id or 0
+    text = Calibration.of(fitted, pad_token)
+    _, errors = cut_weights(teacher.eval(), student, lacking=lacking, layers=layers, text=text)
+    same_heads = shape.num_heads == teacher_config.num_attention_heads
+    kl = _kl(teacher, student, Calibration.of(checked, pad_token)) if checked and same_heads else None
+    result = SliceResult(
+        path=out,
+        layers=layers,
+        num_parameters=student.num_parameters(),
+        teacher_parameters=teacher.num_parameters(),
+        errors=tuple(errors),
+        kl=kl,
+    )
+    with saving("write", out), new_folder(out) as folder:
+        student.save_pretrained(folder)
+        load_tokenizer(source.folder).save_pretrained(folder)
+        (folder / "README.md").write_text(_card(source, shape, result))
+    return result
+
+
+@torch.no_grad()
+def _kl(teacher: PreTrainedModel, student: PreTrainedModel, text: Calibration) -> dict[RelationKind, float]:
+    """Return KL(teacher || student) of the last layer's relations, means over heads and tokens, nats."""
+    models = [TappedModel(model).eval() for model in (teacher, student)]
+    totals = dict.fromkeys(_KINDS, 0.0)
+    for ids, valid in zip(text.ids, text.valid, strict=True):
+        lengths = valid.sum(1)
+        theirs, mine = (model(ids, valid.to(torch.int64)).vectors[0] for model in models)
+        for kind in _KINDS:
+            probs = relation_probs(theirs, kind, lengths)
+            scores = relation_scores(mine, kind, row_mask(mine, kind, lengths))
+            totals[kind] += float(_divergence(probs, scores)[valid].sum())
+    return {kind: total / text.num_tokens for kind, total in totals.items()}
+
+
+def _divergence(probs: Tensor, scores: Tensor) -> Tensor:
+    """Return KL(probs || softmax of scores) of each token, a mean over heads, `(batch, length)`."""
+    terms = probs * (probs.clamp(min=torch.finfo(probs.dtype).tiny).log() - scores.log_softmax(-1))
+    rows: Tensor = terms.nan_to_num(0.0).sum(-1).mean(1)
+    return rows
+
+
+def _card(source: TeacherSource, shape: StudentShape, result: SliceResult) -> str:
+    """Return the model card."""
+    lines: Sequence[str] = [
+        f"# {source.name}, cut to {shape.arch}",
+        "",
+        f"{result.num_parameters:,} of {result.teacher_parameters:,} parameters. Layers "
+        f"{', '.join(map(str, result.layers))} of the teacher, counted from 0, were cut to this shape and "
+        "fitted by least squares on a little text. This is not trained: distil or fine-tune it first.",
+    ]
+    if result.kl is not None:
+        words = ", ".join(f"{kind} {kl:.4f}" for kind, kl in result.kl.items())
+        lines = [
+            *lines,
+            "",
+            f"KL(teacher, slice) of the last layer's relations on further text, nats: {words}.",
+        ]
+    return "\n".join([*lines, ""])

@@ -1,0 +1,98 @@
+"""Which shapes can be cut from a teacher, and from which of its layers."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedConfig
+
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.arch import StudentShape
+from minilm_cache.slicing.parts import refuse_unsliceable
+
+
+def spaced_layers(num_layers: int, num_teacher_layers: int) -> tuple[int, ...]:
+    """Return layers of the teacher at even distances, counted from 0, the last one included."""
+    return tuple((number + 1) * num_teacher_layers // num_layers - 1 for number in range(num_layers))
+
+
+def read_layers(text: str, num_layers: int, option: str) -> tuple[int, ...]:
+    """Return layers that are given like `0,2,5`.
+
+    Raises:
+        InvalidConfigError: they are not different numbers of layers, ascending.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    layers = tuple(int(part) if part.isdecimal() else num_layers for part in parts)
+    if list(layers) != sorted(set(layers)) or layers[-1] >= num_layers:
+        raise InvalidConfigError(
+            f"{option} {text}: give different numbers from 0 to {num_layers - 1}, ascending, with commas "
+            "between them."
+        )
+    return layers
+
+
+def layers_for(
+    shape: StudentShape, teacher: PreTrainedConfig, given: str | None, *, option: str = "--init-layers"
+) -> tuple[int, ...]:
+    """Return the teacher's layer for each layer of a student.
+
+    Args:
+        shape: shape of the student.
+        teacher: configuration of the teacher.
+        given: layers like `0,2,5`. None means layers at even distances, the last one included.
+        option: command-line option that gave them.
+
+    Raises:
+        InvalidConfigError: the student has more layers than the teacher, or another number than given.
+    """
+    depth = teacher.num_hidden_layers
+    if shape.num_layers > depth:
+        raise InvalidConfigError(
+            f"--arch {shape.arch}: more layers than the teacher's {depth}, so it cannot be cut from it. Take "
+            "fewer layers, or --init random."
+        )
+    if given is None:
+        return spaced_layers(shape.num_layers, depth)
+    layers = read_layers(given, depth, option)
+    if len(layers) != shape.num_layers:
+        raise InvalidConfigError(
+            f"{option} {given} names {len(layers)} layers, and --arch {shape.arch} has "
+            f"{shape.num_layers}. Name one for each layer of the student."
+        )
+    return layers
+
+
+def check_cut(
+    shape: StudentShape,
+    teacher: PreTrainedConfig,
+    layers: str | None = None,
+    *,
+    option: str = "--init-layers",
+) -> tuple[int, ...]:
+    """Return the teacher's layers that a shape is cut from.
+
+    Args:
+        shape: shape of the student.
+        teacher: configuration of the teacher.
+        layers: layers like `0,2,5`. None means layers at even distances, the last one included.
+        option: command-line option that gave them.
+
+    Raises:
+        InvalidConfigError: the shape cannot be cut from this teacher; the message says why.
+    """
+    refuse_unsliceable(teacher.model_type)
+    if shape.bottleneck_size is not None:
+        raise InvalidConfigError(
+            f"--arch {shape.arch}: layers with bottlenecks are unlike the teacher's and cannot be cut from "
+            "them. Use --init random."
+        )
+    embedding_size = getattr(teacher, "embedding_size", teacher.hidden_size)
+    sizes: Sequence[tuple[str, int, int]] = [("hidden size", shape.hidden_size, teacher.hidden_size)]
+    if shape.embedding_size != shape.hidden_size:
+        sizes = [*sizes, ("embedding size", shape.embedding_size, embedding_size)]
+    for what, wanted, most in sizes:
+        if wanted > most:
+            raise InvalidConfigError(
+                f"--arch {shape.arch}: {what} {wanted} is above the teacher's {most}, so it cannot be cut "
+                "from it. Take a narrower shape, or --init random."
+            )
+    return layers_for(shape, teacher, layers, option=option)

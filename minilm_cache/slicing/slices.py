@@ -1,0 +1,164 @@
+"""Slices of a cache's teacher: made once for each shape, kept in the home, and reused by every run."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from minilm_cache.cache import Cache
+from minilm_cache.models.arch import StudentShape
+from minilm_cache.models.saving import saving
+from minilm_cache.models.student import build_student
+from minilm_cache.models.tap import Head
+from minilm_cache.slicing.cut import cut
+from minilm_cache.slicing.forward import Calibration
+from minilm_cache.slicing.recipe import Recipe
+from minilm_cache.slicing.source import TeacherWeights
+from minilm_cache.slicing.text import NUM_TOKENS, of_cache
+from minilm_cache.storage_schema.identity import canonical_sha256
+from minilm_cache.store.durable import new_folder
+
+_VERSION: Final = 1
+"""Version of the recipe: slices of another version are not reused."""
+_WEIGHTS: Final = "weights.safetensors"
+_SEED: Final = 0
+"""Seed of what a slice has in addition to the teacher, such as further units."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicePlan:
+    """A slice to be made or found: everything that determines its weights."""
+
+    weights: TeacherWeights
+    shape: StudentShape
+    layers: tuple[int, ...]
+    """The teacher's layer for each layer of the student, counted from 0."""
+    recipe: Recipe
+    cache: Cache
+    head: Head | None
+
+    @property
+    def key(self) -> str:
+        """Hash of what determines the weights, hexadecimal."""
+        identity, shape = self.cache.manifest.identity, self.shape
+        text = identity.model_dump(mode="json", include={"corpus", "packing", "tokenizer_sha256"})
+        sizes = (shape.num_layers, shape.hidden_size, shape.ffn_size, shape.num_heads, shape.embedding_size)
+        recipe = [getattr(self.recipe, name) for name in Recipe.__slots__]
+        teacher = [self.weights.sha256, identity.teacher.config_sha256]
+        return canonical_sha256([_VERSION, teacher, sizes, self.layers, recipe, self.head, NUM_TOKENS, text])
+
+    @property
+    def in_words(self) -> str:
+        """What is cut, for people."""
+        if not self.recipe.cuts_layers:
+            return f"the embeddings of the {self.weights.in_words}, and random layers"
+        return f"layers {', '.join(map(str, self.layers))} of the {self.weights.in_words}, cut to this shape"
+
+
+def load_slice(plan: SlicePlan, home: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
+    """Return the weights of a slice by name; they are made if this machine does not have them.
+
+    Args:
+        plan: the slice.
+        home: folder of caches and runs; slices lie in its folder `slices`.
+        config: configuration of the student.
+
+    Raises:
+        InvalidConfigError: the cache holds too few tokens to fit the slice to.
+        TeacherError: the teacher cannot be loaded.
+        StorageError: the file system refused.
+    """
+    folder = home / "slices" / f"{plan.shape.arch.replace(':', '-')}-{plan.key[:12]}"
+    with saving("write the slice", folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not (folder / _WEIGHTS).is_file():
+                weights, errors = _make(plan, config)
+                with new_folder(folder) as new:
+                    save_file(weights, new / _WEIGHTS)
+                    (new / "slice.json").write_text(_document(plan, errors))
+            return load_file(folder / _WEIGHTS)
+
+
+def _document(plan: SlicePlan, errors: Sequence[float]) -> str:
+    """Return what a slice is, as JSON for people."""
+    content = {
+        "arch": plan.shape.arch,
+        "layers": plan.layers,
+        "teacher_sha256": plan.weights.sha256,
+        "relative_error_of_hidden_states": errors,
+    }
+    return json.dumps(content, indent=1)
+
+
+def _make(plan: SlicePlan, config: PreTrainedConfig) -> tuple[dict[str, Tensor], list[float]]:
+    """Cut a slice, and return the weights that come from the teacher, and the errors of its states."""
+    teacher, lacking = plan.weights.load(plan.head)
+    text = Calibration.of(of_cache(plan.cache), config.pad_token_id or 0)
+    student = build_student(config, _SEED, plan.head).eval()
+    return cut_weights(teacher, student, lacking=lacking, layers=plan.layers, text=text, recipe=plan.recipe)
+
+
+def cut_weights(
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    *,
+    lacking: frozenset[str],
+    layers: Sequence[int],
+    text: Calibration,
+    recipe: Recipe | None = None,
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Cut a student, and return its weights that come from the teacher, and the errors of its states.
+
+    A pooler or head is copied where it has the teacher's shapes, and stays as drawn elsewhere.
+
+    Args:
+        teacher: the teacher in evaluation mode.
+        student: the student, whose weights are overwritten.
+        lacking: names of the teacher's weights that are random.
+        layers: the teacher's layer for each layer of the student.
+        text: sequences to fit to.
+        recipe: choices of the fit. None means the defaults.
+    """
+    drawn = {name: weight.clone() for name, weight in student.state_dict().items()}
+    errors = cut(teacher, student, layers=layers, calibration=text, recipe=recipe)
+    weights = student.state_dict()
+    after = _after_the_encoder(teacher, student, lacking)
+    student.load_state_dict(after, strict=False)
+    from_teacher = {
+        name: weight.contiguous()
+        for name, weight in weights.items()
+        if name in after or not torch.equal(weight, drawn[name])
+    }
+    return _without_copies(from_teacher), errors
+
+
+def _after_the_encoder(
+    teacher: PreTrainedModel, student: PreTrainedModel, lacking: frozenset[str]
+) -> dict[str, Tensor]:
+    """Return the teacher's weights of pooler and head that have the student's shapes, by name."""
+    parts = ("embeddings", "encoder.", "transformer.layer", "layers.", "final_norm")
+    encoder = student.base_model_prefix
+    shapes = {name: weight.shape for name, weight in student.state_dict().items()}
+    return {
+        name: weight
+        for name, weight in teacher.state_dict().items()
+        if shapes.get(name) == weight.shape
+        and name not in lacking
+        and not name.removeprefix(f"{encoder}.").startswith(parts)
+    }
+
+
+def _without_copies(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights without those that share memory with an earlier one: a head's tied to the embeddings."""
+    seen: dict[int, str] = {}
+    for name, weight in weights.items():
+        seen.setdefault(weight.data_ptr(), name)
+    return {name: weights[name] for name in seen.values()}

@@ -1,0 +1,110 @@
+"""Where the weights of a cache's teacher come from: its folder, or the cache itself."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from minilm_cache.cache import Cache
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, TeacherError
+from minilm_cache.models.files import CONFIG, weights_sha256
+from minilm_cache.models.known import find_teacher
+from minilm_cache.models.load import load_weights, locate_teacher, read_config
+from minilm_cache.models.student import num_weights, teacher_config
+from minilm_cache.models.tap import ATTENTION, Head
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_WEIGHTS
+from minilm_cache.store.durable import new_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherWeights:
+    """A folder with the weights of a cache's teacher."""
+
+    folder: Path
+    sha256: str
+    """Hash of these weights, hexadecimal: those kept in a cache are rounded to float16."""
+    in_words: str
+    """Where they come from, for people."""
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Configuration of the teacher."""
+        return read_config(self.folder)
+
+    def load(self, head: Head | None) -> tuple[PreTrainedModel, frozenset[str]]:
+        """Return the teacher in evaluation mode, and the names of weights that the folder lacks.
+
+        Args:
+            head: head that it gets, random if the folder lacks it. None means no head.
+
+        Raises:
+            TeacherError: the folder holds no model.
+        """
+        model, lacking = load_weights(self.folder, head)
+        return model.eval(), lacking
+
+
+def teacher_weights(cache: Cache, home: Path, given: str | None) -> TeacherWeights | None:
+    """Return the weights of a cache's teacher. None means that they are not at hand.
+
+    Args:
+        cache: the cache.
+        home: folder of caches and runs.
+        given: the teacher as the user named it. None means that it is looked for on this machine, and then in
+            the cache.
+
+    Raises:
+        TeacherError: there is no teacher of the given name.
+        IdentityMismatchError: the given teacher is not the one of the cache.
+        CacheCorruptError: the weights in the cache are damaged, or are not those of its teacher.
+    """
+    manifest = cache.manifest
+    expected, label = manifest.identity.teacher.weights_sha256, manifest.labels.teacher
+    if given is not None:
+        folder = locate_teacher(given).folder
+        sha256 = weights_sha256(folder)
+        if sha256 != expected:
+            raise IdentityMismatchError(
+                f"--init-teacher {given} (weights {sha256[:12]}) is not the teacher of this cache "
+                f"({label}, weights {expected[:12]}). Give that teacher."
+            )
+        return TeacherWeights(folder=folder, sha256=sha256, in_words=f"teacher {Path(given).name}")
+    known = find_teacher(home, expected, label)
+    if known is not None:
+        return TeacherWeights(folder=known, sha256=expected, in_words=f"teacher {label} on this machine")
+    if TEACHER_WEIGHTS not in manifest.files:
+        return None
+    sha256 = manifest.files[TEACHER_WEIGHTS].sha256
+    folder = home / "teachers" / sha256
+    if not (folder / CONFIG).is_file() or weights_sha256(folder) != sha256:
+        _unpack(cache, folder)
+    return TeacherWeights(folder=folder, sha256=sha256, in_words=f"weights of {label} in the cache, float16")
+
+
+def _unpack(cache: Cache, folder: Path) -> None:
+    """Write the teacher that a cache holds as a folder of a model.
+
+    Raises:
+        CacheCorruptError: the weights are not those of the teacher in the manifest.
+    """
+    reader = cache.reader
+    content = reader.attachment(TEACHER_WEIGHTS)
+    config = teacher_config(reader.attachment(TEACHER_CONFIG), reader.manifest)
+    if num_weights(config, ATTENTION) > len(content):  # a float16 has two bytes, and a head may be there, too
+        raise _unusable("are fewer than its configuration describes")
+    with new_folder(folder) as new:
+        (new / "model.safetensors").write_bytes(content)
+        (new / CONFIG).write_text(json.dumps(config.to_dict()))
+        try:
+            _, lacking = load_weights(new)
+        except TeacherError as error:
+            raise _unusable(f"cannot be loaded ({error})") from error
+        if any("pooler" not in name for name in lacking):
+            raise _unusable(f"lack {min(lacking)}")
+
+
+def _unusable(reason: str) -> CacheCorruptError:
+    return CacheCorruptError(
+        f"{TEACHER_WEIGHTS} of the cache: the weights {reason}. Fetch the cache again or redo the dump."
+    )

@@ -1,0 +1,237 @@
+"""What students begin with: cut from the teacher by default, wherever its weights are at hand."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minilm_cache import open_cache
+from minilm_cache.errors import (
+    CacheCorruptError,
+    IdentityMismatchError,
+    InterruptedRunError,
+    InvalidConfigError,
+)
+from minilm_cache.models.load import load_model
+from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS
+from minilm_cache.store.attach import attach
+from minilm_cache.train.record import load_record
+from minilm_cache.train.run import TrainResult, train_students
+from tests.conftest import Command
+from tests.integration.train.test_train import assert_same, settings, stop_after, weights
+from tests.support import World, save_teacher
+
+ONE = ("2x16",)
+
+
+def _train(world: World, cache: Path, out: str, **changes: Any) -> TrainResult:
+    config = settings(**{"arch": ONE, "steps": 2, **changes})
+    return train_students(config, cache, out=world.root / out, home=world.home)
+
+
+def _begun(result: TrainResult) -> tuple[str | None, str | None]:
+    student = result.record.students[0]
+    return student.init, student.begun_with
+
+
+@pytest.fixture
+def cache(world: World) -> Path:
+    """A cache whose teacher is on this machine."""
+    return world.dump(codec="dense").path
+
+
+def test_students_begin_cut_from_the_teacher_by_default(world: World, cache: Path) -> None:
+    result = _train(world, cache, "run")
+    assert _begun(result)[0] == "slice"
+    assert "layers 0, 2 of the teacher teacher on this machine" in str(_begun(result)[1])
+    assert "cut to this shape" in (result.student_path("2x16") / "README.md").read_text()
+    drawn = _train(world, cache, "random", init="random")
+    before = [sum((run.record.students[0].held_out_before or {}).values()) for run in (result, drawn)]
+    assert before[0] < before[1]
+
+
+def test_without_the_teachers_weights_students_begin_with_random_ones(world: World, cache: Path) -> None:
+    shutil.rmtree(world.teacher)
+    result = _train(world, cache, "run")
+    assert _begun(result)[0] == "random"
+    assert "are not on this machine" in str(_begun(result)[1])
+    with pytest.raises(InvalidConfigError, match="Give --init-teacher"):
+        _train(world, cache, "other", init="slice")
+
+
+def test_a_shape_that_cannot_be_cut_begins_with_random_weights_and_says_why(
+    world: World, cache: Path
+) -> None:
+    result = _train(world, cache, "run", arch=("2x16", "5x16"))
+    assert [student.init for student in result.record.students] == ["slice", "random"]
+    assert "more layers than the teacher's 3" in str(result.record.students[1].begun_with)
+    with pytest.raises(InvalidConfigError, match="more layers than the teacher's 3"):
+        _train(world, cache, "other", arch=("5x16",), init="slice")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"arch": ("2x64",)}, "hidden size 64 is above the teacher's 32"),
+        ({"arch": ("2x32:b16",)}, "bottlenecks"),
+        ({"init_layers": "1"}, "names 1 layers"),
+        ({"init_layers": "1,x"}, "different numbers from 0 to 2"),
+        ({"init_layers": "2,1"}, "ascending"),
+    ],
+)
+def test_what_cannot_be_cut_is_misuse(world: World, cache: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidConfigError, match=says):
+        _train(world, cache, "run", **{"init": "slice", **changes})
+    assert not (world.root / "run").exists()
+
+
+def test_another_teacher_is_refused(world: World, cache: Path, tmp_path: Path) -> None:
+    other = save_teacher(tmp_path / "other", seed=1)
+    with pytest.raises(IdentityMismatchError, match="is not the teacher of this cache"):
+        _train(world, cache, "run", init_teacher=str(other))
+
+
+def test_a_teacher_that_changed_since_the_dump_is_not_taken(world: World, cache: Path) -> None:
+    shutil.rmtree(world.teacher)
+    save_teacher(world.teacher, seed=1)
+    assert _begun(_train(world, cache, "run"))[0] == "random"
+
+
+def test_whole_layers_are_the_teachers(world: World, cache: Path) -> None:
+    result = _train(world, cache, "run", arch=("2x32:ff64",), init="teacher-layers", steps=1, lr=1e-12)
+    own, theirs = weights(result)["2x32:ff64"], load_model(world.teacher).state_dict()
+    for number, layer in enumerate((0, 2)):
+        name = "encoder.layer.{}.attention.self.query.weight"
+        torch.testing.assert_close(own[name.format(number)], theirs[name.format(layer)])
+    with pytest.raises(InvalidConfigError, match="not of the same shape"):
+        _train(world, cache, "other", init="teacher-layers")
+
+
+def test_layers_are_named(world: World, cache: Path) -> None:
+    first = _train(world, cache, "a", init_layers="1,2")
+    assert "layers 1, 2" in str(_begun(first)[1])
+    assert first.record.identity.init != _train(world, cache, "b").record.identity.init
+
+
+def test_embeddings_alone(world: World, cache: Path) -> None:
+    result = _train(world, cache, "run", init="embeddings")
+    assert _begun(result) == (
+        "embeddings",
+        "the embeddings of the teacher teacher on this machine, and random layers",
+    )
+    seeds = [
+        weights(_train(world, cache, f"s{seed}", init="embeddings", seed=seed, lr=1e-12)) for seed in (0, 1)
+    ]
+    name = "embeddings.word_embeddings.weight"
+    torch.testing.assert_close(seeds[0]["2x16"][name], seeds[1]["2x16"][name])
+    name = "encoder.layer.0.attention.self.query.weight"
+    assert not torch.allclose(seeds[0]["2x16"][name], seeds[1]["2x16"][name])
+
+
+def test_a_slice_is_made_once_and_reused(world: World, cache: Path) -> None:
+    _train(world, cache, "a")
+    (made,) = (world.home / "slices").glob("*/weights.safetensors")
+    save_file({name: torch.zeros_like(weight) for name, weight in load_file(made).items()}, made)
+    before = _train(world, cache, "b", seed=1, lr=1e-12)
+    assert not weights(before)["2x16"]["embeddings.word_embeddings.weight"].any()
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_although_its_slice_is_gone(
+    world: World, cache: Path
+) -> None:
+    whole = _train(world, cache, "whole", steps=12)
+    config = settings(arch=ONE, steps=12, checkpoint_steps=4)
+    with pytest.raises(InterruptedRunError):
+        train_students(config, cache, out=world.root / "cut", home=world.home, should_stop=stop_after(7))
+    shutil.rmtree(world.home / "slices")
+    resumed = train_students(config, cache, out=world.root / "cut", home=world.home)
+    assert_same(weights(whole)["2x16"], weights(resumed)["2x16"])
+
+
+def test_a_run_that_began_with_random_weights_is_resumed_so(world: World, cache: Path) -> None:
+    """As runs of the first releases, whose default it was."""
+    began = _train(world, cache, "run", init="random")
+    assert _train(world, cache, "run").record == began.record
+
+
+def test_weights_kept_in_a_cache_replace_the_teacher(world: World) -> None:
+    cache = world.dump(codec="dense", keep_weights=True).path
+    exact = _train(world, cache, "exact")
+    manifest = open_cache(cache).manifest
+    assert manifest.files[TEACHER_WEIGHTS].size < (world.teacher / "model.safetensors").stat().st_size
+    shutil.rmtree(world.teacher)
+    result = _train(world, cache, "run")
+    assert result.record.students[0].begun_with == (
+        "layers 0, 2 of the weights of teacher in the cache, float16, cut to this shape"
+    )
+    before = [run.record.students[0].held_out_before or {} for run in (exact, result)]
+    assert sum(before[1].values()) == pytest.approx(sum(before[0].values()), rel=0.02)
+    assert exact.record.identity.init != result.record.identity.init
+
+
+def test_weights_are_added_to_a_complete_cache(world: World, command: Command) -> None:
+    manifest = world.dump().manifest
+    kept = world.dump(keep_weights=True)
+    assert TEACHER_WEIGHTS not in manifest.files
+    assert TEACHER_WEIGHTS in kept.manifest.files
+    assert kept.manifest.fingerprint == manifest.fingerprint
+    assert world.dump().manifest.files == kept.manifest.files
+    assert command("verify", kept.path, "--full")[0] == 0
+    assert "students can be cut from them" in command("info", kept.path)[1]
+
+
+@pytest.mark.parametrize("damage", ["flip", "delete"])
+def test_damaged_weights_are_an_error_and_dumping_again_repairs_them(world: World, damage: str) -> None:
+    cache = world.dump(codec="dense", keep_weights=True).path
+    file = cache / TEACHER_WEIGHTS
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1])) if damage == "flip" else file.unlink()
+    hidden = world.root / "hidden"
+    world.teacher.rename(hidden)
+    with pytest.raises(CacheCorruptError, match=r"model\.safetensors"):
+        _train(world, cache, "run")
+    hidden.rename(world.teacher)
+    world.dump(codec="dense", keep_weights=True)
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("content", [b"not safetensors", "other names", "too few"])
+def test_weights_of_a_stranger_are_hostile_input(world: World, content: object) -> None:
+    """The manifest names the file's hash, so only its content can be wrong."""
+    result = world.dump(codec="dense", keep_weights=True)
+    if content == "other names":
+        weights_file = world.root / "other.safetensors"
+        kept = load_file(result.path / TEACHER_WEIGHTS)
+        save_file({f"x.{name}": weight for name, weight in kept.items()}, weights_file)
+        content = weights_file.read_bytes()
+    elif content == "too few":
+        weights_file = world.root / "few.safetensors"
+        save_file({"x": torch.zeros(2)}, weights_file)
+        content = weights_file.read_bytes()
+    assert isinstance(content, bytes)
+    attach(result.path, result.manifest, path=TEACHER_WEIGHTS, content=content)
+    shutil.rmtree(world.teacher)
+    with pytest.raises(CacheCorruptError, match=r"teacher/model\.safetensors of the cache: the weights"):
+        _train(world, result.path, "run")
+
+
+def test_options_that_contradict_are_misuse(world: World, cache: Path, command: Command) -> None:
+    train = ("train", cache, "--arch", "2x16", "--steps", 1, "--out", world.root / "x", "--init")
+    for option, value in (("--init-teacher", world.teacher), ("--init-layers", "1,2")):
+        says = f"{option} goes with --init slice, teacher-layers or embeddings"
+        command.fails(*train, "random", option, value, code=2, says=says)
+    command.fails(*train, "nowhere", code=2, says="random, slice, teacher-layers, embeddings, or the folder")
+
+
+def test_info_says_what_the_students_of_a_run_began_with(world: World, cache: Path, command: Command) -> None:
+    run = _train(world, cache, "run").path
+    code, out, _ = command("info", run)
+    assert code == 0
+    assert "began with layers 0, 2 of the teacher" in " ".join(out.split())
+    document = json.loads(command("info", run, "--json")[1])
+    assert document["record"]["students"][0]["init"] == "slice"
+    assert load_record(run).students[0].init == "slice"
