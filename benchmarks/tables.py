@@ -132,12 +132,14 @@ def objective_bytes() -> str:
 
 def objective_students() -> str:
     """Return the held-out KLs of a student of each objective."""
-    results = _read("objectives_trained")["held_out_kl_nats"]
-    rows = [
-        [name, *(_kls(starts[start]) if start in starts else "-" for start in ("random", "teacher-layers"))]
-        for name, starts in results.items()
-    ]
-    return _table(["objective", "random weights", "`--init teacher-layers`"], rows)
+    results = _read("objectives_trained")["results"]
+    rows = []
+    for name, starts in results.items():
+        shown = [starts.get(start) for start in ("random", "slice", "teacher-layers")]
+        losses = [f"{sum(start['after'].values()):.3f}" if start else "-" for start in shown]
+        rows.append([name, *losses, *(_kls(start["kl"]) if start else "-" for start in shown[:2])])
+    head = ["objective", *(f"loss, `{start}`" for start in ("random", "slice", "teacher-layers"))]
+    return _table([*head, "KL, `random`", "KL, `slice`"], rows)
 
 
 def objective_rows() -> str:

@@ -93,7 +93,8 @@ def _print_plan(measured: "Plan") -> None:
             [[state.path, f"{state.bytes_per_token:.1f}"] for state in states],
         )
     kept = measured.settings[0].weights_bytes
-    print_pairs({} if kept is None else {"teacher's weights": f"{kept / 1e6:,.1f} MB, among all files"})
+    if kept is not None:
+        print_pairs({"teacher's weights": f"{kept / 1e6:,.1f} MB, among all files"})
     print_pairs(
         {
             "KL": "KL of attention distribution and value relation in the worst layer, in nats; "

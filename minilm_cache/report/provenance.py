@@ -117,9 +117,13 @@ def _begun_with(run: TrainedRun, *, paths: bool) -> list[str]:
         return ["--init", "random"]
     kind = next((kind for kind in FROM_TEACHER if init.startswith(kind)), None)
     if kind is not None:
-        teacher = record.init_teacher or run.cache.manifest.labels.teacher
-        layers = [] if record.init_layers is None else ["--init-layers", record.init_layers]
-        return ["--init", kind, "--init-teacher", _place(teacher, paths=paths), *layers]
+        given = {"--init-teacher": record.init_teacher, "--init-layers": record.init_layers}
+        options = [(name, value) for name, value in given.items() if value is not None]
+        return [
+            "--init",
+            kind,
+            *(word for name, value in options for word in (name, _place(value, paths=paths))),
+        ]
     return ["--init", f"FOLDER-OF-{init[:12]}" if record.init is None else _place(record.init, paths=paths)]
 
 

@@ -187,6 +187,21 @@ def contexts(
     return calibration.flat(gathered)
 
 
+@torch.no_grad()
+def inputs_of(
+    model: PreTrainedModel, module: nn.Module, calibration: Calibration
+) -> Float[Tensor, "tokens size"]:
+    """Return the inputs of one module; what follows it is not run."""
+    inputs: States = []
+    with _stopping_at(module, inputs):
+        for ids, valid in zip(calibration.ids, calibration.valid, strict=True):
+            try:
+                model(input_ids=ids, attention_mask=valid.to(torch.int64))
+            except _ReachedError:
+                continue
+    return calibration.flat(inputs)
+
+
 @contextmanager
 def _stopping_at(module: nn.Module, into: States) -> Iterator[None]:
     """Keep the input of a module, and end the forward pass there."""

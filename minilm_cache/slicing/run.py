@@ -72,7 +72,7 @@ def slice_teacher(config: SliceConfig, out: Path) -> SliceResult:
     text = Calibration.of(fitted, pad_token)
     _, errors = cut_weights(teacher.eval(), student, lacking=lacking, layers=layers, text=text)
     same_heads = shape.num_heads == teacher_config.num_attention_heads
-    kl = _kl(teacher, student, Calibration.of(checked, pad_token)) if checked and same_heads else None
+    kl = relation_kl(teacher, student, Calibration.of(checked, pad_token)) if checked and same_heads else None
     result = SliceResult(
         path=out,
         layers=layers,
@@ -89,7 +89,9 @@ def slice_teacher(config: SliceConfig, out: Path) -> SliceResult:
 
 
 @torch.no_grad()
-def _kl(teacher: PreTrainedModel, student: PreTrainedModel, text: Calibration) -> dict[RelationKind, float]:
+def relation_kl(
+    teacher: PreTrainedModel, student: PreTrainedModel, text: Calibration
+) -> dict[RelationKind, float]:
     """Return KL(teacher || student) of the last layer's relations, means over heads and tokens, nats."""
     models = [TappedModel(model).eval() for model in (teacher, student)]
     totals = dict.fromkeys(_KINDS, 0.0)

@@ -19,6 +19,7 @@ from minilm_cache.models.student import build_student
 from minilm_cache.models.tap import Head
 from minilm_cache.slicing.cut import cut
 from minilm_cache.slicing.forward import Calibration
+from minilm_cache.slicing.head import cut_head
 from minilm_cache.slicing.recipe import Recipe
 from minilm_cache.slicing.source import TeacherWeights
 from minilm_cache.slicing.text import NUM_TOKENS, of_cache
@@ -58,8 +59,8 @@ class SlicePlan:
     def in_words(self) -> str:
         """What is cut, for people."""
         if not self.recipe.cuts_layers:
-            return f"the embeddings of the {self.weights.in_words}, and random layers"
-        return f"layers {', '.join(map(str, self.layers))} of the {self.weights.in_words}, cut to this shape"
+            return f"random layers, and the embeddings of {self.weights.in_words}"
+        return f"layers {', '.join(map(str, self.layers))}, cut to this shape, of {self.weights.in_words}"
 
 
 def load_slice(plan: SlicePlan, home: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
@@ -103,7 +104,15 @@ def _make(plan: SlicePlan, config: PreTrainedConfig) -> tuple[dict[str, Tensor],
     teacher, lacking = plan.weights.load(plan.head)
     text = Calibration.of(of_cache(plan.cache), config.pad_token_id or 0)
     student = build_student(config, _SEED, plan.head).eval()
-    return cut_weights(teacher, student, lacking=lacking, layers=plan.layers, text=text, recipe=plan.recipe)
+    return cut_weights(
+        teacher,
+        student,
+        lacking=lacking,
+        layers=plan.layers,
+        text=text,
+        head=plan.head,
+        recipe=plan.recipe,
+    )
 
 
 def cut_weights(
@@ -113,11 +122,13 @@ def cut_weights(
     lacking: frozenset[str],
     layers: Sequence[int],
     text: Calibration,
+    head: Head | None = None,
     recipe: Recipe | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Cut a student, and return its weights that come from the teacher, and the errors of its states.
 
-    A pooler or head is copied where it has the teacher's shapes, and stays as drawn elsewhere.
+    A head for masked tokens is cut, too. A pooler, or a head for classes, is copied where it has the
+    teacher's shapes, and stays as drawn elsewhere.
 
     Args:
         teacher: the teacher in evaluation mode.
@@ -125,6 +136,7 @@ def cut_weights(
         lacking: names of the teacher's weights that are random.
         layers: the teacher's layer for each layer of the student.
         text: sequences to fit to.
+        head: head of both. None means that they have none.
         recipe: choices of the fit. None means the defaults.
     """
     drawn = {name: weight.clone() for name, weight in student.state_dict().items()}
@@ -132,6 +144,9 @@ def cut_weights(
     weights = student.state_dict()
     after = _after_the_encoder(teacher, student, lacking)
     student.load_state_dict(after, strict=False)
+    is_narrower = student.config.hidden_size < teacher.config.hidden_size
+    if head == "tokens" and is_narrower and not lacking:
+        cut_head(teacher, student, text)
     from_teacher = {
         name: weight.contiguous()
         for name, weight in weights.items()

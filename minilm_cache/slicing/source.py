@@ -69,17 +69,19 @@ def teacher_weights(cache: Cache, home: Path, given: str | None) -> TeacherWeigh
                 f"--init-teacher {given} (weights {sha256[:12]}) is not the teacher of this cache "
                 f"({label}, weights {expected[:12]}). Give that teacher."
             )
-        return TeacherWeights(folder=folder, sha256=sha256, in_words=f"teacher {Path(given).name}")
+        return TeacherWeights(folder=folder, sha256=sha256, in_words=f"teacher {label}")
     known = find_teacher(home, expected, label)
     if known is not None:
-        return TeacherWeights(folder=known, sha256=expected, in_words=f"teacher {label} on this machine")
+        return TeacherWeights(folder=known, sha256=expected, in_words=f"teacher {label}")
     if TEACHER_WEIGHTS not in manifest.files:
         return None
     sha256 = manifest.files[TEACHER_WEIGHTS].sha256
     folder = home / "teachers" / sha256
     if not (folder / CONFIG).is_file() or weights_sha256(folder) != sha256:
         _unpack(cache, folder)
-    return TeacherWeights(folder=folder, sha256=sha256, in_words=f"weights of {label} in the cache, float16")
+    return TeacherWeights(
+        folder=folder, sha256=sha256, in_words=f"teacher {label}, whose weights the cache keeps in float16"
+    )
 
 
 def _unpack(cache: Cache, folder: Path) -> None:

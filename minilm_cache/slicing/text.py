@@ -1,5 +1,6 @@
 """Calibration text: the sequences that slices are fitted to."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,23 +21,30 @@ CHECKED_SEQUENCES = 64
 """Sequences after those, which the finished slice is compared with its teacher on."""
 
 
-def of_cache(cache: Cache) -> list[Int[Tensor, " _"]]:
-    """Return the first training sequences of a cache, `NUM_TOKENS` tokens or all.
+def of_cache(cache: Cache, most: int = NUM_TOKENS) -> list[Int[Tensor, " _"]]:
+    """Return the first training sequences of a cache, `most` tokens or all.
 
     Documents are shuffled when a cache is made, so the first ones are a sample. Only their token ids are
-    read.
+    read; the reader does not count them, because a slice is made once for all trainings.
     """
-    sequences: list[Tensor] = []
+    counted = cache.reader.bytes_read
+    try:
+        return list(_first_sequences(cache, most))
+    finally:
+        cache.reader.bytes_read = counted
+
+
+def _first_sequences(cache: Cache, most: int) -> Iterator[Int[Tensor, " _"]]:
+    """Yield the first training sequences of a cache until they have `most` tokens."""
     num_tokens = 0
     for number in range(cache.manifest.num_shards):
         shard = cache.reader.shard(number, paths=())
         last = min(shard.first_sequence + len(shard.lengths), cache.manifest.num_train)
         for sequence in range(shard.first_sequence, last):
-            sequences.append(torch.from_numpy(shard.rows_of("tokens", sequence).astype("int64")))
+            yield torch.from_numpy(shard.rows_of("tokens", sequence).astype("int64"))
             num_tokens += shard.length(sequence)
-            if num_tokens >= NUM_TOKENS:
-                return sequences
-    return sequences
+            if num_tokens >= most:
+                return
 
 
 def of_corpus(config: SliceConfig, folder: Path) -> tuple[list[Tensor], list[Tensor]]:

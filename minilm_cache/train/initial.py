@@ -260,7 +260,7 @@ class _FromTeacher:
             return LayerWeights(
                 kind=init,
                 name=f"{TEACHER_LAYERS}-{canonical_sha256([self.weights.sha256, layers])}",
-                in_words=f"layers {', '.join(map(str, layers))} of the {self.weights.in_words}, unchanged",
+                in_words=f"layers {', '.join(map(str, layers))}, unchanged, of {self.weights.in_words}",
                 arch=shape.arch,
                 weights=self.weights,
                 layers=layers,

@@ -309,8 +309,9 @@ def test_the_teachers_configuration_in_a_cache_is_not_trusted(trained: World) ->
 
 
 def test_the_command_of_a_run_in_parts_makes_the_same_again(
-    trained: World, command: Command, tmp_path: Path
+    trained: World, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MINILM_CACHE_HOME", str(trained.home))  # where the teacher is known
     recipe = TrainConfig(
         arch=("1x16",), steps=6, batch_size=8, accumulate=4, streams=2, max_grad_norm=0.5, device="cpu"
     )
@@ -321,7 +322,10 @@ def test_the_command_of_a_run_in_parts_makes_the_same_again(
     assert (tmp_path / "again" / weights).read_bytes() == (tmp_path / "run" / weights).read_bytes()
 
 
-def test_commands_of_the_page_make_the_same_again(trained: World, command: Command) -> None:
+def test_commands_of_the_page_make_the_same_again(
+    trained: World, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINILM_CACHE_HOME", str(trained.home))  # where the teacher is known
     run = TrainedRun.open(trained.root / "run")
     file, _ = page(trained, command, "--paths")
     text = file.read_text()

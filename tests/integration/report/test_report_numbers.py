@@ -134,6 +134,7 @@ def test_the_train_command_makes_the_same_run(
     words: World, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     monkeypatch.chdir(words.root)
+    monkeypatch.setenv("MINILM_CACHE_HOME", str(words.home))  # where the teacher is known
     changes = dict(RUNS[name])
     if changes.get("init") == "teacher-layers":
         changes["init_teacher"] = "teacher"

@@ -47,8 +47,10 @@ def cache(world: World) -> Path:
 def test_students_begin_cut_from_the_teacher_by_default(world: World, cache: Path) -> None:
     result = _train(world, cache, "run")
     assert _begun(result)[0] == "slice"
-    assert "layers 0, 2 of the teacher teacher on this machine" in str(_begun(result)[1])
-    assert "cut to this shape" in (result.student_path("2x16") / "README.md").read_text()
+    assert "layers 0, 2, cut to this shape, of teacher teacher" in str(_begun(result)[1])
+    assert (
+        "begun with layers 0, 2, cut to this shape" in (result.student_path("2x16") / "README.md").read_text()
+    )
     drawn = _train(world, cache, "random", init="random")
     before = [sum((run.record.students[0].held_out_before or {}).values()) for run in (result, drawn)]
     assert before[0] < before[1]
@@ -119,10 +121,7 @@ def test_layers_are_named(world: World, cache: Path) -> None:
 
 def test_embeddings_alone(world: World, cache: Path) -> None:
     result = _train(world, cache, "run", init="embeddings")
-    assert _begun(result) == (
-        "embeddings",
-        "the embeddings of the teacher teacher on this machine, and random layers",
-    )
+    assert _begun(result) == ("embeddings", "random layers, and the embeddings of teacher teacher")
     seeds = [
         weights(_train(world, cache, f"s{seed}", init="embeddings", seed=seed, lr=1e-12)) for seed in (0, 1)
     ]
@@ -166,7 +165,7 @@ def test_weights_kept_in_a_cache_replace_the_teacher(world: World) -> None:
     shutil.rmtree(world.teacher)
     result = _train(world, cache, "run")
     assert result.record.students[0].begun_with == (
-        "layers 0, 2 of the weights of teacher in the cache, float16, cut to this shape"
+        "layers 0, 2, cut to this shape, of teacher teacher, whose weights the cache keeps in float16"
     )
     before = [run.record.students[0].held_out_before or {} for run in (exact, result)]
     assert sum(before[1].values()) == pytest.approx(sum(before[0].values()), rel=0.02)
@@ -231,7 +230,7 @@ def test_info_says_what_the_students_of_a_run_began_with(world: World, cache: Pa
     run = _train(world, cache, "run").path
     code, out, _ = command("info", run)
     assert code == 0
-    assert "began with layers 0, 2 of the teacher" in " ".join(out.split())
+    assert "began with layers 0, 2, cut to this shape, of teacher" in " ".join(out.split())
     document = json.loads(command("info", run, "--json")[1])
     assert document["record"]["students"][0]["init"] == "slice"
     assert load_record(run).students[0].init == "slice"

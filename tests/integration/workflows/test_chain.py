@@ -16,6 +16,7 @@ from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import ShouldStop
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.record import load_record
 from minilm_cache.workflows.chain import run_chain, stages
 from minilm_cache.workflows.config import ChainConfig
 from tests.conftest import Command
@@ -308,3 +309,42 @@ def test_stages_follow_each_other(world: World) -> None:
         ("train", "direct-1x16_1x32"),
     ]
     assert all(one.source.startswith(str(before.path)) for before, one in pairwise(found[:6]))
+
+
+def test_a_chain_may_be_given_more_hours(world: World, command: Command) -> None:
+    words: list[object] = ["chain", "--teacher", world.teacher, "--corpus", world.corpus]
+    words += ["--assistant", "2x32", "--arch", "1x16", "--max-length", 32, "--k", 6, "--steps", 2]
+    words += ["--batch-size", 4, "--device", "cpu", "--out", world.root / "c"]
+    code, _, err = command(*words, "--max-hours", 1)
+    assert code == 0, err
+    code, _, err = command(*words, "--max-hours", 2, "--keep-checkpoints", 1)
+    assert code == 0, err
+
+
+def test_assistants_are_cut_from_the_teacher_and_students_from_assistants(world: World) -> None:
+    folder = world.root / "chain"
+    run_chain(chain_config(world), folder, home=world.home)
+    names = ("1-2x32", "students-1x16_1x32", "direct-1x16_1x32")
+    records = [load_record(folder / "runs" / name) for name in names]
+    begun = [record.students[0].begun_with for record in records]
+    assert begun == [
+        "layers 0, 2, cut to this shape, of teacher teacher",
+        "layers 1, cut to this shape, of teacher 2x32",
+        "layers 2, cut to this shape, of teacher teacher",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (("--init", "somewhere"), "no folder fits all of them"),
+        (("--init-layers", "1"), "each stage of a chain takes its students from its own teacher"),
+        (("--init-teacher", "mini"), "each stage of a chain takes its students from its own teacher"),
+        (("--init", "slice", "--arch", "3x32"), "--arch 3x32: more layers than the teacher's 2"),
+    ],
+)
+def test_initial_weights_that_do_not_fit_every_stage_are_refused(
+    world: World, command: Command, changes: tuple[str, ...], says: str
+) -> None:
+    command.fails(*arguments(world, *changes), code=2, says=says)
+    assert not (world.root / "chain").exists()

@@ -127,10 +127,11 @@ def test_caches_that_are_there_are_taken_as_they_are(world: World, command: Comm
     """With a teacher to compare with, and without; the path is relative to the document."""
     world.dump("there", codec="vectors", max_kl=0.05)
     objective = " [minilm, minilmv2]"
-    with_teacher = document(world, caches=" {there: {cache: there}}", objective=objective)
+    lists = {"caches": " {there: {cache: there}}", "objective": objective, "init": " [random]"}
+    with_teacher = document(world, **lists)
     code, out, _ = command("study", with_teacher, "--json")
     compared = json.loads(out)["students"]
-    command("study", document(world, caches=" {there: {cache: there}}", objective=objective, dump=" {}"))
+    command("study", document(world, **lists, dump=" {}"))
     recorded = pq.read_table(world.root / "shapes/students.parquet").to_pylist()
 
     assert code == 0
@@ -171,76 +172,6 @@ def test_tables_are_arrow_tables_for_notebooks(world: World) -> None:
         row for row in curves if (row["student"], row["what"], row["of"]) == ("1x16:s3", "students", "loss")
     ]
     assert [row["nats"] for row in found] == losses
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"caches": "\n  sampled: {codec: topk, k: 0}"}, "line 9, caches.sampled.k: input should be greater"),
-        ({"caches": "\n  sampled: {codec: tipk}"}, "line 9, caches.sampled.codec: input should be 'topk'"),
-        ({"caches": "\n  a: {codec: dense, k: 3}"}, "line 9, caches.a: --k goes with --codec topk"),
-        ({"caches": "\n  Big Name: {codec: dense}"}, "line 9, caches.Big Name: a name begins"),
-        ({"caches": "\n  a: {cache: x, k: 3}"}, "line 9, caches.a: give an existing cache as"),
-        (
-            {"caches": "\n  a: {codec: topk, world_size: 2}"},
-            "caches.a.world_size: a study dumps in one",
-        ),
-        ({"caches": " {}"}, "line 8, caches: dictionary should have at least 1 item"),
-        ({"dump": "\n  corpus: x"}, "line 1, dump.teacher: field required"),
-        ({"dump": "\n  teacher: x\n  teecher: y"}, "line 3, dump.teecher: extra inputs are not permitted"),
-        (
-            {"dump": "\n  teacher: x\n  max_length: long"},
-            "line 3, dump.max_length: input should be",
-        ),
-        ({"seed": " [0, 0]"}, "line 12, seed.1: 0 is given twice"),
-        ({"seed": " [0, one]"}, "line 12, seed.1: input should be a valid integer"),
-        ({"seed": " [-1]"}, "seed: input should be greater than or equal to 0"),
-        ({"arch": " 3x384"}, "line 11, arch: input should be a valid tuple"),
-        ({"arch": " [1x16, big]"}, "line 11, arch.1: --arch big: write LAYERSxHIDDEN"),
-        ({"arch": " [1x15]"}, "line 11, arch.0: --arch 1x15: hidden size 15 does not divide by 4 heads"),
-        ({"objective": " [minilm, best]"}, "objective.1: there is no objective best"),
-        (
-            {"objective": " [minilmv2]"},
-            "caches.sampled: --objective minilmv2 needs the query",
-        ),
-        ({"objective": " [{objective: minilm, relation_heads: 2}]"}, "--relation-heads goes with"),
-        ({"train": "\n  seed: 3"}, "line 14, train.seed: a study varies this; give it under seed"),
-        ({"train": "\n  stops: 3"}, "line 14, train.stops: extra inputs are not permitted"),
-        ({"train": "\n  steps: 3\n  epochs: 2"}, "line 13, train: --steps and --epochs exclude each other"),
-        ({"train": "\n  preset: best"}, "line 14, train.preset: --preset best: give one of"),
-        ({"train": "\n  steps: 3\n  steps: 4"}, "line 14, steps: this key is given twice"),
-        ({"price_per_hour": " -1"}, "price_per_hour: input should be greater than 0"),
-        ({"archs": " [3x384]"}, "archs: extra inputs are not permitted"),
-        ({"arch": " [1x16"}, "this is not YAML"),
-        ({"arch": " [1x16, '1x16:s1']"}, "line 11, arch.1: give seeds under seed"),
-        ({"seed": " 2020-13-45"}, "a value in it cannot be read"),
-        ({"objective": " [{objective: minilmv2, heads: 3}]"}, "objective.0.heads: extra inputs are not"),
-        ({"train": "\n  preset: [a]"}, "line 14, train.preset: a preset is a name"),
-        (
-            {"train": "\n  accumulate: 3\n  batch_size: 4"},
-            "--batch-size 4 does not divide into 3 parts",
-        ),
-        ({"train": "\n  device: gpu9"}, "--device gpu9"),
-        ({"caches": "\n  a: null"}, "line 9, caches.a: input should be a valid dictionary"),
-        ({"caches": "\n  0-teacher: {codec: dense}"}, "a name begins with a letter"),
-        ({"caches": " {a: {cache: nowhere}}"}, "nowhere"),
-    ],
-)
-def test_mistakes_are_told_with_line_and_key(
-    world: World, command: Command, changes: dict[str, str], says: str
-) -> None:
-    path = document(world, **changes)
-    is_elsewhere = "nowhere" in says or "gpu9" in says
-    code = 1 if "nowhere" in says else 2
-    command.fails("study", path, code=code, says=says if is_elsewhere else (str(path), says))
-    assert not (world.root / "shapes").exists()
-
-
-def test_a_document_that_is_not_there_or_no_mapping(world: World, command: Command) -> None:
-    command.fails("study", world.root / "none.yaml", code=2, says="cannot read")
-    path = world.root / "list.yaml"
-    path.write_text("- 1\n")
-    command.fails("study", path, code=2, says="a study is a mapping")
 
 
 def test_a_preset_brings_its_objective(world: World) -> None:
@@ -430,11 +361,17 @@ def test_equal_objectives_are_refused_however_they_are_written(world: World, com
     command.fails("study", path, code=2, says="objective.0.form: input should be")
 
 
-def test_a_chain_may_be_given_more_hours(world: World, command: Command) -> None:
-    words: list[object] = ["chain", "--teacher", world.teacher, "--corpus", world.corpus]
-    words += ["--assistant", "2x32", "--arch", "1x16", "--max-length", 32, "--k", 6, "--steps", 2]
-    words += ["--batch-size", 4, "--device", "cpu", "--out", world.root / "c"]
-    code, _, err = command(*words, "--max-hours", 1)
-    assert code == 0, err
-    code, _, err = command(*words, "--max-hours", 2, "--keep-checkpoints", 1)
-    assert code == 0, err
+def test_what_students_begin_with_is_an_axis(world: World) -> None:
+    study = read_study(
+        document(
+            world, init=" [random, slice, teacher-layers]", arch=" [1x32]", seed=" [0]", caches=" {a: {k: 6}}"
+        )
+    )
+    assert [name.name.rsplit("-", 1)[0] for name in study.passes] == [
+        "a-minilm-random-s0",
+        "a-minilm-slice-s0",
+        "a-minilm-teacher-layers-s0",
+    ]
+    result = run_study(study, world.root / "study", home=world.home)
+    assert result.summary["init"].to_pylist() == ["random", "slice", "teacher-layers"]
+    assert "teacher-layers" in result.report.read_text()

@@ -1,0 +1,83 @@
+"""Mistakes in STUDY.yaml: each is one line that names the place."""
+
+import pytest
+
+from tests.conftest import Command
+from tests.integration.workflows.test_study import document
+from tests.support import World
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"caches": "\n  sampled: {codec: topk, k: 0}"}, "line 9, caches.sampled.k: input should be greater"),
+        ({"caches": "\n  sampled: {codec: tipk}"}, "line 9, caches.sampled.codec: input should be 'topk'"),
+        ({"caches": "\n  a: {codec: dense, k: 3}"}, "line 9, caches.a: --k goes with --codec topk"),
+        ({"caches": "\n  Big Name: {codec: dense}"}, "line 9, caches.Big Name: a name begins"),
+        ({"caches": "\n  a: {cache: x, k: 3}"}, "line 9, caches.a: give an existing cache as"),
+        (
+            {"caches": "\n  a: {codec: topk, world_size: 2}"},
+            "caches.a.world_size: a study dumps in one",
+        ),
+        ({"caches": " {}"}, "line 8, caches: dictionary should have at least 1 item"),
+        ({"dump": "\n  corpus: x"}, "line 1, dump.teacher: field required"),
+        ({"dump": "\n  teacher: x\n  teecher: y"}, "line 3, dump.teecher: extra inputs are not permitted"),
+        (
+            {"dump": "\n  teacher: x\n  max_length: long"},
+            "line 3, dump.max_length: input should be",
+        ),
+        ({"seed": " [0, 0]"}, "line 12, seed.1: 0 is given twice"),
+        ({"seed": " [0, one]"}, "line 12, seed.1: input should be a valid integer"),
+        ({"seed": " [-1]"}, "seed: input should be greater than or equal to 0"),
+        ({"arch": " 3x384"}, "line 11, arch: input should be a valid tuple"),
+        ({"arch": " [1x16, big]"}, "line 11, arch.1: --arch big: write LAYERSxHIDDEN"),
+        ({"arch": " [1x15]"}, "line 11, arch.0: --arch 1x15: hidden size 15 does not divide by 4 heads"),
+        ({"objective": " [minilm, best]"}, "objective.1: there is no objective best"),
+        (
+            {"objective": " [minilmv2]"},
+            "caches.sampled: --objective minilmv2 needs the query",
+        ),
+        ({"objective": " [{objective: minilm, relation_heads: 2}]"}, "--relation-heads goes with"),
+        ({"train": "\n  seed: 3"}, "line 14, train.seed: a study varies this; give it under seed"),
+        ({"init": " [random, random]"}, "init.1: random is given twice"),
+        (
+            {"init": " [random]", "train": "\n  init: slice"},
+            "train.init: a study varies this; give it under init",
+        ),
+        ({"init": " [slice]", "arch": " [5x32]"}, "arch.0: --arch 5x32: more layers than the teacher's 3"),
+        ({"train": "\n  stops: 3"}, "line 14, train.stops: extra inputs are not permitted"),
+        ({"train": "\n  steps: 3\n  epochs: 2"}, "line 13, train: --steps and --epochs exclude each other"),
+        ({"train": "\n  preset: best"}, "line 14, train.preset: --preset best: give one of"),
+        ({"train": "\n  steps: 3\n  steps: 4"}, "line 14, steps: this key is given twice"),
+        ({"price_per_hour": " -1"}, "price_per_hour: input should be greater than 0"),
+        ({"archs": " [3x384]"}, "archs: extra inputs are not permitted"),
+        ({"arch": " [1x16"}, "this is not YAML"),
+        ({"arch": " [1x16, '1x16:s1']"}, "line 11, arch.1: give seeds under seed"),
+        ({"seed": " 2020-13-45"}, "a value in it cannot be read"),
+        ({"objective": " [{objective: minilmv2, heads: 3}]"}, "objective.0.heads: extra inputs are not"),
+        ({"train": "\n  preset: [a]"}, "line 14, train.preset: a preset is a name"),
+        (
+            {"train": "\n  accumulate: 3\n  batch_size: 4"},
+            "--batch-size 4 does not divide into 3 parts",
+        ),
+        ({"train": "\n  device: gpu9"}, "--device gpu9"),
+        ({"caches": "\n  a: null"}, "line 9, caches.a: input should be a valid dictionary"),
+        ({"caches": "\n  0-teacher: {codec: dense}"}, "a name begins with a letter"),
+        ({"caches": " {a: {cache: nowhere}}"}, "nowhere"),
+    ],
+)
+def test_mistakes_are_told_with_line_and_key(
+    world: World, command: Command, changes: dict[str, str], says: str
+) -> None:
+    path = document(world, **changes)
+    is_elsewhere = "nowhere" in says or "gpu9" in says
+    code = 1 if "nowhere" in says else 2
+    command.fails("study", path, code=code, says=says if is_elsewhere else (str(path), says))
+    assert not (world.root / "shapes").exists()
+
+
+def test_a_document_that_is_not_there_or_no_mapping(world: World, command: Command) -> None:
+    command.fails("study", world.root / "none.yaml", code=2, says="cannot read")
+    path = world.root / "list.yaml"
+    path.write_text("- 1\n")
+    command.fails("study", path, code=2, says="a study is a mapping")
