@@ -29,7 +29,7 @@ from minilm_cache.slicing.forward import Calibration
 from minilm_cache.slicing.recipe import Recipe
 from minilm_cache.slicing.run import relation_kl
 from minilm_cache.slicing.shapes import spaced_layers
-from minilm_cache.slicing.text import NUM_TOKENS, of_cache
+from minilm_cache.slicing.text import of_cache
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 
 SHAPES = ("2x96", "3x192", "4x192", "6x192", "3x384", "4x312:ff1200", "3x384:e128")
@@ -149,7 +149,7 @@ def _cut(
     arch: str,
     *,
     recipe: Recipe | None = None,
-    num_tokens: int = NUM_TOKENS,
+    num_tokens: int = TOKENS[2],
     layers: tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
     """Cut one slice, and measure it."""

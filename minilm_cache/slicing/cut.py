@@ -17,9 +17,12 @@ from minilm_cache.slicing.basis import principal_directions
 from minilm_cache.slicing.forward import (
     Calibration,
     EncoderRun,
+    LayerCall,
     LayerRun,
     States,
     contexts,
+    inputs_of,
+    layer_calls,
     run_encoder,
     run_layer,
 )
@@ -59,12 +62,12 @@ def cut(
     """
     recipe = recipe or Recipe()
     source = encoder_parts(teacher)
-    run = run_encoder(teacher, source, calibration)
+    run = run_encoder(teacher, source, calibration=calibration, layers=layers)
     width = student.config.hidden_size
     used = [calibration.flat(run.states[number]) for number in (0, *(layer + 1 for layer in layers))]
     # The last LayerNorm divides by the length of its whole input, so the basis must hold most of that, too:
     # a teacher's last norm may hide a strong direction by a weight near 0.
-    last = calibration.flat(run.summed[layers[-1]])
+    last = calibration.flat(run.last_sum)
     used.append(nn.functional.layer_norm(last, last.shape[1:]))
     cutter = _Cutter(
         teacher=source,
@@ -114,7 +117,7 @@ class _Cutter:
             change = corrected(self.basis.new_zeros(sums.shape[1], size), sums, targets=target, ridge=_EXACT)
         for table, teachers in zip(parts.tables, teacher.tables, strict=True):
             table.weight.copy_(teachers.weight @ change)
-        own_sums = flat(run_encoder(student, parts, self.calibration).sums)
+        own_sums = inputs_of(student, parts.norm, self.calibration)
         if parts.projection is None:
             state = fit_norm(parts.norm, own_sums, target)
         else:
@@ -135,32 +138,30 @@ class _Cutter:
     def cut_layers(self, student: PreTrainedModel, layers: Sequence[int]) -> None:
         """Cut the layers and the norm after the last of them."""
         flat = self.calibration.flat
-        own = run_encoder(student, self.student, self.calibration)
-        states = own.states[0]
+        states, calls = layer_calls(student, self.student, self.calibration)
         for number, layer in enumerate(layers):
-            states = self._cut_layer(number, layer, states=states, own=own)
+            states = self._cut_layer(number, layer, states=states, calls=calls[number])
         if self.student.final_norm is not None and self.teacher.final_norm is not None:
             target = self.teacher.final_norm(flat(self.run.states[layers[-1] + 1])) @ self.basis
             fit_norm(self.student.final_norm, flat(states), target)
 
-    def _cut_layer(self, number: int, layer: int, *, states: States, own: EncoderRun) -> States:
+    def _cut_layer(self, number: int, layer: int, *, states: States, calls: Sequence[LayerCall]) -> States:
         """Cut one layer, and return what the student's gives then.
 
         Args:
             number: number of the student's layer.
             layer: number of the teacher's layer.
             states: inputs of the student's layer.
-            own: run of the student, which says how its layers are called.
+            calls: how the student's layer is called, for each batch.
         """
         theirs, mine, calibration = self.teacher.layers[layer], self.student.layers[number], self.calibration
-        calls = self.run.calls[layer]
-        run = run_layer(theirs, self.run.states[layer], calls=calls, calibration=calibration)
+        run = run_layer(theirs, self.run.states[layer], calls=self.run.calls[layer], calibration=calibration)
         stream = calibration.flat(states)
         given = stream
         if mine.is_pre_norm:
             given = fit_norm(mine.attention_norm, stream, run.attention_input @ self.basis)
         output = self._cut_heads(mine, theirs, given=given, run=run)
-        context = contexts(mine, states, calls=own.calls[number], calibration=calibration)
+        context = contexts(mine, states, calls=calls, calibration=calibration)
         before = calibration.flat(self.run.states[layer])
         stream = self._fit_output(
             whole(mine.output), output, inputs=context, stream=stream, wanted=run.attended, before=before

@@ -1,6 +1,6 @@
 """Runs encoders on calibration sequences, and runs single layers again on other inputs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -72,50 +72,90 @@ class LayerCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderRun:
-    """What an encoder gave on calibration sequences."""
+    """What a teacher gave on calibration sequences, at the layers that are cut."""
 
     sums: States
     """Sums of the tables' rows: inputs of the embeddings' norm."""
-    states: list[States]
+    states: dict[int, States]
     """Hidden states: 0 is the input of the first layer, n the output of the n-th."""
-    summed: list[States]
-    """Residual stream at the end of each layer, before the norm that most families apply to it there."""
-    calls: list[list["LayerCall"]]
+    last_sum: States
+    """Residual stream at the end of the last layer that is cut, before a norm there."""
+    calls: dict[int, list[LayerCall]]
     """How each layer was called, for each batch."""
 
 
 @torch.no_grad()
-def run_encoder(model: PreTrainedModel, parts: EncoderParts, calibration: Calibration) -> EncoderRun:
-    """Run an encoder, and keep the states between its layers."""
+def run_encoder(
+    model: PreTrainedModel, parts: EncoderParts, *, calibration: Calibration, layers: Sequence[int]
+) -> EncoderRun:
+    """Run an encoder, and keep the inputs and outputs of some of its layers.
+
+    Args:
+        model: the encoder, with or without a head.
+        parts: its parts.
+        calibration: sequences to run it on.
+        layers: numbers of the layers, counted from 0, ascending.
+    """
+    states: dict[int, States] = {number: [] for layer in layers for number in (0, layer, layer + 1)}
+    calls: dict[int, list[LayerCall]] = {layer: [] for layer in layers}
     sums: States = []
-    states: list[States] = [[] for _ in range(len(parts.layers) + 1)]
-    summed: list[States] = [[] for _ in parts.layers]
-    calls: list[list[LayerCall]] = [[] for _ in parts.layers]
-
-    def keep_call(number: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states[number].append(args[0])
-            calls[number].append(LayerCall(args[1:], kwargs))
-
-        return hook
-
+    last_sum: States = []
+    last = parts.layers[layers[-1]]
     with ExitStack() as stack:
-        for number, layer in enumerate(parts.layers):
-            handle = layer.module.register_forward_pre_hook(keep_call(number), with_kwargs=True)
-            stack.callback(handle.remove)
-            if not layer.is_pre_norm:
-                stack.callback(_keep_input(layer.ffn_norm, summed[number]).remove)
-        keep_sum = parts.norm.register_forward_pre_hook(lambda _module, args: sums.append(args[0]))
-        keep_last = parts.layers[-1].module.register_forward_hook(
-            lambda _module, _args, output: states[-1].append(_tensor(output))
-        )
-        stack.callback(keep_sum.remove)
-        stack.callback(keep_last.remove)
+        for number, kept in states.items():
+            if number < len(parts.layers):
+                stack.callback(_keep_call(parts.layers[number], kept, calls.get(number)).remove)
+            else:
+                stack.callback(_keep_output(parts.layers[-1].module, kept).remove)
+        stack.callback(_keep_input(parts.norm, sums).remove)
+        if not last.is_pre_norm:
+            stack.callback(_keep_input(last.ffn_norm, last_sum).remove)
         for ids, valid in zip(calibration.ids, calibration.valid, strict=True):
             model.base_model(input_ids=ids, attention_mask=valid.to(torch.int64))
-    if parts.layers[0].is_pre_norm:
-        summed = states[1:]
-    return EncoderRun(sums=sums, states=states, summed=summed, calls=calls)
+    if last.is_pre_norm:
+        last_sum = states[layers[-1] + 1]
+    return EncoderRun(sums=sums, states=states, last_sum=last_sum, calls=calls)
+
+
+@torch.no_grad()
+def layer_calls(
+    model: PreTrainedModel, parts: EncoderParts, calibration: Calibration
+) -> tuple[States, list[list[LayerCall]]]:
+    """Return the input of an encoder's first layer, and how each layer is called; the layers are not run."""
+    states: list[States] = [[] for _ in parts.layers]
+    calls: list[list[LayerCall]] = [[] for _ in parts.layers]
+    with ExitStack() as stack:
+        for layer, own_states, own_calls in zip(parts.layers, states, calls, strict=True):
+            stack.callback(_keep_call(layer, own_states, own_calls).remove)
+            stack.enter_context(_passing_on(layer.module))
+        for ids, valid in zip(calibration.ids, calibration.valid, strict=True):
+            model.base_model(input_ids=ids, attention_mask=valid.to(torch.int64))
+    return states[0], calls
+
+
+@contextmanager
+def _passing_on(module: nn.Module) -> Iterator[None]:
+    """Let a layer return its input."""
+    module.forward = lambda state, *_args, **_kwargs: state
+    try:
+        yield
+    finally:
+        del module.forward  # the method of its class is back
+
+
+def _keep_call(
+    layer: LayerParts, states: States, calls: list[LayerCall] | None
+) -> torch.utils.hooks.RemovableHandle:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states.append(args[0])
+        if calls is not None:
+            calls.append(LayerCall(args[1:], kwargs))
+
+    return layer.module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _keep_output(module: nn.Module, into: States) -> torch.utils.hooks.RemovableHandle:
+    return module.register_forward_hook(lambda _module, _args, output: into.append(_tensor(output)))
 
 
 def _tensor(output: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -18,7 +18,7 @@ from minilm_cache.slicing.config import SliceConfig
 from minilm_cache.slicing.forward import Calibration
 from minilm_cache.slicing.shapes import check_cut
 from minilm_cache.slicing.slices import cut_weights
-from minilm_cache.slicing.text import check_text, of_corpus
+from minilm_cache.slicing.text import check_text, num_tokens, of_corpus
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.durable import new_folder, refuse_existing
 
@@ -61,7 +61,7 @@ def slice_teacher(config: SliceConfig, out: Path) -> SliceResult:
     shape = parse_arch(config.arch, teacher_config.num_attention_heads, compares_heads=False)
     layers = check_cut(shape, teacher_config, config.layers, option="--layers")
     refuse_existing(out)
-    fitted, checked = of_corpus(config, source.folder)
+    fitted, checked = of_corpus(config, source.folder, num_tokens(teacher_config.hidden_size))
     check_text(sum(map(len, fitted)), shape.hidden_size)
     teacher, lacking = load_weights(source.folder)
     student_config = shape_config(shape, teacher_config.to_dict(), teacher_config.model_type)

@@ -22,7 +22,7 @@ from minilm_cache.slicing.forward import Calibration
 from minilm_cache.slicing.head import cut_head
 from minilm_cache.slicing.recipe import Recipe
 from minilm_cache.slicing.source import TeacherWeights
-from minilm_cache.slicing.text import NUM_TOKENS, of_cache
+from minilm_cache.slicing.text import num_tokens, of_cache
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import new_folder
 
@@ -53,7 +53,14 @@ class SlicePlan:
         sizes = (shape.num_layers, shape.hidden_size, shape.ffn_size, shape.num_heads, shape.embedding_size)
         recipe = [getattr(self.recipe, name) for name in Recipe.__slots__]
         teacher = [self.weights.sha256, identity.teacher.config_sha256]
-        return canonical_sha256([_VERSION, teacher, sizes, self.layers, recipe, self.head, NUM_TOKENS, text])
+        return canonical_sha256(
+            [_VERSION, teacher, sizes, self.layers, recipe, self.head, self.num_tokens, text]
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the slice is fitted to."""
+        return num_tokens(self.cache.manifest.identity.teacher.hidden_size)
 
     @property
     def in_words(self) -> str:
@@ -102,7 +109,7 @@ def _document(plan: SlicePlan, errors: Sequence[float]) -> str:
 def _make(plan: SlicePlan, config: PreTrainedConfig) -> tuple[dict[str, Tensor], list[float]]:
     """Cut a slice, and return the weights that come from the teacher, and the errors of its states."""
     teacher, lacking = plan.weights.load(plan.head)
-    text = Calibration.of(of_cache(plan.cache), config.pad_token_id or 0)
+    text = Calibration.of(of_cache(plan.cache, plan.num_tokens), config.pad_token_id or 0)
     student = build_student(config, _SEED, plan.head).eval()
     return cut_weights(
         teacher,

@@ -15,13 +15,20 @@ from minilm_cache.models.load import load_tokenizer
 from minilm_cache.slicing.config import SliceConfig
 from minilm_cache.storage_schema.identity import Packing
 
-NUM_TOKENS = 2**14
-"""Tokens that slices are fitted to; twice as many gain 1 % (docs/adr/0014)."""
+_MOST_TOKENS = 2**14
+"""Most tokens that slices are fitted to; twice as many gain 1 % (docs/adr/0014)."""
+_MOST_NUMBERS = _MOST_TOKENS * 384
+"""Most numbers in a hidden state of all these tokens, so that wide teachers take little longer."""
 CHECKED_SEQUENCES = 64
 """Sequences after those, which the finished slice is compared with its teacher on."""
 
 
-def of_cache(cache: Cache, most: int = NUM_TOKENS) -> list[Int[Tensor, " _"]]:
+def num_tokens(hidden_size: int) -> int:
+    """Return the number of tokens that a slice is fitted to, given the teacher's hidden size."""
+    return min(_MOST_TOKENS, _MOST_NUMBERS // hidden_size)
+
+
+def of_cache(cache: Cache, most: int) -> list[Int[Tensor, " _"]]:
     """Return the first training sequences of a cache, `most` tokens or all.
 
     Documents are shuffled when a cache is made, so the first ones are a sample. Only their token ids are
@@ -36,36 +43,37 @@ def of_cache(cache: Cache, most: int = NUM_TOKENS) -> list[Int[Tensor, " _"]]:
 
 def _first_sequences(cache: Cache, most: int) -> Iterator[Int[Tensor, " _"]]:
     """Yield the first training sequences of a cache until they have `most` tokens."""
-    num_tokens = 0
+    yielded = 0
     for number in range(cache.manifest.num_shards):
         shard = cache.reader.shard(number, paths=())
         last = min(shard.first_sequence + len(shard.lengths), cache.manifest.num_train)
         for sequence in range(shard.first_sequence, last):
             yield torch.from_numpy(shard.rows_of("tokens", sequence).astype("int64"))
-            num_tokens += shard.length(sequence)
-            if num_tokens >= most:
+            yielded += shard.length(sequence)
+            if yielded >= most:
                 return
 
 
-def of_corpus(config: SliceConfig, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
+def of_corpus(config: SliceConfig, folder: Path, most: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return sequences of a corpus to fit to, and further ones to check on; few texts have none of those.
 
     Args:
         config: settings of the slice.
         folder: folder of the teacher, whose tokenizer reads the text.
+        most: number of tokens to fit to.
     """
     tokenizer = load_tokenizer(folder)
     packing = Packing(
         mode="packed",
         max_length=config.max_length,
-        max_tokens=NUM_TOKENS + CHECKED_SEQUENCES * config.max_length,
+        max_tokens=most + CHECKED_SEQUENCES * config.max_length,
         seed=0,
         split=None,
     )
     table = SequenceTable(load_corpus(config.corpus, config.text_column), tokenizer, packing)
     ids = [torch.from_numpy(row.astype("int64")) for row in table.read(0, len(table.lengths)).ids]
-    most = max(1, NUM_TOKENS // config.max_length)
-    return ids[:most], ids[most:]
+    num_fitted = max(1, most // config.max_length)
+    return ids[:num_fitted], ids[num_fitted:]
 
 
 def check_text(num_tokens: int, hidden_size: int) -> None:

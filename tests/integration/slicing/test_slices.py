@@ -18,7 +18,7 @@ from minilm_cache.slicing.forward import Calibration
 from minilm_cache.slicing.recipe import Recipe
 from minilm_cache.slicing.shapes import check_cut
 from minilm_cache.slicing.slices import cut_weights
-from minilm_cache.slicing.text import of_corpus
+from minilm_cache.slicing.text import num_tokens, of_corpus
 from minilm_cache.storage_schema.identity import RelationKind
 from tests.conftest import Command
 from tests.support import TINY, VOCABULARY, World, save_teacher, tiny_model
@@ -173,7 +173,7 @@ def test_the_kl_of_a_slice_is_that_of_eager_attention(world: World) -> None:
     result = _slice(world, "slice", arch="2x16")
     assert result.kl is not None
     config = SliceConfig(teacher=str(world.teacher), corpus=str(world.corpus), max_length=32, arch="2x16")
-    _, checked = of_corpus(config, world.teacher)
+    _, checked = of_corpus(config, world.teacher, num_tokens(32))
     models = [
         AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
         for folder in (world.teacher, result.path)
