@@ -89,7 +89,8 @@ def measure_all(cache: Path, model: Path, home: Path) -> None:
     teacher = Teacher(locate_teacher(str(model)), choose_device("cpu"))
     results: dict[str, dict[str, Any]] = {}
     for name in RUNS:
-        starts = ("random",) if ARCH.get(name.split(",")[0]) else STARTS
+        is_variant, is_cut = "," in name, name.split(",")[0] not in ARCH
+        starts = STARTS if is_cut and not is_variant else ("random",)
         results[name] = {
             start: measured(cache, teacher, home=home, name=name, start=start) for start in starts
         }

@@ -17,6 +17,8 @@ from minilm_cache.objectives.spec import OBJECTIVES, ObjectiveConfig
 from minilm_cache.settings import flag_of
 
 ROOT: Final = Path(__file__).parents[1]
+STARTS: Final = ("random", "embeddings", "teacher-layers", "slice")
+SHORT_STEPS: Final = 300
 PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _BLOCK: Final = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -142,6 +144,38 @@ def objective_students() -> str:
     return _table([*head, "KL, `random`", "KL, `slice`"], rows)
 
 
+def head_starts() -> str:
+    """Return KLs of students by shape and start, before and after training."""
+    rows = [row for row in _read("head_start")["starts"] if row["steps"] == SHORT_STEPS]
+    names = [f"{start}, {when}" for start in STARTS for when in ("before", "after")]
+    table = []
+    for arch in dict.fromkeys(row["arch"] for row in rows):
+        cells = []
+        for start in STARTS:
+            seeds = [row for row in rows if (row["arch"], row["start"]) == (arch, start)]
+            cells += [_mean_sum([row[when] for row in seeds]) for when in ("before", "after")]
+        table.append([f"`{arch}`", *cells])
+    return _table(["student", *names], table)
+
+
+def _mean_sum(kls: Sequence[dict[str, float]]) -> str:
+    """Return the mean over seeds of a sum over relations, its deviation, and the number of seeds."""
+    if not kls:
+        return "-"
+    sums = [sum(kl.values()) for kl in kls]
+    spread = f" ± {stdev(sums):.3f}" if len(sums) > 1 else ""
+    return f"{mean(sums):.3f}{spread} ({len(sums)})"
+
+
+def head_start_recipe() -> str:
+    """Return KLs of slices without training, by what is changed in the recipe."""
+    rows = [
+        [name, f"{row['attention']:.4f}", f"{row['value']:.4f}", ", ".join(f"{e:.2f}" for e in row["errors"])]
+        for name, row in _read("head_start")["recipe"].items()
+    ]
+    return _table(["student, change", "attention", "value", "relative errors of hidden states"], rows)
+
+
 def objective_rows() -> str:
     """Return what each objective stores and takes, from its row in `objectives/spec.py`."""
     rows = []
@@ -196,6 +230,8 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "objective_rows": objective_rows,
     "objective_students": objective_students,
     "codecs": codecs,
+    "head_starts": head_starts,
+    "head_start_recipe": head_start_recipe,
 }
 
 

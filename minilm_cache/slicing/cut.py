@@ -4,6 +4,7 @@ Each layer is fitted on what the student's layers before it really give, by leas
 the same sequences give the same weights.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from minilm_cache.errors import TeacherError, first_line
 from minilm_cache.slicing.attention import HeadCut, HeadMaps
 from minilm_cache.slicing.basis import principal_directions
 from minilm_cache.slicing.forward import (
@@ -59,8 +61,32 @@ def cut(
 
     Raises:
         InvalidConfigError: the parts of a family are not known.
+        TeacherError: the teacher gives numbers that are not finite.
     """
-    recipe = recipe or Recipe()
+    try:
+        errors = _cut(teacher, student, layers=layers, calibration=calibration, recipe=recipe or Recipe())
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined] # it is documented there
+        raise _unfit(first_line(error)) from error
+    if not all(map(math.isfinite, errors)):
+        raise _unfit("some are NaN or infinite")
+    return errors
+
+
+def _unfit(reason: str) -> TeacherError:
+    return TeacherError(
+        f"the teacher's hidden states on this text cannot be fitted ({reason}). Use --init random, or "
+        "another teacher."
+    )
+
+
+def _cut(
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    *,
+    layers: Sequence[int],
+    calibration: Calibration,
+    recipe: Recipe,
+) -> list[float]:
     source = encoder_parts(teacher)
     run = run_encoder(teacher, source, calibration=calibration, layers=layers)
     width = student.config.hidden_size

@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -87,12 +88,23 @@ def load_slice(plan: SlicePlan, home: Path, config: PreTrainedConfig) -> dict[st
     with saving("write the slice", folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
-            if not (folder / _WEIGHTS).is_file():
+            weights = _read(folder)
+            if weights is None:
                 weights, errors = _make(plan, config)
                 with new_folder(folder) as new:
                     save_file(weights, new / _WEIGHTS)
                     (new / "slice.json").write_text(_document(plan, errors))
-            return load_file(folder / _WEIGHTS)
+            return weights
+
+
+def _read(folder: Path) -> dict[str, Tensor] | None:
+    """Return the weights of a slice. None means that it is missing or damaged, and is to be made."""
+    if not (folder / _WEIGHTS).is_file():
+        return None
+    try:
+        return load_file(folder / _WEIGHTS)
+    except SafetensorError:
+        return None
 
 
 def _document(plan: SlicePlan, errors: Sequence[float]) -> str:

@@ -9,8 +9,9 @@ _LEAST = 1e-12
 
 
 def second_moment(features: Float[Tensor, "tokens size"]) -> Float[Tensor, "size size"]:
-    """Return the mean of x x^T over tokens, float64."""
-    moment: Tensor = (features.T @ features).double() / len(features)
+    """Return the mean of x x^T over tokens, float64: its factors need more than single precision."""
+    wide = features.double()
+    moment: Tensor = wide.T @ wide / len(wide)
     return moment
 
 
@@ -38,7 +39,8 @@ def corrected(
         targets: its wanted outputs.
         ridge: strength, as a share of the mean power of an input.
     """
-    moment = second_moment(features)
+    # Single precision is enough here, and several times faster where units are many.
+    moment = (features.T @ features).double() / len(features)
     moment.diagonal().add_(ridge * moment.diagonal().mean() + _LEAST)
     missing = features.T @ (targets - features @ prior) / len(features)
     change: Tensor = torch.linalg.solve(moment, missing.double()).to(prior.dtype)

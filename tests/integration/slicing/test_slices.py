@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
 from minilm_cache import SliceConfig, slice_teacher
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.load import load_weights
 from minilm_cache.models.student import build_student, shape_config
@@ -255,3 +255,12 @@ def _distance(teacher: PreTrainedModel, student: PreTrainedModel, text: Calibrat
         )
         total += float((theirs.exp() * (theirs - own)).sum())
     return total / text.num_tokens
+
+
+@pytest.mark.parametrize("arch", ["2x16", "2x32"])
+def test_a_teacher_of_nan_is_refused(arch: str) -> None:
+    teacher, student, layers = _pair("bert", arch)
+    with torch.no_grad():
+        next(teacher.parameters()).fill_(float("nan"))
+    with pytest.raises(TeacherError, match="cannot be fitted"):
+        cut(teacher, student, layers=layers, calibration=_text())

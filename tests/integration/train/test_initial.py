@@ -139,6 +139,13 @@ def test_a_slice_is_made_once_and_reused(world: World, cache: Path) -> None:
     assert not weights(before)["2x16"]["embeddings.word_embeddings.weight"].any()
 
 
+def test_a_damaged_slice_is_made_again(world: World, cache: Path) -> None:
+    first = weights(_train(world, cache, "a"))
+    (made,) = (world.home / "slices").glob("*/weights.safetensors")
+    made.write_bytes(made.read_bytes()[:100])
+    assert_same(first["2x16"], weights(_train(world, cache, "b"))["2x16"])
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one_although_its_slice_is_gone(
     world: World, cache: Path
 ) -> None:

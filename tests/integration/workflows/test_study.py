@@ -364,7 +364,11 @@ def test_equal_objectives_are_refused_however_they_are_written(world: World, com
 def test_what_students_begin_with_is_an_axis(world: World) -> None:
     study = read_study(
         document(
-            world, init=" [random, slice, teacher-layers]", arch=" ['1x32:ff64']", seed=" [0]", caches=" {a: {k: 6}}"
+            world,
+            init=" [random, slice, teacher-layers]",
+            arch=" ['1x32:ff64']",
+            seed=" [0]",
+            caches=" {a: {k: 6}}",
         )
     )
     assert [name.name.rsplit("-", 1)[0] for name in study.passes] == [
