@@ -33,9 +33,11 @@ from minilm_cache.slicing.text import of_cache
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 
 SHAPES = ("2x96", "3x192", "4x192", "6x192", "3x384", "4x312:ff1200", "3x384:e128")
+TWO = ("3x192", "3x384")
+"""Shapes that also begin with embeddings alone."""
 FULL_WIDTH = ("3x384",)
 """Shapes that can begin with whole layers of the teacher, width 384."""
-STARTS = {"random": SHAPES, "embeddings": SHAPES, "teacher-layers": FULL_WIDTH, "slice": SHAPES}
+STARTS = {"random": SHAPES, "embeddings": TWO, "teacher-layers": FULL_WIDTH, "slice": SHAPES}
 RECIPES: dict[str, Recipe] = {
     "all of it": Recipe(),
     "values: directions of the output": Recipe(keeps_values=False),

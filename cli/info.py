@@ -55,8 +55,12 @@ def _show_run(path: Path, *, json: bool) -> None:
         "objective": f"{identity.objective}, from {identity.describes_layers()}",
         "steps": f"{identity.steps} of {identity.batch_size} sequences, seed {identity.seed}",
     }
-    begun = {student.arch: f"began with {student.begun_with}" for student in record.students}
-    print_pairs(pairs | {arch: words for arch, words in begun.items() if not words.endswith("None")})
+    begun = {
+        student.arch: f"began with {student.begun_with}"
+        for student in record.students
+        if student.begun_with is not None
+    }
+    print_pairs(pairs | begun)
     students_table(record.students, identity)
 
 

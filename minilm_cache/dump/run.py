@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minilm_cache.cache import Cache, row_checker
@@ -93,13 +93,22 @@ def dump_cache(
             cache_store, resolved.identity, path=path, progress=progress, should_stop=should_stop
         )
         if pulled is not None:
-            return pulled
+            return _with_weights(pulled, resolved)
     # Every rank tokenises at the same time; only what one rank decides for all is done under the lock.
     fitter = _fitter(resolved, progress, should_stop)
     # Ranks on different machines would fit different codecs: all ranks use the codecs of the first.
     with creating(path, progress, should_stop) if config.world_size > 1 else nullcontext():
         job = _begin(resolved, fitter)
     return _write_shards(job, path, progress=progress, should_stop=should_stop)
+
+
+def _with_weights(pulled: DumpResult, resolved: ResolvedDump) -> DumpResult:
+    """Add the teacher's weights to a cache that was pulled, where they are to be kept."""
+    if not resolved.config.keep_weights:
+        return pulled
+    weights = resolved.teacher.half_weights()
+    manifest = attach(pulled.path, pulled.manifest, path=TEACHER_WEIGHTS, content=weights)
+    return replace(pulled, manifest=manifest)
 
 
 def _write_shards(job: ShardJob, path: Path, *, progress: Progress, should_stop: ShouldStop) -> DumpResult:

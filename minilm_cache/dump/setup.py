@@ -67,7 +67,7 @@ def resolve_dump(
         config, teacher, corpus=corpus, out=out, home=home, like=add or tokens_of
     )
     refuse_file(path)
-    remember_teacher(home, teacher.identity.weights_sha256, teacher.folder)
+    _remember(home, teacher, progress)
     donor = None if add is None else open_donor(add, identity)
     if not resume and path.exists():
         raise IdentityMismatchError(
@@ -82,6 +82,16 @@ def resolve_dump(
         donor=donor,
         tokens_of=tokens_of,
     )
+
+
+def _remember(home: Path, teacher: Teacher, progress: Progress) -> None:
+    """Note where the teacher is, for trainings; a home that cannot be written to does not hold up a dump."""
+    try:
+        remember_teacher(home, teacher.identity.weights_sha256, teacher.folder)
+    except OSError as error:
+        progress.note(
+            f"cannot note the teacher's folder in {home} ({error.strerror}): give --init-teacher to train"
+        )
 
 
 def head_for(config: DumpConfig) -> Head | None:

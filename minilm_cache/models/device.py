@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 
 from minilm_cache.errors import DeviceError, InvalidConfigError, first_line
+
+CPU: Final = torch.device("cpu")
 
 
 def choose_device(name: str | None) -> torch.device:

@@ -41,7 +41,7 @@ def find_teacher(home: Path, sha256: str, name: str) -> Path | None:
         try:
             if weights_sha256(folder) == sha256:
                 return folder
-        except MiniLMCacheError:
+        except (MiniLMCacheError, OSError):
             continue
     return None
 
@@ -51,8 +51,10 @@ def _note(home: Path, sha256: str) -> Path:
 
 
 def _noted(home: Path, sha256: str) -> Path | None:
-    note = _note(home, sha256)
-    return Path(note.read_text()) if note.is_file() else None
+    try:
+        return Path(_note(home, sha256).read_text())
+    except (OSError, ValueError):  # none was written, or it is damaged
+        return None
 
 
 def _named(name: str) -> Path | None:

@@ -261,9 +261,15 @@ def num_weights(config: PreTrainedConfig, attention: str, head: Head | None = No
         config: configuration of the model.
         attention: name of an implementation of attention, as transformers knows it.
         head: head of the model. None means no head.
+
+    Raises:
+        CacheCorruptError: the configuration does not describe a model.
     """
-    with torch.device("meta"):
-        model = HEADS[head].from_config(
-            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
-        )
+    try:
+        with torch.device("meta"):
+            model = HEADS[head].from_config(
+                config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+            )
+    except _BAD_CONFIG as error:
+        raise _unusable(error) from error
     return sum(weight.numel() for weight in model.parameters())

@@ -119,11 +119,9 @@ def _begun_with(run: TrainedRun, *, paths: bool) -> list[str]:
     if kind is not None:
         given = {"--init-teacher": record.init_teacher, "--init-layers": record.init_layers}
         options = [(name, value) for name, value in given.items() if value is not None]
-        return [
-            "--init",
-            kind,
-            *(word for name, value in options for word in (name, _place(value, paths=paths))),
-        ]
+        words = [word for name, value in options for word in (name, _place(value, paths=paths))]
+        is_default = len({student.init for student in record.students}) > 1  # some could not be cut
+        return words if is_default else ["--init", kind, *words]
     return ["--init", f"FOLDER-OF-{init[:12]}" if record.init is None else _place(record.init, paths=paths)]
 
 

@@ -65,8 +65,9 @@ class HeadCut:
         # Scores are divided by the root of the head's size, so smaller heads need smaller products.
         scale = (self.size / teacher_size) ** 0.25
         if self.is_rotary:
-            kept = rotary_dimensions(teacher_size, self.size)
-            query, key = head.query[:, kept], head.key[:, kept]
+            taken, places = rotary_dimensions(teacher_size, self.size)
+            query, key = (part.new_zeros(len(part), self.size) for part in (head.query, head.key))
+            query[:, places], key[:, places] = head.query[:, taken], head.key[:, taken]
         else:
             rank = min(self.size, teacher_size)
             query, key = low_rank(head.query, head.key, moment=moment, rank=rank)
@@ -111,12 +112,13 @@ def _padded(columns: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(columns, (0, missing)) if missing else columns
 
 
-def rotary_dimensions(teacher_size: int, size: int) -> Int[Tensor, " kept"]:
-    """Return the dimensions of a teacher's head whose rotations are those of a smaller head.
+def rotary_dimensions(teacher_size: int, size: int) -> tuple[Int[Tensor, " kept"], Int[Tensor, " kept"]]:
+    """Return dimensions of a teacher's head, and those of a student's head that turn by the same angles.
 
     Dimension i turns with i + size/2 by an angle that falls with i/size (RoFormer, arXiv 2104.09864, eq. 15),
     so a pair can only stand for a pair of the same or nearly the same angle.
     """
-    half = min(size, teacher_size) // 2
-    pairs = (torch.arange(half) * teacher_size // size).clamp(max=teacher_size // 2 - 1)
-    return torch.cat([pairs, pairs + teacher_size // 2])
+    theirs, own = teacher_size // 2, size // 2
+    number = torch.arange(min(theirs, own))
+    taken, places = number * max(theirs, own) // own, number * max(theirs, own) // theirs
+    return torch.cat([taken, taken + theirs]), torch.cat([places, places + own])

@@ -41,28 +41,33 @@ def cut_head(teacher: PreTrainedModel, student: PreTrainedModel, text: Calibrati
     names = [_NAMES.get(model.config.model_type) for model in (teacher, student)]
     if names[0] is None or names[1] is None:
         return
+    own, theirs = _words(student), _words(teacher)
+    if own.shape == theirs.shape and torch.equal(own, theirs):
+        return  # the whole head was copied, because the basis is the teacher's
     their_norm, norm = teacher.get_submodule(names[0][1]), student.get_submodule(names[1][1])
     dense = student.get_submodule(names[1][0])
     assert isinstance(dense, nn.Linear)
-    theirs = inputs_of(teacher, their_norm, text)
-    change = _change(teacher, student)
-    wanted = (theirs - theirs.mean(0)) @ change
-    own = with_constant(inputs_of(student, dense, text), has_bias=True)
+    sums = inputs_of(teacher, their_norm, text)
+    change = _change(theirs, own)
+    wanted = (sums - sums.mean(0)) @ change
+    given = with_constant(inputs_of(student, dense, text), has_bias=True)
     matrix = corrected(
-        own.new_zeros(own.shape[1], wanted.shape[1]), own, targets=wanted / wanted.std(), ridge=_RIDGE
+        given.new_zeros(given.shape[1], wanted.shape[1]), given, targets=wanted / wanted.std(), ridge=_RIDGE
     )
     matrix[-1] += _SHIFT
     whole(dense).write(matrix)
-    fit_norm(norm, inputs_of(student, norm, text), their_norm(theirs) @ change)
+    fit_norm(norm, inputs_of(student, norm, text), their_norm(sums) @ change)
+    student.get_output_embeddings().bias.copy_(teacher.get_output_embeddings().bias)
 
 
-def _change(teacher: PreTrainedModel, student: PreTrainedModel) -> Float[Tensor, "theirs own"]:
+def _change(
+    theirs: Float[Tensor, "words theirs"], own: Float[Tensor, "words own"]
+) -> Float[Tensor, "theirs own"]:
     """Return the map of a head's outputs that keeps their products with embeddings.
 
     Where the student's embeddings are E C for the teacher's E, outputs x D have the products x D C^T E^T, so
     D is the pseudo-inverse of C^T, without directions that the student's embeddings hardly have.
     """
-    theirs, own = _words(teacher), _words(student)
     embedded = torch.linalg.lstsq(theirs, own).solution
     change: Tensor = torch.linalg.pinv(embedded.T, rtol=_LEAST_DIRECTION).float()
     return change

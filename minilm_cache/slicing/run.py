@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import StudentShape, parse_arch
+from minilm_cache.models.device import CPU, enough_memory
 from minilm_cache.models.load import TeacherSource, load_tokenizer, load_weights, locate_teacher, read_config
 from minilm_cache.models.saving import saving
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.teacher import check_length
 from minilm_cache.relations.scores import relation_probs, relation_scores, row_mask
 from minilm_cache.slicing.config import SliceConfig
 from minilm_cache.slicing.forward import Calibration
-from minilm_cache.slicing.shapes import check_cut
+from minilm_cache.slicing.shapes import check_cut, take_layer_types
 from minilm_cache.slicing.slices import cut_weights
 from minilm_cache.slicing.text import check_text, num_tokens, of_corpus
 from minilm_cache.storage_schema.identity import RelationKind
@@ -60,17 +63,20 @@ def slice_teacher(config: SliceConfig, out: Path) -> SliceResult:
     teacher_config = read_config(source.folder)
     shape = parse_arch(config.arch, teacher_config.num_attention_heads, compares_heads=False)
     layers = check_cut(shape, teacher_config, config.layers, option="--layers")
+    if shape.seed is not None:
+        raise InvalidConfigError(f"--arch {config.arch}: a slice is not drawn. Leave out :s{shape.seed}.")
     refuse_existing(out)
     fitted, checked = of_corpus(config, source.folder, num_tokens(teacher_config.hidden_size))
     check_text(sum(map(len, fitted)), shape.hidden_size)
     teacher, lacking = load_weights(source.folder)
+    check_length(TappedModel(teacher), source.name, token=int(fitted[0][0]), max_length=max(map(len, fitted)))
     student_config = shape_config(shape, teacher_config.to_dict(), teacher_config.model_type)
-    if getattr(teacher_config, "layer_types", None):
-        student_config.layer_types = [teacher_config.layer_types[layer] for layer in layers]
+    take_layer_types(student_config, teacher_config, layers)
     student = build_student(student_config, _SEED).eval()
     pad_token = teacher_config.pad_token_id or 0
     text = Calibration.of(fitted, pad_token)
-    _, errors = cut_weights(teacher.eval(), student, lacking=lacking, layers=layers, text=text)
+    with enough_memory(CPU, "Take a smaller teacher, or cut it on a machine with more"):
+        _, errors = cut_weights(teacher.eval(), student, lacking=lacking, layers=layers, text=text)
     same_heads = shape.num_heads == teacher_config.num_attention_heads
     kl = relation_kl(teacher, student, Calibration.of(checked, pad_token)) if checked and same_heads else None
     result = SliceResult(

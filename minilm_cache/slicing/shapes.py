@@ -79,6 +79,12 @@ def check_cut(
     Raises:
         InvalidConfigError: the shape cannot be cut from this teacher; the message says why.
     """
+    check_sizes(shape, teacher)
+    return layers_for(shape, teacher, layers, option=option)
+
+
+def check_sizes(shape: StudentShape, teacher: PreTrainedConfig) -> None:
+    """Raise InvalidConfigError if a shape, whatever its layers, cannot be cut from a teacher."""
     refuse_unsliceable(teacher.model_type)
     if shape.bottleneck_size is not None:
         raise InvalidConfigError(
@@ -95,4 +101,10 @@ def check_cut(
                 f"--arch {shape.arch}: {what} {wanted} is above the teacher's {most}, so it cannot be cut "
                 "from it. Take a narrower shape, or --init random."
             )
-    return layers_for(shape, teacher, layers, option=option)
+
+
+def take_layer_types(config: PreTrainedConfig, teacher: PreTrainedConfig, layers: Sequence[int]) -> None:
+    """Give a student's layers the kinds of attention that the teacher's layers have, if there are several."""
+    types = getattr(teacher, "layer_types", None)
+    if types:
+        config.layer_types = [types[layer] for layer in layers]

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache
 from minilm_cache.models.arch import StudentShape
+from minilm_cache.models.device import CPU, enough_memory
 from minilm_cache.models.saving import saving
 from minilm_cache.models.student import build_student
 from minilm_cache.models.tap import Head
@@ -26,10 +27,12 @@ from minilm_cache.slicing.source import TeacherWeights
 from minilm_cache.slicing.text import num_tokens, of_cache
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import new_folder
+from minilm_cache.store.fingerprint import sha256_file
 
 _VERSION: Final = 1
 """Version of the recipe: slices of another version are not reused."""
 _WEIGHTS: Final = "weights.safetensors"
+_DOCUMENT: Final = "slice.json"
 _SEED: Final = 0
 """Seed of what a slice has in addition to the teacher, such as further units."""
 
@@ -71,6 +74,15 @@ class SlicePlan:
         return f"layers {', '.join(map(str, self.layers))}, cut to this shape, of {self.weights.in_words}"
 
 
+def has_slice(plan: SlicePlan, home: Path) -> bool:
+    """Return whether this machine has a slice already."""
+    return (_folder(plan, home) / _WEIGHTS).is_file()
+
+
+def _folder(plan: SlicePlan, home: Path) -> Path:
+    return home / "slices" / f"{plan.shape.num_layers}x{plan.shape.hidden_size}-{plan.key[:16]}"
+
+
 def load_slice(plan: SlicePlan, home: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
     """Return the weights of a slice by name; they are made if this machine does not have them.
 
@@ -84,7 +96,7 @@ def load_slice(plan: SlicePlan, home: Path, config: PreTrainedConfig) -> dict[st
         TeacherError: the teacher cannot be loaded.
         StorageError: the file system refused.
     """
-    folder = home / "slices" / f"{plan.shape.arch.replace(':', '-')}-{plan.key[:12]}"
+    folder = _folder(plan, home)
     with saving("write the slice", folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
@@ -93,27 +105,28 @@ def load_slice(plan: SlicePlan, home: Path, config: PreTrainedConfig) -> dict[st
                 weights, errors = _make(plan, config)
                 with new_folder(folder) as new:
                     save_file(weights, new / _WEIGHTS)
-                    (new / "slice.json").write_text(_document(plan, errors))
+                    (new / _DOCUMENT).write_text(_document(plan, errors, sha256_file(new / _WEIGHTS)))
             return weights
 
 
 def _read(folder: Path) -> dict[str, Tensor] | None:
     """Return the weights of a slice. None means that it is missing or damaged, and is to be made."""
-    if not (folder / _WEIGHTS).is_file():
-        return None
     try:
-        return load_file(folder / _WEIGHTS)
-    except SafetensorError:
+        sha256 = json.loads((folder / _DOCUMENT).read_text())["sha256"]
+        is_whole = sha256_file(folder / _WEIGHTS) == sha256
+        return load_file(folder / _WEIGHTS) if is_whole else None
+    except (OSError, ValueError, KeyError, SafetensorError):
         return None
 
 
-def _document(plan: SlicePlan, errors: Sequence[float]) -> str:
-    """Return what a slice is, as JSON for people."""
+def _document(plan: SlicePlan, errors: Sequence[float], sha256: str) -> str:
+    """Return what a slice is, as JSON: for people, and the SHA-256 that it is checked with."""
     content = {
         "arch": plan.shape.arch,
         "layers": plan.layers,
         "teacher_sha256": plan.weights.sha256,
         "relative_error_of_hidden_states": errors,
+        "sha256": sha256,
     }
     return json.dumps(content, indent=1)
 
@@ -123,15 +136,16 @@ def _make(plan: SlicePlan, config: PreTrainedConfig) -> tuple[dict[str, Tensor],
     teacher, lacking = plan.weights.load(plan.head)
     text = Calibration.of(of_cache(plan.cache, plan.num_tokens), config.pad_token_id or 0)
     student = build_student(config, _SEED, plan.head).eval()
-    return cut_weights(
-        teacher,
-        student,
-        lacking=lacking,
-        layers=plan.layers,
-        text=text,
-        head=plan.head,
-        recipe=plan.recipe,
-    )
+    with enough_memory(CPU, "Use --init random"):
+        return cut_weights(
+            teacher,
+            student,
+            lacking=lacking,
+            layers=plan.layers,
+            text=text,
+            head=plan.head,
+            recipe=plan.recipe,
+        )
 
 
 def cut_weights(
@@ -161,11 +175,12 @@ def cut_weights(
     drawn = {name: weight.clone() for name, weight in student.state_dict().items()}
     errors = cut(teacher, student, layers=layers, calibration=text, recipe=recipe)
     weights = student.state_dict()
-    after = _after_the_encoder(teacher, student, lacking)
-    student.load_state_dict(after, strict=False)
-    is_narrower = student.config.hidden_size < teacher.config.hidden_size
-    if head == "tokens" and is_narrower and not lacking:
-        cut_head(teacher, student, text)
+    after = {}
+    if recipe is None or recipe.cuts_layers:
+        after = _after_the_encoder(teacher, student, lacking)
+        student.load_state_dict(after, strict=False)
+        if head == "tokens" and not lacking:
+            cut_head(teacher, student, text)
     from_teacher = {
         name: weight.contiguous()
         for name, weight in weights.items()

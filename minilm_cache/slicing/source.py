@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache
@@ -11,10 +12,13 @@ from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, Teache
 from minilm_cache.models.files import CONFIG, weights_sha256
 from minilm_cache.models.known import find_teacher
 from minilm_cache.models.load import load_weights, locate_teacher, read_config
+from minilm_cache.models.saving import saving
 from minilm_cache.models.student import num_weights, teacher_config
 from minilm_cache.models.tap import ATTENTION, Head
+from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_WEIGHTS
 from minilm_cache.store.durable import new_folder
+from minilm_cache.store.fingerprint import digest_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +79,25 @@ def teacher_weights(cache: Cache, home: Path, given: str | None) -> TeacherWeigh
         return TeacherWeights(folder=known, sha256=expected, in_words=f"teacher {label}")
     if TEACHER_WEIGHTS not in manifest.files:
         return None
-    sha256 = manifest.files[TEACHER_WEIGHTS].sha256
-    folder = home / "teachers" / sha256
-    if not (folder / CONFIG).is_file() or weights_sha256(folder) != sha256:
-        _unpack(cache, folder)
+    digest = manifest.files[TEACHER_WEIGHTS]
+    key = canonical_sha256([digest.sha256, manifest.files[TEACHER_CONFIG].sha256])
+    folder, sha256 = home / "teachers" / key, digest.sha256
+    with saving("write the teacher", folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not _is_unpacked(folder, sha256):
+                _unpack(cache, folder)
     return TeacherWeights(
         folder=folder, sha256=sha256, in_words=f"teacher {label}, whose weights the cache keeps in float16"
     )
+
+
+def _is_unpacked(folder: Path, sha256: str) -> bool:
+    """Return whether a folder holds a whole model with these weights."""
+    try:
+        return (folder / CONFIG).is_file() and weights_sha256(folder) == sha256
+    except TeacherError:
+        return False
 
 
 def _unpack(cache: Cache, folder: Path) -> None:
@@ -92,6 +108,8 @@ def _unpack(cache: Cache, folder: Path) -> None:
     """
     reader = cache.reader
     content = reader.attachment(TEACHER_WEIGHTS)
+    if digest_bytes(content) != reader.manifest.files[TEACHER_WEIGHTS]:  # SHA-256 included: it names slices
+        raise _unusable("are not those that the manifest names")
     config = teacher_config(reader.attachment(TEACHER_CONFIG), reader.manifest)
     if num_weights(config, ATTENTION) > len(content):  # a float16 has two bytes, and a head may be there, too
         raise _unusable("are fewer than its configuration describes")

@@ -2,7 +2,7 @@
 
 from huggingface_hub import DatasetCardData
 
-from minilm_cache.storage_schema.manifest import PREVIEW, CacheManifest, Measured
+from minilm_cache.storage_schema.manifest import PREVIEW, TEACHER_WEIGHTS, CacheManifest, Measured
 from minilm_cache.wording import markdown, printable
 
 _PREVIEW = {"config_name": "preview", "data_files": "preview/*.parquet", "default": True}
@@ -29,6 +29,12 @@ def _states_table(measured: Measured) -> list[str]:
         *rows,
         "",
     ]
+
+
+def _kept_weights(manifest: CacheManifest) -> list[str]:
+    """Return the line about the weights of the teacher, if they are in the cache."""
+    is_kept = TEACHER_WEIGHTS in manifest.files
+    return ["- the weights of the teacher are among the files, in float16"] * is_kept
 
 
 def cache_card(manifest: CacheManifest) -> str:
@@ -64,6 +70,7 @@ def cache_card(manifest: CacheManifest) -> str:
             "",
             f"- teacher: {markdown(manifest.labels.teacher)} ({markdown(identity.teacher.model_type)}, "
             f"weights SHA-256 `{identity.teacher.weights_sha256}`)",
+            *_kept_weights(manifest),
             f"- corpus: {markdown(manifest.labels.corpus)} ({identity.corpus.num_documents:,} documents, "
             f"SHA-256 `{identity.corpus.sha256}`)",
             f"- {manifest.num_sequences:,} sequences of at most {identity.packing.max_length} tokens "

@@ -9,6 +9,7 @@ from threading import Lock
 from filelock import FileLock
 
 from minilm_cache.progress import Silent, never_stop
+from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS
 from minilm_cache.store.catalogue import remote_manifest
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.layout import MANIFEST, below, sequences_path
@@ -44,7 +45,7 @@ class MirrorReader(CacheReader):
         folder = home / "mirrors" / manifest.fingerprint
         self._fetcher = Fetcher(source, folder, manifest)
         self._fetcher.records(never_stop)
-        self._fetcher.attachments(Silent())
+        self._fetcher.attachments(Silent(), later=[TEACHER_WEIGHTS])
         self._fetcher.write(MANIFEST, manifest.to_json())
         self._max_bytes = max_bytes
         self._lock = Lock()
@@ -54,6 +55,13 @@ class MirrorReader(CacheReader):
         for number in self.records:  # shards that an earlier run has fetched
             if self._num_bytes(number):
                 self._used[number] = None
+
+    def attachment(self, path: str) -> bytes:
+        """Return the checked content of a file outside the shards, fetched first if it is not here yet."""
+        if path in self.manifest.files:
+            with self._fetch_lock():
+                self._fetcher.attachment(path)
+        return super().attachment(path)
 
     def shard(self, number: int, paths: Collection[str] | None = None) -> Shard:
         """Read one shard, after fetching those of its files that are not on this machine yet."""

@@ -1,7 +1,7 @@
 """Copy a cache from a store, and check every file as it arrives."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,13 @@ from minilm_cache.errors import (
 )
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.storage_schema.arrays import array_specs
-from minilm_cache.storage_schema.manifest import MAX_RECORD_BYTES, CacheManifest, CommitRecord, FileDigest
+from minilm_cache.storage_schema.manifest import (
+    MAX_RECORD_BYTES,
+    TEACHER_WEIGHTS,
+    CacheManifest,
+    CommitRecord,
+    FileDigest,
+)
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import remote_manifest
@@ -30,6 +36,8 @@ _TABLE_ROW_BYTES: Final = 64
 """Most bytes that a row of a sequence table takes."""
 _MAX_ATTACHMENT_BYTES: Final = 2**27
 """Most bytes of a file outside the shards; the largest one is that of a tokenizer."""
+_MAX_WEIGHTS_BYTES: Final = 2**34
+"""Most bytes of a teacher's weights: an encoder of 8 billion weights in float16."""
 
 
 def pull(url: str, out: Path, *, progress: Progress, should_stop: ShouldStop) -> TransferResult:
@@ -150,11 +158,17 @@ class Fetcher:
             fetch, range(len(self._manifest.shards)), should_stop=should_stop, place=self._source.url
         )
 
-    def attachments(self, progress: Progress) -> None:
-        """Fetch the files outside the shards."""
+    def attachments(self, progress: Progress, *, later: Collection[str] = ()) -> None:
+        """Fetch the files outside the shards, apart from those that are fetched later, if they are read."""
         for path, expected in self._manifest.files.items():
-            self.fetch(path, expected, _MAX_ATTACHMENT_BYTES)
-            progress.advance(expected.size)
+            if path not in later:
+                self.attachment(path)
+                progress.advance(expected.size)
+
+    def attachment(self, path: str) -> None:
+        """Fetch one file outside the shards."""
+        most = _MAX_WEIGHTS_BYTES if path == TEACHER_WEIGHTS else _MAX_ATTACHMENT_BYTES
+        self.fetch(path, self._manifest.files[path], most)
 
     def fetch(self, path: str, expected: FileDigest, max_bytes: int | None = None) -> bool:
         """Fetch a file, unless it is in the folder already.

@@ -105,6 +105,8 @@ class TrainConfig(StudentSettings, ObjectiveConfig, RecipeSettings, ComputeSetti
                 if getattr(self, name) is not None:
                     flag = name.replace("_", "-")
                     raise ValueError(f"--{flag} goes with --init slice, teacher-layers or embeddings")
+        if self.init == "embeddings" and self.init_layers is not None:
+            raise ValueError("--init-layers goes with --init slice or teacher-layers, not with embeddings")
         if self.steps is not None and self.epochs is not None:
             raise ValueError("--steps and --epochs exclude each other")
         if self.compiled and self.gradient_checkpointing:

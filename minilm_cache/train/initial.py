@@ -9,22 +9,21 @@ from typing import Final
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import keep_layers, load_weights
 from minilm_cache.models.student import teacher_config
 from minilm_cache.models.tap import Head
 from minilm_cache.slicing.recipe import Recipe
-from minilm_cache.slicing.shapes import check_cut, layers_for
-from minilm_cache.slicing.slices import SlicePlan, load_slice
+from minilm_cache.slicing.shapes import check_cut, check_sizes, layers_for, take_layer_types
+from minilm_cache.slicing.slices import SlicePlan, has_slice, load_slice
 from minilm_cache.slicing.source import TeacherWeights, teacher_weights
 from minilm_cache.slicing.text import check_text
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, is_run
-from minilm_cache.train.record import load_record
 
 RANDOM: Final = "random"
 EMBEDDINGS: Final = "embeddings"
@@ -44,6 +43,11 @@ class InitialWeights(ABC):
     """What identifies them: `random`, or the kind and a hash of their source."""
     in_words: str
     """What the student begins with, for people."""
+
+    @property
+    def takes_time(self) -> bool:
+        """Whether the weights have to be fitted first."""
+        return False
 
     def adapt(self, config: PreTrainedConfig) -> None:  # noqa: B027 - most need no other configuration
         """Change the student's configuration where these weights need it."""
@@ -90,12 +94,17 @@ class LayerWeights(InitialWeights):
 
     def adapt(self, config: PreTrainedConfig) -> None:
         """Give layers the kinds of attention that the teacher's layers have."""
-        _take_layer_types(config, self.weights.config, self.layers)
+        take_layer_types(config, self.weights.config, self.layers)
 
     def begin(self, model: PreTrainedModel, head: Head | None) -> None:
         """Take the layers."""
         source, lacking = self.weights.load(head)
-        kept = keep_layers(source, self.layers)
+        try:
+            kept = keep_layers(source, self.layers)
+        except TeacherError as error:
+            raise InvalidConfigError(
+                f"--init {TEACHER_LAYERS}: {error} Name layers by --init-layers, or use --init {SLICE}."
+            ) from error
         _copy(kept, model, lacking, begun=f"--init {TEACHER_LAYERS}", arch=self.arch)
 
 
@@ -106,20 +115,19 @@ class SlicedWeights(InitialWeights):
     plan: SlicePlan
     home: Path
 
+    @property
+    def takes_time(self) -> bool:
+        """Whether this machine does not have the slice yet."""
+        return not has_slice(self.plan, self.home)
+
     def adapt(self, config: PreTrainedConfig) -> None:
         """Give layers the kinds of attention that the teacher's layers have."""
         if self.plan.recipe.cuts_layers:
-            _take_layer_types(config, self.plan.weights.config, self.plan.layers)
+            take_layer_types(config, self.plan.weights.config, self.plan.layers)
 
     def begin(self, model: PreTrainedModel, head: Head | None) -> None:
         """Take the slice, which is made first where this machine does not have it."""
         model.load_state_dict(load_slice(self.plan, self.home, model.config), strict=False)
-
-
-def _take_layer_types(config: PreTrainedConfig, teacher: PreTrainedConfig, layers: Sequence[int]) -> None:
-    types = getattr(teacher, "layer_types", None)
-    if types:
-        config.layer_types = [types[layer] for layer in layers]
 
 
 def _copy(
@@ -154,10 +162,20 @@ class Beginnings:
 
     of: Mapping[str, InitialWeights]
     """Initial weights of each student, by shape."""
+    of_record: str | None = None
+    """Name in the record of a run whose checkpoint replaces the weights. None means a run that begins."""
+
+    def recorded(self, name: str) -> "Beginnings":
+        """Return what a run goes on with, given the name in its record."""
+        if name == self.name:
+            return self
+        return Beginnings(of={arch: random_weights() for arch in self.of}, of_record=name)
 
     @property
     def name(self) -> str:
         """What identifies the initial weights of all students: `random`, or a kind and a hash."""
+        if self.of_record is not None:
+            return self.of_record
         names = list(dict.fromkeys(weights.name for weights in self.of.values()))
         if len(names) == 1:
             return names[0]
@@ -167,10 +185,16 @@ class Beginnings:
     @property
     def in_words(self) -> list[str]:
         """A line for each different beginning: the students, and what they begin with."""
+        if self.of_record is not None:
+            return ["students go on with what they began with"]
         groups: dict[str, list[str]] = {}
         for arch, weights in self.of.items():
             groups.setdefault(weights.in_words, []).append(arch)
-        return [f"{', '.join(shapes)} begin with {words}" for words, shapes in groups.items()]
+        lines = [f"{', '.join(shapes)} begin with {words}" for words, shapes in groups.items()]
+        fitted = [arch for arch, weights in self.of.items() if weights.takes_time]
+        if fitted:
+            lines.append(f"fitting {', '.join(fitted)}: this takes up to a minute each, once")
+        return lines
 
 
 def initial_weights(
@@ -243,7 +267,7 @@ class _FromTeacher:
         try:
             return self._wanted(shape, SLICE)
         except InvalidConfigError as error:
-            if self.config.init_layers is not None:
+            if (self.config.init_layers, self.config.init_teacher) != (None, None):
                 raise
             return random_weights(str(error).split(". ")[0].removesuffix("."))
 
@@ -268,7 +292,7 @@ class _FromTeacher:
         plan = SlicePlan(
             weights=self.weights,
             shape=shape,
-            layers=check_cut(shape, teacher, self.config.init_layers),
+            layers=self._layers(shape, teacher, init),
             recipe=Recipe(cuts_layers=init == SLICE),
             cache=self.cache,
             head=self.head,
@@ -279,16 +303,12 @@ class _FromTeacher:
             kind=init, name=f"{init}-{plan.key}", in_words=plan.in_words, plan=plan, home=self.home
         )
 
-
-def recorded_init(run: Path | None) -> str | None:
-    """Return `random` for a run that began so, which a later release must resume in the same way, else None.
-
-    Args:
-        run: folder of the run. None means a folder that is named by content.
-    """
-    if run is None or not is_run(run):
-        return None
-    return RANDOM if load_record(run).identity.init == RANDOM else None
+    def _layers(self, shape: StudentShape, teacher: PreTrainedConfig, init: str) -> tuple[int, ...]:
+        """Return the teacher's layers of a slice; its last one where only the embeddings are cut."""
+        if init == EMBEDDINGS:
+            check_sizes(shape, teacher)
+            return (teacher.num_hidden_layers - 1,)
+        return check_cut(shape, teacher, self.config.init_layers)
 
 
 def _model_folder(folder: Path, arch: str) -> Path:

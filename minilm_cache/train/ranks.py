@@ -117,6 +117,19 @@ class Ranks:
         if self.size > 1:
             PartialState().wait_for_everyone()
 
+    def refuse_difference(self, what: str, value: str) -> None:
+        """Raise InvalidConfigError if processes have different values of something.
+
+        Args:
+            what: the thing, for the message.
+            value: its value in this process.
+        """
+        if self.size > 1 and len(set(gather_object([value]))) > 1:
+            raise InvalidConfigError(
+                f"the processes of this run differ in {what}: the teacher's weights are on some machines "
+                "only. Give --init random, or --init-teacher with a folder that all of them have."
+            )
+
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Return sums over all processes."""
         if self.size == 1:

@@ -24,10 +24,17 @@ from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
-from minilm_cache.train.initial import Beginnings, initial_weights, recorded_init
+from minilm_cache.train.initial import Beginnings, initial_weights
 from minilm_cache.train.loop import TrainingLoop
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.record import RunIdentity, RunRecord, StudentRecord, read_record, write_record
+from minilm_cache.train.record import (
+    RunIdentity,
+    RunRecord,
+    StudentRecord,
+    read_record,
+    write_record,
+)
+from minilm_cache.train.resume import recorded
 from minilm_cache.train.sampler import StepPlan, plan_steps
 from minilm_cache.train.setup import build_trainers, num_steps
 from minilm_cache.train.tracking import tracking
@@ -116,8 +123,6 @@ def _train(
     """Check that settings and cache go together, then train or resume in the folder of the run."""
     progress = progress if ranks.is_first else Silent()
     manifest = cache.manifest
-    if config.init is None:
-        config = config.with_changes(init=recorded_init(out))
     objective = choose_objective(config, cache, arch=config.arch)
     shapes = _student_shapes(config, objective)
     steps = num_steps(config, manifest)
@@ -136,7 +141,7 @@ def _train(
         precision=precision_of(config, ranks.device),
         init=beginnings.name,
     )
-    path = out or home / "runs" / identity.name()
+    path, identity, beginnings = recorded(config, out, identity=identity, beginnings=beginnings, home=home)
     refuse_file(path)
     if not resume and path.exists():
         raise IdentityMismatchError(
@@ -145,6 +150,7 @@ def _train(
     progress.note(_run_in_words(path, config, objective=objective, steps=steps))
     for line in beginnings.in_words:
         progress.note(line)
+    ranks.refuse_difference("what students begin with", beginnings.name)
     first = student_config(shapes[0], cache.reader.attachment(TEACHER_CONFIG), manifest)
     run = _Run(
         config=config,

@@ -141,7 +141,9 @@ def _settings(config: ChainConfig) -> dict[str, Any]:
     """Return the settings that identify a chain."""
     settings = config.model_dump(mode="json", exclude=_NOT_IDENTIFYING)
     fields = TrainConfig.model_fields
-    return settings | {"train": settings["train"] | {name: fields[name].default for name in _ANY_VALUE}}
+    same = {name: fields[name].default for name in _ANY_VALUE}
+    same["init"] = settings["train"]["init"] or RANDOM  # as chains have been named before slices
+    return settings | {"train": settings["train"] | same}
 
 
 def _slug(arch: Sequence[str]) -> str:

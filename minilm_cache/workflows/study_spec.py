@@ -17,6 +17,7 @@ from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.remote import is_url
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.initial import FROM_TEACHER, RANDOM
 from minilm_cache.train.presets import with_preset
 from minilm_cache.workflows.study_source import Location, Source
 
@@ -145,6 +146,7 @@ def read_study(path: Path) -> Study:
                 if isinstance(cache, DumpConfig):
                     _check_fits(source, ("caches", name), config=config, cache=cache)
                 content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
+                content["init"] = content["init"] or "random"  # as passes have been named before slices
                 # Unset later settings are left out, so that passes of earlier releases keep their names.
                 content = {
                     key: value for key, value in content.items() if value is not None or key not in _LATER
@@ -290,7 +292,8 @@ def _training(
 
 def _init(source: Source, init: str) -> str:
     """Return a value of `init`; a folder is looked for where the document lies."""
-    return str(source.resolve(init)) if source.resolve(init).is_dir() else init
+    is_folder = init not in (RANDOM, *FROM_TEACHER) and source.resolve(init).is_dir()
+    return str(source.resolve(init)) if is_folder else init
 
 
 def _preset(source: Source, name: object) -> str | None:

@@ -113,14 +113,13 @@ def test_a_teacher_that_projects_gives_students_that_do_not() -> None:
 
 @pytest.mark.parametrize("change", ["follows_student", "absorbs_layers", "keeps_values"])
 def test_every_choice_of_the_recipe_changes_the_fit(change: str) -> None:
-    teacher, student, layers = _pair("bert", "2x16")
-    cut(teacher, student, layers=layers, calibration=_text())
-    weights = {name: weight.clone() for name, weight in student.state_dict().items()}
-    cut(teacher, student, layers=layers, calibration=_text(), recipe=Recipe(**{change: False}))
-    changed = [
-        name for name, weight in student.state_dict().items() if not torch.equal(weight, weights[name])
-    ]
-    assert changed
+    fits = []
+    for recipe in (Recipe(), Recipe(), Recipe(**{change: False})):
+        teacher, student, layers = _pair("bert", "2x16")
+        cut(teacher, student, layers=layers, calibration=_text(), recipe=recipe)
+        fits.append(torch.cat([weight.flatten() for weight in student.state_dict().values()]))
+    assert torch.equal(fits[0], fits[1])
+    assert not torch.equal(fits[0], fits[2])
 
 
 def test_embeddings_alone_leave_the_layers_as_drawn() -> None:
@@ -158,7 +157,7 @@ def test_a_slice_is_a_huggingface_folder(world: World) -> None:
     assert model.config.hidden_size == 16
     assert result.layers == (0, 2)
     assert result.num_parameters == sum(weight.numel() for weight in model.parameters())
-    assert result.kl is None or min(result.kl.values()) >= 0
+    assert result.kl is None  # the text is too short to check the slice on more of it
     assert "cut to 2x16" in (result.path / "README.md").read_text()
 
 
@@ -210,6 +209,8 @@ def test_misuse_is_one_line(world: World, command: Command, tmp_path: Path) -> N
     command.fails(*short, "2x16", "--layers", "0,3", code=2, says="--layers 0,3: give different numbers")
     command.fails(*short, "2x16", "--layers", "2,0", code=2, says="ascending")
     command.fails(*short, "2x16", "--layers", "2", code=2, says="names 1 layers")
+    command.fails(*short, "2x16:s3", code=2, says="Leave out :s3")
+    command.fails(*words, "--max-length", 90, "--arch", "2x16", code=2, says="--max-length")
     (tmp_path / "x").mkdir()
     command.fails(*short, "2x16", code=2, says="exists")
     (tmp_path / "x").rmdir()

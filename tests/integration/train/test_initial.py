@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minilm_cache import open_cache
+from minilm_cache import dump_cache, open_cache
 from minilm_cache.errors import (
     CacheCorruptError,
     IdentityMismatchError,
@@ -17,13 +17,15 @@ from minilm_cache.errors import (
     InvalidConfigError,
 )
 from minilm_cache.models.load import load_model
-from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS
+from minilm_cache.progress import Silent, never_stop
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_WEIGHTS
 from minilm_cache.store.attach import attach
+from minilm_cache.store.pull import pull
 from minilm_cache.train.record import load_record
 from minilm_cache.train.run import TrainResult, train_students
 from tests.conftest import Command
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
-from tests.support import World, save_teacher
+from tests.support import World, pushed, save_teacher
 
 ONE = ("2x16",)
 
@@ -103,6 +105,25 @@ def test_a_teacher_that_changed_since_the_dump_is_not_taken(world: World, cache:
     assert _begun(_train(world, cache, "run"))[0] == "random"
 
 
+def test_a_named_teacher_is_not_given_up_for_random_weights(world: World, cache: Path) -> None:
+    with pytest.raises(InvalidConfigError, match="more layers than the teacher's 3"):
+        _train(world, cache, "run", arch=("5x16",), init_teacher=str(world.teacher))
+
+
+def test_embeddings_are_cut_for_students_of_any_depth(world: World, cache: Path) -> None:
+    assert _begun(_train(world, cache, "run", arch=("5x16",), init="embeddings"))[0] == "embeddings"
+
+
+def test_modernberts_layers_alone_need_the_first(tmp_path: Path) -> None:
+    world = World(tmp_path, save_teacher(tmp_path / "modern", "modernbert"), tmp_path / "corpus.txt")
+    world.corpus.write_text("ba be bi bo\n\nfa fe fi fo fun fan\n\n" * 20)
+    cache = world.dump(codec="dense").path
+    with pytest.raises(InvalidConfigError, match=r"Keep layer 0.*Name layers by --init-layers"):
+        _train(world, cache, "run", arch=("2x32:ff48",), init="teacher-layers")
+    named = _train(world, cache, "run", arch=("2x32:ff48",), init="teacher-layers", init_layers="0,3")
+    assert _begun(named)[0] == "teacher-layers"
+
+
 def test_whole_layers_are_the_teachers(world: World, cache: Path) -> None:
     result = _train(world, cache, "run", arch=("2x32:ff64",), init="teacher-layers", steps=1, lr=1e-12)
     own, theirs = weights(result)["2x32:ff64"], load_model(world.teacher).state_dict()
@@ -134,9 +155,10 @@ def test_embeddings_alone(world: World, cache: Path) -> None:
 def test_a_slice_is_made_once_and_reused(world: World, cache: Path) -> None:
     _train(world, cache, "a")
     (made,) = (world.home / "slices").glob("*/weights.safetensors")
-    save_file({name: torch.zeros_like(weight) for name, weight in load_file(made).items()}, made)
-    before = _train(world, cache, "b", seed=1, lr=1e-12)
-    assert not weights(before)["2x16"]["embeddings.word_embeddings.weight"].any()
+    before = made.stat()
+    _train(world, cache, "b", seed=1)
+    after = made.stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
 def test_a_damaged_slice_is_made_again(world: World, cache: Path) -> None:
@@ -164,6 +186,44 @@ def test_a_run_that_began_with_random_weights_is_resumed_so(world: World, cache:
     assert _train(world, cache, "run").record == began.record
 
 
+def test_an_unfinished_run_of_an_earlier_release_is_found_by_its_name(world: World, cache: Path) -> None:
+    """Its default was random weights, and without --out its folder is named by them."""
+    config = settings(arch=ONE, steps=12, checkpoint_steps=4)
+    random = config.with_changes(init="random")
+    with pytest.raises(InterruptedRunError):
+        train_students(random, cache, home=world.home, should_stop=stop_after(7))
+    (begun,) = (world.home / "runs").iterdir()
+    result = train_students(config, cache, home=world.home)
+    assert result.path == begun
+    assert result.record.complete
+    assert train_students(config, cache, home=world.home).path != begun  # a new run begins as a slice
+
+
+def test_a_run_that_began_as_a_slice_goes_on_without_the_teacher(world: World, cache: Path) -> None:
+    config = settings(arch=ONE, steps=12, checkpoint_steps=4)
+    whole = train_students(config, cache, out=world.root / "whole", home=world.home)
+    with pytest.raises(InterruptedRunError):
+        train_students(config, cache, out=world.root / "cut", home=world.home, should_stop=stop_after(7))
+    shutil.rmtree(world.teacher)
+    shutil.rmtree(world.home / "slices")
+    resumed = train_students(config, cache, out=world.root / "cut", home=world.home)
+    assert_same(weights(whole)["2x16"], weights(resumed)["2x16"])
+    again = train_students(config, cache, out=world.root / "whole", home=world.home)
+    assert again.record == whole.record
+
+
+def test_a_damaged_note_of_a_teacher_is_no_teacher(world: World, cache: Path) -> None:
+    (note,) = (world.home / "teachers").glob("*.txt")
+    note.write_bytes(b"\xff\xfe")
+    assert _begun(_train(world, cache, "run"))[0] == "random"
+
+
+def test_a_home_that_cannot_be_written_to_does_not_hold_up_a_dump(world: World) -> None:
+    world.home.mkdir()
+    (world.home / "teachers").write_text("a file where a folder is needed")
+    assert world.dump().manifest.complete
+
+
 def test_weights_kept_in_a_cache_replace_the_teacher(world: World) -> None:
     cache = world.dump(codec="dense", keep_weights=True).path
     exact = _train(world, cache, "exact")
@@ -177,6 +237,16 @@ def test_weights_kept_in_a_cache_replace_the_teacher(world: World) -> None:
     before = [run.record.students[0].held_out_before or {} for run in (exact, result)]
     assert sum(before[1].values()) == pytest.approx(sum(before[0].values()), rel=0.02)
     assert exact.record.identity.init != result.record.identity.init
+
+
+def test_kept_weights_travel_with_a_cache(world: World, store: str) -> None:
+    whole = world.dump(codec="dense", keep_weights=True).path / TEACHER_WEIGHTS
+    pulled = world.root / "pulled"
+    pull(pushed(world, store), pulled, progress=Silent(), should_stop=never_stop)
+    assert (pulled / TEACHER_WEIGHTS).read_bytes() == whole.read_bytes()
+    assert "weights of the teacher" in (pulled / "README.md").read_text()
+    shutil.rmtree(world.teacher)
+    assert _begun(_train(world, pulled, "run"))[0] == "slice"
 
 
 def test_weights_are_added_to_a_complete_cache(world: World, command: Command) -> None:
@@ -203,6 +273,25 @@ def test_damaged_weights_are_an_error_and_dumping_again_repairs_them(world: Worl
     hidden.rename(world.teacher)
     world.dump(codec="dense", keep_weights=True)
     assert file.read_bytes() == whole
+
+
+def test_a_configuration_of_a_stranger_that_describes_no_model_is_an_error(world: World) -> None:
+    result = world.dump(codec="dense", keep_weights=True)
+    config = json.loads((result.path / TEACHER_CONFIG).read_text())
+    content = json.dumps({**config, "hidden_act": "nonsense"}).encode()
+    attach(result.path, result.manifest, path=TEACHER_CONFIG, content=content)
+    shutil.rmtree(world.teacher)
+    with pytest.raises(CacheCorruptError, match=r"teacher/config\.json of the cache cannot be used"):
+        _train(world, result.path, "run")
+
+
+def test_a_cache_store_is_no_reason_to_leave_out_weights(world: World, store: str) -> None:
+    world.dump()
+    pushed(world, store)
+    config = world.config(keep_weights=True)
+    result = dump_cache(config, out=world.root / "again", home=world.home, cache_store=store)
+    assert (result.path / TEACHER_WEIGHTS).is_file()
+    assert TEACHER_WEIGHTS in open_cache(result.path).manifest.files
 
 
 @pytest.mark.parametrize("content", [b"not safetensors", "other names", "too few"])

@@ -103,13 +103,35 @@ def test_directions_hold_most_energy_and_full_width_is_the_identity() -> None:
     assert torch.equal(principal_directions([states], 6), torch.eye(6))
 
 
-@pytest.mark.parametrize(("size", "kept"), [(8, range(8)), (4, [0, 2, 4, 6]), (2, [0, 4])])
-def test_rotary_dimensions_keep_their_angles(size: int, kept: list[int]) -> None:
-    """Pair j of a head of size s turns by theta^(-2j/s): the pair of the teacher with the same exponent."""
-    chosen = rotary_dimensions(8, size)
-    assert chosen.tolist() == list(kept)
-    half = size // 2
-    assert [int(number) / 8 for number in chosen[:half]] == [number / size for number in range(half)]
+@pytest.mark.parametrize(("teacher_size", "size"), [(8, 8), (8, 4), (8, 2), (8, 16), (6, 12), (8, 6)])
+def test_rotary_dimensions_keep_their_angles(teacher_size: int, size: int) -> None:
+    """Pair j of a head of size s turns by theta^(-2j/s), so exponents of pairs must be nearly the same."""
+    taken, places = (part.tolist() for part in rotary_dimensions(teacher_size, size))
+    assert len(set(taken)) == len(taken) == len(set(places)) == min(teacher_size, size)
+    half = len(taken) // 2
+    for one, other in zip(taken[:half], places[:half], strict=True):
+        assert abs(one / teacher_size - other / size) < 1 / max(teacher_size, size)
+    assert [number - teacher_size // 2 for number in taken[half:]] == taken[:half]
+    assert [number - size // 2 for number in places[half:]] == places[:half]
+
+
+def test_wider_rotary_heads_give_the_same_scores() -> None:
+    """Scores of rotated queries and keys, by plain rotations in both sizes."""
+    maps, inputs = _maps(4, 6), torch.randn(12, 9)
+    cut = _cut(4, 12, rotary=True).cut(maps, second_moment(inputs))
+    before = _rotated(inputs @ maps.query[:, :6]) @ _rotated(inputs @ maps.key[:, :6]).T / 6**0.5
+    after = _rotated(inputs @ cut.query[:, :12]) @ _rotated(inputs @ cut.key[:, :12]).T / 12**0.5
+    torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-4)
+
+
+def _rotated(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows turned by their positions (RoFormer, eq. 34)."""
+    size = rows.shape[1]
+    angles = torch.arange(len(rows))[:, None] * 10_000.0 ** (-torch.arange(0, size, 2) / size)
+    first, second = rows.chunk(2, dim=1)
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], 1
+    )
 
 
 def _maps(heads: int, size: int) -> HeadMaps:
