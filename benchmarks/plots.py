@@ -13,6 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from benchmarks.report import RESULTS
+from benchmarks.tables import SHORT_STEPS
 
 COLOURS = {
     "vectors": "#0b6e4f",
@@ -49,6 +50,14 @@ def _axes(name: str, size: tuple[float, float]) -> Iterator[Axes]:
     yield axes
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
     plt.close(figure)
+
+
+START_COLOURS = {
+    "random": "#999999",
+    "embeddings": "#c9a227",
+    "teacher-layers": "#4c78a8",
+    "slice": "#0b6e4f",
+}
 
 
 def plot_fidelity(name: str) -> None:
@@ -112,8 +121,32 @@ def plot_dump_speed() -> None:
         axes.set_xlabel("tokens per second of a dump, over the teacher's plain forward pass")
 
 
+def plot_head_start() -> None:
+    """Draw held-out KLs by shape and start: bars after 300 steps, lines for slices before training."""
+    rows = [row for row in _read("head_start")["starts"] if row["steps"] == SHORT_STEPS]
+    shapes = list(dict.fromkeys(row["arch"] for row in rows))
+
+    def kl(shape: str, start: str, when: str) -> float | None:
+        sums = [sum(row[when].values()) for row in rows if (row["arch"], row["start"]) == (shape, start)]
+        return sum(sums) / len(sums) if sums else None
+
+    with _axes("head_start", (8, 3.5)) as axes:
+        for offset, (start, colour) in enumerate(START_COLOURS.items()):
+            heights = [kl(shape, start, "after") or 0.0 for shape in shapes]
+            places = [number + (offset - 1.5) / 5 for number in range(len(shapes))]
+            axes.bar(places, heights, width=0.18, color=colour, label=start)
+        for number, shape in enumerate(shapes):
+            height = kl(shape, "slice", "before") or 0.0
+            axes.plot([number + 0.2, number + 0.4], [height, height], color="black", linewidth=1)
+        axes.set_xticks(range(len(shapes)), shapes, fontsize=8)
+        axes.set_ylabel("held-out KL, attention + value, nats")
+        axes.set_title("After 300 steps, by start (black: slices before training)", loc="left")
+        axes.legend(fontsize=8, frameon=False)
+
+
 if __name__ == "__main__":
     for path in sorted(RESULTS.glob("fidelity_*.json")):
         plot_fidelity(path.stem)
     plot_student_quality()
     plot_dump_speed()
+    plot_head_start()
