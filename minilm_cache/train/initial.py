@@ -190,7 +190,10 @@ class Beginnings:
         groups: dict[str, list[str]] = {}
         for arch, weights in self.of.items():
             groups.setdefault(weights.in_words, []).append(arch)
-        lines = [f"{', '.join(shapes)} begin with {words}" for words, shapes in groups.items()]
+        lines = [
+            f"{', '.join(shapes)} {'begin' if len(shapes) > 1 else 'begins'} with {words}"
+            for words, shapes in groups.items()
+        ]
         fitted = [arch for arch, weights in self.of.items() if weights.takes_time]
         if fitted:
             lines.append(f"fitting {', '.join(fitted)}: this takes up to a minute each, once")
