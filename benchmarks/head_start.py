@@ -10,6 +10,7 @@ Runs are kept in `--home`, so a second command adds what is missing.
 """
 
 import argparse
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,18 +178,18 @@ def _cut(
 
 def _tasks(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Return scores of students of relations, fine-tuned on 2,000 examples, by start."""
-    steps = given.steps
-    folders = [
-        given.home / "runs" / f"{start}-{steps}-0" / "students" / shape
-        for start in ("random", "slice")
-        for shape in ("3x192", "3x384")
-    ]
+    folders = []
+    for start in ("random", "slice"):
+        for shape in TWO:  # folders of names that tell them apart in tables
+            folder = given.home / "models" / f"{start}-{shape}"
+            student = given.home / "runs" / f"{start}-{given.steps}-0" / "students" / shape
+            shutil.copytree(student, folder, dirs_exist_ok=True)
+            folders.append(folder)
     config = EvaluateConfig(
         task=("sst2", "stsb"), data=str(given.data), seeds=given.seeds, max_train=2000, lr=(1e-4,)
     )
     evaluation = evaluate_models(config, [str(folder) for folder in folders], out=given.home / "evaluations")
-    names = [f"{folder.parts[-3]} {folder.name}" for folder in folders]
-    models = [name for _ in config.task for name in names for _ in range(given.seeds)]
+    models = [folder.name for _ in config.task for folder in folders for _ in range(given.seeds)]
     return [
         {"model": model, "task": trial.identity.task, "seed": trial.identity.seed, "scores": trial.scores}
         for model, trial in zip(models, evaluation.trials, strict=True)

@@ -67,7 +67,7 @@ def measured(cache: Path, teacher: Teacher, *, home: Path, name: str, start: str
     student = run.students[0]
     parts = {"before": student.held_out_before, "after": student.held_out_after, "kl": kls}
     return {
-        part: {name: round(value, 4) for name, value in (values or {}).items()}
+        part: {name: round(value, 7) for name, value in (values or {}).items()}
         for part, values in parts.items()
     }
 

@@ -138,10 +138,14 @@ def objective_students() -> str:
     rows = []
     for name, starts in results.items():
         shown = [starts.get(start) for start in ("random", "slice", "teacher-layers")]
-        losses = [f"{sum(start['after'].values()):.3f}" if start else "-" for start in shown]
+        losses = [_loss(sum(start["after"].values())) if start else "-" for start in shown]
         rows.append([name, *losses, *(_kls(start["kl"]) if start else "-" for start in shown[:2])])
     head = ["objective", *(f"loss, `{start}`" for start in ("random", "slice", "teacher-layers"))]
     return _table([*head, "KL, `random`", "KL, `slice`"], rows)
+
+
+def _loss(value: float) -> str:
+    return f"{value:.3f}" if value >= 5e-4 else "below 0.0005"
 
 
 def head_starts() -> str:
