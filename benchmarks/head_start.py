@@ -32,6 +32,8 @@ from minilm_cache.slicing.run import relation_kl
 from minilm_cache.slicing.shapes import spaced_layers
 from minilm_cache.slicing.text import of_cache
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
+from minilm_cache.train.folder import RunFolder
+from minilm_cache.train.record import LogLine
 
 SHAPES = ("2x96", "3x192", "4x192", "6x192", "3x384", "4x312:ff1200", "3x384:e128")
 TWO = ("3x192", "3x384")
@@ -126,9 +128,20 @@ def _trained(
             "seed": seed,
             "before": _rounded(student.held_out_before),
             "after": _rounded(student.held_out_after),
+            "curve": _curve(out, student.arch),
         }
         for student in record.students
     ]
+
+
+def _curve(run: Path, arch: str) -> dict[int, float]:
+    """Return the held-out KL, attention + value, after each evaluation of a student while it was trained."""
+    lines = [LogLine.model_validate_json(line) for line in RunFolder(path=run).log.read_text().splitlines()]
+    return {
+        line.step: round(line.held_out[arch]["attention"] + line.held_out[arch]["value"], 4)
+        for line in lines
+        if arch in line.held_out
+    }
 
 
 def _rounded(kls: dict[str, float] | None) -> dict[str, float]:
