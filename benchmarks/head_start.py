@@ -28,7 +28,7 @@ from minilm_cache.models.tap import ATTENTION
 from minilm_cache.slicing.cut import cut
 from minilm_cache.slicing.forward import Calibration
 from minilm_cache.slicing.recipe import Recipe
-from minilm_cache.slicing.run import relation_kl
+from minilm_cache.slicing.run import last_layer_kl
 from minilm_cache.slicing.shapes import spaced_layers
 from minilm_cache.slicing.text import of_cache
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
@@ -180,7 +180,7 @@ def _cut(
     errors = cut(teacher, student, layers=layers, calibration=text, recipe=recipe)
     numbers = range(manifest.num_train, min(manifest.num_sequences, manifest.num_train + HELD_OUT))
     held_out = Calibration.of([cache[number].input_ids for number in numbers], 0)
-    kls = relation_kl(teacher, student, held_out)
+    kls = last_layer_kl(teacher, student, held_out)
     row = {
         **_rounded({str(kind): kl for kind, kl in kls.items()}),
         "errors": [round(error, 3) for error in errors],

@@ -56,7 +56,7 @@ class Sequence:
     t: dict[str, Tensor]
     s: dict[str, Tensor]
     weights: Mapping[str, Tensor]
-    """Of the objective."""
+    """Weights of the objective that are learned, by name."""
     ids: Tensor
     chosen: Tensor | None
     is_authors: bool

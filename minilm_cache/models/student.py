@@ -234,11 +234,16 @@ def build_model(config: PreTrainedConfig, attention: str, head: Head | None = No
     try:
         _refuse_oversized(config, attention, head)
         with enough_memory(torch.device("cpu"), "Take a smaller --arch"):
-            model = HEADS[head].from_config(
-                config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
-            )
+            model = _from_config(config, attention, head)
     except _BAD_CONFIG as error:
         raise _unusable(error) from error
+    return model
+
+
+def _from_config(config: PreTrainedConfig, attention: str, head: Head | None) -> PreTrainedModel:
+    model = HEADS[head].from_config(
+        config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+    )
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -267,9 +272,7 @@ def num_weights(config: PreTrainedConfig, attention: str, head: Head | None = No
     """
     try:
         with torch.device("meta"):
-            model = HEADS[head].from_config(
-                config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
-            )
+            model = _from_config(config, attention, head)
     except _BAD_CONFIG as error:
         raise _unusable(error) from error
     return sum(weight.numel() for weight in model.parameters())

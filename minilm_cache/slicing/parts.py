@@ -172,14 +172,9 @@ _FAMILIES: Final = {
 """Names of the parts, by family."""
 
 
-def is_sliceable(family: str) -> bool:
-    """Return whether teachers and students of a family can be cut."""
-    return family in _FAMILIES
-
-
 def refuse_unsliceable(family: str) -> None:
     """Raise InvalidConfigError for a family whose parts are not known."""
-    if not is_sliceable(family):
+    if family not in _FAMILIES:
         raise InvalidConfigError(
             f"--init slice: a model of family {family!r} cannot be cut; {', '.join(_FAMILIES)} can. "
             "Use --init random."

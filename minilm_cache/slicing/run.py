@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError
@@ -16,6 +15,8 @@ from minilm_cache.models.saving import saving
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.models.tap import TappedModel
 from minilm_cache.models.teacher import check_length
+from minilm_cache.relations.loss import relation_kl
+from minilm_cache.relations.rows import DenseRows, Targets
 from minilm_cache.relations.scores import relation_probs, relation_scores, row_mask
 from minilm_cache.slicing.config import SliceConfig
 from minilm_cache.slicing.forward import Calibration
@@ -78,7 +79,11 @@ def slice_teacher(config: SliceConfig, out: Path) -> SliceResult:
     with enough_memory(CPU, "Take a smaller teacher, or cut it on a machine with more"):
         _, errors = cut_weights(teacher.eval(), student, lacking=lacking, layers=layers, text=text)
     same_heads = shape.num_heads == teacher_config.num_attention_heads
-    kl = relation_kl(teacher, student, Calibration.of(checked, pad_token)) if checked and same_heads else None
+    kl = (
+        last_layer_kl(teacher, student, Calibration.of(checked, pad_token))
+        if checked and same_heads
+        else None
+    )
     result = SliceResult(
         path=out,
         layers=layers,
@@ -95,7 +100,7 @@ def slice_teacher(config: SliceConfig, out: Path) -> SliceResult:
 
 
 @torch.no_grad()
-def relation_kl(
+def last_layer_kl(
     teacher: PreTrainedModel, student: PreTrainedModel, text: Calibration
 ) -> dict[RelationKind, float]:
     """Return KL(teacher || student) of the last layer's relations, means over heads and tokens, nats."""
@@ -107,15 +112,9 @@ def relation_kl(
         for kind in _KINDS:
             probs = relation_probs(theirs, kind, lengths)
             scores = relation_scores(mine, kind, row_mask(mine, kind, lengths))
-            totals[kind] += float(_divergence(probs, scores)[valid].sum())
+            kl = relation_kl(scores, Targets(DenseRows(probs), None), lengths)
+            totals[kind] += float(kl) * int(lengths.sum())
     return {kind: total / text.num_tokens for kind, total in totals.items()}
-
-
-def _divergence(probs: Tensor, scores: Tensor) -> Tensor:
-    """Return KL(probs || softmax of scores) of each token, a mean over heads, `(batch, length)`."""
-    terms = probs * (probs.clamp(min=torch.finfo(probs.dtype).tiny).log() - scores.log_softmax(-1))
-    rows: Tensor = terms.nan_to_num(0.0).sum(-1).mean(1)
-    return rows
 
 
 def _card(source: TeacherSource, shape: StudentShape, result: SliceResult) -> str:

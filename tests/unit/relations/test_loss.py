@@ -90,7 +90,7 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
 
 
 def assert_equal(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
-    """Of a relation that does not depend on a vector there is no gradient in it."""
+    """A vector that a relation does not depend on gets no gradient from it."""
     for left, right in zip(found, expected, strict=True):
         assert (left is None) == (right is None)
         torch.testing.assert_close(
@@ -129,7 +129,7 @@ def test_every_form_has_the_gradient_of_the_dense_kl(
 
 @pytest.mark.parametrize("form", ROWS)
 def test_the_value_of_the_form_without_matrices_is_the_kl_of_some_rows(form: str) -> None:
-    """Of sequences no longer than the rows shown it is the KL itself."""
+    """The sampled KL is the KL itself where sequences are no longer than the rows that it samples."""
     student, teacher = random_vectors(1, 8), random_vectors(2, 16)
     lengths = torch.tensor([30, 23, 1])
     short = shortened(student, 30)

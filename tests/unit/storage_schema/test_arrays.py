@@ -44,7 +44,7 @@ from tests.unit.storage_schema.test_identity import (
 from tests.unit.storage_schema.test_states import EVERYTHING, states_of
 
 HEAD_SIZE, HEADS, WIDTH = 8, 4, 32
-"""Of a layer's vectors; WIDTH is that of the teacher's hidden states."""
+"""Sizes of a layer's vectors; WIDTH is the size of the teacher's hidden states."""
 CALIBRATED_LAYERS = [
     {
         "layer": layer,

@@ -491,7 +491,7 @@ def test_only_vectors_are_stored_of_several_layers(codec: Content) -> None:
 
 @pytest.mark.parametrize("family", ["hidden", "masked_hidden", "first"])
 def test_states_are_the_teachers(family: str) -> None:
-    """Of 12 layers, and the embeddings below them."""
+    """A teacher of 12 layers has 13 hidden states: the output of the embeddings comes first."""
     states = identity_of(with_value(FULL, f"states.{family}", [12])).states
 
     assert states is not None

@@ -1,4 +1,4 @@
-"""Problems of documents from disk: each is told where it is, and none costs more than the document."""
+"""Problems of documents from disk: each message says where, and none costs more than the document."""
 
 import json
 import tracemalloc
