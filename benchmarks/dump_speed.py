@@ -21,7 +21,7 @@ from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.identity import codec_parameters
 from minilm_cache.relations.scores import mean_row_entropy
-from minilm_cache.storage_schema.identity import Packing, VectorsParameters
+from minilm_cache.storage_schema.identity import DenseParameters, Packing, TopKParameters
 
 BATCH, LENGTH = 32, 128
 ROUNDS = 12
@@ -45,7 +45,7 @@ def main() -> None:
     codecs: dict[str, RelationCodec] = {"vectors": fitted}
     for name in ("topk", "dense"):
         parameters = codec_parameters(DumpConfig.model_validate({"teacher": "mini", "codec": name}))
-        assert not isinstance(parameters, VectorsParameters)
+        assert isinstance(parameters, TopKParameters | DenseParameters)
         codecs[name] = build_codec(parameters, LENGTH, KINDS)
 
     def dump_with(codec: RelationCodec) -> Callable[[torch.Tensor], None]:

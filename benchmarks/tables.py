@@ -13,7 +13,8 @@ from statistics import mean, stdev
 from typing import Any, Final
 
 from benchmarks.report import RESULTS
-from minilm_cache.objectives.spec import OBJECTIVES, ObjectiveConfig
+from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.settings import flag_of
 
 ROOT: Final = Path(__file__).parents[1]

@@ -82,7 +82,7 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
         "sequences": f"{manifest.num_sequences:,} of at most {identity.packing.max_length} tokens "
         f"({identity.packing.mode}), {manifest.held_out_in_words}",
         "tokens": f"{manifest.num_tokens:,}",
-        "relations": f"{_relations(manifest)}, {identity.relation_heads} heads",
+        "relations": _relations(manifest),
         "codec": " ".join(
             f"{name}={value}" if name != "name" else str(value)
             for name, value in identity.codec.model_dump().items()
@@ -106,8 +106,11 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
 
 def _relations(manifest: CacheManifest) -> str:
     """Return which relations of which layers a cache holds."""
-    calibration = manifest.calibration
+    calibration, identity = manifest.calibration, manifest.identity
+    if not identity.has_relations:
+        return "none"
+    heads = f"{identity.relation_heads} heads"
     if calibration is None or not calibration.layers:
-        return f"{', '.join(manifest.identity.relations)} of layer {manifest.identity.layers[0]}"
+        return f"{', '.join(identity.relations)} of layer {identity.layers[0]}, {heads}"
     parts = [f"{layer.components} components of layer {layer.layer}" for layer in calibration.layers]
-    return f"all, from queries, keys and values in {', '.join(parts)}"
+    return f"all, from queries, keys and values in {', '.join(parts)}, {heads}"

@@ -10,7 +10,7 @@ from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.dump.config import PLANNED, DumpConfig, PlanConfig
 from minilm_cache.settings import validated
-from minilm_cache.storage_schema.manifest import LayerFidelity
+from minilm_cache.storage_schema.measured import LayerFidelity
 from minilm_cache.train.config import CostConfig
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = Fal
 def _document(measured: "Plan", best: "PlannedSetting | None") -> dict[str, object]:
     return {
         "num_tokens": measured.num_tokens,
+        "num_sequences": measured.num_sequences,
         "sample_tokens": measured.sample_tokens,
         "teacher_tokens_per_s": measured.teacher_tokens_per_s,
         "settings": [
@@ -75,7 +76,7 @@ def _print_plan(measured: "Plan") -> None:
         [
             [
                 setting.words,
-                ", ".join(str(layer.layer) for layer in setting.fidelity),
+                ", ".join(str(layer.layer) for layer in setting.fidelity) or "none",
                 f"{setting.bytes_per_token:.1f}",
                 f"{setting.total_bytes / 1e6:,.1f} MB",
                 _kls(setting.fidelity),
@@ -85,12 +86,15 @@ def _print_plan(measured: "Plan") -> None:
             for setting in measured.settings
         ],
     )
-    states = measured.settings[0].states
+    states, length = measured.settings[0].states, measured.num_tokens / measured.num_sequences
     if states:
         print_table(
-            "Stored in addition to relations",
-            ["state", "B/token"],
-            [[state.path, f"{state.bytes_per_token:.1f}"] for state in states],
+            "States",
+            ["state", "B/token", "B/text"],
+            [
+                [state.path, f"{state.bytes_per_token:.1f}", f"{state.bytes_per_token * length:,.0f}"]
+                for state in states
+            ],
         )
     kept = measured.settings[0].weights_bytes
     if kept is not None:
@@ -123,7 +127,7 @@ def _digits(value: float) -> str:
 def _kls(layers: Sequence[LayerFidelity]) -> str:
     """Return the KL of each relation in its worst layer."""
     texts = []
-    for kind in layers[0].relations:
+    for kind in layers[0].relations if layers else ():
         kls = [layer.relations[kind].kl_teacher_to_stored for layer in layers]
         known = [kl for kl in kls if kl is not None]
         texts.append(f"{max(known):.4f}" if len(known) == len(kls) else "sampled")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from minilm_cache.cli.console import print_table
 from minilm_cache.storage_schema.identity import VectorsParameters
 from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.storage_schema.measured import StateFidelity
 from minilm_cache.train.record import RunIdentity, StudentRecord, measure_in_words
 from minilm_cache.wording import number_text
 
@@ -44,26 +45,36 @@ def fidelity_table(manifest: CacheManifest) -> None:
                     f"{fidelity.cross_entropy_bias:+.4f}",
                 ]
             )
-    print_table(
-        f"Fidelity on {measured.fidelity_sequences} {manifest.measured_on} (nats); "
-        f"{measured.bytes_per_token:.1f} bytes per token",
-        ["relation", "KL(teacher, stored)", "KL(stored, teacher)", "mass kept", "CE bias"],
-        rows,
-    )
+    if rows:
+        print_table(
+            f"Fidelity on {measured.fidelity_sequences} {manifest.measured_on} (nats); "
+            f"{measured.bytes_per_token:.1f} bytes per token",
+            ["relation", "KL(teacher, stored)", "KL(stored, teacher)", "mass kept", "CE bias"],
+            rows,
+        )
     if measured.states:
         print_table(
-            "States, in addition to relations, on the same sequences",
-            ["state", "bytes per token", "relative error", "CE bias, nats"],
+            f"States, on {measured.fidelity_sequences} {manifest.measured_on}",
+            ["state", "bytes per token", "bytes per sequence", "relative error", "CE bias, nats", "cosine"],
             [
                 [
                     state.path,
                     f"{state.bytes_per_token:.1f}",
-                    "" if state.relative_error is None else f"{state.relative_error:.4f}",
-                    "" if state.cross_entropy_bias is None else f"{state.cross_entropy_bias:+.4f}",
+                    f"{state.bytes_per_token * manifest.num_tokens / manifest.num_sequences:,.0f}",
+                    *_state_errors(state),
                 ]
                 for state in measured.states
             ],
         )
+
+
+def _state_errors(state: StateFidelity) -> list[str]:
+    """Return the error, bias and cosine of a state; empty texts where they are not measured."""
+    return [
+        "" if state.relative_error is None else f"{state.relative_error:.4f}",
+        "" if state.cross_entropy_bias is None else f"{state.cross_entropy_bias:+.4f}",
+        "" if state.cosine is None else f"{state.cosine:.5f}",
+    ]
 
 
 def students_table(students: Sequence[StudentRecord], identity: RunIdentity) -> None:

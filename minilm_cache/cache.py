@@ -57,7 +57,7 @@ class Cache(Described):
             "teacher": manifest.labels.teacher,
             "corpus": manifest.labels.corpus,
             "codec": codec_words(manifest.identity.codec),
-            "layers": ", ".join(map(str, self.layers)),
+            "layers": ", ".join(map(str, self.layers)) or "none",
             "tokens": f"{manifest.num_tokens:,}",
             "sequences": f"{manifest.num_sequences:,}, {manifest.num_held_out:,} of them held out",
             "bytes per token": "unknown" if measured is None else f"{measured.bytes_per_token:.1f}",
@@ -75,9 +75,14 @@ class Cache(Described):
         return self.manifest.identity.layers
 
     @property
-    def codec(self) -> RelationCodec:
-        """Codec of the last stored layer."""
-        return self.codecs[self.layers[-1]]
+    def codec(self) -> RelationCodec | None:
+        """Codec of the last stored layer. None means that no relations are stored."""
+        return self.codecs[self.layers[-1]] if self.layers else None
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether relations are estimates of the teacher's, and so losses estimates of the true KL."""
+        return self.codec is not None and self.codec.is_unbiased
 
     def __len__(self) -> int:
         """Return the number of sequences, held-out ones included."""
@@ -132,12 +137,12 @@ class CachedSequence(Described):
 
     def describe(self) -> dict[str, object]:
         """Return the properties of the sequence, by their labels for people."""
-        is_held_out = self.number >= self._cache.manifest.num_train
+        codec, is_held_out = self._cache.codec, self.number >= self._cache.manifest.num_train
         return {
             "sequence": self.number,
             "tokens": len(self),
-            "relations": ", ".join(self._cache.codec.everything.kinds),
-            "layers": ", ".join(map(str, self._cache.layers)),
+            "relations": ", ".join(codec.everything.kinds) if codec is not None else "none",
+            "layers": ", ".join(map(str, self._cache.layers)) or "none",
             "used for": "evaluation, held out" if is_held_out else "training",
         }
 
@@ -166,6 +171,8 @@ class CachedSequence(Described):
         """Return a relation as the codec decodes it, a batch of 1; arguments and errors: see `relation`."""
         chosen = RelationKind(kind)
         layers = self._cache.layers
+        if not layers:
+            raise ValueError("this cache holds no relations, but states alone")
         if layer is not None and layer not in layers:
             raise ValueError(f"this cache holds no layer {layer}, but {', '.join(map(str, layers))}")
         codec = self._cache.codecs[layers[-1] if layer is None else layer]
@@ -176,7 +183,7 @@ class CachedSequence(Described):
         return codec.decode(rows, wanted, lengths=lengths)[chosen]
 
     def states(self, reading: int = 0) -> States:
-        """Return what is stored in addition to relations, a batch of 1: hidden states, labels, logits.
+        """Return the stored states, a batch of 1: hidden states, labels, logits and pooled vectors.
 
         Args:
             reading: number of the masked reading, counted from 0.

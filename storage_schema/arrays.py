@@ -9,11 +9,11 @@ from minilm_cache.storage_schema.identity import (
     DenseParameters,
     RelationKind,
     TopKParameters,
-    VectorsParameters,
 )
 from minilm_cache.storage_schema.manifest import (
     Calibration,
     LayerCalibration,
+    ShardRange,
     StateCalibration,
     layer_folder,
 )
@@ -51,7 +51,7 @@ MAX_ONE_BYTE_LENGTH: Final = 2**8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
-    """One array. Axis 0 has one row per token, and includes the slack at the end of each shard."""
+    """One array. Axis 0 has a row per token or sequence, and includes the slack at the end of each shard."""
 
     path: str
     """Name below the root group, `/` between groups."""
@@ -64,10 +64,12 @@ class ArraySpec:
     meaning: str
     compressor: Literal["zstd", "pcodec"] = "zstd"
     """`pcodec` compresses a chunk component by component."""
+    by_sequence: bool = False
+    """True: a shard's first rows belong to its sequences, one row each, and the rest is slack."""
 
     @property
     def row_bytes(self) -> int:
-        """Decoded bytes of one token's row."""
+        """Decoded bytes of one row."""
         return math.prod(self.row_shape) * ITEM_BYTES[self.dtype]
 
     def chunk_tokens(self, shard_tokens: int) -> int:
@@ -82,6 +84,10 @@ class ArraySpec:
         while rows * self.row_bytes < INNER_CHUNK_BYTES and rows < shard_tokens:
             rows *= 2
         return rows
+
+    def num_rows(self, shard: ShardRange) -> int:
+        """Return the number of a shard's rows, without slack."""
+        return shard.num_sequences if self.by_sequence else shard.num_tokens
 
     def shard_path(self, shard: int) -> str:
         """Return the path of a shard's file below the cache's root."""
@@ -142,15 +148,24 @@ def _codes_spec(path: str, components: int, what: str) -> ArraySpec:
     )
 
 
+def _state_codes_spec(fitted: StateCalibration) -> ArraySpec:
+    path = state_codes_path(fitted.name)
+    if fitted.family is not StateFamily.POOLED:
+        return _codes_spec(path, fitted.components, "hidden state is")
+    return replace(
+        _codes_spec(path, fitted.components, ""),
+        dimension_names=("sequence", "component"),
+        meaning="a shard's n-th row is its n-th sequence's pooled vector: mean + (codes * step) @ basis",
+        by_sequence=True,
+    )
+
+
 def _state_specs(
     identity: CacheIdentity, states: StatesIdentity, calibration: Calibration | None
 ) -> list[ArraySpec]:
     vocab_size, width = identity.teacher.vocab_size, identity.teacher.hidden_size
     of_first = "of the sequence's first token; 0 at every other"
-    specs = [
-        _codes_spec(state_codes_path(fitted.name), fitted.components, "hidden state is")
-        for fitted in (calibration.states if calibration is not None else ())
-    ]
+    specs = [_state_codes_spec(fitted) for fitted in (calibration.states if calibration is not None else ())]
     specs += [
         ArraySpec(
             path=StateName(StateFamily.FIRST, number).folder,
@@ -253,8 +268,10 @@ def small_arrays(identity: CacheIdentity, fitted: LayerCalibration) -> tuple[Sma
 
 def state_small_arrays(identity: CacheIdentity, fitted: StateCalibration) -> tuple[SmallArray, ...]:
     """Return the arrays with which a hidden state of every token is encoded and decoded."""
-    width = identity.teacher.hidden_size
-    return _code_arrays(fitted.name.folder, fitted.components, width=width, what="hidden states")
+    width, what = identity.teacher.hidden_size, "hidden states"
+    if fitted.family is StateFamily.POOLED and identity.states is not None and identity.states.pooled:
+        width, what = identity.states.pooled.width, "pooled vectors"
+    return _code_arrays(fitted.name.folder, fitted.components, width=width, what=what)
 
 
 def all_small_arrays(identity: CacheIdentity, calibration: Calibration | None) -> tuple[SmallArray, ...]:
@@ -317,7 +334,7 @@ _MEANINGS: Final = {
 
 def _relation_specs(identity: CacheIdentity, kind: RelationKind) -> list[ArraySpec]:
     codec, heads = identity.codec, identity.relation_heads
-    assert not isinstance(codec, VectorsParameters)
+    assert isinstance(codec, TopKParameters | DenseParameters)
     dense = isinstance(codec, DenseParameters)
     return [
         ArraySpec(

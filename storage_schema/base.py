@@ -1,10 +1,11 @@
 """The base of every document of a cache."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, model_serializer
 
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _EMPTY_VALUES: tuple[object, ...] = (None, (), [], {})
 """Values that count as empty; 0 does not."""
 

@@ -10,11 +10,10 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from minilm_cache.storage_schema.base import StoredModel
+from minilm_cache.storage_schema.base import Sha256, StoredModel
 from minilm_cache.storage_schema.states import StatesIdentity
 from minilm_cache.storage_schema.versions import FORMAT_VERSION
 
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 MAX_LAYERS: Final = 128
@@ -142,7 +141,20 @@ class VectorsParameters(StoredModel):
         return f"vectors, KL at most {self.max_kl}"
 
 
-CodecParameters = Annotated[TopKParameters | DenseParameters | VectorsParameters, Field(discriminator="name")]
+class NoRelationsParameters(StoredModel):
+    """No codec: the cache stores states and no relations."""
+
+    name: Literal["none"] = "none"
+
+    @property
+    def in_words(self) -> str:
+        """What stands for the codec, for people."""
+        return "none: no relations are stored"
+
+
+CodecParameters = Annotated[
+    TopKParameters | DenseParameters | VectorsParameters | NoRelationsParameters, Field(discriminator="name")
+]
 
 
 def codec_words(codec: CodecParameters) -> str:
@@ -161,13 +173,12 @@ class CacheIdentity(StoredModel):
     tokenizer_sha256: Sha256
     corpus: CorpusIdentity
     packing: Packing
-    layers: Annotated[
-        tuple[Annotated[int, Field(ge=0, lt=1024)], ...], Field(min_length=1, max_length=MAX_LAYERS)
-    ]
-    """Tapped layers, counted from 0, ascending. Only codec `vectors` allows several."""
+    layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=1024)], ...], Field(max_length=MAX_LAYERS)]
+    """Tapped layers, counted from 0, ascending. Only codec `vectors` allows several; `none` has none."""
     relation_heads: int = Field(ge=1, le=1024)
     relations: Annotated[tuple[RelationKind, ...], Field(max_length=2)]
-    """Relations that are stored. Empty with codec `vectors`, from which every relation can be computed."""
+    """Relations that are stored. Empty with codec `vectors`, from which every relation can be computed, and
+    with `none`."""
     codec: CodecParameters
     states: StatesIdentity | None = None
     """What is stored in addition to relations. None means nothing."""
@@ -179,17 +190,31 @@ class CacheIdentity(StoredModel):
         """Parameters of codec `vectors`. None means another codec."""
         return self.codec if isinstance(self.codec, VectorsParameters) else None
 
+    @property
+    def last_layer(self) -> int:
+        """Last of the tapped layers, counted from 0; that of the teacher where none is tapped."""
+        return self.layers[-1] if self.layers else self.teacher.num_layers - 1
+
+    @property
+    def has_relations(self) -> bool:
+        """Whether relations are stored, or can be computed from what is stored."""
+        return not isinstance(self.codec, NoRelationsParameters)
+
     @model_validator(mode="after")
     def _relations_go_with_the_codec(self) -> "CacheIdentity":
-        if bool(self.relations) == isinstance(self.codec, VectorsParameters):
-            raise ValueError("codec `vectors` stores no relations, and every other codec does")
+        if bool(self.relations) == isinstance(self.codec, VectorsParameters | NoRelationsParameters):
+            raise ValueError("codecs `vectors` and `none` store no relations, and every other codec does")
+        if self.has_relations != bool(self.layers):
+            raise ValueError("codec `none` has no layers, and every other codec has some")
+        if not self.has_relations and self.states is None:
+            raise ValueError("nothing is stored: neither relations nor states")
         return self
 
     @model_validator(mode="after")
     def _layers_are_the_teachers(self) -> "CacheIdentity":
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError("layers do not ascend")
-        if self.layers[-1] >= self.teacher.num_layers:
+        if self.layers and self.layers[-1] >= self.teacher.num_layers:
             raise ValueError(f"the teacher has no layer {self.layers[-1]}")
         if len(self.layers) > 1 and not isinstance(self.codec, VectorsParameters):
             raise ValueError("only codec `vectors` stores several layers")

@@ -3,22 +3,21 @@
 Both are read from disk and may be hostile, so every field is typed strictly and unknown fields are refused.
 """
 
-from collections.abc import Collection
 from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import FailFast, Field, model_validator
 
-from minilm_cache.storage_schema.base import StoredModel
+from minilm_cache.storage_schema.base import Sha256, StoredModel
 from minilm_cache.storage_schema.identity import (
     MAX_LAYERS,
     MAX_TOKENS,
     CacheIdentity,
     Name,
     RelationKind,
-    Sha256,
     VectorsParameters,
     canonical_sha256,
 )
+from minilm_cache.storage_schema.measured import Measured, require_both
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.storage_schema.versions import FORMAT_VERSION
 
@@ -29,7 +28,6 @@ MAX_RECORD_BYTES: Final = 64 * 2**10
 """Longest commit record."""
 
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 RelativePath = Annotated[
     str, Field(max_length=128, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$")
 ]
@@ -96,73 +94,6 @@ class ShardRange(StoredModel):
     num_tokens: int = Field(ge=1, le=MAX_TOKENS)
 
 
-class Fidelity(StoredModel):
-    """What was stored against what the teacher says, on held-out sequences read back from disk.
-
-    Means over relation heads and valid rows, in nats.
-    """
-
-    kl_teacher_to_stored: Finite | None
-    """KL(teacher || stored). None means infinite: a sparse row leaves out columns that the teacher has."""
-    kl_stored_to_teacher: Finite
-    """KL(stored || teacher)."""
-    mass_kept: Finite
-    """Probability that the teacher puts on the stored columns, 0 to 1."""
-    cross_entropy_bias: Finite
-    """Mean of sum_j (stored_j - teacher_j) log teacher_j; 0 in expectation if the codec is unbiased."""
-
-
-def _require_both(relations: Collection[RelationKind]) -> None:
-    if set(relations) != {RelationKind.ATTENTION, RelationKind.VALUE}:
-        raise ValueError("figures are not of attention and value relation")
-
-
-class LayerFidelity(StoredModel):
-    """Fidelity of one tapped layer."""
-
-    layer: int = Field(ge=0, lt=1024)
-    relations: dict[RelationKind, Fidelity]
-    """Fidelity of the attention and of the value relation."""
-
-    @model_validator(mode="after")
-    def _covers_both_relations(self) -> "LayerFidelity":
-        _require_both(self.relations)
-        return self
-
-
-class StateFidelity(StoredModel):
-    """How faithful something beside relations is, on held-out sequences read back from disk."""
-
-    path: Annotated[str, Field(max_length=128)]
-    """Path of its array, or of the group that contains its arrays."""
-    bytes_per_token: float = Field(ge=0, allow_inf_nan=False)
-    """Bytes of its shard files, per token of the cache."""
-    relative_error: Finite | None = None
-    """Square root of the squared error over the variance of the teacher's values. For first tokens and
-    logits, which hardly differ from sequence to sequence, the squared values replace the variance. None for
-    labels."""
-    cross_entropy_bias: Finite | None = None
-    """Mean of sum_j (stored_j - teacher_j) log teacher_j over labels, nats; 0 in expectation. None for
-    everything but labels."""
-
-
-class Measured(StoredModel):
-    """What a finished dump measured of itself."""
-
-    bytes_per_token: float = Field(gt=0, allow_inf_nan=False)
-    """Bytes of all shard files (arrays and sequence tables) per token."""
-    total_bytes: int = Field(ge=0)
-    """Bytes of all shard files."""
-    fidelity_sequences: int = Field(ge=1)
-    """Number of held-out sequences that the fidelity was measured on."""
-    fidelity: Annotated[tuple[LayerFidelity, ...], Field(min_length=1, max_length=MAX_LAYERS)]
-    """One entry for each tapped layer, in order."""
-    states: Annotated[tuple[StateFidelity, ...], Field(max_length=1024)] = ()
-    """One entry for each of `StatesIdentity.paths`, in order."""
-
-    sections: ClassVar[frozenset[str]] = frozenset({"states"})
-
-
 class LayerCalibration(StoredModel):
     """How codec `vectors` was fitted to one layer."""
 
@@ -179,19 +110,20 @@ class LayerCalibration(StoredModel):
 
     @model_validator(mode="after")
     def _covers_both_relations(self) -> "LayerCalibration":
-        _require_both(self.kl)
+        require_both(self.kl)
         return self
 
 
 class StateCalibration(StoredModel):
-    """How a code was fitted to a hidden state of every token."""
+    """How a code was fitted to a hidden state of every token, or to pooled vectors."""
 
     family: StateFamily
     number: int = Field(ge=0, le=1024)
     components: int = Field(ge=1, le=2**16)
     """Number of codes of a token."""
     error: float = Field(ge=0, le=1)
-    """Relative error on the checked sequences: square root of squared error over variance."""
+    """Relative error on the checked sequences: square root of squared error over variance. For pooled vectors
+    1 less their mean cosine with the teacher's."""
 
     @property
     def name(self) -> StateName:
@@ -209,7 +141,7 @@ class Calibration(StoredModel):
     layers: Annotated[tuple[LayerCalibration, ...], Field(max_length=MAX_LAYERS)]
     """One entry for each tapped layer, in order. Empty with every codec but `vectors`."""
     states: Annotated[tuple[StateCalibration, ...], Field(max_length=2 * MAX_LAYERS + 2)] = ()
-    """One entry for each hidden state of every token, in order."""
+    """One entry for each hidden state of every token and for pooled vectors, in order."""
 
     sections: ClassVar[frozenset[str]] = frozenset({"states"})
 
@@ -256,7 +188,7 @@ class CacheManifest(StoredDocument):
     """Rows of a shard in every array; a power of two."""
     shards: Annotated[tuple[ShardRange, ...], FailFast(), Field(min_length=1, max_length=2**20)]
     calibration: Calibration | None = None
-    """Calibration of codec `vectors` and of hidden states. None means that neither is stored."""
+    """Calibration of codec `vectors` and of coded states. None means that neither is stored."""
     files: dict[RelativePath, FileDigest]
     """Files outside the shards: array metadata, the teacher's configuration and tokenizer, the preview."""
     measured: Measured | None = None
@@ -326,10 +258,14 @@ class CacheManifest(StoredDocument):
             if isinstance(codec, VectorsParameters) and max(layer.kl.values()) > codec.max_kl:
                 raise ValueError("the calibration does not keep to the codec's max_kl")
         for state in calibration.states:
-            if state.components > self.identity.teacher.hidden_size:
-                raise ValueError("a hidden state has more components than dimensions")
-            if states is not None and states.max_error is not None and state.error > states.max_error:
-                raise ValueError("the calibration does not keep to the states' max_error")
+            assert states is not None
+            width, bound = self.identity.teacher.hidden_size, states.max_error
+            if state.family is StateFamily.POOLED and states.pooled is not None:
+                width, bound = states.pooled.width, 1 - states.pooled.min_cosine
+            if state.components > width:
+                raise ValueError("a coded state has more components than dimensions")
+            if bound is not None and state.error > bound:
+                raise ValueError("the calibration does not keep to the bound of a coded state")
 
     @model_validator(mode="after")
     def _fidelity_is_of_what_is_stored(self) -> "CacheManifest":

@@ -1,15 +1,15 @@
-"""What a cache may hold in addition to relations: hidden states, soft labels, and a classifier's logits.
+"""What a cache may hold in addition to relations: hidden states, pooled vectors, soft labels, logits.
 
 None of it is stored unless it was requested. Hidden states are numbered as in transformers: 0 is the output
 of the embeddings, n the output of the n-th layer.
 """
 
 from enum import StrEnum
-from typing import Annotated, ClassVar, Final, Literal, NamedTuple
+from typing import Annotated, ClassVar, Final, Literal, NamedTuple, get_args
 
 from pydantic import Field, model_validator
 
-from minilm_cache.storage_schema.base import StoredModel
+from minilm_cache.storage_schema.base import Sha256, StoredModel
 
 STATES_FOLDER: Final = "states"
 LABELS_FOLDER: Final = "labels"
@@ -30,6 +30,8 @@ class StateFamily(StrEnum):
     """Every token of the sequence, read with some of its tokens masked."""
     FIRST = "first"
     """The first token, [CLS], of the unmasked sequence."""
+    POOLED = "pooled"
+    """One vector of the whole unmasked sequence, as the teacher pools its last hidden states."""
 
 
 class StateName(NamedTuple):
@@ -41,7 +43,13 @@ class StateName(NamedTuple):
     @property
     def folder(self) -> str:
         """Path below the cache's root: an array for `first`, else the group that contains the codes."""
+        if self.family is StateFamily.POOLED:
+            return f"{STATES_FOLDER}/{self.family}"
         return f"{STATES_FOLDER}/{self.family}/{self.number}"
+
+
+POOLED: Final = StateName(StateFamily.POOLED, 0)
+"""The pooled vector of a sequence; there is at most one."""
 
 
 Numbers = Annotated[tuple[Annotated[int, Field(ge=0, le=1024)], ...], Field(max_length=MAX_STATES)]
@@ -98,6 +106,37 @@ class SoftLabels(StoredModel):
     sections: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
 
+PoolingMode = Literal["mean", "cls", "max", "lasttoken"]
+"""How the last hidden states of a sequence become one vector, in the words of sentence-transformers: their
+mean, that of the first token, the greatest value of each dimension, or that of the last token."""
+POOLING_MODES: Final[tuple[PoolingMode, ...]] = get_args(PoolingMode)
+
+
+class Pooling(StoredModel):
+    """How the teacher makes one vector of a sequence, and how closely vectors are stored."""
+
+    mode: PoolingMode
+    dense_sha256: Sha256 | None = None
+    """SHA-256 over the linear maps that follow the pooling. None means that there are none."""
+    normalize: bool
+    """True: vectors have length 1."""
+    width: int = Field(ge=1, le=2**16)
+    """Number of dimensions of a vector."""
+    min_cosine: float = Field(gt=0, lt=1)
+    """Least mean cosine of stored vectors with the teacher's, on the checked sequences."""
+    calibration_sequences: int = Field(ge=1, le=2**24)
+    """Approximate number of sequences that the code is fitted to; a quarter as many more are for checking."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"dense_sha256"})
+
+    @property
+    def in_words(self) -> str:
+        """The pooling, for people."""
+        parts = [f"{self.mode} of the last hidden states"]
+        parts += ["linear maps"] * (self.dense_sha256 is not None) + ["length 1"] * self.normalize
+        return f"pooled vectors of width {self.width} ({', '.join(parts)})"
+
+
 class StatesIdentity(StoredModel):
     """What a cache holds beside relations, and what determines its content."""
 
@@ -114,6 +153,8 @@ class StatesIdentity(StoredModel):
     labels: SoftLabels | None = None
     num_classes: int | None = Field(default=None, ge=1, le=2**16)
     """Number of logits of a teacher that classifies sequences. None means that no logits are stored."""
+    pooled: Pooling | None = None
+    """How sequences are pooled into one vector each. None means that no such vectors are stored."""
 
     sections: ClassVar[frozenset[str]] = frozenset(
         {
@@ -125,6 +166,7 @@ class StatesIdentity(StoredModel):
             "masking",
             "labels",
             "num_classes",
+            "pooled",
         }
     )
 
@@ -138,15 +180,16 @@ class StatesIdentity(StoredModel):
             raise ValueError("`max_error` and `calibration_tokens` go with coded states, and only with them")
         if (self.masking is None) == bool(self.labels or self.masked_hidden):
             raise ValueError("`masking` goes with labels and masked states, and only with them")
-        if not (is_coded or self.first or self.labels or self.num_classes):
+        if not (is_coded or self.first or self.labels or self.num_classes or self.pooled):
             raise ValueError("there is no state")
         return self
 
     @property
     def coded(self) -> tuple[StateName, ...]:
-        """Hidden states of every token, which are transform-coded."""
+        """States that are transform-coded: hidden states of every token, and pooled vectors."""
         families = ((StateFamily.HIDDEN, self.hidden), (StateFamily.MASKED, self.masked_hidden))
-        return tuple(StateName(family, number) for family, numbers in families for number in numbers)
+        names = [StateName(family, number) for family, numbers in families for number in numbers]
+        return (*names, *([POOLED] if self.pooled is not None else []))
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -183,6 +226,8 @@ class StatesIdentity(StoredModel):
             parts.append(f"{self.masking.readings} masked readings of each sequence")
         if self.num_classes is not None:
             parts.append(f"logits of {self.num_classes} classes")
+        if self.pooled is not None:
+            parts.append(self.pooled.in_words)
         return "; ".join(parts)
 
     @property

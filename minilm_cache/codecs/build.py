@@ -12,6 +12,7 @@ from minilm_cache.errors import UnsupportedFormatError
 from minilm_cache.storage_schema.identity import (
     CacheIdentity,
     DenseParameters,
+    NoRelationsParameters,
     RelationKind,
     TopKParameters,
     VectorsParameters,
@@ -65,6 +66,7 @@ def layer_codec(
     Raises:
         UnsupportedFormatError: a newer release wrote the cache.
     """
+    assert not isinstance(identity.codec, NoRelationsParameters), "it has no layers"
     if not isinstance(identity.codec, VectorsParameters):
         return build_codec(identity.codec, identity.packing.max_length, identity.relations)
     assert calibration is not None

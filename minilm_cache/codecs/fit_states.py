@@ -1,8 +1,11 @@
-"""Fit the code of a hidden state: principal components, and the coarsest step within the allowed error."""
+"""Fit the code of a state: principal components, and the coarsest step within the allowed error."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -14,39 +17,90 @@ MARGIN = 0.97
 _STEP_ROUNDS = 12
 
 
+_FEW_ROWS = 8
+"""Rows for each dimension below which a sample of pooled vectors is small: its covariance is shrunk, and
+components that it does not need are kept, since other vectors may need them."""
+_SHRINKAGE = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """How closely a state is stored."""
+
+    limit: float
+    """Greatest error."""
+    error_of: Callable[[Tensor, Tensor, Tensor], float]
+    """Measures the error of stored rows: a function of the teacher's rows, the stored rows and the mean."""
+    relative_error: float
+    """Relative error at about which `limit` is reached."""
+    in_words: str
+    """The option that sets the limit, with its value."""
+    shrinks: bool = False
+    """Whether rows may be few for their width (`_FEW_ROWS`)."""
+
+
+def relative_bound(max_error: float) -> Bound:
+    """Return the bound of hidden states: a relative error, the root of squared error over variance."""
+    return Bound(
+        limit=max_error,
+        error_of=relative_error,
+        relative_error=max_error,
+        in_words=f"--max-error {max_error:g}",
+    )
+
+
+def cosine_bound(min_cosine: float) -> Bound:
+    """Return the bound of pooled vectors: a mean cosine with the teacher's."""
+    limit = 1 - min_cosine
+    return Bound(
+        limit=limit,
+        error_of=cosine_error,
+        relative_error=math.sqrt(2 * limit),
+        in_words=f"--min-cosine {min_cosine:g}",
+        shrinks=True,
+    )
+
+
 def fit_state(
-    fit: Float[Tensor, "rows width"], check: Float[Tensor, "others width"], max_error: float
+    fit: Float[Tensor, "rows width"],
+    check: Float[Tensor, "others width"],
+    bound: Bound,
 ) -> tuple[TransformCode, float]:
-    """Return the coarsest code whose relative error on `check` is at most `max_error`, and that error.
+    """Return the coarsest code whose error on `check` keeps to a bound, and that error.
 
     Args:
-        fit: hidden states that the principal components are computed from.
-        check: other hidden states, which the step is chosen on.
-        max_error: greatest relative error, the root of squared error over variance.
+        fit: states that the principal components are computed from.
+        check: other states, which the step is chosen on.
+        bound: how closely states are stored.
 
     Raises:
-        InvalidConfigError: no step reaches `max_error`.
+        InvalidConfigError: no step keeps to the bound.
     """
     mean = fit.mean(0)
     centred = (fit - mean).double()
-    variances, vectors = torch.linalg.eigh(centred.T @ centred / len(fit))
+    covariance = centred.T @ centred / len(fit)
+    is_small = bound.shrinks and len(fit) < _FEW_ROWS * fit.shape[-1]
+    if is_small:
+        shared = _SHRINKAGE * covariance.diagonal().mean().clamp(min=1e-12)
+        covariance = covariance + shared * torch.eye(len(covariance), dtype=covariance.dtype)
+    variances, vectors = torch.linalg.eigh(covariance)
     basis = vectors.flip(-1).T
     sample = fit[:GAIN_ROWS] - mean
     # Rounding adds an error of step**2 / 12 to a component, or of all its variance where that is less.
-    guess = max_error * math.sqrt(12 * float(variances.clamp(min=0).sum()) / len(variances))
+    guess = bound.relative_error * math.sqrt(12 * float(variances.clamp(min=0).sum()) / len(variances))
     low, high = guess / 64, guess * 64
     best: tuple[TransformCode, float] | None = None
     for _ in range(_STEP_ROUNDS):
         step = math.sqrt(low * high)
-        code = fit_code(sample, mean, analysis=basis / step, synthesis=basis * step)
-        error = relative_error(check, code.rows(code.codes(check)), mean)
-        if error <= max_error * MARGIN:
+        code = fit_code(sample, mean, analysis=basis / step, synthesis=basis * step, keeps_all=is_small)
+        error = bound.error_of(check, code.rows(code.codes(check)), mean)
+        if error <= bound.limit * MARGIN:
             best, low = (code, error), step
         else:
             high = step
     if best is None:
         raise InvalidConfigError(
-            f"--max-error {max_error:g} cannot be reached with this teacher and text. Give a greater one."
+            f"{bound.in_words} cannot be reached with this teacher and text. Give a less strict one."
         )
     return best
 
@@ -55,3 +109,9 @@ def relative_error(teacher: Tensor, stored: Tensor, mean: Tensor) -> float:
     """Return the root of squared error over variance, both summed over rows and dimensions."""
     variance = (teacher - mean.to(teacher.device)).double().square().sum()
     return float(((stored - teacher).double().square().sum() / variance.clamp(min=1e-30)).sqrt())
+
+
+def cosine_error(teacher: Tensor, stored: Tensor, mean: Tensor) -> float:
+    """Return 1 less the mean cosine of stored rows with the teacher's; the mean of rows does not matter."""
+    del mean
+    return 1.0 - float(F.cosine_similarity(stored.double(), teacher.double(), dim=-1).mean())

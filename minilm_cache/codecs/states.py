@@ -1,8 +1,8 @@
-"""How states are stored: hidden states transform-coded, first tokens' as float16, labels as sampled entries.
+"""How states are stored: transform-coded, first tokens' hidden states as float16, labels as sampled entries.
 
-Error bounds: a hidden state of every token has no bound for a single row, and its relative error over all
-rows is in the manifest; a hidden state of first tokens has 2**-11 for each number; labels are an unbiased
-sample (`topk.py`), each kept weight within a factor `weight_ratio`.
+Error bounds: a hidden state of every token and a pooled vector have no bound for a single row, and the error
+over all rows is in the manifest; a hidden state of first tokens has 2**-11 for each number; labels are an
+unbiased sample (`topk.py`), each kept weight within a factor `weight_ratio`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,6 +25,7 @@ from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.states import (
     INDEX_PATH,
     LOGITS_PATH,
+    POOLED,
     READ_PATH,
     WEIGHT_PATH,
     StateFamily,
@@ -44,7 +45,7 @@ class StatesCodec:
     parameters: StatesIdentity
     vocab_size: int
     codes: Mapping[StateName, TransformCode]
-    """Fitted code of each hidden state of every token."""
+    """Fitted code of each hidden state of every token, and of pooled vectors."""
 
     @classmethod
     def of(cls, identity: CacheIdentity, codes: Mapping[StateName, TransformCode]) -> "StatesCodec":
@@ -94,7 +95,8 @@ class StatesCodec:
             if name.family is StateFamily.FIRST:
                 rows[_array(name)] = _at_first(values.half(), length)
             else:
-                rows[_array(name)] = self.codes[name].codes(values).cpu().numpy()
+                codes = self.codes[name].codes(values).cpu().numpy()
+                rows[_array(name)] = codes[:, None] if name == POOLED else codes
         if states.logits is not None:
             rows[LOGITS_PATH] = _at_first(states.logits.float(), length)
         if states.masked is not None:
@@ -198,8 +200,8 @@ class StatesCodec:
     def _hidden(self, rows: Tensor, name: StateName) -> Tensor:
         if name.family is not StateFamily.FIRST:
             refuse_codes(rows)
-            flat = self.codes[name].rows(rows.flatten(0, 1))
-            return flat.view(*rows.shape[:2], -1)
+            decoded = self.codes[name].rows(rows.flatten(0, 1))
+            return decoded if name == POOLED else decoded.view(*rows.shape[:2], -1)
         first = rows[:, 0].float()
         if not bool(first.isfinite().all()):
             raise CacheCorruptError(f"a stored state is NaN or infinite. {NOT_OURS}")

@@ -60,6 +60,7 @@ def fit_code(
     *,
     analysis: Float[Tensor, "components width"],
     synthesis: Float[Tensor, "components width"],
+    keeps_all: bool = False,
 ) -> TransformCode:
     """Return the code, with the components that any sample needs, and a basis that corrects for rounding.
 
@@ -68,14 +69,15 @@ def fit_code(
         mean: mean of the rows.
         analysis: matrix from rows less their mean to components in steps, float64.
         synthesis: matrix from components in steps to rows less their mean, float64.
+        keeps_all: keep components that the sample does not need, too: other rows may need them.
     """
     components = sample @ analysis.float().T
     codes = quantise(components)
     power = codes.square().sum(0)
-    used = power > 0
+    used = (power > 0) | keeps_all
     if not bool(used.any()):
         used[0] = True
-    shrunk = (codes * components).sum(0) / power.clamp(min=1)
+    shrunk = torch.where(power > 0, (codes * components).sum(0) / power.clamp(min=1), 1.0)
     basis, lengths = _as_directions((shrunk[:, None] * synthesis)[used].cpu())
     forward, gains = _as_directions(analysis[used].cpu())
     return TransformCode(mean=mean.cpu(), basis=basis, step=lengths, analysis=forward, gain=gains)

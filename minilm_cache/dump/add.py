@@ -51,7 +51,7 @@ def _states_that_differ(stored: StatesIdentity | None, requested: StatesIdentity
         for name in ("hidden", "masked_hidden", "first")
         if not set(getattr(stored, name)) <= set(getattr(requested, name))
     ]
-    same = ("max_error", "calibration_tokens", "masking", "labels", "num_classes")
+    same = ("max_error", "calibration_tokens", "masking", "labels", "num_classes", "pooled")
     return lacking + [name for name in same if getattr(stored, name) not in (None, getattr(requested, name))]
 
 

@@ -14,7 +14,7 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress
 from minilm_cache.relations.rows import RowTargets, SparseRows, to_dense
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.manifest import Fidelity, LayerFidelity
+from minilm_cache.storage_schema.measured import Fidelity, LayerFidelity
 
 MAX_SEQUENCES = 64
 LEAST_PROBABILITY = 2.0**-24
@@ -88,7 +88,7 @@ def audit(
 
     Args:
         stored: function that returns a stored sequence by its number.
-        teacher: the teacher, tapped at the layers to compare.
+        teacher: the teacher, tapped at the layers to compare; without layers nothing is compared.
         numbers: numbers of the sequences.
         batch_size: sequences per forward pass of the teacher.
         progress: shows sequences done.
@@ -96,6 +96,8 @@ def audit(
     Raises:
         CacheCorruptError: a shard is damaged.
     """
+    if not teacher.layers:
+        return Audit(num_sequences=len(numbers), fidelity=())
     kinds = (RelationKind.ATTENTION, RelationKind.VALUE)
     sums = {(layer, kind): _Sums() for layer in teacher.layers for kind in kinds}
     for start in range(0, len(numbers), batch_size):

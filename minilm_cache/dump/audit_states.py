@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minilm_cache.cache import Cache
 from minilm_cache.dump.reading import SequenceReader, sequences_at_once
 from minilm_cache.models.padding import pad
 from minilm_cache.relations.states import DenseLabels, MaskedSequences, States, expected
-from minilm_cache.storage_schema.manifest import StateFidelity
-from minilm_cache.storage_schema.states import LABELS_FOLDER, LOGITS_PATH, StateFamily, plain_path
+from minilm_cache.storage_schema.measured import StateFidelity
+from minilm_cache.storage_schema.states import LABELS_FOLDER, LOGITS_PATH, POOLED, StateFamily, plain_path
 
 
 @dataclass(slots=True)
@@ -21,11 +22,12 @@ class _ErrorSums:
 
     is_centred: bool
     """True divides by the variance. False divides by the squares, for rows that hardly differ between
-    sequences."""
+    sequences, and for pooled vectors."""
     num_rows: int = 0
     total: Tensor | float = 0.0
     squares: float = 0.0
     errors: float = 0.0
+    cosines: float = 0.0
 
     def add(self, teacher: Tensor, stored: Tensor) -> None:
         """Add rows of the teacher and the same rows as stored, both `(rows, width)`."""
@@ -34,6 +36,7 @@ class _ErrorSums:
         self.total = self.total + teacher.sum(0)
         self.squares += float(teacher.square().sum())
         self.errors += float((stored - teacher).square().sum())
+        self.cosines += float(F.cosine_similarity(stored, teacher, dim=-1).sum())
 
     @property
     def relative_error(self) -> float:
@@ -41,6 +44,11 @@ class _ErrorSums:
         assert isinstance(self.total, Tensor)
         mean = float(self.total.square().sum()) / self.num_rows if self.is_centred else 0.0
         return math.sqrt(self.errors / max(self.squares - mean, 1e-30))
+
+    @property
+    def cosine(self) -> float:
+        """Mean cosine of stored rows with the teacher's."""
+        return self.cosines / self.num_rows
 
 
 def audit_states(
@@ -87,6 +95,7 @@ def audit_states(
             bytes_per_token=shares[path],
             relative_error=errors[path].relative_error if path in errors else None,
             cross_entropy_bias=float(torch.cat(bias).mean()) if path == LABELS_FOLDER and bias else None,
+            cosine=errors[path].cosine if path == POOLED.folder else None,
         )
         for path in codec.parameters.paths
     )
@@ -95,10 +104,10 @@ def audit_states(
 def _compare(output: States, stored: States, *, at: int, length: int, errors: dict[str, _ErrorSums]) -> None:
     """Add the sequence at one place of a batch to the errors of its states."""
     for name, values in output.hidden.items():
-        is_first = name.family is StateFamily.FIRST
-        teacher_rows = values[at][None] if is_first else values[at, :length]
-        stored_rows = stored.hidden[name] if is_first else stored.hidden[name][0]
-        errors.setdefault(name.folder, _ErrorSums(is_centred=not is_first)).add(teacher_rows, stored_rows)
+        is_one_row = name.family in (StateFamily.FIRST, StateFamily.POOLED)
+        teacher_rows = values[at][None] if is_one_row else values[at, :length]
+        stored_rows = stored.hidden[name] if is_one_row else stored.hidden[name][0]
+        errors.setdefault(name.folder, _ErrorSums(is_centred=not is_one_row)).add(teacher_rows, stored_rows)
     if output.logits is not None and stored.logits is not None:
         errors.setdefault(LOGITS_PATH, _ErrorSums(is_centred=False)).add(
             output.logits[at][None], stored.logits

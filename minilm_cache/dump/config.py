@@ -16,7 +16,7 @@ from minilm_cache.settings import (
     TeacherSettings,
 )
 from minilm_cache.storage_schema.identity import MAX_LAYERS
-from minilm_cache.storage_schema.states import MAX_READINGS
+from minilm_cache.storage_schema.states import MAX_READINGS, PoolingMode
 
 Chosen = Literal["last", "all"] | tuple[int, ...]
 """The teacher's last layer or hidden state, all of them, or those with these numbers."""
@@ -28,6 +28,8 @@ DEFAULT_MAX_KL = 0.005
 """Nats: after 20 epochs students are within 0.5 % of dense targets (benchmarks/many_epochs.py)."""
 DEFAULT_MAX_ERROR = 0.1
 """Relative error of hidden states: losses come within 1 % of the teacher's (docs/objectives.md)."""
+DEFAULT_MIN_COSINE = 0.9995
+"""Mean cosine of stored pooled vectors with the teacher's."""
 DEFAULT_LABEL_K = 32
 """Entries of each soft label."""
 _DETECTED: Final[JsonDict] = {"default": "detected from torchrun or SLURM"}
@@ -59,8 +61,9 @@ class CodecSettings(FrozenSettings):
     """How relations are stored."""
 
     group = "Relations"
-    codec: Literal["topk", "vectors", "dense"] = "vectors"
-    """How relations are stored. With `--k`, `--select` or `--tail` the default is `topk`."""
+    codec: Literal["topk", "vectors", "dense", "none"] = "vectors"
+    """How relations are stored; `none` stores none. With `--k`, `--select` or `--tail` the default is `topk`,
+    with `--for embedding` alone it is `none`."""
     max_kl: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
         description="Mean KL of each relation that codec `vectors` may have, nats. "
@@ -90,6 +93,8 @@ class CodecSettings(FrozenSettings):
             raise ValueError(f"--max-kl goes with --codec vectors, not with {self.codec}")
         if self.tail is not None and self.select != "largest":
             raise ValueError("--tail goes with --select largest, and only with it")
+        if self.codec == "none" and self.layers != "last":
+            raise ValueError("--layers are those of relations, which --codec none does not store")
         several = self.layers == "all" or (self.layers != "last" and len(self.layers) > 1)
         if several and self.codec != "vectors":
             raise ValueError(f"several --layers go with --codec vectors, not with {self.codec}")
@@ -127,6 +132,16 @@ class StateSettings(FrozenSettings):
     distilbert`."""
     logits: bool = False
     """Store the logits of a teacher that classifies sequences."""
+    pooled: bool = False
+    """Store one vector of each sequence, as the teacher pools its last hidden states."""
+    pooling: PoolingMode | None = None
+    """How a teacher pools whose folder has no modules.json of sentence-transformers: `mean`, `cls` (the first
+    token), `max` or `lasttoken`. None means what its modules.json says."""
+    min_cosine: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="Least mean cosine of stored pooled vectors with the teacher's. "
+        f"None means {DEFAULT_MIN_COSINE}.",
+    )
 
     @field_validator("hidden", "masked_hidden", "first_hidden", mode="before")
     @classmethod
@@ -138,6 +153,9 @@ class StateSettings(FrozenSettings):
         for name in ("label_k", "label_temperature", "label_tokens"):
             if getattr(self, name) is not None and not self.labels:
                 raise ValueError(f"--{name.replace('_', '-')} goes with --labels, and only with it")
+        for name in ("pooling", "min_cosine"):
+            if getattr(self, name) is not None and not self.pooled:
+                raise ValueError(f"--{name.replace('_', '-')} goes with --pooled, and only with it")
         if self.maskings is not None and not (self.labels or self.masked_hidden is not None):
             raise ValueError("--maskings goes with --labels and --masked-hidden, and only with them")
         if self.max_error is not None and self.hidden is None and self.masked_hidden is None:
@@ -194,6 +212,10 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings):
     def _fits_together(self) -> "DumpConfig":
         if self.logits and self.packing != "records":
             raise ValueError("--logits goes with --packing records: an answer is about one document")
+        states = (self.hidden, self.masked_hidden, self.first_hidden)
+        has_states = states != (None, None, None) or self.labels or self.logits or self.pooled
+        if self.codec == "none" and not has_states:
+            raise ValueError("--codec none stores no relations, and no state is given: nothing to store")
         if self.k is not None and self.k > self.max_length:
             raise ValueError(
                 f"--k {self.k} is above --max-length {self.max_length}: a row has no more entries"

@@ -11,7 +11,7 @@ from torch import Tensor
 from minilm_cache.cache import read_codes
 from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.build import layer_codec
-from minilm_cache.codecs.fit_states import fit_state
+from minilm_cache.codecs.fit_states import Bound, cosine_bound, fit_state, relative_bound
 from minilm_cache.codecs.fit_vectors import INTERRUPTED, calibrate, split_sample
 from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.codecs.transform import TransformCode
@@ -31,7 +31,7 @@ from minilm_cache.storage_schema.manifest import (
     StateCalibration,
     layer_folder,
 )
-from minilm_cache.storage_schema.states import StateName
+from minilm_cache.storage_schema.states import POOLED, StateName, StatesIdentity
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import CacheReader, read_manifest
 
@@ -129,7 +129,7 @@ class CodecFitter:
             )
         layers = self._all_layers(known)
         states = self._all_states(coded, known)
-        fit, check = self._sample(self._calibration_tokens)
+        fit, check = self._calibration_sample()
         calibration = Calibration(
             num_fitted=len(fit),
             num_checked=len(check),
@@ -140,13 +140,13 @@ class CodecFitter:
         codes |= {described.name.folder: code for described, code in states}
         return self._complete(calibration, codes)
 
-    @property
-    def _calibration_tokens(self) -> int:
-        """Largest number of tokens that any code is fitted to."""
+    def _calibration_sample(self) -> tuple[range, range]:
+        """Return the largest sample that any code is fitted to, and checked with."""
         states, vectors = self.identity.states, self.identity.vectors
-        of_states = states.calibration_tokens if states is not None else None
-        of_codec = vectors.calibration_tokens if vectors is not None else 0
-        return max(of_states or 0, of_codec)
+        samples = [self._sample(vectors.calibration_tokens)] if vectors is not None else []
+        if states is not None:
+            samples += [self._state_sample(names, states) for names in _passes(states.coded)]
+        return max(samples, key=lambda sample: sample[1].stop)
 
     def _all_layers(self, known: _KnownCodes) -> list[tuple[LayerCalibration, TransformCode]]:
         """Return the codes of all layers; those that are known are not fitted again."""
@@ -240,52 +240,88 @@ class CodecFitter:
             self.progress.advance(len(batch))
         return signals
 
-    def _batches(self, numbers: range) -> Iterator[tuple[Tensor, Tensor, range]]:
-        """Yield padded batches of sequences on the teacher's device, and their numbers."""
-        teacher = self.reader.teacher
-        for first in range(numbers.start, numbers.stop, self.batch_size):
+    def _batches(
+        self, numbers: range, *, by_length: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+        """Yield padded batches of sequences on the teacher's device, and their numbers.
+
+        Args:
+            numbers: numbers of the sequences.
+            by_length: whether to take them by length, which saves padding. Otherwise they come in order.
+        """
+        teacher, order = self.reader.teacher, np.arange(numbers.start, numbers.stop)
+        if by_length:
+            order = order[np.argsort(self.sequences.lengths[order], kind="stable")]
+        for first in range(0, len(order), self.batch_size):
             if self.should_stop():
                 raise InterruptedRunError(INTERRUPTED)
-            batch = range(first, min(first + self.batch_size, numbers.stop))
-            tokens = [torch.from_numpy(row) for row in self.sequences.read(batch.start, batch.stop).ids]
-            ids, lengths = pad(tokens, teacher.tokenizer.pad_token_id)
+            batch = order[first : first + self.batch_size].tolist()
+            rows = [self.sequences.read(number, number + 1).ids[0] for number in batch]
+            ids, lengths = pad([torch.from_numpy(row) for row in rows], teacher.tokenizer.pad_token_id)
             yield ids.to(teacher.device), lengths.to(teacher.device), batch
 
     def _fit_states(
         self, names: Sequence[StateName]
     ) -> dict[StateName, tuple[StateCalibration, TransformCode]]:
-        """Fit the codes of hidden states, all from one pass over the sample."""
+        """Fit the codes of hidden states, all from one pass over their sample, and that of pooled vectors."""
         states = self.identity.states
-        if not names or states is None:
-            return {}
-        assert states.calibration_tokens is not None
-        assert states.max_error is not None
-        fit, check = self._sample(states.calibration_tokens)
-        self.progress.start("calibrate hidden states", len(fit) + len(check), "sequences")
+        fitted: dict[StateName, tuple[StateCalibration, TransformCode]] = {}
+        if states is not None:
+            for names_of_pass in _passes(names):
+                fitted |= self._fit_pass(names_of_pass, states)
+        return fitted
+
+    def _fit_pass(
+        self, names: Sequence[StateName], states: StatesIdentity
+    ) -> dict[StateName, tuple[StateCalibration, TransformCode]]:
+        fit, check = self._state_sample(names, states)
+        self.progress.start("calibrate states", len(fit) + len(check), "sequences")
         fit_rows, check_rows = self._state_rows(names, fit), self._state_rows(names, check)
         fitted = {}
         for name in names:
-            code, error = fit_state(fit_rows[name], check_rows[name], states.max_error)
-            self.progress.note(
-                f"calibrated {name.folder}: {len(code.basis)} components, relative error {error:.3f}"
-            )
+            code, error = fit_state(fit_rows[name], check_rows[name], _bound_of(name, states))
+            words = f"mean cosine {1 - error:.5f}" if name == POOLED else f"relative error {error:.3f}"
+            self.progress.note(f"calibrated {name.folder}: {len(code.basis)} components, {words}")
             described = StateCalibration(
                 family=name.family, number=name.number, components=len(code.basis), error=error
             )
             fitted[name] = (described, code)
         return fitted
 
+    def _state_sample(self, names: Sequence[StateName], states: StatesIdentity) -> tuple[range, range]:
+        """Return the sequences to fit the codes of a pass to, and those to check them with."""
+        if POOLED not in names or states.pooled is None:
+            assert states.calibration_tokens is not None
+            return self._sample(states.calibration_tokens)
+        num_train = len(self.sequences.lengths) - self.sequences.num_held_out
+        return split_sample(num_train, states.pooled.calibration_sequences)
+
     def _state_rows(self, names: Sequence[StateName], numbers: range) -> dict[StateName, Tensor]:
-        """Return the hidden states of all tokens of some sequences, `(tokens, hidden)` for each name."""
+        """Return states of some sequences, `(tokens, hidden)` for each name; one row each of pooled ones."""
         rows: dict[StateName, list[Tensor]] = {name: [] for name in names}
         wanted = WantedStates(hidden=tuple(names))
-        for ids, lengths, batch in self._batches(numbers):
+        for ids, lengths, batch in self._batches(numbers, by_length=POOLED in names):
             _, states = self.reader.read(ids, lengths, numbers=batch, layers=(), wanted=wanted)
             valid = key_mask(lengths, ids.shape[1])
             for name in names:
-                rows[name].append(states.hidden[name][valid].cpu())
+                values = states.hidden[name]
+                rows[name].append((values if name == POOLED else values[valid]).cpu())
             self.progress.advance(len(batch))
         return {name: torch.cat(parts) for name, parts in rows.items()}
+
+
+def _passes(names: Sequence[StateName]) -> list[list[StateName]]:
+    """Return names in groups that are fitted to the same sample: pooled vectors need more sequences."""
+    hidden, pooled = [name for name in names if name != POOLED], [name for name in names if name == POOLED]
+    return [group for group in (hidden, pooled) if group]
+
+
+def _bound_of(name: StateName, states: StatesIdentity) -> Bound:
+    if name == POOLED:
+        assert states.pooled is not None
+        return cosine_bound(states.pooled.min_cosine)
+    assert states.max_error is not None
+    return relative_bound(states.max_error)
 
 
 def _known_at(path: Path, identity: CacheIdentity) -> _KnownCodes | None:

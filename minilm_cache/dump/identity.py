@@ -14,6 +14,7 @@ from minilm_cache.dump.config import (
     DEFAULT_LABEL_K,
     DEFAULT_MAX_ERROR,
     DEFAULT_MAX_KL,
+    DEFAULT_MIN_COSINE,
     Chosen,
     DumpConfig,
 )
@@ -24,6 +25,7 @@ from minilm_cache.storage_schema.identity import (
     CacheIdentity,
     CodecParameters,
     DenseParameters,
+    NoRelationsParameters,
     Packing,
     TopKParameters,
     VectorsParameters,
@@ -36,7 +38,7 @@ from minilm_cache.storage_schema.manifest import (
     Labels,
 )
 from minilm_cache.storage_schema.metadata import zarr_documents
-from minilm_cache.storage_schema.states import Masking, SoftLabels, StatesIdentity
+from minilm_cache.storage_schema.states import Masking, Pooling, SoftLabels, StatesIdentity
 from minilm_cache.storage_schema.versions import RELEASE
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import (
@@ -51,6 +53,8 @@ CALIBRATION_TOKENS = 2**15
 """Tokens that codec `vectors` is fitted to."""
 STATE_CALIBRATION_TOKENS = 2**13
 """Tokens that the codes of hidden states are fitted to."""
+CALIBRATION_SEQUENCES = 2**12
+"""Sequences that the code of pooled vectors is fitted to."""
 _LEAST_CLASSES = 2
 _SHARD_BYTES = 96
 """Most bytes that the range of a shard takes in a manifest."""
@@ -83,9 +87,9 @@ def identify(
             seed=config.seed,
             split=split,
         ),
-        layers=teacher.layers,
+        layers=() if config.codec == "none" else teacher.layers,
         relation_heads=teacher.identity.num_heads,
-        relations=() if config.codec == "vectors" else ROW_RELATIONS,
+        relations=() if config.codec in ("vectors", "none") else ROW_RELATIONS,
         codec=parameters,
         states=_states(config, teacher),
     )
@@ -96,7 +100,7 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
     hidden = _numbers("--hidden", config.hidden, teacher)
     masked = _numbers("--masked-hidden", config.masked_hidden, teacher)
     first = _numbers("--first-hidden", config.first_hidden, teacher)
-    if not (hidden or masked or first or config.labels or config.logits):
+    if not (hidden or masked or first or config.labels or config.logits or config.pooled):
         return None
     if config.logits and (teacher.model.config.num_labels or 0) < _LEAST_CLASSES:
         raise InvalidConfigError(
@@ -131,6 +135,15 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
             else None
         ),
         num_classes=teacher.model.config.num_labels if config.logits else None,
+        pooled=_pooling(config, teacher) if config.pooled else None,
+    )
+
+
+def _pooling(config: DumpConfig, teacher: Teacher) -> Pooling:
+    return teacher.pooler(config.pooling).identity(
+        teacher.identity.hidden_size,
+        min_cosine=DEFAULT_MIN_COSINE if config.min_cosine is None else config.min_cosine,
+        calibration_sequences=CALIBRATION_SEQUENCES,
     )
 
 
@@ -155,6 +168,8 @@ def _numbers(option: str, chosen: Chosen | None, teacher: Teacher) -> tuple[int,
 
 def codec_parameters(config: DumpConfig) -> CodecParameters:
     """Return the parameters of the requested codec, with defaults filled in."""
+    if config.codec == "none":
+        return NoRelationsParameters()
     if config.codec == "dense":
         return DenseParameters()
     if config.codec == "vectors":

@@ -28,12 +28,8 @@ from minilm_cache.models.padding import pad
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent
 from minilm_cache.storage_schema.identity import CodecParameters, Packing, codec_words
-from minilm_cache.storage_schema.manifest import (
-    TEACHER_WEIGHTS,
-    CacheManifest,
-    LayerFidelity,
-    StateFidelity,
-)
+from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest
+from minilm_cache.storage_schema.measured import LayerFidelity, StateFidelity
 
 LEAST_SEQUENCES = 16
 """Fewest sequences of full length in a sample: enough to fit codec `vectors`, check it and hold some out."""
@@ -69,11 +65,11 @@ class PlannedSetting:
 
     @property
     def worst_kl(self) -> float:
-        """Largest KL(teacher || stored) of any relation, nats; infinite where rows are sampled."""
+        """Largest KL(teacher || stored) of any relation, nats; infinite where rows are sampled, 0 without."""
         kls = [
             fidelity.kl_teacher_to_stored for layer in self.fidelity for fidelity in layer.relations.values()
         ]
-        return max(math.inf if kl is None else kl for kl in kls)
+        return max((math.inf if kl is None else kl for kl in kls), default=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +78,8 @@ class Plan:
 
     num_tokens: int
     """Tokens of the whole corpus."""
+    num_sequences: int
+    """Sequences of the whole corpus."""
     sample_tokens: int
     """Tokens of the sample."""
     teacher_tokens_per_s: float
@@ -150,7 +148,11 @@ def plan(
             f"fitted to {MIN_SEQUENCES} at least. Give more text."
         )
     return Plan(
-        num_tokens=num_tokens, sample_tokens=sample, teacher_tokens_per_s=rate, settings=tuple(settings)
+        num_tokens=num_tokens,
+        num_sequences=len(sequences.lengths),
+        sample_tokens=sample,
+        teacher_tokens_per_s=rate,
+        settings=tuple(settings),
     )
 
 
@@ -221,9 +223,11 @@ def _fixed_s(manifest: CacheManifest, clock: "_Clock", sequences: SequenceTable)
     if manifest.calibration is None:
         return seconds
     num_train = len(sequences.lengths) - sequences.num_held_out
-    is_vectors = bool(manifest.calibration.layers)
+    is_vectors, states = bool(manifest.calibration.layers), manifest.identity.states
     tokens = CALIBRATION_TOKENS if is_vectors else STATE_CALIBRATION_TOKENS
     num_fitted = math.ceil(tokens / float(sequences.lengths.mean()))
+    if states is not None and states.pooled is not None:
+        num_fitted = max(num_fitted, states.pooled.calibration_sequences)
     fit, check = split_sample(num_train, num_fitted)
     used = manifest.calibration.num_fitted + manifest.calibration.num_checked
     spent = sum(taken for task, taken in clock.seconds.items() if task.startswith("calibrate"))

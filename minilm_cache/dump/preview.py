@@ -15,12 +15,15 @@ def preview_table(cache: Cache, tokenizer: PreTrainedTokenizerFast) -> pa.Table:
     for number in range(min(PREVIEW_SEQUENCES, len(cache))):
         sequence = cache[number]
         ids = sequence.input_ids.tolist()
+        attention = {}
+        if cache.manifest.identity.has_relations:
+            attention["attention_head0_row0"] = sequence.relation(RelationKind.ATTENTION)[0, 0].tolist()
         rows.append(
             {
                 "sequence": number,
                 "text": tokenizer.decode(ids),
                 "tokens": tokenizer.convert_ids_to_tokens(ids),
-                "attention_head0_row0": sequence.relation(RelationKind.ATTENTION)[0, 0].tolist(),
             }
+            | attention
         )
     return pa.Table.from_pylist(rows)

@@ -1,6 +1,6 @@
 """Read a batch with the teacher: its relations, and the states that a cache stores in addition to them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -8,12 +8,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from minilm_cache.corpus.masking import Masker
+from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.scores import TeacherSignal, key_mask
 from minilm_cache.relations.states import MaskedSequences, States, WantedStates, soft_labels
 from minilm_cache.storage_schema.identity import CacheIdentity
-from minilm_cache.storage_schema.states import StateFamily, StateName, StatesIdentity
+from minilm_cache.storage_schema.states import POOLED, StateFamily, StateName, StatesIdentity
 
 _MOST_PROBABILITIES: Final = 2**28
 """Most probabilities that the labels of a batch may have: 1 GiB as float32; the logits take 1 GiB more."""
@@ -37,13 +38,17 @@ class SequenceReader:
     """States that the cache stores. None means that it stores relations only."""
     masker: Masker | None
     """What masks tokens. None means that no state needs masked sequences."""
+    pooler: SentencePooler | None = None
+    """What pools hidden states. None means that no pooled vectors are stored."""
 
     @classmethod
     def of(cls, teacher: Teacher, states: StatesIdentity | None) -> "SequenceReader":
         """Return the reader for a cache of these states."""
         masking = None if states is None else states.masking
         masker = None if masking is None else Masker.of(masking, teacher.tokenizer)
-        return cls(teacher=teacher, states=states, masker=masker)
+        pooling = None if states is None else states.pooled
+        pooler = None if pooling is None else teacher.pooler(pooling.mode)
+        return cls(teacher=teacher, states=states, masker=masker, pooler=pooler)
 
     def read(
         self,
@@ -91,14 +96,19 @@ class SequenceReader:
         head: Head | None,
     ) -> tuple[States, list[TeacherSignal]]:
         """Return the states and signals of sequences without masked tokens."""
-        output = self.teacher.read(ids, lengths, hidden=_numbers(plain), head=head, layers=layers)
-        hidden = {
-            name: output.hidden[name.number][:, 0]
-            if name.family is StateFamily.FIRST
-            else output.hidden[name.number]
-            for name in plain
-        }
+        numbers = _numbers([name for name in plain if name != POOLED])
+        if POOLED in plain:
+            numbers = tuple(sorted({*numbers, self.teacher.num_layers}))
+        output = self.teacher.read(ids, lengths, hidden=numbers, head=head, layers=layers)
+        hidden = {name: self._state_of(name, output.hidden, lengths) for name in plain}
         return States(hidden=hidden, logits=output.logits), output.signals
+
+    def _state_of(self, name: StateName, hidden: Mapping[int, Tensor], lengths: Tensor) -> Tensor:
+        """Return the state that a name stands for, from the teacher's hidden states by number."""
+        if name == POOLED:
+            assert self.pooler is not None
+            return self.pooler(hidden[self.teacher.num_layers], lengths)  # type: ignore[no-any-return]
+        return hidden[name.number][:, 0] if name.family is StateFamily.FIRST else hidden[name.number]
 
     def _read_masked(
         self,

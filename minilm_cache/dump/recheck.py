@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from minilm_cache.cache import Cache, CachedSequence
+from minilm_cache.codecs.fit_states import cosine_bound
 from minilm_cache.corpus.load import Corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.audit import audit
@@ -26,7 +27,7 @@ from minilm_cache.models.padding import pad
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.states import StatesIdentity
+from minilm_cache.storage_schema.states import POOLED, StatesIdentity
 
 MAX_SHARDS = 16
 """Most shards that are sampled."""
@@ -156,11 +157,8 @@ def _state_differences(cache: Cache, teacher: Teacher) -> tuple[StateDifference,
         return ()
     numbers = [number for sampled in _sample(cache).values() for number in sampled]
     audited = audit_states(cache, SequenceReader.of(teacher, states), numbers=numbers, batch_size=_BATCH_SIZE)
-    coded = {name.folder for name in states.coded}
     return tuple(
-        StateDifference(
-            path=state.path, found=state.relative_error, allowed=_bound(state.path in coded, states)
-        )
+        StateDifference(path=state.path, found=state.relative_error, allowed=_bound(state.path, states))
         if state.relative_error is not None
         else StateDifference(
             path=state.path, found=abs(state.cross_entropy_bias or 0.0), allowed=_LABELS_AWAY
@@ -169,8 +167,11 @@ def _state_differences(cache: Cache, teacher: Teacher) -> tuple[StateDifference,
     )
 
 
-def _bound(is_coded: bool, states: StatesIdentity) -> float:
+def _bound(path: str, states: StatesIdentity) -> float:
     """Return the largest relative error that a state of the sample may have."""
+    if path == POOLED.folder and states.pooled is not None:
+        return _ERROR_FACTOR * cosine_bound(states.pooled.min_cosine).relative_error
+    is_coded = path in {name.folder for name in states.coded}
     return _ERROR_FACTOR * (states.max_error or 0.0) if is_coded else _ROUNDED_AWAY
 
 

@@ -23,7 +23,8 @@ from minilm_cache.dump.shards import ShardJob
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.identity import CacheIdentity
-from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest, Measured
+from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest
+from minilm_cache.storage_schema.measured import Measured
 from minilm_cache.store.attach import attach
 from minilm_cache.store.catalogue import find_cache
 from minilm_cache.store.creation import creating

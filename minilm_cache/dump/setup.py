@@ -105,6 +105,8 @@ def _load(config: DumpConfig, progress: Progress) -> tuple[Teacher, Corpus]:
     source = locate_teacher(config.teacher, config.revision)
     teacher = Teacher(source, choose_device(config.device), layers=config.layers, head=head_for(config))
     teacher.check_length(config.max_length)
+    if config.codec == "none":
+        teacher.tap(())
     corpus = load_corpus(config.corpus, config.text_column)
     progress.note(
         f"teacher {config.teacher} ({teacher.identity.model_type}, {teacher.identity.num_layers} layers, "

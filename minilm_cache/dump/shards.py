@@ -92,11 +92,15 @@ class ShardJob:
         lengths = np.asarray([len(ids) for ids in tokens.ids])
         starts = np.cumsum(lengths) - lengths
         teacher = self.reader.teacher
-        rows: _Rows = {
-            spec.path: np.zeros((part.num_tokens, *spec.row_shape), dtype=spec.dtype)
+        specs = [
+            spec
             for spec in array_specs(manifest.identity, manifest.calibration)
             if not self.writer.takes_over(spec)
+        ]
+        rows: _Rows = {
+            spec.path: np.zeros((spec.num_rows(part), *spec.row_shape), dtype=spec.dtype) for spec in specs
         }
+        by_sequence = {spec.path for spec in specs if spec.by_sequence}
         rows["tokens"] = np.concatenate(tokens.ids).astype(token_dtype(teacher.identity.vocab_size))
         # Relations that are linked or copied have their entropies in a table that is reused, too.
         kinds = manifest.identity.relations if self.codecs else ()
@@ -114,6 +118,9 @@ class ShardJob:
             numbers = (part.first_sequence + chosen).tolist()
             signals, encoded = self._encode_batch(batch.to(teacher.device), on_device, numbers)
             for path, values in [item for arrays in encoded for item in arrays.items() if item[0] in rows]:
+                if path in by_sequence:
+                    rows[path][chosen] = values[:, 0]
+                    continue
                 for at, n in enumerate(chosen):
                     rows[path][starts[n] : starts[n] + lengths[n]] = values[at, : lengths[n]]
             for kind in kinds:

@@ -1,4 +1,4 @@
-"""Compare students of sentence encoders with their teacher by mean-pooled embeddings, without fine-tuning."""
+"""Compare students of sentence encoders with their teacher by embeddings, without fine-tuning."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.device import choose_device, enough_memory
+from minilm_cache.models.pooling import MODULES, load_pooler
 from minilm_cache.models.saving import saving
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
@@ -24,7 +25,7 @@ from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
 try:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+    from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 except ModuleNotFoundError as error:
     raise InvalidConfigError(
         f"embeddings needs {error.name}, which is not installed: "
@@ -73,8 +74,9 @@ def compare_embeddings(
 ) -> list[EmbeddingScores]:
     """Compare models' embeddings with those of the teacher, the first model, and with human scores.
 
-    An embedding is the mean of the last hidden states over tokens, scaled to unit length. The pairs are those
-    of STS-B's dev set, which no training from a cache has seen.
+    A folder with a `modules.json` of sentence-transformers pools as that says. For other models an embedding
+    is the mean of the last hidden states over tokens. All are scaled to unit length. The pairs are those of
+    STS-B's dev set, which no training from a cache has seen.
 
     Args:
         config: pairs, lengths, MTEB tasks, and where to save.
@@ -123,7 +125,7 @@ def compare_embeddings(
 
 
 def sentence_encoder(model: Evaluated, max_length: int, device: str) -> SentenceTransformer:
-    """Return a model as a sentence-transformer that gives means over tokens, scaled to unit length.
+    """Return a model as a sentence-transformer that pools as its folder says, and scales to unit length.
 
     Args:
         model: model to wrap.
@@ -132,7 +134,7 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
 
     Raises:
         InvalidConfigError: it has fewer positions than `max_length`.
-        TeacherError: its folder has no model that is safe to load.
+        TeacherError: its folder has no model that is safe to load, or a pooling that cannot be computed.
     """
     model.tokenizer(max_length)
     safely = {"trust_remote_code": False, "local_files_only": True}
@@ -143,8 +145,20 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         processor_kwargs=safely,
         config_kwargs=safely,
     )
-    pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode="mean")
-    return SentenceTransformer(modules=[transformer, pooling, Normalize()], device=device)
+    pooler = load_pooler(model.folder, None if (model.folder / MODULES).is_file() else "mean")
+    pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode=pooler.mode)
+    dense = [
+        Dense(
+            layer.linear.in_features,
+            layer.linear.out_features,
+            bias=layer.linear.bias is not None,
+            activation_function=layer.activation,
+            init_weight=layer.linear.weight.detach(),
+            init_bias=layer.linear.bias,
+        )
+        for layer in pooler.dense
+    ]
+    return SentenceTransformer(modules=[transformer, pooling, *dense, Normalize()], device=device)
 
 
 def _pairs(config: EmbeddingsConfig, note: Callable[[str], None]) -> Sequence[TextExample]:

@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import TeacherSource, check_positions, load_model, load_tokenizer
+from minilm_cache.models.pooling import SentencePooler, load_pooler
 from minilm_cache.models.tap import Head, TappedModel
 from minilm_cache.relations.scores import TeacherSignal, key_mask
 from minilm_cache.storage_schema.identity import MAX_LAYERS, TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
+from minilm_cache.storage_schema.states import PoolingMode
 
 _VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 """Configuration keys that do not affect what the model computes."""
@@ -131,6 +133,19 @@ class Teacher:
                 if file.is_file():
                     files[f"{TEACHER_FOLDER}/{name}"] = file.read_bytes()
         return files
+
+    def pooler(self, mode: PoolingMode | None) -> SentencePooler:
+        """Return what pools its last hidden states, on its device.
+
+        Args:
+            mode: mode of a teacher whose folder does not say how it pools. None means that it must say so.
+
+        Raises:
+            InvalidConfigError: neither or both say how to pool, and differently.
+            TeacherError: its `modules.json` is damaged, or names a module that cannot be computed here.
+        """
+        pooler = load_pooler(self.folder, mode).eval().requires_grad_(requires_grad=False)
+        return pooler.to(self.device)
 
     def half_weights(self) -> bytes:
         """Return the teacher's weights in float16, as the content of a safetensors file.

@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.tap import Head, Reading
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
-from minilm_cache.objectives.spec import ObjectiveConfig
+from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.relations.loss import Method
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.identity import TeacherIdentity
@@ -92,6 +93,14 @@ class StudentObjective(nn.Module, ABC):
     """Weights of parts in the loss; 1 for parts that are not named."""
     units: Mapping[str, Unit] = MappingProxyType({})
     """What parts are means over; tokens for parts that are not named."""
+
+    @property
+    def sentence_pooler(self) -> SentencePooler | None:
+        """What makes one vector of a student's hidden states; it is saved with the student.
+
+        None means that nothing is pooled.
+        """
+        return None
 
     @abstractmethod
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:

@@ -20,8 +20,8 @@ from minilm_cache.objectives.base import (
     same_width,
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
+from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.layers import LayerPair, pairs_of
-from minilm_cache.objectives.spec import ObjectiveConfig
 from minilm_cache.objectives.tinybert import soft_cross_entropy
 from minilm_cache.relations.loss import Method
 from minilm_cache.relations.states import WantedStates

@@ -9,11 +9,11 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.tap import Head, TappedModel
 from minilm_cache.objectives.base import ObjectiveKind, ObjectiveRequest, StudentFacts, StudentObjective
 from minilm_cache.objectives.batch import WantedTargets
+from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.relations import relations_of
-from minilm_cache.objectives.spec import ObjectiveConfig
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.storage_schema.states import StateFamily, StatesIdentity
+from minilm_cache.storage_schema.states import POOLED, StateFamily, StatesIdentity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,21 +65,33 @@ def choose_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[st
             fit.
     """
     manifest = cache.manifest
-    request = ObjectiveRequest(config=config, arch=tuple(arch), cache=cache)
-    wanted = _kind(config).wanted(request)
     check_codec(config, manifest.identity.codec.name)
+    objective = live_objective(config, cache, arch=arch)
+    wanted = objective.wanted
     _check_layers(config, cache, wanted)
     _check_states(config, manifest.identity.states, wanted)
     if wanted.relation_heads is not None:
         _check_relation_heads(wanted.relation_heads, manifest, wanted.layers[-1])
-    return Objective(request=request, wanted=wanted)
+    return objective
+
+
+def live_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[str]) -> Objective:
+    """Return an objective whose targets a teacher computes anew; arguments as for `choose_objective`.
+
+    The cache gives the text, and need not hold the targets.
+
+    Raises:
+        InvalidConfigError: the objective does not go with the teacher or the students.
+    """
+    request = ObjectiveRequest(config=config, arch=tuple(arch), cache=cache)
+    return Objective(request=request, wanted=_kind(config).wanted(request))
 
 
 def check_codec(config: ObjectiveConfig, codec: str) -> None:
     """Raise InvalidConfigError for an objective that needs something that no cache of this codec holds."""
     if codec == "vectors":
         return
-    stored = {RelationKind.ATTENTION, RelationKind.VALUE}
+    stored = set() if codec == "none" else {RelationKind.ATTENTION, RelationKind.VALUE}
     missing = []
     if config.spec.is_relational:
         kinds = relations_of(
@@ -129,13 +141,14 @@ def _check_states(config: ObjectiveConfig, stored: StatesIdentity | None, wanted
     """Raise InvalidConfigError for states that the cache lacks, naming what would add them."""
     stored_names = () if stored is None else stored.coded
     options: dict[str, list[int]] = {}
+    missing = ["--pooled"] * (POOLED in wanted.states.hidden and POOLED not in stored_names)
     names = {StateFamily.HIDDEN: "--hidden", StateFamily.MASKED: "--masked-hidden"}
-    for name in wanted.states.hidden:
+    for name in (name for name in wanted.states.hidden if name != POOLED):
         is_first = name.family is StateFamily.FIRST
         stored_first = (stored.first if stored else ()) if is_first else ()
         if name not in stored_names and name.number not in stored_first:
             options.setdefault(names.get(name.family, "--first-hidden"), []).append(name.number)
-    missing = [f"{option} {','.join(map(str, numbers))}" for option, numbers in options.items()]
+    missing += [f"{option} {','.join(map(str, numbers))}" for option, numbers in options.items()]
     if wanted.states.masked and (stored is None or stored.labels is None):
         missing.append("--labels")
     if wanted.states.logits and (stored is None or stored.num_classes is None):

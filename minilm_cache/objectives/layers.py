@@ -61,7 +61,7 @@ def pairs_of(request: ObjectiveRequest, num_layers: int) -> list[LayerPair]:
     config, cache = request.config, request.cache
     if config.layer_map != "last":
         return map_layers(config.layer_map, num_layers, request.teacher.num_layers)
-    layer = cache.layers[-1] if config.teacher_layer is None else config.teacher_layer
+    layer = cache.manifest.identity.last_layer if config.teacher_layer is None else config.teacher_layer
     return [LayerPair(layer, num_layers - 1)]
 
 

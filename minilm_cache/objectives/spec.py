@@ -4,13 +4,12 @@ Rows are read by `dump --for` (what a cache must hold), `train` (which options a
 objective), `study`, `info`, model cards and the documentation. Nothing here imports torch.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, get_args
 
-from pydantic import AfterValidator, Field, model_validator
-
-from minilm_cache.settings import FrozenSettings
+from pydantic import AfterValidator
 
 LayerMap = Literal["last", "last-two", "first-last", "all", "top", "bottom"]
 Which = Literal["last", "all"]
@@ -21,7 +20,7 @@ Form = Literal["authors", "paper"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a cache must hold for an objective, in addition to the last layer's relations, which all hold."""
+    """What a cache must hold for an objective."""
 
     vectors: bool = False
     """Queries, keys and values: codec `vectors`."""
@@ -42,6 +41,11 @@ class Needs:
     """Temperature of the labels, unless `--label-temperature` says otherwise."""
     logits: bool = False
     """Logits of a teacher that classifies sequences."""
+    pooled: bool = False
+    """One vector of each sequence, and each text as a sequence of its own."""
+    relations: bool = True
+    """The last layer's relations. They are stored for every objective that is not content with other things,
+    so that the cache serves `minilm`, too."""
 
     def with_(self, other: "Needs") -> "Needs":
         """Return what a cache must hold to serve both."""
@@ -55,12 +59,14 @@ class Needs:
             all_labels=self.all_labels or other.all_labels,
             temperature=max(self.temperature, other.temperature),
             logits=self.logits or other.logits,
+            pooled=self.pooled or other.pooled,
+            relations=self.relations or other.relations,
         )
 
     def settings(self) -> dict[str, object]:
         """Return the settings of a dump that stores this, by name, without those at their defaults."""
         settings: dict[str, object] = {
-            "codec": "vectors" if self.vectors else None,
+            "codec": "vectors" if self.vectors else None if self.relations else "none",
             "layers": "all" if self.layers == "all" else None,
             "hidden": self.hidden,
             "masked_hidden": self.masked_hidden,
@@ -69,6 +75,8 @@ class Needs:
             "label_tokens": "all" if self.all_labels else None,
             "label_temperature": self.temperature if self.labels else None,
             "logits": self.logits or None,
+            "pooled": self.pooled or None,
+            "packing": "records" if self.pooled else None,
         }
         return {name: value for name, value in settings.items() if value is not None}
 
@@ -113,6 +121,8 @@ class ObjectiveSpec:
     """Whether it compares heads with heads, so that students need the teacher's number of them."""
     is_relational: bool = False
     """Whether all parts of its loss are relations, and so its held-out figures KLs in nats."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `TrainConfig`, by name, whose defaults are other ones for this objective."""
     presets: Mapping[str, Preset] = field(default_factory=dict)
     """Recipes, by name."""
 
@@ -249,6 +259,14 @@ for _spec in (
         has_forms=True,
     ),
     ObjectiveSpec(
+        name="embedding",
+        kind=f"{_PACKAGE}.embedding:Embedding",
+        needs=Needs(pooled=True, relations=False),
+        learns_from="the embeddings of a teacher",
+        options=frozenset({"loss", "matryoshka"}),
+        recipe={"lr": 2e-4, "batch_size": 64, "dropout": "none", "batches": "by-length"},
+    ),
+    ObjectiveSpec(
         name="mobilebert",
         kind=f"{_PACKAGE}.mobilebert:MobileBert",
         needs=Needs(vectors=True, layers="all", hidden="all"),
@@ -292,83 +310,5 @@ def needs_of(objectives: Sequence[str]) -> Needs:
     Raises:
         ValueError: there is no objective of one of these names.
     """
-    needs = Needs()
-    for name in objectives:
-        needs = needs.with_(OBJECTIVES[known_objective(name)].needs)
-    return needs
-
-
-class ObjectiveConfig(FrozenSettings):
-    """What students learn: the settings that `train`, `chain` and `study` share."""
-
-    group = "Objective"
-    objective: ObjectiveName = Field(
-        "minilm", description=f"What students learn: {', '.join(OBJECTIVES)} (docs/objectives.md)."
-    )
-    relation_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Relation heads of objective `minilmv2`. None means the heads of the teacher's attention."""
-    value_relation: bool = True
-    """Learn the value relation, too (objective `minilm`)."""
-    query_key_relations: bool = False
-    """Learn query and key relations, too (objective `minilm`)."""
-    form: Form | None = None
-    """Whose loss to compute where the code of a paper's authors differs from its equations: the code
-    (`authors`) or the equations (`paper`). None means `authors`, or nothing where there is no difference."""
-    patience: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Weight beta of the patient loss of `bert-pkd`. None means 500, or 100 with `--form paper`."""
-    temperature: Annotated[float, Field(gt=0, le=100)] | None = None
-    """What logits are divided by before they are compared, for `bert-pkd` and `tinybert-prediction`. None
-    means 10 for `bert-pkd` (1 with `--form paper`) and 1 for `tinybert-prediction`."""
-    ground_truth: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Share of the true tokens in the targets of `mlm-kd`; the teacher's labels are the rest. None means
-    0."""
-    layer_map: LayerMap = "last"
-    """Which layers of a student learn from which of the teacher; maps other than `last` need a cache of those
-    layers. The default of `tinybert` and `bert-pkd` is `all`."""
-    teacher_layer: Annotated[int, Field(ge=0, lt=1024)] | None = None
-    """Layer of the teacher to learn from, counted from 0. None means the last layer in the cache."""
-
-    @property
-    def spec(self) -> ObjectiveSpec:
-        """The row of the objective."""
-        return OBJECTIVES[self.objective]
-
-    @property
-    def is_authors(self) -> bool:
-        """Whether the loss is that of the authors' code, and not the paper's equation."""
-        return self.form == "authors"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in_defaults_of_the_objective(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Fill in the layer map and the form of the objective where none is given."""
-        name = values.get("objective") or "minilm"
-        spec = OBJECTIVES.get(name) if isinstance(name, str) else None
-        if spec is None:  # the check of the field names the objectives that exist
-            return values
-        layer_map, form = values.get("layer_map"), values.get("form")
-        if layer_map is not None and layer_map not in spec.maps and layer_map in get_args(LayerMap):
-            raise ValueError(f"--layer-map {layer_map} does not go with --objective {name}")
-        if form is not None and not spec.has_forms:
-            having = ", ".join(sorted(spec.name for spec in OBJECTIVES.values() if spec.has_forms))
-            raise ValueError(f"--form does not go with --objective {name}; it goes with {having}")
-        return {
-            **values,
-            "layer_map": spec.maps[0] if layer_map is None else layer_map,
-            "form": ("authors" if spec.has_forms else None) if form is None else form,
-        }
-
-    @model_validator(mode="after")
-    def _options_go_with_the_objective(self) -> "ObjectiveConfig":
-        every = {option for spec in OBJECTIVES.values() for option in spec.options}
-        for name in sorted(every - self.spec.options):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                having = " and ".join(spec.name for spec in OBJECTIVES.values() if name in spec.options)
-                flag = "--no-value-relation" if name == "value_relation" else f"--{name.replace('_', '-')}"
-                only = "them" if " and " in having else "it"
-                raise ValueError(f"{flag} goes with --objective {having}, and only with {only}")
-        if self.teacher_layer is not None and not self.spec.one_layer:
-            raise ValueError(f"--teacher-layer does not go with --objective {self.objective}")
-        if self.layer_map != "last" and self.teacher_layer is not None:
-            raise ValueError("--teacher-layer goes with --layer-map last, and only with it")
-        return self
+    needs = [OBJECTIVES[known_objective(name)].needs for name in objectives]
+    return functools.reduce(Needs.with_, needs) if needs else Needs()

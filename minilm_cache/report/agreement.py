@@ -106,7 +106,7 @@ def relation_agreement(
         model = load_student(student.folder, teacher.device)
         if student.relation_heads is None and _num_heads(model) != cache.manifest.identity.relation_heads:
             continue
-        teacher.tap((cache.manifest.identity.layers[-1] if student.layer is None else student.layer,))
+        teacher.tap((cache.manifest.identity.last_layer if student.layer is None else student.layer,))
         agreements += _agreement(student, model, teacher=teacher, ids=ids)
     return agreements
 

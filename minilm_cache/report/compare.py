@@ -77,7 +77,7 @@ def live_held_out_kl(
     if not manifest.num_held_out:
         return [None] * len(students)
     wanted = objective.wanted
-    teacher.tap(wanted.layers or manifest.identity.layers[-1:])
+    teacher.tap(wanted.layers or (manifest.identity.last_layer,))
     measures = [_loss_function(load_student(folder, teacher.device), objective) for folder in students]
     reader = BatchReader(
         cache, WantedTargets(kinds=()), pad_token=teacher.tokenizer.pad_token_id, device=teacher.device

@@ -57,7 +57,7 @@ class ModelMaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One text and the relations of all models on it, the teacher first."""
+    """One text and the relations of all models on it, the teacher first if its relations are known."""
 
     label: str
     tokens: tuple[str, ...]
@@ -108,14 +108,23 @@ def examples(
     models = [(name, load_student(folder, torch.device("cpu"))) for name, folder in students]
     shown = []
     for label, sequence, ids in texts:
-        expected = _live_maps(teacher, ids) if teacher is not None else _stored_maps(cache, sequence or 0)
+        expected = _teacher_maps(cache, teacher, ids=ids, sequence=sequence)
         learned = [_model_maps(name, "student", model=model, ids=ids) for name, model in models]
-        shown.append(Example(label=label, tokens=_tokens(tokenizer, ids), models=(expected, *learned)))
+        shown.append(Example(label=label, tokens=_tokens(tokenizer, ids), models=(*expected, *learned)))
     return shown
 
 
 def _tokens(tokenizer: PreTrainedTokenizerFast, ids: Int[Tensor, " length"]) -> tuple[str, ...]:
     return tuple(map(str, tokenizer.convert_ids_to_tokens(ids.tolist())))
+
+
+def _teacher_maps(
+    cache: Cache, teacher: Teacher | None, *, ids: Int[Tensor, " length"], sequence: int | None
+) -> list[ModelMaps]:
+    """Return the teacher's relations of a text, run again or as stored; none where none are stored."""
+    if teacher is not None:
+        return [_live_maps(teacher, ids)]
+    return [_stored_maps(cache, sequence or 0)] if cache.manifest.identity.has_relations else []
 
 
 def _live_maps(teacher: Teacher, ids: Int[Tensor, " length"]) -> ModelMaps:

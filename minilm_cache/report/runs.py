@@ -11,9 +11,9 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.student import student_config, teacher_config
-from minilm_cache.objectives.check import Objective, choose_objective
+from minilm_cache.objectives.check import Objective, choose_objective, live_objective
+from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.relations import split_into
-from minilm_cache.objectives.spec import ObjectiveConfig
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.remote import is_url, without_secrets
 from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
@@ -183,6 +183,8 @@ class TrainedRun(Described):
             settings["objective"] = "minilm"
         arch = settings.pop("arch")
         config = ObjectiveConfig.model_validate({**settings, "teacher_layer": self.layer})
+        if not self.reference.manifest.identity.has_relations:  # only a teacher that runs again has them
+            return live_objective(config, self.reference, arch=arch)
         return choose_objective(config, self.reference, arch=arch)
 
     @property

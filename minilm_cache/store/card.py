@@ -2,10 +2,21 @@
 
 from huggingface_hub import DatasetCardData
 
-from minilm_cache.storage_schema.manifest import PREVIEW, TEACHER_WEIGHTS, CacheManifest, Measured
+from minilm_cache.storage_schema.identity import CacheIdentity
+from minilm_cache.storage_schema.manifest import PREVIEW, TEACHER_WEIGHTS, CacheManifest
+from minilm_cache.storage_schema.measured import Measured
 from minilm_cache.wording import markdown, printable
 
+_PYTHON = {True: 'relation("attention")', False: "states()"}
+"""What reads a sequence's content, for caches with relations and for those without."""
 _PREVIEW = {"config_name": "preview", "data_files": "preview/*.parquet", "default": True}
+
+
+def _contents(identity: CacheIdentity) -> str:
+    """Return what a cache holds, as the beginning of a sentence."""
+    if not identity.has_relations:
+        return "States"
+    return f"Attention distributions and value relations of {_layers(identity.layers)}"
 
 
 def _layers(layers: tuple[int, ...]) -> str:
@@ -20,12 +31,30 @@ def _states_table(measured: Measured) -> list[str]:
     rows = [
         f"| `{state.path}` | {state.bytes_per_token:.1f} | "
         f"{'' if state.relative_error is None else f'{state.relative_error:.4f}'} | "
-        f"{'' if state.cross_entropy_bias is None else f'{state.cross_entropy_bias:+.4f}'} |"
+        f"{'' if state.cross_entropy_bias is None else f'{state.cross_entropy_bias:+.4f}'} | "
+        f"{'' if state.cosine is None else f'{state.cosine:.5f}'} |"
         for state in measured.states
     ]
     return [
-        "| state | bytes per token | relative error | cross-entropy bias, nats |",
-        "|---|---|---|---|",
+        "| state | bytes per token | relative error | cross-entropy bias, nats | cosine |",
+        "|---|---|---|---|---|",
+        *rows,
+        "",
+    ]
+
+
+def _relations_table(measured: Measured) -> list[str]:
+    if not measured.fidelity:
+        return []
+    rows = [
+        f"| {layer.layer} | {kind} | {fidelity.kl_stored_to_teacher:.4f} | {fidelity.mass_kept:.3f} "
+        f"| {fidelity.cross_entropy_bias:+.4f} |"
+        for layer in measured.fidelity
+        for kind, fidelity in layer.relations.items()
+    ]
+    return [
+        "| layer | relation | KL(stored, teacher), nats | mass kept | cross-entropy bias, nats |",
+        "|---|---|---|---|---|",
         *rows,
         "",
     ]
@@ -42,7 +71,8 @@ def cache_card(manifest: CacheManifest) -> str:
     measured = manifest.measured
     assert measured is not None
     data = DatasetCardData(
-        pretty_name=f"Relations of {printable(manifest.labels.teacher)} on "
+        pretty_name=f"{'Relations' if manifest.identity.has_relations else 'States'} of "
+        f"{printable(manifest.labels.teacher)} on "
         f"{printable(manifest.labels.corpus)}",
         tags=["minilm-cache", "zarr", "knowledge-distillation"],
         configs=[
@@ -51,12 +81,6 @@ def cache_card(manifest: CacheManifest) -> str:
         ],
     )
     identity = manifest.identity
-    rows = [
-        f"| {layer.layer} | {kind} | {fidelity.kl_stored_to_teacher:.4f} | {fidelity.mass_kept:.3f} "
-        f"| {fidelity.cross_entropy_bias:+.4f} |"
-        for layer in measured.fidelity
-        for kind, fidelity in layer.relations.items()
-    ]
     return "\n".join(
         [
             "---",
@@ -64,7 +88,7 @@ def cache_card(manifest: CacheManifest) -> str:
             "---",
             f"# {markdown(str(data.pretty_name))}",
             "",
-            f"Attention distributions and value relations of {_layers(identity.layers)}, for distilling",
+            f"{_contents(identity)}, for distilling",
             "students offline with minilm-cache. Format version "
             f"{manifest.format_version}; every array opens with plain `zarr.open_group`.",
             "",
@@ -77,20 +101,17 @@ def cache_card(manifest: CacheManifest) -> str:
             f"({identity.packing.mode}), {manifest.num_tokens:,} tokens; the last {manifest.num_held_out:,} "
             "sequences are held out",
             f"- codec: {identity.codec.in_words}; {measured.bytes_per_token:.1f} bytes per token",
-            *([f"- beside relations: {identity.states.in_words}"] if identity.states is not None else []),
+            *([f"- states: {identity.states.in_words}"] if identity.states is not None else []),
             f"- fingerprint: `{manifest.fingerprint}`",
             "",
             f"Measured on {measured.fidelity_sequences} {manifest.measured_on}, from the bytes on disk:",
             "",
-            "| layer | relation | KL(stored, teacher), nats | mass kept | cross-entropy bias, nats |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
+            *_relations_table(measured),
             *_states_table(measured),
             "```python",
             "from minilm_cache import open_cache",
             "cache = open_cache(path)",
-            'cache[0].input_ids, cache[0].relation("attention")',
+            f"cache[0].input_ids, cache[0].{_PYTHON[identity.has_relations]}",
             "```",
             "",
         ]

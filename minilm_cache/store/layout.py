@@ -92,7 +92,7 @@ def default_shard_tokens(identity: CacheIdentity, calibration: Calibration | Non
     """
     tokens = 2**18
     least = 2 * identity.packing.max_length
-    most = min(_GOOD_SHARD_BYTES * len(identity.layers), _MAX_WRITTEN_BYTES)
+    most = min(_GOOD_SHARD_BYTES * max(1, len(identity.layers)), _MAX_WRITTEN_BYTES)
     while tokens >= least and shard_bytes(identity, calibration, tokens) > most:
         tokens //= 2
     return tokens

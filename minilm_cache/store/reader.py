@@ -60,7 +60,10 @@ class Shard:
     first_sequence: int
     """Number in the cache of the first sequence."""
     rows: Mapping[str, npt.NDArray[np.generic]]
-    """Array path to rows, `(tokens of the shard, ...)`, without slack."""
+    """Array path to rows, `(tokens of the shard, ...)`, without slack; `(sequences of the shard, ...)` for
+    paths in `by_sequence`."""
+    by_sequence: frozenset[str]
+    """Paths of arrays with one row for each sequence."""
     starts: npt.NDArray[np.int64]
     """First row of each sequence within `rows`, `(sequences,)`."""
     lengths: npt.NDArray[np.int64]
@@ -81,8 +84,11 @@ class Shard:
         return float(self.entropies[kind][number - self.first_sequence])
 
     def rows_of(self, path: str, number: int) -> npt.NDArray[np.generic]:
-        """Return a sequence's rows of the array at `path`, `(length, ...)`."""
-        start = int(self.starts[number - self.first_sequence])
+        """Return a sequence's rows of the array at `path`, `(length, ...)`, or `(1, ...)`."""
+        at = number - self.first_sequence
+        if path in self.by_sequence:
+            return self.rows[path][at : at + 1]
+        start = int(self.starts[at])
         return self.rows[path][start : start + self.length(number)]
 
     def sequence(self, number: int) -> dict[str, npt.NDArray[np.generic]]:
@@ -133,7 +139,7 @@ class CacheReader:
 
     @property
     def specs(self) -> tuple[ArraySpec, ...]:
-        """All arrays with a row per token."""
+        """All arrays with a row per token or sequence."""
         return array_specs(self.manifest.identity, self.manifest.calibration)
 
     def _documents(self) -> dict[str, bytes]:
@@ -183,6 +189,7 @@ class CacheReader:
             number=number,
             first_sequence=self.manifest.shards[number].first_sequence,
             rows=rows,
+            by_sequence=frozenset(spec.path for spec in specs if spec.by_sequence),
             starts=table["offset"].to_numpy() - number * size,
             lengths=table["length"].to_numpy().astype(np.int64),
             entropies={
@@ -198,8 +205,8 @@ class CacheReader:
         path = spec.shard_path(number)
         content = read_checked(self.root, path, self._require(number).files[path])
         try:
-            num_tokens = self.manifest.shards[number].num_tokens
-            return decode_shard(content, spec, shard_tokens=self.manifest.shard_tokens, num_tokens=num_tokens)
+            num_rows = spec.num_rows(self.manifest.shards[number])
+            return decode_shard(content, spec, shard_tokens=self.manifest.shard_tokens, num_rows=num_rows)
         except CacheCorruptError as error:
             raise CacheCorruptError(f"{self.root / path} is damaged: {error}. {_REMEDY}") from error
 

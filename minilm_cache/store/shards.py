@@ -24,15 +24,15 @@ _ENTRY_BYTES: Final = 16
 
 
 def decode_shard(
-    content: bytes, spec: ArraySpec, *, shard_tokens: int, num_tokens: int
+    content: bytes, spec: ArraySpec, *, shard_tokens: int, num_rows: int
 ) -> npt.NDArray[np.generic]:
-    """Return a shard's rows without its slack, `(num_tokens, ...)`, in the memory order of their coding.
+    """Return a shard's rows without its slack, `(num_rows, ...)`, in the memory order of their coding.
 
     Args:
         content: bytes of the whole file.
         spec: description of the array.
         shard_tokens: rows of a shard, slack included.
-        num_tokens: number of rows to return, from the first on.
+        num_rows: number of rows to return, from the first on.
 
     Raises:
         CacheCorruptError: a chunk is missing, fails its checksum, or has the wrong size.
@@ -43,12 +43,12 @@ def decode_shard(
     # Components that are coded one after the other stay in that order: transposing them here would take as
     # long as decompressing them, and most readers need only a few rows.
     order: Literal["C", "F"] = "F" if spec.compressor == "pcodec" else "C"
-    rows = np.empty((num_tokens, *spec.row_shape), np.dtype(spec.dtype).newbyteorder("<"), order=order)
-    for number, first in enumerate(range(0, num_tokens, chunk_rows)):
+    rows = np.empty((num_rows, *spec.row_shape), np.dtype(spec.dtype).newbyteorder("<"), order=order)
+    for number, first in enumerate(range(0, num_rows, chunk_rows)):
         part = _checked(_slice(content, *index[number]))
-        num_rows = min(chunk_rows, num_tokens - first)
+        size = min(chunk_rows, num_rows - first)
         try:
-            rows[first : first + num_rows] = decode(part, spec, chunk_rows)[:num_rows]
+            rows[first : first + size] = decode(part, spec, chunk_rows)[:size]
         except (OSError, RuntimeError, ValueError) as error:
             raise CacheCorruptError(f"an inner chunk cannot be decompressed: {error}") from error
     return rows

@@ -20,13 +20,8 @@ from filelock import FileLock, Timeout
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, ShardBusyError, StorageError
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs
-from minilm_cache.storage_schema.manifest import (
-    MAX_MANIFEST_BYTES,
-    CacheManifest,
-    CommitRecord,
-    FileDigest,
-    Measured,
-)
+from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest, CommitRecord, FileDigest
+from minilm_cache.storage_schema.measured import Measured
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import sequence_columns

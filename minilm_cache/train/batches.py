@@ -38,7 +38,7 @@ class _StoredBatch:
     lengths: npt.NDArray[np.int64]
     counts: Counts
     rows: Mapping[str, npt.NDArray[np.generic]]
-    """Array path to `(batch, length, ...)`."""
+    """Array path to `(batch, length, ...)`, or `(batch, 1, ...)` where a sequence has one row."""
     entropy: Mapping[RelationKind, npt.NDArray[np.float32]]
     """The teacher's mean row entropy of each sequence, nats."""
 
@@ -83,7 +83,7 @@ class BatchReader:
         self._cache = cache
         self._wanted = wanted
         self._codecs = [cache.codecs[layer] for layer in wanted.layers or cache.layers[-1:]]
-        estimated = cache.manifest.identity.relations if cache.codec.is_unbiased else ()
+        estimated = cache.manifest.identity.relations if cache.is_unbiased else ()
         paths = {path: None for codec in self._codecs for path in codec.paths(wanted.relations)}
         if wanted.vectors:
             paths |= {codec.codes_path: None for codec in self._codecs if isinstance(codec, VectorsCodec)}
@@ -113,7 +113,7 @@ class BatchReader:
                 buffers = stack.enter_context(
                     closing(self._buffers_with_shards(plan.streams[number].stream(position)))
                 )
-                streams[number] = _pieces(buffers, plan.part_size)
+                streams[number] = _pieces(buffers, plan.part_size, by_length=plan.by_length)
             ahead = stack.enter_context(ThreadPoolExecutor(max_workers=1))
             pending = ahead.submit(_gather_step, streams, plan, self._read_plan)
             while True:
@@ -242,12 +242,18 @@ def _paths_by_reading(codec: StatesCodec | None, paths: Iterable[str]) -> tuple[
     )
 
 
-def _pieces(buffers: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: int) -> Iterator[list[_Piece]]:
+def _pieces(
+    buffers: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: int, *, by_length: bool = False
+) -> Iterator[list[_Piece]]:
     """Cut a stream into batches; a batch at the end of a buffer may continue in the next buffer."""
     batch: list[_Piece] = []
     room = batch_size
     for shards, buffer in buffers:
-        sequences = buffer.sequences
+        if by_length:
+            # A stream begins at a whole batch, so what was skipped ends one, too.
+            head = buffer.skipped % batch_size if buffer.skipped else room % batch_size
+            buffer = buffer.in_order(_lengths(shards, buffer), batch_size, head=head)
+        sequences = buffer.sequences[buffer.skipped :]
         while len(sequences):
             taken, sequences = sequences[:room], sequences[room:]
             batch.append((shards, taken, buffer.epoch))
@@ -255,6 +261,16 @@ def _pieces(buffers: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: i
             if room == 0:
                 yield batch
                 batch, room = [], batch_size
+
+
+def _lengths(shards: Mapping[int, Shard], buffer: Buffer) -> npt.NDArray[np.int64]:
+    """Return the tokens of each sequence of a buffer."""
+    lengths = np.empty(len(buffer.sequences), np.int64)
+    for shard in shards.values():
+        places = buffer.sequences - shard.first_sequence
+        inside = (places >= 0) & (places < len(shard.lengths))
+        lengths[inside] = shard.lengths[places[inside]]
+    return lengths
 
 
 def _gather_step(
@@ -283,6 +299,12 @@ def _gather(pieces: Sequence[_Piece], read_plan: _ReadPlan) -> _StoredBatch:
     for path in ("tokens", *read_plan.paths):
         first_shard, _, first_epoch = sequences[0]
         like = first_shard.rows[read_plan.path_in(first_epoch, path)]
+        if path in first_shard.by_sequence:
+            parts = [
+                shard.rows_of(read_plan.path_in(epoch, path), number) for shard, number, epoch in sequences
+            ]
+            rows[path] = np.stack(parts)
+            continue
         padded = np.zeros((len(sequences), lengths.max(), *like.shape[1:]), dtype=like.dtype)
         for at, (shard, number, epoch) in enumerate(sequences):
             # torch transposes rows that lie component by component several times as fast as numpy does.

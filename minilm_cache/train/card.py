@@ -40,6 +40,11 @@ def save_student(
             if path in reader.manifest.files:
                 (new / name).write_bytes(_safe_tokenizer_file(name, reader.attachment(path)))
         trainer.model.model.save_pretrained(new)
+        pooler = trainer.learner.objective.sentence_pooler
+        if pooler is not None:
+            config = trainer.model.model.config
+            length = reader.manifest.identity.packing.max_length
+            pooler.save(new, hidden_size=config.hidden_size, max_length=length)
         untrained = untrained_modules(trainer.model.model)
         head = trainer.learner.objective.needs.head
         (new / "README.md").write_text(
@@ -89,6 +94,16 @@ def untrained_modules(model: nn.Module) -> list[str]:
     return names
 
 
+_SENTENCES: Final = (
+    "```python",
+    "from sentence_transformers import SentenceTransformer",
+    'SentenceTransformer(FOLDER).encode(["one text", "another text"])',
+    "```",
+    "",
+)
+"""How to use a student that makes vectors of texts; `FOLDER` is the folder of the card."""
+
+
 def _untrained_note(untrained: Sequence[str]) -> list[str]:
     if not untrained:
         return []
@@ -117,9 +132,10 @@ def student_card(
         untrained: names of modules that keep their initial values.
         head: head of the student. None means no head.
     """
+    is_sentence_encoder = identity.spec.needs.pooled
     data = ModelCardData(
-        library_name="transformers",
-        pipeline_tag=_PIPELINES[head],
+        library_name="sentence-transformers" if is_sentence_encoder else "transformers",
+        pipeline_tag="sentence-similarity" if is_sentence_encoder else _PIPELINES[head],
         tags=["minilm-cache", "knowledge-distillation"],
     )
     teacher, name = manifest.identity.teacher, markdown(manifest.labels.teacher)
@@ -140,6 +156,7 @@ def student_card(
         f"seed {identity.seed}",
         *([] if record.begun_with is None else [f"- begun with {markdown(record.begun_with)}"]),
         "",
+        *(_SENTENCES if is_sentence_encoder else ()),
         *_untrained_note(untrained),
     ]
     before, after = record.held_out_before, record.held_out_after

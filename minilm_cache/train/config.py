@@ -1,10 +1,11 @@
 """Settings of a training, apart from its cache and the folder of its run."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from minilm_cache.objectives.spec import ObjectiveConfig
+from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings
 
 DEFAULT_EPOCHS = 5.0
@@ -42,6 +43,11 @@ class RecipeSettings(FrozenSettings):
     """Greatest norm of a student's gradient; longer ones are scaled down to it. None means no limit."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of initial weights, dropout and order."""
+    dropout: Literal["teacher", "none"] = "teacher"
+    """Dropout of students: as in the teacher's configuration, or none (default of `embedding`)."""
+    batches: Literal["shuffled", "by-length"] = "shuffled"
+    """How sequences come together in batches: at random, or with others of about their length (default of
+    `embedding`), which saves padding."""
     buffer_shards: Annotated[int, Field(ge=1)] = 4
     """Shards whose sequences are shuffled together."""
     init: str | None = None
@@ -97,6 +103,13 @@ class RunSettings(FrozenSettings):
 
 class TrainConfig(StudentSettings, ObjectiveConfig, RecipeSettings, ComputeSettings, RunSettings):
     """Settings of a training: everything but the cache and the folder of the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_recipe_of_the_objective(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Fill in the settings that the objective trains best with, where they are not given."""
+        spec = OBJECTIVES.get(str(values.get("objective")))
+        return values if spec is None else {**spec.recipe, **values}
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainConfig":

@@ -50,10 +50,16 @@ class RunIdentity(StoredModel):
     patience: float | None = None
     temperature: float | None = None
     ground_truth: float | None = None
+    loss: tuple[str, ...] = ()
+    matryoshka: tuple[int, ...] = ()
     steps: Annotated[int, Field(ge=1, lt=2**53)]
     batch_size: int
     lr: float
     warmup: float
+    dropout: Literal["none"] | None = None
+    """`none`: students are trained without dropout. None means with that of the teacher's configuration."""
+    batches: Literal["by-length"] | None = None
+    """`by-length`: sequences of about the same length share a batch. None means that they come at random."""
     weight_decay: float
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     buffer_shards: int
@@ -74,7 +80,17 @@ class RunIdentity(StoredModel):
     evaluation at the end alone."""
 
     sections: ClassVar[frozenset[str]] = frozenset(
-        {"dealing", "form", "patience", "temperature", "ground_truth"}
+        {
+            "dealing",
+            "form",
+            "patience",
+            "temperature",
+            "ground_truth",
+            "loss",
+            "matryoshka",
+            "dropout",
+            "batches",
+        }
     )
 
     @classmethod
@@ -109,6 +125,8 @@ class RunIdentity(StoredModel):
             "teacher_layer": layer,
             "steps": steps,
             "num_streams": len(plan.streams),
+            "dropout": "none" if config.dropout == "none" else None,
+            "batches": "by-length" if config.batches == "by-length" else None,
             "form": "authors" if config.form == "authors" else None,
             "dealing": "sequences" if len(plan.streams) > 1 else None,
             "num_parts": plan.num_parts,

@@ -304,7 +304,7 @@ class _Run:
             trainer.shape.arch: StudentRecord(
                 arch=trainer.shape.arch,
                 num_parameters=trainer.num_parameters,
-                target="teacher" if self.cache.codec.is_unbiased else "stored rows",
+                target="teacher" if self.cache.is_unbiased else "stored rows",
                 init=self.beginnings.of[trainer.shape.arch].kind,
                 begun_with=self.beginnings.of[trainer.shape.arch].in_words,
                 held_out_before=before,

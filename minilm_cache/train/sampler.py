@@ -17,6 +17,9 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.storage_schema.manifest import CacheManifest, ShardRange
 from minilm_cache.train.config import TrainConfig
 
+_POOL_BATCHES = 32
+"""Batches whose sequences are sorted by length together."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
@@ -28,6 +31,36 @@ class Buffer:
     """Numbers of the sequences to take from these shards, in order."""
     epoch: int
     """Pass over the cache, counted from 0; it decides which masked reading of a sequence is used."""
+    skipped: int = 0
+    """Sequences at the beginning that a resumed run has taken."""
+
+    def in_order(self, lengths: npt.NDArray[np.int64], batch_size: int, *, head: int) -> "Buffer":
+        """Return the buffer with sequences of about the same length next to each other, batch by batch.
+
+        Sequences are sorted by length within a few batches at a time, and these batches are shuffled, so
+        texts of all lengths come in any order. It is a pure function of the buffer.
+
+        Args:
+            lengths: tokens of each of `sequences`, `(sequences,)`.
+            batch_size: sequences of a batch.
+            head: sequences at the beginning that complete the batch of the buffer before.
+        """
+        head = min(head, len(self.sequences))
+        pools = [
+            head + pool[np.argsort(lengths[head:][pool], kind="stable")]
+            for pool in np.split(
+                np.arange(len(self.sequences) - head),
+                range(_POOL_BATCHES * batch_size, len(self.sequences) - head, _POOL_BATCHES * batch_size),
+            )
+        ]
+        ordered = np.concatenate([np.arange(head), *pools])
+        last = head + (len(ordered) - head) // batch_size * batch_size
+        batches = ordered[head:last].reshape(-1, batch_size)
+        shuffled = batches[
+            np.random.default_rng([self.epoch, int(self.sequences[0])]).permutation(len(batches))
+        ]
+        ordered[head:last] = shuffled.ravel()
+        return replace(self, sequences=self.sequences[ordered])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +137,9 @@ class SequenceOrder:
         skipped = position - self.num_sequences(epoch)
         while True:
             for buffer in self.epoch(epoch):
-                rest = buffer.sequences[skipped:]
+                if skipped < len(buffer.sequences):
+                    yield replace(buffer, skipped=skipped)
                 skipped = max(0, skipped - len(buffer.sequences))
-                if len(rest):
-                    yield replace(buffer, sequences=rest)
             epoch += 1
 
 
@@ -127,6 +159,8 @@ class StepPlan:
     """Parts of a step, summed over all processes."""
     own_parts: tuple[int, ...]
     """Numbers of the parts that this process takes."""
+    by_length: bool = False
+    """Whether sequences of about the same length share a part."""
 
     @property
     def part_size(self) -> int:
@@ -181,4 +215,5 @@ def plan_steps(
         batch_size=config.batch_size,
         num_parts=num_parts,
         own_parts=tuple(range(rank, num_parts, num_ranks)),
+        by_length=config.batches == "by-length",
     )

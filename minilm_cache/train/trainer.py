@@ -93,7 +93,7 @@ class StudentTrainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self._config, step, self._steps)
         self.optimizer.zero_grad(set_to_none=True)
-        self.model.train()
+        self.model.train(self._config.dropout == "teacher")
         self._taken = {}
 
     def learn(self, batch: StudentBatch, step: int, shares: Mapping[Unit, float]) -> None:

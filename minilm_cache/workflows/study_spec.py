@@ -12,7 +12,8 @@ from pydantic import Field
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.check import check_codec
-from minilm_cache.objectives.spec import ObjectiveConfig, known_objective
+from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.objectives.spec import known_objective
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.remote import is_url

@@ -85,7 +85,7 @@ def write_cache(name: str, settings: dict[str, Any]) -> None:
     for number in range(len(cache)):
         sequence = cache[number]
         expected[f"ids_{number}"] = sequence.input_ids.numpy()
-        for kind in cache.codec.everything.kinds:
+        for kind in cache.codec.everything.kinds if cache.codec is not None else ():
             expected[f"{kind}_{number}"] = sequence.relation(kind).numpy()
         if cache.states_codec is not None:
             expected |= {f"{name}_{number}": values for name, values in states_of(sequence).items()}

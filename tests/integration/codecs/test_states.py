@@ -28,7 +28,7 @@ from minilm_cache.errors import (
 from minilm_cache.models.teacher import Teacher, TeacherReading
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.relations.states import SparseLabels
-from minilm_cache.storage_schema.manifest import StateFidelity
+from minilm_cache.storage_schema.measured import StateFidelity
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.store.pull import pull
 from minilm_cache.store.push import push

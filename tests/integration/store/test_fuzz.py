@@ -127,7 +127,10 @@ def read_all(path: Path) -> list[torch.Tensor]:
     found = []
     for shard in cache.manifest.shards:
         sequence = cache[shard.first_sequence]
-        found += [sequence.input_ids, *(sequence.relation(kind) for kind in cache.codec.everything.kinds)]
+        found += [
+            sequence.input_ids,
+            *(sequence.relation(kind) for kind in cache.codecs[cache.layers[-1]].everything.kinds),
+        ]
         if cache.states_codec is not None:
             states = sequence.states()
             found += states.hidden.values()

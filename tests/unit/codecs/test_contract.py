@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minilm_cache.codecs.base import Codec, RelationCodec
 from minilm_cache.codecs.dense import DenseCodec
-from minilm_cache.codecs.fit_states import fit_state
+from minilm_cache.codecs.fit_states import fit_state, relative_bound
 from minilm_cache.codecs.fit_vectors import calibrate
 from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.codecs.topk import PPS_RATIO, TopKCodec
@@ -72,7 +72,7 @@ def fitted_vectors() -> RelationCodec:
 def fitted_states() -> StatesCodec:
     """Return the codec of a cache with every sort of state."""
     rows = torch.randn(400, WIDTH, generator=torch.Generator().manual_seed(5))
-    code, _ = fit_state(rows[:300], rows[300:], 0.1)
+    code, _ = fit_state(rows[:300], rows[300:], relative_bound(0.1))
     identity = StatesIdentity(
         hidden=(2,),
         first=(1,),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minilm_cache.codecs.build import build_codec, layer_codec
-from minilm_cache.codecs.fit_states import fit_state, relative_error
+from minilm_cache.codecs.fit_states import fit_state, relative_bound, relative_error
 from minilm_cache.codecs.fit_vectors import calibrate, measured_kl, split_sample
 from minilm_cache.codecs.packed_bytes import byte_sums, has_zero_byte
 from minilm_cache.codecs.quantize import FIRST_CODE, LAST_CODE, LogScale
@@ -182,7 +182,7 @@ def test_a_fitted_state_keeps_the_error_that_was_allowed(max_error: float, seed:
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(8, 8, generator=generator)
     rows = torch.randn(500, 8, generator=generator) @ mixing + 3
-    code, error = fit_state(rows[:400], rows[400:], max_error)
+    code, error = fit_state(rows[:400], rows[400:], relative_bound(max_error))
     stored = code.rows(code.codes(rows[400:]))
     away = (stored - rows[400:]).square().sum() / (rows[400:] - rows[:400].mean(0)).square().sum()
 
@@ -195,7 +195,9 @@ def test_an_error_that_no_step_reaches_is_refused() -> None:
     generator = torch.Generator().manual_seed(0)
     with pytest.raises(InvalidConfigError):
         fit_state(
-            torch.randn(40, 4, generator=generator) * 1e-6, 1e6 * torch.randn(9, 4, generator=generator), 0.01
+            torch.randn(40, 4, generator=generator) * 1e-6,
+            1e6 * torch.randn(9, 4, generator=generator),
+            relative_bound(0.01),
         )
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from minilm_cache.storage_schema.base import Sha256
 from minilm_cache.storage_schema.identity import (
     MAX_LAYERS,
     MAX_TOKENS,
@@ -21,7 +22,6 @@ from minilm_cache.storage_schema.identity import (
     Name,
     Packing,
     RelationKind,
-    Sha256,
     TeacherIdentity,
     TopKParameters,
     VectorsParameters,
@@ -463,6 +463,21 @@ def test_layers_ascend_and_are_the_teachers(layers: list[int]) -> None:
     assert errors_of(CacheIdentity, OF_VECTORS | {"layers": layers}) == [("", "value_error")]
 
 
+def test_a_cache_without_relations_has_states() -> None:
+    pooled = {"mode": "mean", "normalize": True, "width": 32, "min_cosine": 0.9, "calibration_sequences": 9}
+    without_relations = OF_VECTORS | {"codec": {"name": "none"}, "layers": [], "states": {"pooled": pooled}}
+    identity = identity_of(without_relations)
+
+    assert (identity.has_relations, identity.last_layer) == (False, identity.teacher.num_layers - 1)
+    for content in (
+        without_relations | {"states": None},
+        without_relations | {"layers": [0]},
+        without_relations | {"relations": ["attention", "value"]},
+        OF_VECTORS | {"states": {"pooled": pooled}, "layers": []},
+    ):
+        assert errors_of(CacheIdentity, content) == [("", "value_error")]
+
+
 def test_the_last_layer_is_one_below_their_number() -> None:
     assert identity_of(OF_VECTORS | {"layers": [0, 11]}).layers == (0, 11)
 
@@ -470,7 +485,7 @@ def test_the_last_layer_is_one_below_their_number() -> None:
 def test_there_is_a_layer_and_no_more_than_a_shard_has_files_for() -> None:
     many = with_value(OF_VECTORS, "teacher.num_layers", 1024)
 
-    assert errors_of(CacheIdentity, many | {"layers": []}) == [("layers", "too_short")]
+    assert errors_of(CacheIdentity, many | {"layers": []}) == [("", "value_error")]
     assert len(identity_of(many | {"layers": list(range(896, 1024))}).layers) == MAX_LAYERS
     assert errors_of(CacheIdentity, many | {"layers": list(range(MAX_LAYERS + 1))}) == [
         ("layers", "too_long")

@@ -20,20 +20,17 @@ from minilm_cache.storage_schema.manifest import (
     CacheManifest,
     Calibration,
     CommitRecord,
-    Fidelity,
     FileDigest,
     Labels,
     LayerCalibration,
-    LayerFidelity,
-    Measured,
     RelativePath,
     ShardRange,
     StateCalibration,
-    StateFidelity,
     StoredDocument,
     Xxh3,
     layer_folder,
 )
+from minilm_cache.storage_schema.measured import Fidelity, LayerFidelity, Measured, StateFidelity
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.states import StateFamily
 from tests.unit.storage_schema.test_arrays import CALIBRATED_LAYERS, CALIBRATED_STATES, CALIBRATION
@@ -191,7 +188,6 @@ def test_bounds(model: type, content: Content, field: str, values: tuple[Any, An
         (Measured, V1["measured"], "bytes_per_token", 0),
         (Measured, V1["measured"], "total_bytes", -1),
         (Measured, V1["measured"], "fidelity_sequences", 0),
-        (Measured, V1["measured"], "fidelity", []),
         (StateFidelity, {"path": "labels"}, "bytes_per_token", -5e-324),
         (CacheManifest, V1, "num_tokens", 0),
         (CacheManifest, V1, "num_tokens", MAX_TOKENS + 1),

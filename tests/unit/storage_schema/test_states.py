@@ -15,6 +15,7 @@ from minilm_cache.storage_schema.states import (
     LOGITS_PATH,
     MAX_READINGS,
     MAX_STATES,
+    POOLED,
     READ_PATH,
     STATES_FOLDER,
     WEIGHT_PATH,
@@ -38,6 +39,14 @@ from tests.unit.storage_schema.test_base import (
 
 MASKING: Content = {"share": 0.15, "mask_token": 4, "seed": 0, "readings": 3}
 LABELS: Content = {"k": 8, "temperature": 2.0, "weight_ratio": 1.03, "tokens": "all"}
+POOLING: Content = {
+    "mode": "mean",
+    "dense_sha256": "0" * 64,
+    "normalize": True,
+    "width": 24,
+    "min_cosine": 0.9995,
+    "calibration_sequences": 4096,
+}
 EVERYTHING: Content = {
     "hidden": [0, 3],
     "masked_hidden": [2],
@@ -94,15 +103,51 @@ def test_states_come_back_from_json_as_they_were(content: Content) -> None:
 
 
 def test_the_names_of_families_are_part_of_the_format() -> None:
-    assert [family.value for family in StateFamily] == ["hidden", "masked", "first"]
+    assert [family.value for family in StateFamily] == ["hidden", "masked", "first", "pooled"]
     assert (STATES_FOLDER, LABELS_FOLDER, LOGITS_PATH) == ("states", "labels", "states/logits")
     assert (READ_PATH, INDEX_PATH, WEIGHT_PATH) == ("labels/read", "labels/index", "labels/weight")
 
 
-@pytest.mark.parametrize("family", StateFamily)
+@pytest.mark.parametrize("family", [StateFamily.HIDDEN, StateFamily.MASKED, StateFamily.FIRST])
 @pytest.mark.parametrize("number", [0, 7, 1024])
 def test_a_state_lies_below_its_family_and_number(family: StateFamily, number: int) -> None:
     assert StateName(family, number).folder == f"states/{family.value}/{number}"
+
+
+def test_pooled_vectors_are_a_state_of_their_own() -> None:
+    states = states_of({"pooled": POOLING})
+    plain = without(POOLING, "dense_sha256")
+
+    assert states.coded == (POOLED,)
+    assert states.paths == ("states/pooled",)
+    assert (states.head, states.num_readings, states.highest) == (None, 1, 0)
+    assert states.in_words == (
+        "pooled vectors of width 24 (mean of the last hidden states, linear maps, length 1)"
+    )
+    assert "dense_sha256" not in states_of({"pooled": plain}).model_dump_json()
+    assert states_of(EVERYTHING | {"pooled": POOLING}).coded[-1] == POOLED
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mode", "sum"),
+        ("mode", None),
+        ("dense_sha256", "0"),
+        ("normalize", 1),
+        ("width", 0),
+        ("width", 2**16 + 1),
+        ("min_cosine", 0.0),
+        ("min_cosine", 1.0),
+        ("min_cosine", math.nan),
+        ("calibration_sequences", 0),
+        ("calibration_sequences", 2**24 + 1),
+    ],
+)
+def test_a_pooling_out_of_bounds_is_refused(field: str, value: object) -> None:
+    ((place, _),) = errors_of(StatesIdentity, {"pooled": POOLING | {field: value}})
+
+    assert place == f"pooled.{field}"
 
 
 @given(st.sampled_from([READ_PATH, WEIGHT_PATH, "states/masked/3/codes"]), st.integers(0, MAX_READINGS - 1))

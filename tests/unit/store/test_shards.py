@@ -71,7 +71,7 @@ def test_every_array_of_a_cache_decodes_to_what_zarr_reads(name: str) -> None:
         for spec in reader.specs:
             content = (GOLDEN / name / spec.shard_path(number)).read_bytes()
             rows = decode_shard(
-                content, spec, shard_tokens=reader.manifest.shard_tokens, num_tokens=shard.num_tokens
+                content, spec, shard_tokens=reader.manifest.shard_tokens, num_rows=shard.num_tokens
             )
             np.testing.assert_array_equal(rows, expected[spec.path])
 
@@ -85,7 +85,7 @@ def test_any_shard_that_zarr_writes_is_read(tmp_path: Path, dtype: DType, row_sh
     spec = spec_of(dtype, row_shape)
     rows = np.random.default_rng(1).integers(0, 100, (SHARD_TOKENS, *row_shape)).astype(dtype)
     decoded = decode_shard(
-        written_by_zarr(tmp_path, spec, rows), spec, shard_tokens=SHARD_TOKENS, num_tokens=SHARD_TOKENS
+        written_by_zarr(tmp_path, spec, rows), spec, shard_tokens=SHARD_TOKENS, num_rows=SHARD_TOKENS
     )
 
     assert decoded.dtype == np.dtype(dtype)
@@ -98,7 +98,7 @@ def test_the_slack_is_cut_off_wherever_a_chunk_ends(
     chunked: tuple[ArraySpec, npt.NDArray[Any], bytes], num_tokens: int
 ) -> None:
     spec, rows, content = chunked
-    decoded = decode_shard(content, spec, shard_tokens=SHARD_TOKENS, num_tokens=num_tokens)
+    decoded = decode_shard(content, spec, shard_tokens=SHARD_TOKENS, num_rows=num_tokens)
 
     np.testing.assert_array_equal(decoded, rows[:num_tokens])
 
@@ -114,7 +114,7 @@ def test_a_changed_bit_is_refused_or_lies_in_a_chunk_that_nobody_asked_for(
     changed = bytearray(content)
     changed[at // 8] ^= 1 << at % 8
     try:
-        decoded = decode_shard(bytes(changed), spec, shard_tokens=SHARD_TOKENS, num_tokens=num_tokens)
+        decoded = decode_shard(bytes(changed), spec, shard_tokens=SHARD_TOKENS, num_rows=num_tokens)
     except CacheCorruptError:
         return
     assert num_tokens < SHARD_TOKENS
@@ -130,7 +130,7 @@ def test_a_shard_that_was_cut_short_is_refused(
     cut = data.draw(st.integers(0, len(content) - 1))
     for part in (content[:cut], content[cut + 1 :]):
         with pytest.raises(CacheCorruptError):
-            decode_shard(part, spec, shard_tokens=SHARD_TOKENS, num_tokens=SHARD_TOKENS)
+            decode_shard(part, spec, shard_tokens=SHARD_TOKENS, num_rows=SHARD_TOKENS)
 
 
 def test_a_chunk_that_zarr_fills_in_is_an_error_here(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_a_chunk_that_zarr_fills_in_is_an_error_here(tmp_path: Path) -> None:
     filled = zarr.open_array(tmp_path, mode="r")
 
     assert np.all(np.asarray(filled[64:]) == 255)
-    np.testing.assert_array_equal(decode_shard(content, spec, shard_tokens=256, num_tokens=64), rows)
+    np.testing.assert_array_equal(decode_shard(content, spec, shard_tokens=256, num_rows=64), rows)
     with pytest.raises(CacheCorruptError):
-        decode_shard(content, spec, shard_tokens=256, num_tokens=65)
+        decode_shard(content, spec, shard_tokens=256, num_rows=65)
 
 
 @settings(max_examples=40, deadline=None)
@@ -155,7 +155,7 @@ def test_a_chunk_that_zarr_fills_in_is_an_error_here(tmp_path: Path) -> None:
 def test_codes_come_back_and_their_slack_is_poison(rows: npt.NDArray[np.int16]) -> None:
     spec = spec_of("int16", rows.shape[1:], pcodec=True)
     content = encode_pcodec_shard(rows, spec, 64)
-    whole = decode_shard(content, spec, shard_tokens=64, num_tokens=64)
+    whole = decode_shard(content, spec, shard_tokens=64, num_rows=64)
 
     np.testing.assert_array_equal(whole[: len(rows)], rows)
     assert np.all(whole[len(rows) :] == spec.fill_value)
@@ -166,7 +166,7 @@ def test_codes_of_several_chunks_come_back() -> None:
     rows = np.random.default_rng(2).integers(-99, 99, (20_000, 2)).astype(np.int16)
     content = encode_pcodec_shard(rows, spec, 2**15)
     for num_tokens in (1, 2**13, 2**13 + 1, len(rows)):
-        decoded = decode_shard(content, spec, shard_tokens=2**15, num_tokens=num_tokens)
+        decoded = decode_shard(content, spec, shard_tokens=2**15, num_rows=num_tokens)
         np.testing.assert_array_equal(decoded, rows[:num_tokens])
 
 
@@ -193,4 +193,4 @@ def test_codes_of_another_number_than_the_chunk_has_are_refused(num_values: int)
 
     assert standalone.simple_compress(values, ChunkConfig(compression_level=8)) in content
     with pytest.raises(CacheCorruptError):
-        decode_shard(content, spec, shard_tokens=64, num_tokens=64)
+        decode_shard(content, spec, shard_tokens=64, num_rows=64)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.storage_schema.manifest import ShardRange
-from minilm_cache.train.sampler import SequenceOrder
+from minilm_cache.train.sampler import Buffer, SequenceOrder
 
 
 def order_of(*sizes: int, held_out: int = 0, seed: int = 0, buffer_shards: int = 2) -> SequenceOrder:
@@ -58,7 +58,7 @@ def test_a_stream_from_a_position_is_the_rest_of_the_stream(position: int) -> No
     def take(start: int, count: int) -> list[int]:
         taken: list[int] = []
         for buffer in order.stream(start):
-            taken += buffer.sequences.tolist()
+            taken += buffer.sequences[buffer.skipped :].tolist()
             if len(taken) >= count:
                 return taken[:count]
         raise AssertionError
@@ -128,7 +128,8 @@ def test_one_of_several_streams_resumes_at_any_position(num_streams: int, positi
     def take(start: int, count: int) -> list[int]:
         stream, taken = order.stream(start), list[int]()
         while len(taken) < count:
-            taken += next(stream).sequences.tolist()
+            buffer = next(stream)
+            taken += buffer.sequences[buffer.skipped :].tolist()
         return taken[:count]
 
     assert take(position, 30) == take(0, position + 30)[position:]
@@ -141,3 +142,39 @@ def test_a_stream_reads_its_own_shards_and_at_most_two_of_others() -> None:
         shards = {shard for buffer in stream.epoch(0) for shard in buffer.shards}
 
         assert len(shards) == 4
+
+
+# Batches of like lengths
+
+
+@given(
+    st.lists(st.integers(4, 200), min_size=1, max_size=400),
+    st.integers(1, 9),
+    st.integers(0, 12),
+    st.integers(0, 3),
+)
+def test_batches_by_length_hold_every_sequence_once(
+    lengths: list[int], batch_size: int, head: int, epoch: int
+) -> None:
+    numbers = np.random.default_rng(0).permutation(len(lengths)) + 7
+    buffer = Buffer(shards=(0,), sequences=numbers, epoch=epoch)
+    sizes = np.asarray(lengths)
+    ordered = buffer.in_order(sizes, batch_size, head=head)
+
+    assert sorted(ordered.sequences.tolist()) == sorted(numbers.tolist())
+    assert np.array_equal(ordered.sequences[:head], numbers[:head]), "they complete the batch before"
+    assert np.array_equal(ordered.sequences, buffer.in_order(sizes, batch_size, head=head).sequences)
+
+
+def test_batches_by_length_save_padding() -> None:
+    generator = np.random.default_rng(1)
+    lengths = generator.geometric(0.03, 6400) + 3
+    buffer = Buffer(shards=(0,), sequences=np.arange(6400), epoch=0)
+    ordered = buffer.in_order(lengths, 64, head=0)
+
+    def padded(order: np.ndarray) -> int:
+        return int((lengths[order].reshape(-1, 64).max(1) * 64).sum())
+
+    assert padded(ordered.sequences) < 1.2 * lengths.sum() < padded(buffer.sequences) / 3
+    means = lengths[ordered.sequences].reshape(-1, 64).mean(1)
+    assert abs(np.corrcoef(means, np.arange(100))[0, 1]) < 0.3, "long and short batches come at any time"

@@ -1,0 +1,287 @@
+"""From the last hidden states of a sequence to one vector, in the format of sentence-transformers.
+
+A folder of sentence-transformers lists its modules in `modules.json`. The modules read here are Transformer,
+Pooling, Dense and Normalize, in this order; they are computed here and not imported, since `modules.json`
+names the code to run.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import safetensors
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
+from minilm_cache.relations.scores import key_mask
+from minilm_cache.storage_schema.states import POOLING_MODES, Pooling, PoolingMode
+
+MODULES: Final = "modules.json"
+_TYPES: Final = "sentence_transformers.models"
+"""Package of the modules in `modules.json`, by the name that every release of sentence-transformers reads."""
+_ACTIVATIONS: Final[dict[str, type[nn.Module]]] = {
+    "torch.nn.modules.linear.Identity": nn.Identity,
+    "torch.nn.modules.activation.Tanh": nn.Tanh,
+    "torch.nn.modules.activation.ReLU": nn.ReLU,
+    "torch.nn.modules.activation.GELU": nn.GELU,
+}
+_LEGACY_MODES: Final[dict[str, PoolingMode]] = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""Switches that older releases of sentence-transformers wrote."""
+
+
+class DenseLayer(nn.Module):
+    """A linear map of vectors, and its activation."""
+
+    def __init__(self, linear: nn.Linear, activation: nn.Module) -> None:
+        """Join a linear map and its activation."""
+        super().__init__()
+        self.linear, self.activation = linear, activation
+
+    def forward(self, vectors: Float[Tensor, "batch width"]) -> Float[Tensor, "batch new_width"]:
+        """Return the mapped vectors."""
+        return self.activation(self.linear(vectors))  # type: ignore[no-any-return]
+
+
+class SentencePooler(nn.Module):
+    """Pools the last hidden states of sequences: a mode, linear maps, and a division by the length."""
+
+    def __init__(self, mode: PoolingMode, dense: Sequence[DenseLayer] = (), *, normalize: bool) -> None:
+        """Join the steps.
+
+        Args:
+            mode: how hidden states become one vector.
+            dense: linear maps that follow.
+            normalize: whether vectors are divided by their length.
+        """
+        super().__init__()
+        self.mode: PoolingMode = mode
+        self._dense = nn.ModuleList(dense)
+        self.normalize = normalize
+
+    @property
+    def dense(self) -> list[DenseLayer]:
+        """The linear maps, in order."""
+        return [layer for layer in self._dense if isinstance(layer, DenseLayer)]
+
+    def forward(
+        self, hidden: Float[Tensor, "batch length hidden"], lengths: Int[Tensor, " batch"]
+    ) -> Float[Tensor, "batch width"]:
+        """Return the vector of each sequence, float32.
+
+        Args:
+            hidden: last hidden states, padded at the end.
+            lengths: tokens of each sequence.
+        """
+        with torch.autocast(hidden.device.type, enabled=False):
+            vectors = self._pool(hidden.float(), lengths)
+            for dense in self.dense:
+                vectors = dense(vectors)
+            return F.normalize(vectors, dim=-1) if self.normalize else vectors
+
+    def _pool(self, hidden: Tensor, lengths: Tensor) -> Tensor:
+        if self.mode == "cls":
+            return hidden[:, 0]
+        if self.mode == "lasttoken":
+            return hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]
+        valid = key_mask(lengths, hidden.shape[1])[..., None]
+        if self.mode == "max":
+            return hidden.masked_fill(~valid, -torch.inf).amax(1)
+        return (hidden * valid).sum(1) / lengths[:, None]
+
+    def width(self, hidden_size: int) -> int:
+        """Return the number of dimensions of a vector, given that of hidden states."""
+        return int(self.dense[-1].linear.out_features) if self.dense else hidden_size
+
+    def identity(self, hidden_size: int, *, min_cosine: float, calibration_sequences: int) -> Pooling:
+        """Return what identifies the pooling in a cache, and how its vectors are stored.
+
+        Args:
+            hidden_size: number of dimensions of hidden states.
+            min_cosine: least mean cosine of stored vectors with true ones.
+            calibration_sequences: approximate number of sequences that the code is fitted to.
+        """
+        return Pooling(
+            mode=self.mode,
+            dense_sha256=self._dense_sha256() if self.dense else None,
+            normalize=self.normalize,
+            width=self.width(hidden_size),
+            min_cosine=min_cosine,
+            calibration_sequences=calibration_sequences,
+        )
+
+    def _dense_sha256(self) -> str:
+        digest = hashlib.sha256()
+        for layer in self.dense:
+            digest.update(type(layer.activation).__name__.encode())
+            for name, weight in layer.linear.state_dict().items():
+                digest.update(f"{name}{tuple(weight.shape)}".encode())
+                digest.update(weight.cpu().float().numpy().tobytes())
+        return digest.hexdigest()
+
+    def save(self, folder: Path, *, hidden_size: int, max_length: int) -> None:
+        """Add what sentence-transformers reads to a folder with a model and its tokenizer.
+
+        Args:
+            folder: folder of the model.
+            hidden_size: number of dimensions of its hidden states.
+            max_length: most tokens of a sequence, special tokens included.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+        _write(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
+        switches = {name: mode == self.mode for name, mode in _LEGACY_MODES.items()}
+        _write(folder / "1_Pooling/config.json", {"word_embedding_dimension": hidden_size, **switches})
+        for number, layer in enumerate(self.dense, len(modules)):
+            path, linear, kind = f"{number}_Dense", layer.linear, type(layer.activation)
+            description = {
+                "in_features": linear.in_features,
+                "out_features": linear.out_features,
+                "bias": linear.bias is not None,
+                "activation_function": f"{kind.__module__}.{kind.__name__}",
+            }
+            _write(folder / path / "config.json", description)
+            weights = {f"linear.{name}": value.detach().cpu() for name, value in linear.state_dict().items()}
+            save_file(weights, folder / path / "model.safetensors")
+            modules.append((path, "Dense"))
+        if self.normalize:
+            modules.append((f"{len(modules)}_Normalize", "Normalize"))
+        listed = [
+            {"idx": number, "name": str(number), "path": path, "type": f"{_TYPES}.{kind}"}
+            for number, (path, kind) in enumerate(modules)
+        ]
+        _write(folder / MODULES, listed)
+
+
+def projection_to(width: int, hidden_size: int) -> list[DenseLayer]:
+    """Return the learned linear map of a student to vectors of `width`; empty where its width is the same."""
+    if width == hidden_size:
+        return []
+    return [DenseLayer(nn.Linear(hidden_size, width), nn.Identity())]
+
+
+def load_pooler(folder: Path, mode: PoolingMode | None) -> SentencePooler:
+    """Return the pooling of a teacher: that of its `modules.json`, or the mean, the first token, ... alone.
+
+    Args:
+        folder: folder of the teacher.
+        mode: mode for a folder without `modules.json`. None means that there must be one.
+
+    Raises:
+        InvalidConfigError: neither or both say how to pool, and differently.
+        TeacherError: `modules.json` is damaged, or names a module that cannot be computed here.
+    """
+    file = folder / MODULES
+    if not file.is_file():
+        if mode is None:
+            raise InvalidConfigError(
+                f"teacher {folder} has no {MODULES} that says how it pools. Give --pooling: "
+                f"{', '.join(POOLING_MODES)}."
+            )
+        return SentencePooler(mode, normalize=True)
+    pooler = _read_modules(folder, file)
+    if mode not in (None, pooler.mode):
+        raise InvalidConfigError(
+            f"--pooling {mode}: {file} pools by {pooler.mode}. Leave it out, or remove that file."
+        )
+    return pooler
+
+
+def _read_modules(folder: Path, file: Path) -> SentencePooler:
+    listed = _read(file)
+    try:
+        modules = [(str(module["type"]).rsplit(".", 1)[-1], folder / module["path"]) for module in listed]
+    except (KeyError, TypeError) as error:
+        raise TeacherError(f"{file} is not a list of modules. Save the model again.") from error
+    kinds = [kind for kind, _ in modules]
+    dense = [path for kind, path in modules if kind == "Dense"]
+    expected = [
+        "Transformer",
+        "Pooling",
+        *(["Dense"] * len(dense)),
+        *(["Normalize"] * ("Normalize" in kinds)),
+    ]
+    if kinds != expected:
+        odd = next((kind for kind in kinds if kind not in expected), " then ".join(kinds))
+        raise TeacherError(
+            f"{file} names {odd}, and only Transformer, Pooling, Dense and Normalize, in this order, can be "
+            "computed here. Take another teacher, or a copy of its folder without this file and --pooling."
+        )
+    return SentencePooler(
+        _read_mode(modules[1][1] / "config.json"),
+        [_read_dense(path) for path in dense],
+        normalize="Normalize" in kinds,
+    )
+
+
+def _read_mode(file: Path) -> PoolingMode:
+    config = _read_object(file)
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [
+            _LEGACY_MODES.get(name, name)
+            for name, value in config.items()
+            if name.startswith("pooling_mode_") and value
+        ]
+    modes = [modes] if isinstance(modes, str) else modes
+    for mode in get_args(PoolingMode):
+        if modes == [mode]:
+            return mode  # type: ignore[no-any-return]
+    words = " and ".join(map(str, modes)) if isinstance(modes, list) and modes else "nothing"
+    raise TeacherError(
+        f"{file} pools by {words}, and only one of {', '.join(POOLING_MODES)} can be computed here. Take "
+        "another teacher."
+    )
+
+
+def _read_dense(path: Path) -> DenseLayer:
+    config = _read_object(path / "config.json")
+    activation = _ACTIVATIONS.get(str(config.get("activation_function", "torch.nn.modules.activation.Tanh")))
+    names = {config.get("module_input_name"), config.get("module_output_name")}
+    if activation is None or config.get("use_residual") or not names <= {None, "sentence_embedding"}:
+        raise TeacherError(
+            f"{path} is a linear map with an activation, a residual or names that cannot be computed here: "
+            f"{json.dumps(config)[:200]}. Take another teacher."
+        )
+    file = path / "model.safetensors"
+    try:
+        weights = load_file(file)
+        weight = weights["linear.weight"].float()
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias="linear.bias" in weights)
+        linear.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})
+    except (OSError, KeyError, IndexError, RuntimeError, safetensors.SafetensorError) as error:
+        raise TeacherError(
+            f"cannot read {file}: {first_line(error)}. Save the model again as safetensors."
+        ) from error
+    return DenseLayer(linear, activation())
+
+
+def _read_object(file: Path) -> Mapping[str, Any]:
+    content = _read(file)
+    if not isinstance(content, dict):
+        raise TeacherError(f"{file} is not a JSON object. Save the model again.")
+    return content
+
+
+def _read(file: Path) -> Any:  # noqa: ANN401 - any JSON
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise TeacherError(f"cannot read {file}: {first_line(error)}. Save the model again.") from error
+
+
+def _write(file: Path, content: object) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,113 @@
+"""Settings of an objective, which `train`, `chain` and `study` share. Nothing here imports torch."""
+
+import re
+from typing import Annotated, Any, Final, get_args
+
+from pydantic import AfterValidator, Field, model_validator
+
+from minilm_cache.objectives.spec import OBJECTIVES, Form, LayerMap, ObjectiveName, ObjectiveSpec
+from minilm_cache.settings import FrozenSettings
+
+EMBEDDING_LOSSES: Final = ("cosine", "mse", "similarity")
+"""What objective `embedding` can compare."""
+
+
+def known_losses(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Return losses of `embedding` as they are.
+
+    Raises:
+        ValueError: one is unknown, comes twice, or has no positive weight.
+    """
+    names = [text.partition("=")[0] for text in given]
+    for name, text in zip(names, given, strict=True):
+        weight = text.partition("=")[2] or "1"
+        if name not in EMBEDDING_LOSSES or not re.fullmatch(r"\d*\.?\d+", weight) or not float(weight):
+            raise ValueError(
+                f"give {', '.join(EMBEDDING_LOSSES)}, with a weight like similarity=10 or without"
+            )
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is given twice")
+    return given
+
+
+class ObjectiveConfig(FrozenSettings):
+    """What students learn: the settings that `train`, `chain` and `study` share."""
+
+    group = "Objective"
+    objective: ObjectiveName = Field(
+        "minilm", description=f"What students learn: {', '.join(OBJECTIVES)} (docs/objectives.md)."
+    )
+    relation_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Relation heads of objective `minilmv2`. None means the heads of the teacher's attention."""
+    value_relation: bool = True
+    """Learn the value relation, too (objective `minilm`)."""
+    query_key_relations: bool = False
+    """Learn query and key relations, too (objective `minilm`)."""
+    form: Form | None = None
+    """Whose loss to compute where the code of a paper's authors differs from its equations: the code
+    (`authors`) or the equations (`paper`). None means `authors`, or nothing where there is no difference."""
+    patience: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Weight beta of the patient loss of `bert-pkd`. None means 500, or 100 with `--form paper`."""
+    temperature: Annotated[float, Field(gt=0, le=100)] | None = None
+    """What logits are divided by before they are compared, for `bert-pkd` and `tinybert-prediction`. None
+    means 10 for `bert-pkd` (1 with `--form paper`) and 1 for `tinybert-prediction`."""
+    ground_truth: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Share of the true tokens in the targets of `mlm-kd`; the teacher's labels are the rest. None means
+    0."""
+    loss: Annotated[tuple[str, ...], AfterValidator(known_losses)] = ()
+    """What `embedding` compares: `cosine` of a vector with the teacher's, `mse` or `similarity` (cosines of
+    the batch's texts with each other); with a weight like similarity=10; repeat it for several. None means
+    cosine."""
+    matryoshka: Annotated[tuple[Annotated[int, Field(ge=1, le=2**16)], ...], Field(max_length=16)] = ()
+    """Shorter widths of `embedding`: the first so many dimensions of a vector are to be an embedding, too;
+    repeat it for several."""
+    layer_map: LayerMap = "last"
+    """Which layers of a student learn from which of the teacher; maps other than `last` need a cache of those
+    layers. The default of `tinybert` and `bert-pkd` is `all`."""
+    teacher_layer: Annotated[int, Field(ge=0, lt=1024)] | None = None
+    """Layer of the teacher to learn from, counted from 0. None means the last layer in the cache."""
+
+    @property
+    def spec(self) -> ObjectiveSpec:
+        """The row of the objective."""
+        return OBJECTIVES[self.objective]
+
+    @property
+    def is_authors(self) -> bool:
+        """Whether the loss is that of the authors' code, and not the paper's equation."""
+        return self.form == "authors"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_defaults_of_the_objective(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Fill in the layer map and the form of the objective where none is given."""
+        name = values.get("objective") or "minilm"
+        spec = OBJECTIVES.get(name) if isinstance(name, str) else None
+        if spec is None:  # the check of the field names the objectives that exist
+            return values
+        layer_map, form = values.get("layer_map"), values.get("form")
+        if layer_map is not None and layer_map not in spec.maps and layer_map in get_args(LayerMap):
+            raise ValueError(f"--layer-map {layer_map} does not go with --objective {name}")
+        if form is not None and not spec.has_forms:
+            having = ", ".join(sorted(spec.name for spec in OBJECTIVES.values() if spec.has_forms))
+            raise ValueError(f"--form does not go with --objective {name}; it goes with {having}")
+        return {
+            **values,
+            "layer_map": spec.maps[0] if layer_map is None else layer_map,
+            "form": ("authors" if spec.has_forms else None) if form is None else form,
+        }
+
+    @model_validator(mode="after")
+    def _options_go_with_the_objective(self) -> "ObjectiveConfig":
+        every = {option for spec in OBJECTIVES.values() for option in spec.options}
+        for name in sorted(every - self.spec.options):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                having = " and ".join(spec.name for spec in OBJECTIVES.values() if name in spec.options)
+                flag = "--no-value-relation" if name == "value_relation" else f"--{name.replace('_', '-')}"
+                only = "them" if " and " in having else "it"
+                raise ValueError(f"{flag} goes with --objective {having}, and only with {only}")
+        if self.teacher_layer is not None and not self.spec.one_layer:
+            raise ValueError(f"--teacher-layer does not go with --objective {self.objective}")
+        if self.layer_map != "last" and self.teacher_layer is not None:
+            raise ValueError("--teacher-layer goes with --layer-map last, and only with it")
+        return self

@@ -1,0 +1,150 @@
+"""`embedding`: the teacher's vector of each sequence."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.pooling import SentencePooler, projection_to
+from minilm_cache.models.tap import Reading
+from minilm_cache.objectives.base import (
+    ObjectiveKind,
+    ObjectiveRequest,
+    Parts,
+    StudentFacts,
+    StudentNeeds,
+    StudentObjective,
+)
+from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
+from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.relations.loss import Method
+from minilm_cache.relations.states import WantedStates
+from minilm_cache.storage_schema.states import POOLED, Pooling
+
+COSINE, MSE, SIMILARITY = "cosine", "mse", "similarity"
+
+
+class EmbeddingObjective(StudentObjective):
+    """Compares pooled vectors of a student with the teacher's, in up to three ways.
+
+    - `cosine`: 1 less the cosine of both vectors of a sequence.
+    - `mse`: their squared difference, mean over dimensions (Reimers and Gurevych 2020, arXiv 2004.09813).
+    - `similarity`: squared difference of the cosines of the batch's sequences with each other, mean over
+      pairs (after Tung and Mori 2019, arXiv 1907.09682, who compare products of activations).
+
+    A student of another width than the vectors learns a linear map to them, which is saved with it. Each
+    shorter width of `matryoshka` adds `similarity` of the first so many dimensions with the teacher's whole
+    vectors (Kusupati et al. 2022, arXiv 2205.13147, for the idea).
+    """
+
+    def __init__(
+        self,
+        pooling: Pooling,
+        hidden_size: int,
+        num_layers: int,
+        *,
+        losses: Mapping[str, float],
+        widths: Sequence[int],
+    ) -> None:
+        """Compare vectors.
+
+        Args:
+            pooling: how the teacher pools.
+            hidden_size: width of the student's hidden states.
+            num_layers: layers of the student.
+            losses: weight of each comparison, by its name.
+            widths: shorter widths whose first dimensions are to be vectors, too.
+        """
+        super().__init__()
+        self.pooler = SentencePooler(
+            pooling.mode, projection_to(pooling.width, hidden_size), normalize=pooling.normalize
+        )
+        self.needs = StudentNeeds(hidden=(num_layers,))
+        self._last, self._losses, self._widths = num_layers, tuple(losses), tuple(widths)
+        shorter = {self._shorter(width): losses.get(SIMILARITY, 1.0) for width in widths}
+        self.weights = {**losses, **shorter}
+        self.units: Mapping[str, Unit] = MappingProxyType(dict.fromkeys(self.weights, "sequences"))
+
+    @property
+    def sentence_pooler(self) -> SentencePooler:
+        """What makes one vector of a student's hidden states."""
+        return self.pooler
+
+    @staticmethod
+    def _shorter(width: int) -> str:
+        return f"{SIMILARITY} of {width}"
+
+    def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
+        """Return the loss; parts have the names of the comparisons, and are means over sequences."""
+        del method
+        with torch.autocast(batch.ids.device.type, enabled=False):
+            student = self.pooler(reading.hidden[self._last], batch.lengths)
+            teacher = batch.states.hidden[POOLED].float()
+            parts: dict[str, Tensor] = {}
+            if COSINE in self._losses:
+                parts[COSINE] = 1 - F.cosine_similarity(student, teacher, dim=-1).mean()
+            if MSE in self._losses:
+                parts[MSE] = (student - teacher).square().mean()
+            if SIMILARITY in self._losses:
+                parts[SIMILARITY] = similarity_difference(student, teacher)
+            for width in self._widths:
+                parts[self._shorter(width)] = similarity_difference(student[:, :width], teacher)
+        return parts
+
+
+def similarity_difference(
+    student: Float[Tensor, "batch width"], teacher: Float[Tensor, "batch other_width"]
+) -> Float[Tensor, ""]:
+    """Return the squared difference of the cosines of all pairs of rows, mean over pairs; 0 for one row."""
+    differences = _cosines(student) - _cosines(teacher)
+    pairs = max(1, len(differences) * (len(differences) - 1))
+    return differences.fill_diagonal_(0).square().sum() / pairs
+
+
+def _cosines(vectors: Tensor) -> Tensor:
+    unit = F.normalize(vectors, dim=-1)
+    return unit @ unit.T
+
+
+class Embedding(ObjectiveKind):
+    """One vector of each sequence."""
+
+    def wanted(self, request: ObjectiveRequest) -> WantedTargets:
+        """Return the pooled vectors."""
+        del request
+        return WantedTargets(kinds=(), states=WantedStates(hidden=(POOLED,)))
+
+    def build(
+        self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
+    ) -> EmbeddingObjective:
+        """Return the objective of a student of any width."""
+        del wanted
+        states = request.cache.manifest.identity.states
+        assert states is not None
+        assert states.pooled is not None, "checked before"
+        return EmbeddingObjective(
+            states.pooled,
+            student.hidden_size,
+            student.num_layers,
+            losses=_weights(request.config),
+            widths=_shorter_widths(request.config, states.pooled.width),
+        )
+
+
+def _weights(config: ObjectiveConfig) -> dict[str, float]:
+    """Return the weight of each comparison."""
+    given = [text.partition("=") for text in config.loss or (COSINE,)]
+    return {name: float(weight or 1) for name, _, weight in given}
+
+
+def _shorter_widths(config: ObjectiveConfig, width: int) -> tuple[int, ...]:
+    widths = tuple(sorted(set(config.matryoshka), reverse=True))
+    if widths and widths[0] >= width:
+        raise InvalidConfigError(
+            f"--matryoshka {widths[0]}: the vectors of this cache have {width} dimensions. Give fewer."
+        )
+    return widths

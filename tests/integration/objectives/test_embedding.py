@@ -1,0 +1,344 @@
+"""Pooled vectors and objective `embedding`, judged by sentence-transformers and plain torch."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
+from torch import nn
+from transformers import AutoModel
+
+from minilm_cache.cache import open_cache
+from minilm_cache.errors import InterruptedRunError
+from minilm_cache.models.tap import Reading
+from minilm_cache.objectives.batch import StudentBatch
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.objectives.embedding import EmbeddingObjective, similarity_difference
+from minilm_cache.relations.states import States
+from minilm_cache.settings import validated
+from minilm_cache.storage_schema.states import POOLED
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import TrainResult, train_students
+from tests.conftest import Command
+from tests.support import World, dump_arguments
+
+WORDS_OF_EMBEDDING: dict[str, Any] = {"codec": "none", "pooled": True, "packing": "records"}
+
+
+def save_encoder(world: World, mode: str, *, dense: nn.Module | None = None, normalize: bool = True) -> None:
+    """Save the teacher as sentence-transformers does, with its pooling."""
+    modules: list[nn.Module] = [Transformer(str(world.teacher), max_seq_length=32)]
+    modules.append(Pooling(32, pooling_mode=mode))
+    if dense is not None:
+        modules.append(Dense(32, 24, activation_function=dense))
+    modules += [Normalize()] * normalize
+    SentenceTransformer(modules=modules).save_pretrained(str(world.teacher), create_model_card=False)
+
+
+def texts_of(world: World, numbers: Sequence[int], cache: str = "cache") -> list[str]:
+    """Return the texts of sequences, from the corpus."""
+    documents = world.corpus.read_text().strip().split("\n\n")
+    opened = open_cache(world.root / cache)
+    table = opened.reader.table(0)
+    assert table.num_rows > max(numbers)
+    return [documents[table["document"][number].as_py()] for number in numbers]
+
+
+def vectors_of(world: World, numbers: Sequence[int]) -> torch.Tensor:
+    """Return the stored vectors of sequences."""
+    cache = open_cache(world.root / "cache")
+    return torch.cat([cache[number].states().hidden[POOLED] for number in numbers])
+
+
+@pytest.mark.parametrize(
+    ("mode", "dense", "normalize"),
+    [
+        ("mean", None, True),
+        ("mean", nn.Tanh(), True),
+        ("cls", None, True),
+        ("max", nn.Identity(), False),
+        ("lasttoken", None, False),
+    ],
+)
+def test_stored_vectors_are_those_of_sentence_transformers(
+    world: World, mode: str, dense: nn.Module | None, normalize: bool
+) -> None:
+    save_encoder(world, mode, dense=dense, normalize=normalize)
+    manifest = world.dump(**WORDS_OF_EMBEDDING).manifest
+    numbers = range(4)
+    encoder: Any = SentenceTransformer(str(world.teacher), device="cpu")
+    expected = torch.from_numpy(encoder.encode(texts_of(world, numbers)))
+    stored = vectors_of(world, numbers)
+
+    assert stored.shape == expected.shape
+    assert torch.cosine_similarity(stored, expected).mean() > 0.999
+    assert manifest.measured is not None
+    (pooled,) = manifest.measured.states
+    assert pooled.cosine is not None
+    assert pooled.cosine > 0.999
+    assert (manifest.identity.layers, manifest.measured.fidelity) == ((), ())
+    assert not (world.root / "cache" / "vectors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs")
+def test_plain_zarr_reads_the_vectors(world: World) -> None:
+    save_encoder(world, "mean")
+    world.dump(**WORDS_OF_EMBEDDING)
+    group = zarr.open_group(str(world.root / "cache"), mode="r")
+    parts = {name: np.asarray(group[f"states/pooled/{name}"]) for name in ("basis", "mean", "step")}
+    codes = np.asarray(group["states/pooled/codes"])
+    cache = open_cache(world.root / "cache")
+    size = cache.manifest.shard_tokens
+    number = cache.manifest.shards[1].first_sequence + 2
+    plain = parts["mean"] + (codes[size + 2] * parts["step"]) @ parts["basis"].astype(np.float32)
+
+    np.testing.assert_allclose(vectors_of(world, [number])[0], plain, atol=1e-5)
+
+
+def test_relations_and_vectors_share_a_cache(world: World) -> None:
+    save_encoder(world, "mean")
+    world.dump("both", codec="vectors", pooled=True, packing="records")
+    cache = open_cache(world.root / "both")
+
+    assert cache[0].relation("attention").shape[0] == 4
+    assert cache[0].states().hidden[POOLED].shape == (1, 32)
+    for objective in ("minilm", "embedding"):
+        config = validated(TrainConfig, {"arch": ("1x32",), "objective": objective, "steps": 2})
+        train_students(config, cache.reader.root, out=world.root / objective, home=world.home)
+
+
+def trained(world: World, arch: str = "2x32", out: str = "run", **changes: object) -> TrainResult:
+    """Return a short training from vectors."""
+    settings = {"arch": (arch,), "objective": "embedding", "steps": 6, "init": "random", **changes}
+    config = validated(TrainConfig, {"batch_size": 8, "checkpoint_steps": 3, **settings})
+    return train_students(config, world.root / "cache", out=world.root / out, home=world.home)
+
+
+@pytest.mark.parametrize(("arch", "mode"), [("2x32", "mean"), ("1x16:h2", "cls"), ("1x16:h2", "lasttoken")])
+def test_a_student_opens_in_sentence_transformers_and_transformers(
+    world: World, arch: str, mode: str
+) -> None:
+    save_encoder(world, mode)
+    world.dump(**WORDS_OF_EMBEDDING)
+    result = trained(world, arch, lr=0.01, steps=30)
+    folder = result.student_path(arch)
+    (record,) = result.record.students
+    assert record.held_out_before is not None
+    assert record.held_out_after is not None
+    texts = texts_of(world, range(6))
+    encoder: Any = SentenceTransformer(str(folder), device="cpu")
+    vectors = torch.from_numpy(encoder.encode(texts))
+
+    assert record.held_out_after["cosine"] < record.held_out_before["cosine"]
+    assert vectors.shape == (6, 32), "the learned map leads to the teacher's width"
+    torch.testing.assert_close(vectors.norm(dim=-1), torch.ones(6))
+    hidden_size = AutoModel.from_pretrained(folder).config.hidden_size
+    assert hidden_size == int(arch.partition(":")[0].partition("x")[2])
+    cosines = torch.cosine_similarity(vectors, vectors_of(world, range(6)))
+    assert 1 - cosines.mean() < record.held_out_before["cosine"]
+    assert "sentence-similarity" in (folder / "README.md").read_text()
+
+
+def batch_of(student: torch.Tensor, teacher: torch.Tensor) -> StudentBatch:
+    """Return a batch with these targets."""
+    lengths = torch.full((len(student),), student.shape[1])
+    return StudentBatch(
+        ids=torch.zeros(student.shape[:2], dtype=torch.int64),
+        lengths=lengths,
+        counts={"tokens": 1, "chosen": 0, "sequences": len(student), "pairs": 1},
+        part=0,
+        step_counts={"tokens": 1, "chosen": 0, "sequences": len(student), "pairs": 1},
+        ends_step=True,
+        targets=(),
+        states=States(hidden={POOLED: teacher}),
+    )
+
+
+def test_parts_of_the_loss_are_what_they_say(world: World) -> None:
+    save_encoder(world, "mean")
+    world.dump(**WORDS_OF_EMBEDDING)
+    settings = {"arch": ("2x32",), "objective": "embedding", "loss": ("cosine", "mse=3", "similarity=0.5")}
+    config = validated(TrainConfig, {**settings, "matryoshka": (8,)})
+    cache = open_cache(world.root / "cache")
+    states = cache.manifest.identity.states
+    assert states is not None
+    assert states.pooled is not None
+    assert choose_objective(config, cache, arch=config.arch).wanted.states.hidden == (POOLED,)
+    objective = EmbeddingObjective(
+        states.pooled, 32, 2, losses={"cosine": 1.0, "mse": 3.0, "similarity": 0.5}, widths=(8,)
+    )
+    hidden, teacher = torch.randn(5, 7, 32), torch.nn.functional.normalize(torch.randn(5, 32))
+    reading = Reading(vectors=[], hidden={2: hidden}, logits=None)
+    parts = objective(reading, batch_of(hidden, teacher))
+    student = torch.nn.functional.normalize(hidden.mean(1))
+    pairs = [(i, j) for i in range(5) for j in range(5) if i != j]
+
+    def similarity(width: int) -> torch.Tensor:
+        return torch.stack(
+            [
+                torch.cosine_similarity(student[i, :width], student[j, :width], 0) - teacher[i] @ teacher[j]
+                for i, j in pairs
+            ]
+        )
+
+    torch.testing.assert_close(parts["cosine"], (1 - (student * teacher).sum(-1)).mean())
+    torch.testing.assert_close(parts["mse"], torch.nn.functional.mse_loss(student, teacher))
+    torch.testing.assert_close(parts["similarity"], similarity(32).square().mean())
+    torch.testing.assert_close(parts["similarity of 8"], similarity(8).square().mean())
+    total = parts["cosine"] + 3 * parts["mse"] + 0.5 * (parts["similarity"] + parts["similarity of 8"])
+    torch.testing.assert_close(objective.losses(parts).total, total)
+    assert similarity_difference(student[:1], teacher[:1]) == 0
+
+
+@pytest.mark.parametrize("stop_after", [2, 4])
+def test_an_interrupted_training_ends_as_an_uninterrupted_one(world: World, stop_after: int) -> None:
+    save_encoder(world, "mean")
+    world.dump(**WORDS_OF_EMBEDDING)
+    whole = trained(world, out="whole")
+    asked = 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > stop_after
+
+    config = validated(
+        TrainConfig,
+        {
+            "arch": ("2x32",),
+            "objective": "embedding",
+            "steps": 6,
+            "init": "random",
+            "batch_size": 8,
+            "checkpoint_steps": 3,
+        },
+    )
+    place: dict[str, Any] = {"out": world.root / "cut", "home": world.home}
+    with pytest.raises(InterruptedRunError):
+        train_students(config, world.root / "cache", **place, should_stop=stop)
+    resumed = train_students(config, world.root / "cache", **place)
+    weights = [
+        (result.student_path("2x32") / "model.safetensors").read_bytes() for result in (whole, resumed)
+    ]
+
+    assert weights[0] == weights[1]
+
+
+def test_relations_first_then_vectors(world: World) -> None:
+    """A second training begins with the students of a first one, whatever its objective."""
+    save_encoder(world, "mean")
+    world.dump(codec="vectors", pooled=True, packing="records")
+    first = trained(world, out="relations", objective="minilm")
+    second = trained(world, out="vectors", init=str(first.path))
+
+    assert second.record.students[0].init == "another model"
+
+
+# What cannot be done
+
+
+def damaged(world: World, change: dict[str, object], file: str) -> None:
+    """Change a JSON file of the teacher."""
+    path = world.teacher / file
+    content = json.loads(path.read_text())
+    if isinstance(content, list):
+        content[1] |= change
+    else:
+        content |= change
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "says"),
+    [
+        ("modules.json", {"type": "sentence_transformers.models.LSTM"}, ("modules.json names LSTM",)),
+        ("1_Pooling/config.json", {"pooling_mode": ["mean", "cls"]}, ("pools by mean and cls",)),
+        ("1_Pooling/config.json", {"pooling_mode": "weightedmean"}, ("pools by weightedmean",)),
+        ("2_Dense/config.json", {"use_residual": True}, ("2_Dense", "a residual")),
+        ("2_Dense/config.json", {"activation_function": "os.system"}, ("2_Dense", "os.system")),
+    ],
+)
+def test_what_no_pooling_here_computes_is_refused(
+    world: World, command: Command, file: str, change: dict[str, object], says: tuple[str, ...]
+) -> None:
+    save_encoder(world, "mean", dense=nn.Tanh())
+    damaged(world, change, file)
+    command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says=says)
+
+
+def test_weights_of_a_dense_layer_are_safetensors(world: World, command: Command) -> None:
+    save_encoder(world, "mean", dense=nn.Tanh())
+    weights = world.teacher / "2_Dense/model.safetensors"
+    weights.rename(weights.with_name("pytorch_model.bin"))
+    command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says="model.safetensors")
+
+
+def test_a_teacher_that_does_not_say_how_it_pools(world: World, command: Command) -> None:
+    arguments = dump_arguments(world, "--for", "embedding", k=None)
+    command.fails(*arguments, code=2, says=("no modules.json", "--pooling"))
+    assert command(*arguments, "--pooling", "cls")[0] == 0
+    save_encoder(world, "mean")
+    command.fails(*arguments, "--pooling", "cls", code=2, says=("--pooling cls", "pools by mean"))
+
+
+def test_an_objective_that_the_cache_does_not_serve(world: World, command: Command) -> None:
+    save_encoder(world, "mean")
+    world.dump(**WORDS_OF_EMBEDDING)
+    world.dump("relations", codec="topk")
+    cache, relations = world.root / "cache", world.root / "relations"
+    command.fails("train", cache, "--arch", "2x32", code=2, says=("attention", "codec none"))
+    train = ("--arch", "2x32", "--objective", "embedding")
+    command.fails("train", relations, *train, code=2, says=("--pooled", "--for embedding"))
+    command.fails("train", cache, *train, "--matryoshka", 32, code=2, says="--matryoshka 32")
+    command.fails("train", cache, *train, "--loss", "cosin", code=2, says=("--loss cosin", "similarity"))
+    command.fails("train", cache, *train, "--loss", "mse=0", code=2, says="--loss mse=0")
+    command.fails("train", relations, "--arch", "2x32", "--loss", "mse", code=2, says="--loss goes with")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--codec", "none"), "nothing to store"),
+        (("--codec", "none", "--pooled", "--pooling", "mean", "--layers", "all"), "--layers"),
+        (("--pooling", "mean"), "--pooling goes with --pooled"),
+        (("--pooled", "--pooling", "sum"), "--pooling sum"),
+        (("--pooled", "--min-cosine", "1"), "--min-cosine 1"),
+    ],
+)
+def test_options_that_contradict_each_other(
+    world: World, command: Command, options: tuple[str, ...], says: str
+) -> None:
+    command.fails(*dump_arguments(world, *options, k=None), code=2, says=says)
+
+
+def test_commands_show_a_cache_without_relations(world: World, command: Command, tmp_path: Path) -> None:
+    save_encoder(world, "mean")
+    arguments = dump_arguments(world, "--for", "embedding", k=None)
+    assert command(*arguments)[0] == 0
+    cache = world.root / "cache"
+    code, out, _ = command("info", cache)
+    assert (code, "relations" in out, "cosine" in out) == (0, True, True)
+    assert command("verify", cache, "--full")[0] == 0
+    assert command("verify", cache, "--teacher", world.teacher, "--corpus", world.corpus)[0] == 0
+    code, out, _ = command(
+        *("plan", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32),
+        *("--for", "embedding", "--json"),
+    )
+    (setting,) = json.loads(out)["settings"]
+    assert (code, setting["codec"]["name"], len(setting["states"])) == (0, "none", 1)
+    run = tmp_path / "run"
+    assert (
+        command("train", cache, "--arch", "2x32", *("--objective", "embedding", "--steps", 2), "--out", run)[
+            0
+        ]
+        == 0
+    )
+    assert command("report", run, "--out", tmp_path / "page.html", "--teacher", world.teacher)[0] == 0
+    assert command("report", run, "--out", tmp_path / "plain.html")[0] == 0
