@@ -7,7 +7,7 @@ derive their options from these (`minilm_cache.cli.options`). The class that dec
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -77,7 +77,10 @@ class ColumnSettings(FrozenSettings):
 
     group = "Text"
     text_column: str | None = None
-    """Column of the records that holds the text. None means `text`."""
+    """Column of the records that holds the text; several with commas between them, like those of pairs, make
+    each of their texts a document. None means `text`."""
+    documents: Literal["paragraphs", "lines"] = "paragraphs"
+    """What is a document in .txt files: the text between empty lines (`paragraphs`), or a line (`lines`)."""
 
 
 class CorpusSettings(ColumnSettings):

@@ -159,11 +159,13 @@ class Labels(StoredModel):
     text_column: Name | None = None
     """Column of records that holds the text. None means `text`, or a cache of the first releases, which did
     not record it."""
+    documents: Literal["lines"] | None = None
+    """`lines`: documents are the lines of .txt files. None means paragraphs."""
     revision: Name | None = None
     """Revision of a teacher from the hub. None means the newest, or a cache of the first releases, which
     did not record it."""
 
-    sections: ClassVar[frozenset[str]] = frozenset({"text_column", "revision"})
+    sections: ClassVar[frozenset[str]] = frozenset({"text_column", "documents", "revision"})
 
 
 class CacheManifest(StoredDocument):

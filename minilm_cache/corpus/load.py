@@ -2,8 +2,8 @@
 
 `datasets` reads every format and keeps the text in Arrow files on disk, so a corpus may be larger than
 memory. A document is a record of .jsonl, .csv, .parquet or a hub data set; in .txt a paragraph
-block, that is, the text between empty lines (a line with a space is not empty); in `python-docs` a docstring
-or a topic of `pydoc`.
+block, that is, the text between empty lines (a line with a space is not empty), or a line; in `python-docs` a
+docstring or a topic of `pydoc`. Records of pairs give two documents each.
 """
 
 import ast
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from logging import CRITICAL
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import datasets
 import numpy as np
@@ -32,6 +32,8 @@ from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheErro
 from minilm_cache.storage_schema.identity import CorpusIdentity
 from minilm_cache.store.fingerprint import sha256_texts
 
+Documents = Literal["paragraphs", "lines"]
+"""What is a document in .txt files."""
 PYTHON_DOCS: Final = "python-docs"
 HUB_PREFIX: Final = "hf:"
 _BUILDERS: Final = {".txt": "text", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -67,37 +69,39 @@ class Corpus:
         return _texts(self.documents)
 
 
-def load_corpus(name: str, text_column: str | None = None) -> Corpus:
+def load_corpus(name: str, text_column: str | None = None, documents: Documents = "paragraphs") -> Corpus:
     """Load a corpus.
 
     Args:
         name: `python-docs`, a .txt, .jsonl, .csv or .parquet file, a folder of such files, or
             `hf:ID[:CONFIG][:SPLIT]`.
-        text_column: column of the records that holds the text. None means `text`.
+        text_column: column of the records that holds the text, or several with commas between them, whose
+            texts are documents of their own. None means `text`.
+        documents: what is a document in .txt files.
 
     Raises:
         CorpusError: the corpus does not exist, cannot be read, lacks the column, or holds no text.
     """
     datasets.disable_progress_bars()
     try:
-        documents = _load(name, text_column)
-        _refuse_missing_texts(documents, name)
-        documents = documents.filter(_has_text, batched=True, load_from_cache_file=False)
+        loaded = _load(name, text_column, documents)
+        _refuse_missing_texts(loaded, name)
+        loaded = loaded.filter(_has_text, batched=True, load_from_cache_file=False)
     except MiniLMCacheError:
         raise
     except (DatasetsError, OSError, ValueError, pa.ArrowException) as error:
         raise CorpusError(f"cannot read corpus {name}: {_reason(error)}") from error
-    if len(documents) == 0:
+    if len(loaded) == 0:
         raise CorpusError(f"corpus {name} is empty: it holds no text. Choose another --corpus.")
-    has_copies = _COPIES in documents.column_names
+    has_copies = _COPIES in loaded.column_names
     identity = CorpusIdentity(
-        sha256=sha256_texts(_texts(documents)),
-        num_documents=len(documents),
-        copies_sha256=sha256_texts(_texts(documents, _COPIES)) if has_copies else None,
+        sha256=sha256_texts(_texts(loaded)),
+        num_documents=len(loaded),
+        copies_sha256=sha256_texts(_texts(loaded, _COPIES)) if has_copies else None,
     )
     columns = ["text", _COPIES] if has_copies else ["text"]
-    groups = _groups([_hashes(documents, column) for column in columns])
-    return Corpus(name=name, documents=documents.select_columns(["text"]), identity=identity, groups=groups)
+    groups = _groups([_hashes(loaded, column) for column in columns])
+    return Corpus(name=name, documents=loaded.select_columns(["text"]), identity=identity, groups=groups)
 
 
 def _hashes(documents: datasets.Dataset, column: str) -> npt.NDArray[np.uint64]:
@@ -124,7 +128,10 @@ def _groups(keys: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.int64]:
             return groups
 
 
-def _load(name: str, text_column: str | None) -> datasets.Dataset:
+def _load(name: str, text_column: str | None, documents: Documents) -> datasets.Dataset:
+    columns = [part.strip() for part in (text_column or "text").split(",")]
+    if documents == "lines" and (name == PYTHON_DOCS or name.startswith(HUB_PREFIX)):
+        raise InvalidConfigError(f"--documents lines is about .txt files, and {name} has none. Leave it out.")
     if name == PYTHON_DOCS:
         if text_column is not None:
             raise InvalidConfigError(
@@ -132,7 +139,7 @@ def _load(name: str, text_column: str | None) -> datasets.Dataset:
             )
         return datasets.Dataset.from_dict({"text": list(_python_docs())})
     if name.startswith(HUB_PREFIX):
-        return _only_text(_load_hub(name), name, text_column or "text")
+        return _all_texts(_load_hub(name), name, columns)
     path = Path(name)
     if not path.exists():
         raise CorpusError(
@@ -140,7 +147,9 @@ def _load(name: str, text_column: str | None) -> datasets.Dataset:
         )
     files = _files(path)
     datasets.logging.set_verbosity(CRITICAL)  # the raised error describes a broken file
-    parts = [_only_text(_load_file(file), str(file), text_column or "text") for file in files]
+    if documents == "lines" and all(file.suffix != ".txt" for file in files):
+        raise InvalidConfigError(f"--documents lines is about .txt files, and {name} has none. Leave it out.")
+    parts = [_all_texts(_load_file(file, documents), str(file), columns) for file in files]
     shared = set.intersection(*(set(part.column_names) for part in parts))
     return datasets.concatenate_datasets([part.select_columns(sorted(shared)) for part in parts])
 
@@ -167,7 +176,7 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _load_file(file: Path) -> datasets.Dataset:
+def _load_file(file: Path, documents: Documents) -> datasets.Dataset:
     if file.stat().st_size == 0:
         raise CorpusError(f"corpus {file} is empty: the file has no bytes.")
     # An absolute pattern is taken literally once its own special characters are escaped.
@@ -178,7 +187,7 @@ def _load_file(file: Path) -> datasets.Dataset:
             data_files={"train": pattern},
             split="train",
             cache_dir=arrow_cache(file),
-            **_format_options(file),
+            **_format_options(file, documents),
         )
     except (DatasetsError, OSError, ValueError, csv.Error, pa.ArrowException) as error:
         reason = _broken_line(file) or _reason(error)
@@ -187,10 +196,10 @@ def _load_file(file: Path) -> datasets.Dataset:
     return loaded
 
 
-def _format_options(file: Path) -> Mapping[str, Any]:
+def _format_options(file: Path, documents: Documents) -> Mapping[str, Any]:
     """Return the keyword arguments for `datasets` that describe a file's format."""
     if file.suffix == ".txt":
-        return {"sample_by": "paragraph"}
+        return {"sample_by": "line" if documents == "lines" else "paragraph"}
     if file.suffix != ".csv":
         return {}
     # By default, pandas takes surplus fields of a row as names of rows, and reads texts like "None" and
@@ -250,6 +259,11 @@ def _load_hub(name: str) -> datasets.Dataset:
         ) from error
     assert isinstance(loaded, datasets.Dataset)
     return loaded
+
+
+def _all_texts(loaded: datasets.Dataset, where: str, columns: Sequence[str]) -> datasets.Dataset:
+    """Return the texts of one or several columns, one column after the other."""
+    return datasets.concatenate_datasets([_only_text(loaded, where, column) for column in columns])
 
 
 def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Dataset:

@@ -110,7 +110,7 @@ def augment(
     model = TappedModel(load_model(source.folder, "tokens"))
     check_length(model, source.name, token=tokenizer.cls_token_id, max_length=config.max_length)
     model.tap((), head="tokens")
-    corpus = load_corpus(config.corpus, config.text_column)
+    corpus = load_corpus(config.corpus, config.text_column, config.documents)
     device = choose_device(config.device)
     replacer = _WordReplacer(
         model=model.to(device).eval(),

@@ -246,8 +246,11 @@ class VerifyConfig(ColumnSettings, DeviceSettings):
 
     @model_validator(mode="after")
     def _options_go_with_a_teacher(self) -> "VerifyConfig":
-        if self.teacher is None and (self.corpus, self.text_column, self.device) != (None, None, None):
-            raise ValueError("--corpus, --text-column and --device go with --teacher, and only with it")
+        others = (self.corpus, self.text_column, self.device, self.documents)
+        if self.teacher is None and others != (None, None, None, "paragraphs"):
+            raise ValueError(
+                "--corpus, --text-column, --documents and --device go with --teacher, and only with it"
+            )
         return self
 
 

@@ -193,6 +193,7 @@ def name_labels(config: DumpConfig) -> Labels:
         corpus=_label(config.corpus),
         created_by=f"minilm-cache {RELEASE}",
         text_column=None if config.text_column is None else printable(config.text_column)[:512],
+        documents="lines" if config.documents == "lines" else None,
         revision=None if config.revision is None else printable(config.revision)[:512],
     )
 

@@ -128,7 +128,7 @@ def _load_sequences(config: HeadConfig, tokenizer: PreTrainedTokenizerFast) -> t
     Raises:
         CorpusError: there is too little text.
     """
-    corpus = load_corpus(config.corpus, config.text_column)
+    corpus = load_corpus(config.corpus, config.text_column, config.documents)
     packing = Packing(
         mode="packed",
         max_length=config.max_length,

@@ -158,7 +158,7 @@ def plan(
 
 def _load_sequences(config: DumpConfig, teacher: Teacher) -> SequenceTable:
     """Return the whole corpus as the sequences of a dump."""
-    corpus = load_corpus(config.corpus, config.text_column)
+    corpus = load_corpus(config.corpus, config.text_column, config.documents)
     packing = Packing(
         mode=config.packing,
         max_length=config.max_length,

@@ -107,7 +107,7 @@ def _load(config: DumpConfig, progress: Progress) -> tuple[Teacher, Corpus]:
     teacher.check_length(config.max_length)
     if config.codec == "none":
         teacher.tap(())
-    corpus = load_corpus(config.corpus, config.text_column)
+    corpus = load_corpus(config.corpus, config.text_column, config.documents)
     progress.note(
         f"teacher {config.teacher} ({teacher.identity.model_type}, {teacher.identity.num_layers} layers, "
         f"hidden {teacher.identity.hidden_size}), corpus {config.corpus} "

@@ -47,10 +47,11 @@ def dump_command(manifest: CacheManifest) -> str:
     given: dict[str, Any] = {
         "corpus": manifest.labels.corpus,
         "text_column": manifest.labels.text_column,
+        "documents": manifest.labels.documents or "paragraphs",
         "revision": manifest.labels.revision,
         "codec": codec.pop("name"),
         **codec,
-        "layers": "last" if identity.layers == last else _listed(identity.layers),
+        "layers": "last" if identity.layers in ((), last) else _listed(identity.layers),
         **_states(identity.states),
         "packing": identity.packing.mode,
         "max_length": identity.packing.max_length,
@@ -79,6 +80,9 @@ def _states(states: StatesIdentity | None) -> dict[str, Any]:
         "label_temperature": None if labels is None else labels.temperature,
         "maskings": None if masking is None else masking.readings,
         "logits": states.num_classes is not None,
+        "pooled": states.pooled is not None,
+        "pooling": None if states.pooled is None else states.pooled.mode,
+        "min_cosine": None if states.pooled is None else states.pooled.min_cosine,
     }
 
 
@@ -101,11 +105,12 @@ def train_command(run: TrainedRun, *, paths: bool = True) -> str:
         del given["streams"]
     if identity.layer_map != "last" or not identity.spec.one_layer:
         del given["teacher_layer"]
+    given |= {"dropout": identity.dropout or "teacher", "batches": identity.batches or "shuffled"}
     words += ["--layer-map", given.pop("layer_map")]
     words += _begun_with(run, paths=paths)
     fields = TrainConfig.model_fields
     for name, value in given.items():
-        if value != fields[name].default:
+        if value != identity.spec.recipe.get(name, fields[name].default):
             words += _option(flag_of(name, fields[name]).split("/")[value is False], value)
     return shlex.join(words)
 
@@ -132,8 +137,10 @@ def _place(place: str, *, paths: bool) -> str:
 
 
 def _option(flag: str, value: object) -> list[str]:
-    """Return an option and its value as words; an empty list for a value that is not set."""
+    """Return an option and its value as words, repeated for several; an empty list if it is not set."""
     name = flag if flag.startswith("--") else f"--{flag.replace('_', '-')}"
     if isinstance(value, bool):
         return [name] if value or name.startswith("--no-") else []
+    if isinstance(value, tuple):
+        return [word for part in value for word in (name, str(part))]
     return [] if value is None else [name, str(value)]

@@ -70,7 +70,9 @@ def of_corpus(config: SliceConfig, folder: Path, most: int) -> tuple[list[Tensor
         seed=0,
         split=None,
     )
-    table = SequenceTable(load_corpus(config.corpus, config.text_column), tokenizer, packing)
+    table = SequenceTable(
+        load_corpus(config.corpus, config.text_column, config.documents), tokenizer, packing
+    )
     ids = [torch.from_numpy(row.astype("int64")) for row in table.read(0, len(table.lengths)).ids]
     num_fitted = max(1, most // config.max_length)
     return ids[:num_fitted], ids[num_fitted:]

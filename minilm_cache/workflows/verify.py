@@ -77,7 +77,7 @@ def verify_cache(
     )
     if config.teacher is None or verdict.damage:
         return Verification(path=path, verdict=verdict, again=None)
-    text = None if config.corpus is None else load_corpus(config.corpus, config.text_column)
+    text = None if config.corpus is None else load_corpus(config.corpus, config.text_column, config.documents)
     again = recheck(open_cache(path), config.teacher, corpus=text, device=config.device, progress=progress)
     return Verification(path=path, verdict=verdict, again=again)
 

@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 
 from minilm_cache.corpus.load import load_corpus
-from minilm_cache.errors import CorpusError
+from minilm_cache.errors import CorpusError, InvalidConfigError
 from tests.support import write_hub
 
 TEXTS = ["ba be", 'bi "bo", bu', " \t", "ban\nben", "é — 北", "None", "NA"]
@@ -93,3 +93,33 @@ def test_a_folder_like_the_hub_that_has_the_name_of_another(tmp_path: Path) -> N
     for place, text in (("a", "one"), ("b", "two"), ("b", "three")):
         rows = Dataset.from_dict({"text": [text]})
         assert read(f"hf:{write_hub(tmp_path / place / 'hub', {'of': {'train': rows}})}") == [text]
+
+
+def test_lines_of_a_text_file_are_documents_where_that_is_asked(tmp_path: Path) -> None:
+    file = tmp_path / "c.txt"
+    file.write_text("one line\nanother line\n\nthe last")
+
+    assert list(load_corpus(str(file)).texts()) == ["one line\nanother line", "the last"]
+    assert list(load_corpus(str(file), documents="lines").texts()) == ["one line", "another line", "the last"]
+
+
+def test_lines_are_those_of_text_files_only(tmp_path: Path) -> None:
+    file = tmp_path / "c.jsonl"
+    file.write_text('{"text": "a b"}\n')
+    for name in (str(file), str(tmp_path), "python-docs", "hf:some/text"):
+        with pytest.raises(InvalidConfigError, match=r"--documents lines is about \.txt files"):
+            load_corpus(name, documents="lines")
+    (tmp_path / "d.txt").write_text("x y\nz\n")
+
+    assert list(load_corpus(str(tmp_path), documents="lines").texts()) == ["a b", "x y", "z"]
+
+
+def test_both_sides_of_pairs_are_documents(tmp_path: Path) -> None:
+    file = tmp_path / "c.jsonl"
+    file.write_text('{"a": "one", "b": "two"}\n{"a": "three", "b": "one"}\n')
+    corpus = load_corpus(str(file), "a, b")
+
+    assert list(corpus.texts()) == ["one", "three", "two", "one"]
+    assert corpus.groups[0] == corpus.groups[3], "equal texts are held out together"
+    with pytest.raises(CorpusError, match="no column 'c'"):
+        load_corpus(str(file), "a,c")

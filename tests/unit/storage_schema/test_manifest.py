@@ -536,10 +536,17 @@ def test_a_manifest_without_states_says_nothing_of_them() -> None:
 
 
 def test_names_for_people_do_not_enter_the_fingerprint() -> None:
-    labels: Content = {"teacher": "a", "corpus": "b", "created_by": "c", "text_column": "d", "revision": "e"}
+    labels: Content = {
+        "teacher": "a",
+        "corpus": "b",
+        "created_by": "c",
+        "text_column": "d",
+        "revision": "e",
+        "documents": "lines",
+    }
 
     assert manifest_of(V1 | {"labels": labels}).labels.model_dump() == labels
-    for name in ("text_column", "revision"):
+    for name in ("text_column", "revision", "documents"):
         assert name not in Labels.model_validate_json(as_json(without(labels, name))).model_dump()
 
 
