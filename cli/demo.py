@@ -1,16 +1,23 @@
-"""`minilm-cache demo`: dump and train with the teacher and the text that come with the package."""
+"""`minilm-cache demo`: from Python's documentation to students that search it."""
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
 from minilm_cache.cli.environment import home, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import JsonOption
-from minilm_cache.cli.tables import fidelity_table, students_table
+from minilm_cache.cli.tables import fidelity_table
+
+if TYPE_CHECKING:
+    from minilm_cache.workflows.demo import DemoResult
+
+_LONGEST = 60
+"""Most characters of an answer that are shown."""
 
 
 def demo(json: JsonOption = False) -> None:
-    """Dump the embedded teacher over Python's documentation, train two students and show the results.
+    """Run a teacher once over Python's documentation, train two students, and search with all three.
 
     This needs no network and takes some minutes. Run it again to resume or reuse what is done.
     """
@@ -19,40 +26,63 @@ def demo(json: JsonOption = False) -> None:
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         result = run_demo(home=home(), progress=progress, should_stop=should_stop)
-    manifest = result.dump.manifest
-    record = result.train.record
     if json:
-        print_json(
-            {
-                "cache": str(result.dump.path),
-                "run": str(result.train.path),
-                "num_tokens": manifest.num_tokens,
-                "measured": manifest.measured.model_dump(mode="json") if manifest.measured else None,
-                "students": [student.model_dump(mode="json") for student in record.students],
-                "speeds": [{**asdict(speed), "ratio": speed.ratio} for speed in result.speeds],
-            }
+        print_json(_document(result))
+    else:
+        _print(result)
+
+
+def _document(result: "DemoResult") -> dict[str, object]:
+    manifest = result.dump.manifest
+    return {
+        "cache": str(result.dump.path),
+        "run": str(result.train.path),
+        "num_tokens": manifest.num_tokens,
+        "measured": manifest.measured.model_dump(mode="json") if manifest.measured else None,
+        "students": [student.model_dump(mode="json") for student in result.train.record.students],
+        "num_documents": result.num_documents,
+        "num_questions": result.num_questions,
+        "models": [asdict(searcher) | {"path": str(searcher.path)} for searcher in result.searchers],
+    }
+
+
+def _print(result: "DemoResult") -> None:
+    from minilm_cache.workflows.demo import QUESTIONS, TOP  # noqa: PLC0415 - importing it takes seconds
+
+    fidelity_table(result.dump.manifest)
+    searchers = result.searchers
+    for number, question in enumerate(QUESTIONS):
+        answers = [searcher.answers[number] for searcher in searchers]
+        print_table(
+            f"{question} Best of {result.num_documents:,} texts of Python's documentation",
+            [searcher.model for searcher in searchers],
+            [[_short(answer) for answer in row] for row in zip(*answers, strict=True)],
         )
-        return
+    print_table(
+        f"The teacher's {TOP} best texts for {result.num_questions} held-out questions, and costs",
+        ["model", f"of the teacher's {TOP}", "parameters", "texts per second"],
+        [
+            [
+                searcher.model,
+                f"{100 * searcher.agreement:.0f} %",
+                f"{searcher.num_parameters:,}",
+                f"{searcher.texts_per_s:,.0f}",
+            ]
+            for searcher in searchers
+        ],
+    )
+    student = searchers[1]
     print_pairs(
         {
             "cache": result.dump.path,
             "run": result.train.path,
-            "next": f"minilm-cache info {result.dump.path}",
+            "next": f"minilm-cache info {result.train.path}",
+            "more": f"minilm-cache train {result.dump.path} --objective embedding --arch 2x384",
+            "use": 'python -c "from sentence_transformers import SentenceTransformer as S; '
+            f"print(S('{student.path}').encode(['a text']).shape)\"",
         }
     )
-    if manifest.measured is not None:
-        fidelity_table(manifest)
-    students_table(record.students, record.identity)
-    print_table(
-        "Training one student, tokens per second, measured in turns in this run",
-        ["student", "from the cache", "teacher every step", "ratio"],
-        [
-            [
-                speed.arch,
-                f"{speed.offline_tokens_per_s:,.0f}",
-                f"{speed.online_tokens_per_s:,.0f}",
-                f"{speed.ratio:.2f}x",
-            ]
-            for speed in result.speeds
-        ],
-    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

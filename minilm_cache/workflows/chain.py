@@ -41,7 +41,12 @@ from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import load_record
 from minilm_cache.train.run import train_students
 from minilm_cache.train.sampler import check_parts
-from minilm_cache.workflows.config import ChainConfig
+from minilm_cache.workflows.config import (
+    LATER_DUMP_SETTINGS,
+    LATER_TRAIN_SETTINGS,
+    ChainConfig,
+    without_defaults,
+)
 
 CHAIN_FILE = "chain.json"
 SETTINGS_FILE = "settings.json"
@@ -143,7 +148,8 @@ def _settings(config: ChainConfig) -> dict[str, Any]:
     fields = TrainConfig.model_fields
     same = {name: fields[name].default for name in _ANY_VALUE}
     same["init"] = settings["train"]["init"] or RANDOM  # as chains have been named before slices
-    return settings | {"train": settings["train"] | same}
+    train = without_defaults(settings["train"] | same, LATER_TRAIN_SETTINGS)
+    return settings | {"train": train, "dump": without_defaults(settings["dump"], LATER_DUMP_SETTINGS)}
 
 
 def _slug(arch: Sequence[str]) -> str:

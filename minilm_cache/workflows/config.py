@@ -1,12 +1,33 @@
 """Settings of workflows that run several dumps and trainings."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
 from pydantic import Field
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.train.config import TrainConfig
+
+LATER_TRAIN_SETTINGS: Final[Mapping[str, Any]] = {
+    "loss": [],
+    "matryoshka": [],
+    "dropout": "teacher",
+    "batches": "shuffled",
+}
+"""Settings of a training that chains and studies of earlier releases did not have, with their defaults."""
+LATER_DUMP_SETTINGS: Final[Mapping[str, Any]] = {
+    "documents": "paragraphs",
+    "pooled": False,
+    "pooling": None,
+    "min_cosine": None,
+}
+"""Settings of a dump that chains of earlier releases did not have, with their defaults."""
+
+
+def without_defaults(content: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without those that have these defaults, so that earlier names stay as they are."""
+    return {name: value for name, value in content.items() if name not in defaults or value != defaults[name]}
 
 
 class ChainConfig(FrozenSettings):

@@ -1,74 +1,85 @@
-"""Dump `mini` over `python-docs` and train two students, on one machine without a network.
+"""From Python's documentation to two students that search it, on one machine without a network.
 
-Afterwards the same students take a few steps with the teacher running again for every batch and a few steps
-from the cache, in turns. This measures how much time the cache saves on this machine.
+The teacher `mini` runs once and leaves relations and pooled vectors in one cache. Two students of different
+shapes are trained from its vectors, then teacher and students answer the same questions.
 """
 
 import time
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from minilm_cache.cache import Cache, open_cache
+from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import DumpResult, dump_cache
-from minilm_cache.errors import InterruptedRunError
-from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.device import choose_device
+from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.load import MINI, locate_teacher
-from minilm_cache.models.teacher import Teacher
-from minilm_cache.objectives.batch import StudentBatch, WantedTargets
-from minilm_cache.objectives.check import choose_objective
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
-from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.live import with_live_targets
-from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import TrainResult, train_students
-from minilm_cache.train.sampler import plan_steps
-from minilm_cache.train.setup import build_trainers
 
-ARCH = ("3x192", "3x384")
+ARCH = ("3x384", "3x192")
 """Shapes of the two students."""
-STEPS = 300
+STEPS = 150
 """Training steps of the students."""
 DUMP_TOKENS = 300_000
 """Most tokens that the demo dumps."""
-TIMED_STEPS = 8
-"""Timed steps from the cache and with the teacher, each; they follow one step of each that is not counted."""
+QUESTIONS = (
+    "How do I read a file line by line?",
+    "run several functions at the same time",
+    "turn an object into JSON text",
+)
+MOST_DOCUMENTS = 3000
+"""Most documents that are searched."""
+TOP = 10
+"""Answers of the teacher that a student is to find."""
+SHOWN = 3
+"""Answers that are shown of each model."""
+_BATCH = 64
+
+Vectors = npt.NDArray[np.float32]
+"""Unit vectors, `(texts, width)`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """Speed of training one student, in tokens per second: medians over steps taken in turns."""
+class Searcher:
+    """A model that searched the documents."""
 
-    arch: str
-    offline_tokens_per_s: float
-    """Speed from the cache."""
-    online_tokens_per_s: float
-    """Speed with the teacher's forward pass for every batch, which stops at the vectors of its last layer."""
-
-    @property
-    def ratio(self) -> float:
-        """Offline speed divided by online speed."""
-        return self.offline_tokens_per_s / self.online_tokens_per_s
+    model: str
+    path: Path
+    """Folder of the model."""
+    answers: tuple[tuple[str, ...], ...]
+    """First lines of the best documents for each of `QUESTIONS`, the best first."""
+    agreement: float
+    """Share of the teacher's `TOP` answers that are among the model's, mean over held-out questions."""
+    num_parameters: int
+    texts_per_s: float
+    """Documents that the model makes vectors of in a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """The cache, the run and the measured speeds of a demo."""
+    """The cache, the run, and what teacher and students found."""
 
     dump: DumpResult
     train: TrainResult
-    speeds: tuple[Speed, ...]
+    num_documents: int
+    """Documents that were searched."""
+    num_questions: int
+    """Held-out questions that models are compared on."""
+    searchers: tuple[Searcher, ...]
+    """The teacher, then the students."""
 
 
 def run_demo(
     *, home: Path | None = None, progress: Progress | None = None, should_stop: ShouldStop = never_stop
 ) -> DemoResult:
-    """Dump, train and compare speeds; dump and training resume or reuse those of an earlier demo.
+    """Dump, train and search; dump and training resume or reuse those of an earlier demo.
 
     Args:
         home: folder of caches and runs. None means `~/.cache/minilm-cache`.
@@ -80,81 +91,101 @@ def run_demo(
     """
     progress = progress or Silent()
     dumped = dump_cache(
-        DumpConfig(teacher=MINI, max_tokens=DUMP_TOKENS),
-        out=None,
+        DumpConfig.model_validate(
+            {"teacher": MINI, "max_tokens": DUMP_TOKENS, "for": ("minilm", "embedding")}
+        ),
         home=home,
         progress=progress,
         should_stop=should_stop,
     )
-    config = TrainConfig(arch=ARCH, steps=STEPS)
     trained = train_students(
-        config, dumped.path, out=None, home=home, progress=progress, should_stop=should_stop
+        TrainConfig(arch=ARCH, objective="embedding", steps=STEPS),
+        dumped.path,
+        home=home,
+        progress=progress,
+        should_stop=should_stop,
     )
-    speeds = compare_speed(dumped.path, config, progress=progress, should_stop=should_stop)
-    return DemoResult(dump=dumped, train=trained, speeds=speeds)
-
-
-def compare_speed(
-    path: Path, config: TrainConfig, *, progress: Progress, should_stop: ShouldStop
-) -> tuple[Speed, ...]:
-    """Measure each student's training from the cache and with the teacher, in turns on the same batches."""
-    cache = open_cache(path)
-    teacher = Teacher(locate_teacher(MINI), choose_device(config.device))
-    progress.start("compare", len(config.arch) * (TIMED_STEPS + 1) * 2, "steps")
-    return tuple(
-        _speed(arch, cache, teacher=teacher, config=config, progress=progress, should_stop=should_stop)
-        for arch in config.arch
+    library = _Library.of(open_cache(dumped.path))
+    folders = {MINI: locate_teacher(MINI).folder, **{arch: trained.student_path(arch) for arch in ARCH}}
+    progress.start("search", len(library.texts) * len(folders), "texts")
+    searchers: list[Searcher] = []
+    best: npt.NDArray[np.int64] | None = None
+    for name, folder in folders.items():
+        searcher, found = library.search(name, folder, expected=best)
+        best = found if best is None else best
+        searchers.append(searcher)
+        progress.advance(len(library.texts))
+    return DemoResult(
+        dump=dumped,
+        train=trained,
+        num_documents=len(library.texts),
+        num_questions=len(library.questions),
+        searchers=tuple(searchers),
     )
 
 
-def _speed(
-    arch: str,
-    cache: Cache,
-    *,
-    teacher: Teacher,
-    config: TrainConfig,
-    progress: Progress,
-    should_stop: ShouldStop,
-) -> Speed:
-    """Measure the speed of training one student."""
-    manifest = cache.manifest
-    objective = choose_objective(config, cache, arch=config.arch)
-    shape = parse_arch(arch, manifest.identity.relation_heads)
-    (trainer,) = build_trainers(
-        config,
-        cache,
-        shapes=[shape],
-        objective=objective,
-        steps=TIMED_STEPS,
-        ranks=Ranks.alone(teacher.device),
-    )
-    plan = plan_steps(config, manifest)
-    pad_token = teacher.tokenizer.pad_token_id
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Library:
+    """Documents to search, and questions that no student has seen."""
 
-    def batches(*, with_targets: bool) -> Generator[StudentBatch]:
-        wanted = objective.wanted if with_targets else WantedTargets(kinds=())
-        return BatchReader(cache, wanted, pad_token=pad_token, device=teacher.device).train_batches(plan, 0)
+    texts: Sequence[str]
+    questions: Sequence[str]
+    """First lines of held-out documents."""
 
-    rates: dict[str, list[float]] = {"offline": [], "online": []}
-    with ExitStack() as stack:
-        tokens_only = stack.enter_context(closing(batches(with_targets=False)))
-        streams: dict[str, Iterator[StudentBatch]] = {
-            "offline": stack.enter_context(closing(batches(with_targets=True))),
-            "online": with_live_targets(tokens_only, teacher, objective.wanted),
-        }
-        for step in range(TIMED_STEPS + 1):
-            for kind, stream in streams.items():
-                if should_stop():
-                    raise InterruptedRunError(
-                        "interrupted: dump and training are kept. Run the same command again to go on."
-                    )
-                started = time.perf_counter()
-                batch = next(stream)
-                trainer.step(batch, min(step, TIMED_STEPS - 1))
-                rates[kind].append(batch.num_tokens / (time.perf_counter() - started))
-                progress.advance(1)
-    return Speed(
-        arch=arch,
-        offline_tokens_per_s=median(rates["offline"][1:]),
-        online_tokens_per_s=median(rates["online"][1:]),
-    )
+    @classmethod
+    def of(cls, cache: Cache) -> "_Library":
+        """Return documents of the cache's text, and questions from those that are held out."""
+        manifest = cache.manifest
+        shards = range(manifest.num_shards)
+        numbers = np.concatenate([cache.reader.table(shard)["document"].to_numpy() for shard in shards])
+        documents = load_corpus(PYTHON_DOCS).documents
+        texts = [documents[int(number)]["text"] for number in numbers]
+        held_out = [_first_line(text) for text in texts[manifest.num_train :]]
+        return cls(texts=texts[:MOST_DOCUMENTS], questions=list(dict.fromkeys(held_out)))
+
+    def search(
+        self, name: str, folder: Path, *, expected: npt.NDArray[np.int64] | None
+    ) -> tuple[Searcher, npt.NDArray[np.int64]]:
+        """Search with one model.
+
+        Args:
+            name: name of the model.
+            folder: folder of the model.
+            expected: the teacher's best documents for each question, `(questions, TOP)`. None means that this
+                is the teacher.
+
+        Returns:
+            What the model found, and its best documents for each held-out question, `(questions, TOP)`.
+        """
+        from minilm_cache.evaluate.embeddings import sentence_encoder  # noqa: PLC0415 - an extra
+
+        encoder: Any = sentence_encoder(Evaluated(name=name, folder=folder), 128, "cpu")
+        started = time.perf_counter()
+        index: Vectors = encoder.encode(self.texts, batch_size=_BATCH, show_progress_bar=False)
+        seconds = time.perf_counter() - started
+
+        def best(questions: Sequence[str], count: int) -> npt.NDArray[np.int64]:
+            vectors: Vectors = encoder.encode(list(questions), batch_size=_BATCH, show_progress_bar=False)
+            return np.argsort(-(vectors @ index.T), axis=1, kind="stable")[:, :count]
+
+        found = best(self.questions, TOP)
+        searcher = Searcher(
+            model=name,
+            path=folder,
+            answers=tuple(
+                tuple(_first_line(self.texts[number]) for number in row) for row in best(QUESTIONS, SHOWN)
+            ),
+            agreement=1.0 if expected is None else _overlap(found, expected),
+            num_parameters=sum(weight.numel() for weight in encoder.parameters()),
+            texts_per_s=len(self.texts) / seconds,
+        )
+        return searcher, found
+
+
+def _overlap(found: npt.NDArray[np.int64], expected: npt.NDArray[np.int64]) -> float:
+    """Return the share of `expected` that is in `found`, mean over rows."""
+    return float(np.mean([np.isin(row, own).mean() for row, own in zip(expected, found, strict=True)]))
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0]

@@ -20,6 +20,7 @@ from minilm_cache.store.remote import is_url
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM
 from minilm_cache.train.presets import with_preset
+from minilm_cache.workflows.config import LATER_TRAIN_SETTINGS, without_defaults
 from minilm_cache.workflows.study_source import Location, Source
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9._-]{0,31}")
@@ -35,8 +36,12 @@ _NOT_IN_TRAIN: Final = {
     "objective": "objective",
 }
 """Settings of a training that a study varies, and where the document must give them."""
-_LATER: Final = ("form", "patience", "temperature", "ground_truth", "init_layers")
-"""Settings of a training that the first releases did not have; unset ones do not enter a pass's name."""
+_LATER: Final = {
+    **dict.fromkeys(("form", "patience", "temperature", "ground_truth", "init_layers")),
+    **LATER_TRAIN_SETTINGS,
+}
+"""Settings of a training that the first releases did not have, and their values as JSON where they are not
+given: these do not enter a pass's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +154,7 @@ def read_study(path: Path) -> Study:
                 content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
                 content["init"] = content["init"] or "random"  # as passes have been named before slices
                 # Unset later settings are left out, so that passes of earlier releases keep their names.
-                content = {
-                    key: value for key, value in content.items() if value is not None or key not in _LATER
-                }
+                content = without_defaults(content, _LATER)
                 begun = "" if init is None else f"-{Path(init).name}"
                 slug = f"{name}-{choice.slug}{begun}-s{seed}-{canonical_sha256(content)[:8]}"
                 passes.append(Pass(cache=name, name=slug, config=config))
