@@ -27,6 +27,7 @@ from minilm_cache.cli.share import ls, merge, pull, push
 from minilm_cache.cli.speed import speed
 from minilm_cache.cli.study import study
 from minilm_cache.cli.train import train
+from minilm_cache.cli.vectors import export, import_file
 from minilm_cache.cli.verify import verify
 from minilm_cache.errors import ErrorKind, InterruptedRunError, MiniLMCacheError
 
@@ -35,11 +36,12 @@ app = typer.Typer(
 )
 _COMMANDS = (
     *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, merge),
-    *(evaluate, speed, embeddings, head, truncate, augment, demo),
+    *(evaluate, speed, embeddings, export, head, truncate, augment, demo),
 )
 for command in _COMMANDS:
     app.command(cls=GroupedCommand)(command)
 app.command("slice", cls=GroupedCommand)(cut)  # `slice` is a name of Python's own
+app.command("import", cls=GroupedCommand)(import_file)  # `import` is a word of Python's own
 
 
 def _print_version(is_requested: bool | None) -> None:

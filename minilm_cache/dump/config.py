@@ -233,6 +233,37 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings):
         return self
 
 
+class ImportConfig(FrozenSettings):
+    """Settings of an import of texts and vectors."""
+
+    group = "Import"
+    vectors: str
+    """Parquet file of texts and their vectors."""
+    tokenizer: str
+    """Model whose tokenizer, family and sizes students have: `mini`, a folder or a hub id. Its weights are
+    not read."""
+    teacher: str | None = None
+    """Name of the model that computed the vectors, for people. None means the name of the file."""
+    text_column: str | None = None
+    """Column of the texts. None means `text`."""
+    vector_column: str = "embedding"
+    """Column of the vectors, lists of numbers."""
+    pooling: PoolingMode = "mean"
+    """How students pool."""
+    min_cosine: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description=f"Least mean cosine of stored vectors with given ones. None means {DEFAULT_MIN_COSINE}.",
+    )
+    max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
+    """Most tokens that students read of a text, special tokens included."""
+    max_tokens: Annotated[int, Field(ge=4)] | None = None
+    """Most tokens to take in all. None means all texts."""
+    shard_tokens: Annotated[int, Field(ge=MIN_SHARD_TOKENS, le=2**26)] | None = None
+    """Tokens per shard, a power of two. None means 262144."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the order of texts."""
+
+
 class VerifyConfig(ColumnSettings, DeviceSettings):
     """Settings of a verification."""
 

@@ -96,11 +96,49 @@ def dump_cache(
         if pulled is not None:
             return _with_weights(pulled, resolved)
     # Every rank tokenises at the same time; only what one rank decides for all is done under the lock.
-    fitter = _fitter(resolved, progress, should_stop)
+    teacher, identity = resolved.teacher, resolved.identity
+    return write_cache(
+        resolved,
+        SequenceReader.of(teacher, identity.states),
+        sequences=SequenceTable(resolved.corpus, teacher.tokenizer, identity.packing),
+        progress=progress,
+        should_stop=should_stop,
+    )
+
+
+def write_cache(
+    resolved: ResolvedDump,
+    reader: SequenceReader,
+    *,
+    sequences: SequenceTable,
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> DumpResult:
+    """Write what is missing of a cache whose settings are resolved.
+
+    Args:
+        resolved: what the cache is to hold, and where.
+        reader: what reads sequences, such as a teacher.
+        sequences: the corpus as sequences.
+        progress: shows tokens done.
+        should_stop: called before each batch; True stops and keeps what is committed.
+
+    Raises:
+        MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
+    """
+    fitter = CodecFitter(
+        identity=resolved.identity,
+        reader=reader,
+        sequences=sequences,
+        batch_size=resolved.config.batch_size,
+        progress=progress,
+        should_stop=should_stop,
+    )
     # Ranks on different machines would fit different codecs: all ranks use the codecs of the first.
-    with creating(path, progress, should_stop) if config.world_size > 1 else nullcontext():
+    several = resolved.config.world_size > 1
+    with creating(resolved.path, progress, should_stop) if several else nullcontext():
         job = _begin(resolved, fitter)
-    return _write_shards(job, path, progress=progress, should_stop=should_stop)
+    return _write_shards(job, resolved.path, progress=progress, should_stop=should_stop)
 
 
 def _with_weights(pulled: DumpResult, resolved: ResolvedDump) -> DumpResult:
@@ -128,19 +166,6 @@ def _write_shards(job: ShardJob, path: Path, *, progress: Progress, should_stop:
         manifest=writer.manifest,
         shards_written=len(todo),
         shards_kept=len(writer.manifest.shards) - len(todo) - len(writer.missing_shards()),
-    )
-
-
-def _fitter(resolved: ResolvedDump, progress: Progress, should_stop: ShouldStop) -> CodecFitter:
-    """Tokenise the corpus, and return what fits codecs to it."""
-    teacher, identity = resolved.teacher, resolved.identity
-    return CodecFitter(
-        identity=identity,
-        reader=SequenceReader.of(teacher, identity.states),
-        sequences=SequenceTable(resolved.corpus, teacher.tokenizer, identity.packing),
-        batch_size=resolved.config.batch_size,
-        progress=progress,
-        should_stop=should_stop,
     )
 
 

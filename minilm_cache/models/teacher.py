@@ -23,7 +23,7 @@ from minilm_cache.storage_schema.identity import MAX_LAYERS, TeacherIdentity, ca
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
 from minilm_cache.storage_schema.states import PoolingMode
 
-_VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
+VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 """Configuration keys that do not affect what the model computes."""
 
 
@@ -113,7 +113,7 @@ class Teacher:
 
     def _config(self) -> dict[str, Any]:
         content = self.model.config.to_dict()
-        return {key: value for key, value in content.items() if key not in _VOLATILE}
+        return {key: value for key, value in content.items() if key not in VOLATILE}
 
     @cached_property
     def tokenizer_sha256(self) -> str:

@@ -38,7 +38,7 @@ def save_student(
         for name in TOKENIZER_FILES:
             path = f"{TEACHER_FOLDER}/{name}"
             if path in reader.manifest.files:
-                (new / name).write_bytes(_safe_tokenizer_file(name, reader.attachment(path)))
+                (new / name).write_bytes(safe_tokenizer_file(name, reader.attachment(path)))
         trainer.model.model.save_pretrained(new)
         pooler = trainer.learner.objective.sentence_pooler
         if pooler is not None:
@@ -52,7 +52,7 @@ def save_student(
         )
 
 
-def _safe_tokenizer_file(name: str, content: bytes) -> bytes:
+def safe_tokenizer_file(name: str, content: bytes) -> bytes:
     """Return a file of a tokenizer without keys that would select code or a chat template.
 
     Raises:

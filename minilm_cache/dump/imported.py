@@ -1,0 +1,302 @@
+"""Make a cache of vectors that somebody else computed: a teacher that is only known by its answers.
+
+A Parquet file holds texts and their vectors. A model's folder gives the tokenizer, and the family and sizes
+that students are built from; its weights are not read. Everything else is an ordinary dump, whose reader
+looks vectors up instead of running a teacher.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.dump.config import DumpConfig, ImportConfig
+from minilm_cache.dump.identity import identify, name_labels
+from minilm_cache.dump.reading import SequenceReader
+from minilm_cache.dump.run import DumpResult, write_cache
+from minilm_cache.dump.setup import ResolvedDump
+from minilm_cache.errors import CorpusError, InvalidConfigError, first_line
+from minilm_cache.models.load import load_tokenizer, locate_teacher, read_config
+from minilm_cache.models.pooling import SentencePooler
+from minilm_cache.models.teacher import VOLATILE, Teacher
+from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.relations.scores import TeacherSignal
+from minilm_cache.relations.states import States, WantedStates
+from minilm_cache.settings import cache_home
+from minilm_cache.storage_schema.identity import TeacherIdentity, canonical_sha256
+from minilm_cache.storage_schema.states import POOLED, PoolingMode
+from minilm_cache.store.durable import refuse_file
+from minilm_cache.store.layout import cache_name
+
+_UNIT: Final = 1e-3
+"""Greatest difference from 1 of the length of vectors that count as unit vectors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextVectors:
+    """Texts and their vectors, row by row of a file."""
+
+    texts: Sequence[str]
+    vectors: npt.NDArray[np.float32]
+    """Vectors, `(texts, width)`."""
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 (hex) over the vectors, which stands for the weights of the teacher."""
+        return hashlib.sha256(np.ascontiguousarray(self.vectors, "<f4").tobytes()).hexdigest()
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether all vectors have length 1."""
+        return bool((np.abs(np.linalg.norm(self.vectors, axis=1) - 1) < _UNIT).all())
+
+
+def import_vectors(
+    config: ImportConfig,
+    *,
+    out: Path | None = None,
+    home: Path | None = None,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = never_stop,
+) -> DumpResult:
+    """Write a cache of texts and vectors that are in a Parquet file.
+
+    Args:
+        config: the file, and how students read its texts.
+        out: folder of the cache. None means a folder below `home`, named by content.
+        home: folder of caches. None means `~/.cache/minilm-cache`.
+        progress: shows tokens done. None means that nothing is shown.
+        should_stop: called before each batch; True stops and keeps what is committed.
+
+    Raises:
+        MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
+    """
+    known = read_vectors(config)
+    settings = {name: getattr(config, name) for name in _OF_A_DUMP}
+    dump = DumpConfig.model_validate(
+        {
+            **settings,
+            "teacher": config.teacher or Path(config.vectors).stem,
+            "corpus": config.vectors,
+            "codec": "none",
+            "pooled": True,
+            "packing": "records",
+        }
+    )
+    teacher = ImportedTeacher(dump.teacher, config, known)
+    corpus = load_corpus(config.vectors, config.text_column)
+    identity = identify(dump, teacher, corpus=corpus)
+    home = home or cache_home(None)
+    path = out or home / "caches" / cache_name(name_labels(dump), identity)
+    refuse_file(path)
+    resolved = ResolvedDump(
+        config=dump, teacher=teacher, corpus=corpus, identity=identity, path=path, donor=None, tokens_of=None
+    )
+    sequences = SequenceTable(corpus, teacher.tokenizer, identity.packing)
+    reader = _VectorReader(
+        teacher=teacher, states=identity.states, masker=None, vectors=known.vectors, sequences=sequences
+    )
+    return write_cache(
+        resolved, reader, sequences=sequences, progress=progress or Silent(), should_stop=should_stop
+    )
+
+
+_OF_A_DUMP: Final = (
+    "text_column",
+    "max_length",
+    "max_tokens",
+    "shard_tokens",
+    "seed",
+    "pooling",
+    "min_cosine",
+)
+"""Settings that an import shares with a dump."""
+
+
+def read_vectors(config: ImportConfig) -> TextVectors:
+    """Read texts and vectors, and check every row.
+
+    Raises:
+        CorpusError: the file cannot be read, lacks a column, or a row lacks a text or a vector, has a vector
+            of another width or with NaN, or repeats a text with another vector.
+    """
+    file = config.vectors
+    column = config.text_column or "text"
+    try:
+        table = pq.read_table(file, columns=None)
+    except (OSError, pa.ArrowException) as error:
+        raise CorpusError(f"cannot read {file}: {first_line(error)}. Give a Parquet file.") from error
+    for name in (column, config.vector_column):
+        if name not in table.column_names:
+            raise CorpusError(
+                f"{file} has no column {name!r}; it has {', '.join(table.column_names)}. Name the columns: "
+                "--text-column, --vector-column."
+            )
+    texts = table[column].to_pylist()
+    vectors = _matrix(table[config.vector_column], file)
+    _refuse_rows(texts, vectors, file)
+    return TextVectors(texts=texts, vectors=vectors)
+
+
+def _matrix(column: pa.ChunkedArray, file: str) -> npt.NDArray[np.float32]:
+    """Return a column of lists of numbers as a matrix, checked row by row."""
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) and not (
+        pa.types.is_fixed_size_list(column.type)
+    ):
+        raise CorpusError(
+            f"{file}: the vectors are {column.type}, not lists of numbers. Store them as lists."
+        )
+    if column.null_count:
+        row = pc.index(column.is_null(), True).as_py()
+        raise CorpusError(
+            f"{file}: row {row} (counted from 0) has a text without a vector. Add it or remove it."
+        )
+    lists = column.combine_chunks()
+    widths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
+    if not len(widths):
+        raise CorpusError(f"{file} has no rows. Give texts with their vectors.")
+    differing = np.flatnonzero(widths != widths[0])
+    if len(differing) or not widths[0]:
+        row = int(differing[0]) if len(differing) else 0
+        raise CorpusError(
+            f"{file}: the vector of row {row} (counted from 0) has {widths[row]} numbers, that of row 0 has "
+            f"{widths[0]}. All of them must be of one width."
+        )
+    try:
+        flat = lists.flatten().cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+    except pa.ArrowException as error:
+        raise CorpusError(f"{file}: the vectors are not lists of numbers: {first_line(error)}.") from error
+    return np.ascontiguousarray(flat.reshape(-1, int(widths[0])))
+
+
+def _refuse_rows(texts: Sequence[object], vectors: npt.NDArray[np.float32], file: str) -> None:
+    """Raise CorpusError for the first row that cannot be learned from."""
+    finite = np.isfinite(vectors).all(1)
+    if not finite.all():
+        row = int(np.flatnonzero(~finite)[0])
+        raise CorpusError(
+            f"{file}: the vector of row {row} (counted from 0) holds NaN or infinity. Remove it."
+        )
+    first_rows: dict[str, int] = {}
+    for row, text in enumerate(texts):
+        if not isinstance(text, str) or not text.strip():
+            raise CorpusError(
+                f"{file}: row {row} (counted from 0) has a vector without a text. Add it or remove it."
+            )
+        known = first_rows.setdefault(text, row)
+        if known != row and not np.array_equal(vectors[known], vectors[row]):
+            raise CorpusError(
+                f"{file}: rows {known} and {row} (counted from 0) have the same text and different vectors. "
+                "Remove one of them."
+            )
+
+
+class _AsGiven(SentencePooler):
+    """A pooling whose vectors are given, so their width does not follow from the model."""
+
+    def __init__(self, mode: PoolingMode, width: int, *, normalize: bool) -> None:
+        super().__init__(mode, normalize=normalize)
+        self._width = width
+
+    def width(self, hidden_size: int) -> int:
+        """Return the width of the given vectors."""
+        del hidden_size
+        return self._width
+
+
+class ImportedTeacher(Teacher):
+    """A teacher that is known by its vectors alone; its tokenizer and sizes are those of another model."""
+
+    def __init__(self, name: str, config: ImportConfig, known: TextVectors) -> None:
+        """Read the tokenizer and the configuration of a model.
+
+        Args:
+            name: name of the teacher for people.
+            config: settings of the import.
+            known: texts and vectors.
+
+        Raises:
+            TeacherError: there is no such model, or it has no tokenizer.
+            InvalidConfigError: it has fewer positions than `max_length`.
+        """
+        source = locate_teacher(config.tokenizer, without_weights=True)
+        self.name, self.folder, self.device = name, source.folder, torch.device("cpu")
+        self.tokenizer = load_tokenizer(source.folder)
+        self.config: PreTrainedConfig = read_config(source.folder)
+        self._known, self._mode = known, config.pooling
+        positions = getattr(self.config, "max_position_embeddings", config.max_length)
+        if config.max_length > positions:
+            raise InvalidConfigError(
+                f"--max-length {config.max_length} is more than {config.tokenizer} has positions for "
+                f"({positions}). Choose a smaller one."
+            )
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """No layer is tapped."""
+        return ()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model whose sizes students are built from."""
+        return int(self.config.num_hidden_layers)
+
+    @cached_property
+    def identity(self) -> TeacherIdentity:
+        """What identifies the teacher: a hash of its vectors, and the sizes of the other model."""
+        return TeacherIdentity(
+            model_type=self.config.model_type,
+            weights_sha256=self._known.sha256,
+            config_sha256=canonical_sha256(self._config()),
+            num_layers=self.num_layers,
+            hidden_size=self.config.hidden_size,
+            num_heads=self.config.num_attention_heads,
+            vocab_size=self.config.vocab_size,
+        )
+
+    def _config(self) -> dict[str, Any]:
+        content: Mapping[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
+        return {key: value for key, value in content.items() if key not in VOLATILE}
+
+    def pooler(self, mode: PoolingMode | None) -> SentencePooler:
+        """Return the pooling of students, to vectors of the given width."""
+        normalize = self._known.is_normalized
+        return _AsGiven(mode or self._mode, self._known.vectors.shape[1], normalize=normalize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _VectorReader(SequenceReader):
+    """Looks vectors up by the document of a sequence."""
+
+    vectors: npt.NDArray[np.float32]
+    sequences: SequenceTable
+
+    def read(
+        self,
+        ids: Int[Tensor, "batch length"],
+        lengths: Int[Tensor, " batch"],
+        *,
+        numbers: Sequence[int],
+        layers: Sequence[int],
+        wanted: WantedStates,
+        reading: int = 0,
+    ) -> tuple[list[TeacherSignal], States]:
+        """Return the vectors of sequences; arguments as for a teacher that runs."""
+        del ids, lengths, layers, wanted
+        documents = [int(self.sequences.read(number, number + 1).documents[0]) for number in numbers]
+        return [], States(hidden={POOLED: torch.from_numpy(self.vectors[documents])}, reading=reading)

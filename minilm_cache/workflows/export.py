@@ -1,0 +1,135 @@
+"""Writes the texts and vectors of a cache to a Parquet file, for other tools."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from minilm_cache.cache import Cache, open_cache
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.saving import saving
+from minilm_cache.objectives.batch import WantedTargets
+from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.relations.states import WantedStates
+from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES
+from minilm_cache.storage_schema.states import POOLED
+from minilm_cache.store.durable import PARTIAL, refuse_existing
+from minilm_cache.store.reader import CacheReader
+from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.card import safe_tokenizer_file
+
+_BATCH = 256
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportResult:
+    """The file that an export wrote."""
+
+    path: Path
+    num_rows: int
+    width: int
+    """Dimensions of a vector."""
+
+
+def export_vectors(
+    cache: str | Path,
+    out: Path,
+    *,
+    home: Path | None = None,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = never_stop,
+) -> ExportResult:
+    """Write one row for each sequence: its number, text, token ids, vector, and whether it is held out.
+
+    Texts are decoded from token ids, so they are as the teacher read them: cut, and perhaps in lower case.
+
+    Args:
+        cache: folder or URL of a cache with pooled vectors.
+        out: Parquet file, which must not exist yet.
+        home: folder for local copies of caches at URLs. None means `~/.cache/minilm-cache`.
+        progress: shows sequences done. None means that nothing is shown.
+        should_stop: called before each batch; True stops, and no file is left.
+
+    Raises:
+        InvalidConfigError: the cache has no pooled vectors.
+        StorageError: the file exists already, or cannot be written.
+        CacheCorruptError: a shard is damaged.
+        InterruptedRunError: a stop was requested.
+    """
+    opened = open_cache(cache, home=home)
+    states = opened.manifest.identity.states
+    if states is None or states.pooled is None:
+        raise InvalidConfigError(
+            f"{cache} holds no pooled vectors. Dump a cache with --for embedding, or add them with --pooled."
+        )
+    refuse_existing(out, "the file")
+    width, progress = states.pooled.width, progress or Silent()
+    progress.start("export", len(opened), "sequences")
+    partial = out.with_name(f".{out.name}{PARTIAL}")
+    try:
+        with saving("write", out), pq.ParquetWriter(partial, _schema(width), compression="zstd") as writer:
+            for rows in _rows(opened, width):
+                if should_stop():
+                    raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
+                writer.write_table(rows)
+                progress.advance(len(rows))
+        with saving("write", out):
+            partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return ExportResult(path=out, num_rows=len(opened), width=width)
+
+
+def _schema(width: int) -> pa.Schema:
+    return pa.schema(
+        [
+            ("sequence", pa.int64()),
+            ("text", pa.string()),
+            ("input_ids", pa.list_(pa.int32())),
+            ("embedding", pa.list_(pa.float32(), width)),
+            ("held_out", pa.bool_()),
+        ]
+    )
+
+
+def _rows(cache: Cache, width: int) -> Iterator[pa.Table]:
+    """Yield the rows of the file, batch by batch."""
+    tokenizer = _tokenizer(cache.reader)
+    wanted = WantedTargets(kinds=(), states=WantedStates(hidden=(POOLED,)))
+    reader = BatchReader(cache, wanted, pad_token=tokenizer.pad_token_id, device=_CPU)
+    first, num_train = 0, cache.manifest.num_train
+    for batch in reader.batches_of(range(len(cache)), _BATCH):
+        lengths = batch.lengths.tolist()
+        ids = [row[:length] for row, length in zip(batch.ids.tolist(), lengths, strict=True)]
+        numbers = range(first, first + len(ids))
+        flat = pa.array(batch.states.hidden[POOLED].numpy().ravel(), pa.float32())
+        columns = [
+            pa.array(numbers, pa.int64()),
+            pa.array(tokenizer.batch_decode(ids, skip_special_tokens=True), pa.string()),
+            pa.array(ids, pa.list_(pa.int32())),
+            pa.FixedSizeListArray.from_arrays(flat, width),
+            pa.array([number >= num_train for number in numbers], pa.bool_()),
+        ]
+        yield pa.Table.from_arrays(columns, schema=_schema(width))
+        first += len(ids)
+
+
+def _tokenizer(reader: CacheReader) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that a cache holds.
+
+    Raises:
+        TeacherError: the cache holds no usable tokenizer.
+    """
+    with TemporaryDirectory() as folder:
+        for name in TOKENIZER_FILES:
+            path = f"{TEACHER_FOLDER}/{name}"
+            if path in reader.manifest.files:
+                Path(folder, name).write_bytes(safe_tokenizer_file(name, reader.attachment(path)))
+        return load_tokenizer(Path(folder))

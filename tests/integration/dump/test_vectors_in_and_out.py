@@ -1,0 +1,139 @@
+"""Texts and vectors leave a cache for other tools, and come back as a cache of a teacher nobody can run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from minilm_cache.cache import open_cache
+from minilm_cache.dump.config import ImportConfig
+from minilm_cache.dump.imported import import_vectors
+from minilm_cache.storage_schema.states import POOLED
+from minilm_cache.workflows.export import export_vectors
+from tests.conftest import Command
+from tests.support import World
+
+POOLED_ONLY: dict[str, Any] = {"codec": "none", "pooled": True, "pooling": "mean", "packing": "records"}
+
+
+def write_vectors(world: World, /, width: int = 24, **columns: Any) -> Path:
+    """Write the corpus's documents with vectors, some columns replaced."""
+    texts = world.corpus.read_text().strip().split("\n\n")
+    vectors = np.random.default_rng(0).normal(size=(len(texts), width))
+    table = {"text": texts, "embedding": list(vectors.astype(np.float32)), **columns}
+    pq.write_table(pa.table(table), world.root / "vectors.parquet")
+    return world.root / "vectors.parquet"
+
+
+def test_an_export_holds_what_the_cache_holds(world: World) -> None:
+    world.dump(**POOLED_ONLY)
+    out = world.root / "out.parquet"
+    result = export_vectors(world.root / "cache", out)
+    cache, rows = open_cache(world.root / "cache"), pq.read_table(out).to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(world.teacher)
+
+    assert (result.num_rows, result.width) == (len(cache), 32)
+    for number, row in enumerate(rows):
+        sequence = cache[number]
+        assert row["sequence"] == number
+        assert row["input_ids"] == sequence.input_ids.tolist()
+        assert row["text"] == tokenizer.decode(sequence.input_ids, skip_special_tokens=True)
+        assert row["held_out"] == (number >= cache.manifest.num_train)
+        torch.testing.assert_close(torch.tensor(row["embedding"]), sequence.states().hidden[POOLED][0])
+
+
+def test_vectors_of_another_model_become_a_cache(world: World) -> None:
+    file = write_vectors(world)
+    config = ImportConfig(vectors=str(file), tokenizer=str(world.teacher), max_length=32, teacher="an api")
+    result = import_vectors(config, out=world.root / "imported")
+    cache = open_cache(result.path)
+    given = {row["text"]: row["embedding"] for row in pq.read_table(file).to_pylist()}
+    tokenizer = AutoTokenizer.from_pretrained(world.teacher)
+    stored = [cache[number].states().hidden[POOLED][0] for number in range(len(cache))]
+    texts = [
+        tokenizer.decode(cache[number].input_ids, skip_special_tokens=True) for number in range(len(cache))
+    ]
+    short = [number for number, text in enumerate(texts) if text in given]
+
+    assert len(short) > len(texts) / 2, "longer ones are cut"
+    cosines = [torch.cosine_similarity(stored[n], torch.tensor(given[texts[n]]), 0) for n in short]
+    assert min(cosines) > 0.99
+    assert cache.manifest.labels.teacher == "an api"
+    assert cache.manifest.identity.states is not None
+    assert cache.manifest.identity.states.pooled is not None
+    assert not cache.manifest.identity.states.pooled.normalize
+    again = import_vectors(config, out=world.root / "imported")
+    assert again.shards_written == 0
+
+
+def test_commands_export_import_and_train(world: World, command: Command) -> None:
+    world.dump(**POOLED_ONLY)
+    file = world.root / "v.parquet"
+    assert command("export", world.root / "cache", file)[0] == 0
+    command.fails("export", world.root / "cache", file, code=2, says="exists")
+    imported = world.root / "imported"
+    arguments = ("import", file, "--tokenizer", world.teacher, "--max-length", 32, "--out", imported)
+    code, out, _ = command(*arguments, "--json")
+    assert code == 0
+    assert json.loads(out)["measured"]["states"][0]["cosine"] > 0.999
+    train = ("--arch", "1x16:h2", "--objective", "embedding", "--steps", 2)
+    assert command("train", imported, *train)[0] == 0
+    assert command("verify", imported, "--full")[0] == 0
+    code, out, _ = command("info", imported)
+    assert (code, "pooled vectors of width 32" in out) == (0, True)
+
+
+def test_a_cache_without_vectors_is_not_exported(
+    shared_world: World, command: Command, tmp_path: Path
+) -> None:
+    command.fails(
+        "export",
+        shared_world.root / "cache",
+        tmp_path / "v.parquet",
+        code=2,
+        says=("no pooled vectors", "--for"),
+    )
+
+
+def of_row(number: int, value: object) -> list[object]:
+    """Return 60 vectors of width 3, one of them replaced."""
+    rows: list[object] = [[float(row), 1.0, 2.0] for row in range(60)]
+    rows[number] = value
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "says"),
+    [
+        ("embedding", of_row(5, [1.0, 2.0]), ("vector of row 5", "has 2 numbers", "has 3")),
+        ("embedding", of_row(7, [1.0, float("nan"), 2.0]), ("row 7", "NaN")),
+        ("embedding", of_row(9, None), ("row 9", "text without a vector")),
+        ("embedding", ["a"] * 60, ("vectors are string",)),
+        ("embedding", [["a"]] * 60, ("not lists of numbers",)),
+        ("text", ["a"] * 60, ("rows 0 and 1", "same text and different vectors")),
+        ("text", [f"ba be {n}" if n != 4 else None for n in range(60)], ("row 4", "vector without a text")),
+        ("text", [f"ba be {n}" if n != 6 else " " for n in range(60)], ("row 6", "vector without a text")),
+    ],
+)
+def test_bad_rows_are_named(
+    world: World, command: Command, column: str, values: list[object], says: tuple[str, ...]
+) -> None:
+    columns: dict[str, Any] = {column: values}
+    file = write_vectors(world, **columns)
+    command.fails("import", file, "--tokenizer", world.teacher, code=1, says=says)
+
+
+def test_bad_files_and_options(world: World, command: Command) -> None:
+    file = write_vectors(world)
+    arguments = ("--tokenizer", world.teacher)
+    command.fails("import", world.corpus, *arguments, code=1, says=("corpus.txt", "Parquet"))
+    command.fails("import", world.root / "no.parquet", *arguments, code=1, says="no.parquet")
+    command.fails("import", file, *arguments, "--vector-column", "v", code=1, says=("'v'", "text, embedding"))
+    command.fails("import", file, *arguments, "--max-length", 999, code=2, says="--max-length 999")
+    command.fails("import", file, "--tokenizer", world.root / "nowhere", code=1, says="nowhere")
