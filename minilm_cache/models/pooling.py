@@ -84,12 +84,15 @@ class SentencePooler(nn.Module):
             lengths: tokens of each sequence.
         """
         with torch.autocast(hidden.device.type, enabled=False):
-            vectors = self._pool(hidden.float(), lengths)
+            vectors = self.pool(hidden.float(), lengths)
             for dense in self.dense:
                 vectors = dense(vectors)
             return F.normalize(vectors, dim=-1) if self.normalize else vectors
 
-    def _pool(self, hidden: Tensor, lengths: Tensor) -> Tensor:
+    def pool(
+        self, hidden: Float[Tensor, "batch length hidden"], lengths: Int[Tensor, " batch"]
+    ) -> Float[Tensor, "batch hidden"]:
+        """Return hidden states pooled by the mode alone, without linear maps; arguments as for `forward`."""
         if self.mode == "cls":
             return hidden[:, 0]
         if self.mode == "lasttoken":

@@ -1,7 +1,7 @@
 """Base of all objectives: what they need of a cache and of a student's forward pass, and their loss."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -93,6 +93,18 @@ class StudentObjective(nn.Module, ABC):
     """Weights of parts in the loss; 1 for parts that are not named."""
     units: Mapping[str, Unit] = MappingProxyType({})
     """What parts are means over; tokens for parts that are not named."""
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the objective's own weights begin with a fit to the first sequences, by `fit`."""
+        return False
+
+    def fit(self, outputs: Iterable[tuple[Reading, StudentBatch]]) -> None:
+        """Fit the objective's own weights to an untrained student, where `is_fitted` says so.
+
+        Args:
+            outputs: the student's outputs on some batches, and these batches.
+        """
 
     @property
     def sentence_pooler(self) -> SentencePooler | None:

@@ -1,6 +1,6 @@
 """`embedding`: the teacher's vector of each sequence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -25,6 +25,8 @@ from minilm_cache.relations.loss import Method
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.states import POOLED, Pooling
 
+_RIDGE = 1e-3
+"""Ridge of the fit of a linear map, relative to the mean variance of the student's dimensions."""
 COSINE, MSE, SIMILARITY = "cosine", "mse", "similarity"
 
 
@@ -68,6 +70,28 @@ class EmbeddingObjective(StudentObjective):
         shorter = {self._shorter(width): losses.get(SIMILARITY, 1.0) for width in widths}
         self.weights = {**losses, **shorter}
         self.units: Mapping[str, Unit] = MappingProxyType(dict.fromkeys(self.weights, "sequences"))
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether there is a linear map to the teacher's width, which begins with a least squares fit."""
+        return bool(self.pooler.dense)
+
+    @torch.no_grad()
+    def fit(self, outputs: Iterable[tuple[Reading, StudentBatch]]) -> None:
+        """Fit the linear map to the teacher's vectors by least squares, with a small ridge."""
+        pairs = [
+            (self.pooler.pool(reading.hidden[self._last].float(), batch.lengths), batch.states.hidden[POOLED])
+            for reading, batch in outputs
+        ]
+        pooled, targets = (torch.cat(rows).double() for rows in zip(*pairs, strict=True))
+        mean, target_mean = pooled.mean(0), targets.mean(0)
+        centred = pooled - mean
+        covariance = centred.T @ centred
+        ridge = _RIDGE * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
+        weight = torch.linalg.solve(covariance + ridge, centred.T @ (targets - target_mean)).T
+        (layer,) = self.pooler.dense
+        layer.linear.weight.copy_(weight)
+        layer.linear.bias.copy_(target_mean - weight @ mean)
 
     @property
     def sentence_pooler(self) -> SentencePooler:

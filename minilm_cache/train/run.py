@@ -40,6 +40,10 @@ from minilm_cache.train.setup import build_trainers, num_steps
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, precision_of
 
+_FIT_SEQUENCES = 2048
+"""Training sequences that objectives' own weights are fitted to."""
+_FIT_BATCH = 32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
@@ -249,6 +253,8 @@ class _Run:
         state = load_state(folder.checkpoints)
         alive = [shape for shape in ranks.mine(self.shapes) if shape.arch not in state.diverged]
         trainers = self.build(alive, ranks)
+        if not state.step:
+            self.fit_objectives(trainers)
         load_students(folder.checkpoints, state, trainers=trainers, device=ranks.device)
         record = earlier or self.begin(trainers)
         tracker_name = config.tracker if ranks.is_first else "none"
@@ -282,6 +288,14 @@ class _Run:
             steps=self.identity.steps,
             ranks=ranks,
         )
+
+    def fit_objectives(self, trainers: Sequence[StudentTrainer]) -> None:
+        """Fit the objectives' own weights to the untrained students, where objectives want that."""
+        numbers = range(min(_FIT_SEQUENCES, self.cache.manifest.num_train))
+        for trainer in trainers:
+            if trainer.learner.objective.is_fitted:
+                batches = self.batches().batches_of(numbers, _FIT_BATCH)
+                trainer.learner.objective.fit(trainer.outputs(batches))
 
     def batches(self) -> BatchReader:
         """Return a reader of batches for the students."""

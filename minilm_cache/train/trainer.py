@@ -1,6 +1,6 @@
 """Trains one student: its model, its objective, its optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import numpy as np
@@ -125,6 +125,13 @@ class StudentTrainer:
     def is_finite(self) -> bool:
         """Return whether no trained weight is NaN or infinite."""
         return all(bool(weight.isfinite().all()) for weight in self.trained)
+
+    @torch.no_grad()
+    def outputs(self, batches: Iterable[StudentBatch]) -> Iterator[tuple[Reading, StudentBatch]]:
+        """Yield the student's outputs on batches without dropout, and the batches."""
+        self.model.eval()
+        for batch in batches:
+            yield read(self.model, self.learner.objective, batch), batch
 
     def evaluate(self, batch: StudentBatch) -> Losses:
         """Return the losses on a batch without dropout; values are exact for sequences of any length."""

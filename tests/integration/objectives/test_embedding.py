@@ -127,7 +127,7 @@ def test_a_student_opens_in_sentence_transformers_and_transformers(
 ) -> None:
     save_encoder(world, mode)
     world.dump(**WORDS_OF_EMBEDDING)
-    result = trained(world, arch, lr=0.01, steps=30)
+    result = trained(world, arch, lr=1e-3, steps=30)
     folder = result.student_path(arch)
     (record,) = result.record.students
     assert record.held_out_before is not None
@@ -342,3 +342,23 @@ def test_commands_show_a_cache_without_relations(world: World, command: Command,
     )
     assert command("report", run, "--out", tmp_path / "page.html", "--teacher", world.teacher)[0] == 0
     assert command("report", run, "--out", tmp_path / "plain.html")[0] == 0
+
+
+def test_the_learned_map_begins_where_plain_least_squares_ends(world: World) -> None:
+    save_encoder(world, "mean", normalize=False)
+    world.dump(**WORDS_OF_EMBEDDING)
+    result = trained(world, "1x16:h2", steps=1, lr=1e-12)
+    encoder: Any = SentenceTransformer(str(result.student_path("1x16:h2")), device="cpu")
+    cache = open_cache(world.root / "cache")
+    numbers = range(cache.manifest.num_train)
+    documents = world.corpus.read_text().strip().split("\n\n")
+    tables = [cache.reader.table(shard)["document"].to_pylist() for shard in range(cache.manifest.num_shards)]
+    texts = [documents[document] for table in tables for document in table][: len(numbers)]
+    pooled = encoder[1](encoder[0](encoder.preprocess(texts)))["sentence_embedding"].detach()
+    inputs = torch.cat([pooled, torch.ones(len(pooled), 1)], 1).double()
+    targets = vectors_of(world, numbers).double()
+    plain = inputs @ torch.linalg.lstsq(inputs, targets).solution
+    ours = torch.from_numpy(encoder.encode(texts)).double()
+    errors = [(found - targets).square().sum() for found in (plain, ours)]
+
+    assert errors[0] <= errors[1] < 1.1 * errors[0]

@@ -1,0 +1,273 @@
+"""Measure students of embeddings: similarity of sentences, retrieval, cost, and a peer.
+
+    python -m benchmarks.embeddings --data DATA --steps 1000 --seeds 3 --student 3x384:teacher-layers
+    python -m benchmarks.embeddings --data DATA --part peer --steps 300
+
+`DATA` holds text in `enwiki/train.txt` and `enwiki_core/train.txt` (a paragraph a line), `glue/STS-B` and
+`squad/dev-v1.1.reconstructed.json`. The training text is the sentences of enwiki, and an eighth of its
+paragraphs as they are; nothing of STS-B or SQuAD is in it. Parts: `students` trains students from cached
+vectors; `peer` trains one with sentence-transformers' own loss and the teacher in its loop, on the same
+batches. A second command adds to what `--home` and the results hold.
+"""
+
+import argparse
+import json
+import random
+import re
+import time
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.losses import MSELoss
+
+from benchmarks.report import read_result, write_result
+from minilm_cache import DumpConfig, TrainConfig, dump_cache, open_cache, train_students
+from minilm_cache.cache import Cache
+from minilm_cache.evaluate.embeddings import sentence_encoder
+from minilm_cache.evaluate.models import Evaluated
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.config import TruncateConfig
+from minilm_cache.models.load import load_tokenizer, locate_teacher
+from minilm_cache.models.truncate import truncate
+from minilm_cache.objectives.batch import StudentBatch
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.relations.scores import key_mask
+from minilm_cache.settings import validated
+from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.initial import initial_weights
+from minilm_cache.train.ranks import Ranks
+from minilm_cache.train.sampler import plan_steps
+from minilm_cache.train.setup import build_trainers
+from minilm_cache.train.trainer import learning_rate
+
+SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
+PARAGRAPHS = 1 / 8
+MAX_LENGTH = 256
+LAYERS = "1,3,5"
+CPU = torch.device("cpu")
+
+
+def main() -> None:
+    """Measure, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--home", type=Path, default=Path("embeddings"))
+    parser.add_argument("--part", choices=["students", "teacher", "peer"], default="students")
+    parser.add_argument("--student", action="append", default=[], help="ARCH=INIT, like 3x384=teacher-layers")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--first", type=int, default=0, help="steps of relations before the vectors")
+    parser.add_argument("--seed", type=int, action="append")
+    given = parser.parse_args()
+    cache = _cache(given)
+    rows: list[dict[str, Any]] = read_result("embeddings").get("students", [])  # type: ignore[assignment]
+    if given.part == "peer":
+        _write(peer=_peer(given, cache))
+        return
+    if given.part == "teacher":
+        _write(teacher=_scores(locate_teacher("mini").folder, given.data))
+        return
+    for seed in given.seed or [0]:
+        for name in given.student:
+            arch, _, init = name.partition("=")
+            row = _trained(given, cache, arch=arch, init=init, seed=seed)
+            kept = [other for other in rows if any(other[key] != row[key] for key in _KEYS)]
+            rows = [*kept, row]
+            _write(students=rows)
+
+
+_KEYS = ("arch", "init", "steps", "lr", "first", "seed")
+
+
+_PARTS = ("cache", "teacher", "students", "peer")
+
+
+def _write(**parts: object) -> None:
+    earlier = read_result("embeddings")
+    kept: dict[str, object] = {name: value for name, value in earlier.items() if name in _PARTS}
+    write_result("embeddings", {**kept, **parts})
+
+
+def _cache(given: argparse.Namespace) -> Cache:
+    """Return the cache of vectors, which is dumped where it is missing."""
+    text = given.home / "text.txt"
+    if not text.exists():
+        given.home.mkdir(parents=True, exist_ok=True)
+        text.write_text("".join(f"{record}\n\n" for record in _records(given.data)))
+    place = given.home / "cache"
+    if not (place / "manifest.json").exists():
+        settings = {"teacher": "mini", "corpus": str(text), "for": "embedding", "max_length": MAX_LENGTH}
+        dump_cache(validated(DumpConfig, settings), out=place, home=given.home)
+    cache = open_cache(place)
+    measured = cache.manifest.measured
+    assert measured is not None
+    (pooled,) = measured.states
+    texts, tokens = cache.manifest.num_sequences, cache.manifest.num_tokens
+    _write(
+        cache={
+            "texts": texts,
+            "tokens": tokens,
+            "bytes_per_text": round(pooled.bytes_per_token * tokens / texts, 1),
+            "cosine": pooled.cosine,
+        }
+    )
+    return cache
+
+
+def _records(data: Path) -> list[str]:
+    """Return sentences, and some paragraphs as they are."""
+    generator = random.Random(0)  # noqa: S311 - a sample of text
+    records = []
+    for name in ("enwiki", "enwiki_core"):
+        for line in (data / name / "train.txt").read_text().splitlines():
+            paragraph = line.strip()
+            if not paragraph:
+                continue
+            if generator.random() < PARAGRAPHS and len(paragraph) > 200:
+                records.append(paragraph)
+                continue
+            records += [part for part in SENTENCE.split(paragraph) if 20 <= len(part) <= 600]
+    return records
+
+
+def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, seed: int) -> dict[str, Any]:
+    """Train one student, and return its scores."""
+    name = f"{arch}-{init}-{given.steps}-{given.lr:g}-{given.first}-{seed}"
+    settings: dict[str, Any] = {"arch": (arch,), "seed": seed, "init": init}
+    if given.first:
+        first = {**settings, "objective": "minilm", "steps": given.first, "dropout": "none"}
+        first |= {"batch_size": 64, "batches": "by-length"}
+        out = given.home / "runs" / f"first-{name}"
+        train_students(validated(TrainConfig, first), cache.reader.root, out=out, home=given.home)
+        settings["init"] = str(out)
+    settings |= {"objective": "embedding", "steps": given.steps, "lr": given.lr}
+    out = given.home / "runs" / name
+    result = train_students(validated(TrainConfig, settings), cache.reader.root, out=out, home=given.home)
+    (student,) = result.record.students
+    assert student.held_out_before is not None
+    assert student.held_out_after is not None
+    return {
+        "arch": arch,
+        "init": init,
+        "steps": given.steps,
+        "lr": given.lr,
+        "first": given.first,
+        "seed": seed,
+        "num_parameters": student.num_parameters,
+        "train_s": result.record.train_s,
+        "threads": torch.get_num_threads(),
+        "cosine_before": round(1 - student.held_out_before["cosine"], 4),
+        "cosine_after": round(1 - student.held_out_after["cosine"], 4),
+        **_scores(result.student_path(arch), given.data),
+    }
+
+
+def _scores(folder: Path, data: Path) -> dict[str, float]:
+    """Return the Spearman correlation on STS-B's dev set and nDCG@10 on SQuAD's, both times 100."""
+    encoder: Any = sentence_encoder(Evaluated(name=folder.name, folder=folder), MAX_LENGTH, "cpu")
+
+    def encode(texts: list[str]) -> np.ndarray:
+        return np.asarray(encoder.encode(texts, batch_size=64, show_progress_bar=False))
+
+    header, *lines = (data / "glue/STS-B/dev.tsv").read_text().rstrip("\n").split("\n")
+    columns = header.split("\t")
+    rows = [dict(zip(columns, line.split("\t"), strict=False)) for line in lines]
+    first, second = (encode([row[f"sentence{n}"] for row in rows]) for n in (1, 2))
+    spearman = spearmanr((first * second).sum(1), [float(row["score"]) for row in rows])[0]
+    document = json.loads((data / "squad/dev-v1.1.reconstructed.json").read_text())
+    paragraphs = [paragraph for article in document["data"] for paragraph in article["paragraphs"]]
+    questions = encode([paragraph["qas"][0]["question"] for paragraph in paragraphs])
+    scores = questions @ encode([paragraph["context"] for paragraph in paragraphs]).T
+    places = (scores > scores.diagonal()[:, None]).sum(1)
+    gains = np.where(places < 10, 1 / np.log2(places + 2), 0.0)
+    return {"stsb_spearman": round(100 * float(spearman), 2), "squad_ndcg": round(100 * gains.mean(), 2)}
+
+
+def _peer(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
+    """Train a student both ways on the same batches, in turns, and compare time and scores."""
+    config = validated(
+        TrainConfig,
+        {
+            "arch": ("3x384",),
+            "objective": "embedding",
+            "steps": given.steps,
+            "lr": given.lr,
+            "init": "teacher-layers",
+        },
+    )
+    objective = choose_objective(config, cache, arch=config.arch)
+    (shape,) = (parse_arch(arch, cache.manifest.identity.relation_heads) for arch in config.arch)
+    beginnings = initial_weights(config, cache, shapes=[shape], head=None, home=given.home)
+    (ours,) = build_trainers(
+        config,
+        cache,
+        shapes=[shape],
+        objective=objective,
+        beginnings=beginnings,
+        steps=given.steps,
+        ranks=Ranks.alone(CPU),
+    )
+    start = given.home / "peer-start"
+    if not start.exists():
+        truncate(validated(TruncateConfig, {"teacher": "mini", "layers": LAYERS}), start)
+    teacher, peer = _encoder(locate_teacher("mini").folder), _encoder(start)
+    loss = MSELoss(peer)
+    optimizer = torch.optim.AdamW(
+        peer.parameters(), lr=given.lr, weight_decay=config.weight_decay, fused=True
+    )
+    reader = BatchReader(cache, objective.wanted, pad_token=0, device=CPU)
+    times: dict[str, list[float]] = {"ours": [], "sentence-transformers": []}
+    with closing(reader.train_batches(plan_steps(config, cache.manifest), 0)) as batches:
+        for step in range(given.steps):
+            batch = next(batches)
+            started = time.perf_counter()
+            ours.step(batch, step)
+            times["ours"].append(time.perf_counter() - started)
+            started = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, step, given.steps)
+            features = _features(batch)
+            with torch.no_grad():
+                labels = teacher(dict(features))["sentence_embedding"]
+            optimizer.zero_grad()
+            loss([features], labels).backward()
+            optimizer.step()
+            times["sentence-transformers"].append(time.perf_counter() - started)
+    folders = {"ours": given.home / "peer-ours", "sentence-transformers": given.home / "peer-theirs"}
+    pooler = ours.learner.objective.sentence_pooler
+    assert pooler is not None
+    ours.model.model.save_pretrained(folders["ours"])
+    load_tokenizer(start).save_pretrained(folders["ours"])
+    pooler.save(folders["ours"], hidden_size=384, max_length=MAX_LENGTH)
+    peer.save_pretrained(str(folders["sentence-transformers"]), create_model_card=False)
+    return {
+        "steps": given.steps,
+        "models": {
+            name: {"seconds_per_step": round(median(times[name]), 4), **_scores(folder, given.data)}
+            for name, folder in folders.items()
+        },
+    }
+
+
+def _encoder(folder: Path) -> Any:  # noqa: ANN401 - a module of sentence-transformers
+    """Return a model as sentence-transformers runs it, without dropout."""
+    encoder: SentenceTransformer = sentence_encoder(
+        Evaluated(name=folder.name, folder=folder), MAX_LENGTH, "cpu"
+    )
+    return encoder.eval()
+
+
+def _features(batch: StudentBatch) -> dict[str, torch.Tensor]:
+    """Return a batch as sentence-transformers takes it."""
+    mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
+    return {"input_ids": batch.ids, "attention_mask": mask}
+
+
+if __name__ == "__main__":
+    main()
