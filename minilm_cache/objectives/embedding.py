@@ -26,7 +26,7 @@ from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.states import POOLED, Pooling
 
 _RIDGE = 1e-3
-"""Ridge of the fit of a linear map, relative to the mean variance of the student's dimensions."""
+"""Ridge of the fit of a linear map, relative to the mean square of the student's dimensions."""
 COSINE, MSE, SIMILARITY = "cosine", "mse", "similarity"
 
 
@@ -87,7 +87,9 @@ class EmbeddingObjective(StudentObjective):
         mean, target_mean = pooled.mean(0), targets.mean(0)
         centred = pooled - mean
         covariance = centred.T @ centred
-        ridge = _RIDGE * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
+        # Untrained students may give nearly the same vector to all texts: a ridge by variance would make
+        # weights so large that the first steps throw the student off.
+        ridge = _RIDGE * pooled.square().sum() / len(covariance) * torch.eye(len(covariance)).to(covariance)
         weight = torch.linalg.solve(covariance + ridge, centred.T @ (targets - target_mean)).T
         (layer,) = self.pooler.dense
         layer.linear.weight.copy_(weight)
