@@ -181,6 +181,66 @@ def head_start_recipe() -> str:
     return _table(["student, change", "attention", "value", "relative errors of hidden states"], rows)
 
 
+def embedding_bytes() -> str:
+    """Return the bytes of a text's vector, stored in several ways."""
+    result = _read("embeddings")["cache"]
+    width = 384
+    rows = [
+        ["lists of float64", f"{8 * width:,}", "1"],
+        ["float32", f"{4 * width:,}", "1"],
+        ["the cache", f"{result['bytes_per_text']:,.0f}", f"{result['cosine']:.5f}"],
+    ]
+    return _table(["vectors of width 384", "bytes per text", "mean cosine with the teacher's"], rows)
+
+
+def embedding_students() -> str:
+    """Return scores of students of embeddings, means over seeds, the teacher first."""
+    result = _read("embeddings")
+    teacher = result["teacher"]
+    table = [["teacher", "-", "-", f"{teacher['stsb_spearman']:.1f}", f"{teacher['squad_ndcg']:.1f}", "-"]]
+    keys = ("arch", "init", "first", "steps", "lr")
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in result["students"]:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    for (arch, init, first, steps, _), rows in sorted(groups.items(), key=lambda group: str(group[0])):
+        begun = f"{init}, {first:,} steps of relations" if first else init
+        minutes = [row["train_s"] / 60 for row in rows if row["threads"] == 2]
+        table.append(
+            [
+                f"`{arch}`",
+                begun,
+                f"{steps:,}",
+                _spread([row["stsb_spearman"] for row in rows]),
+                _spread([row["squad_ndcg"] for row in rows]),
+                f"{mean(minutes):.1f}" if minutes else "-",
+            ]
+        )
+    head = ["student", "begins with", "steps", "STS-B", "retrieval", "minutes on two cores"]
+    return _table(head, table)
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Return the mean over seeds, its deviation, and the number of seeds."""
+    spread = f" ± {stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{mean(values):.1f}{spread} ({len(values)})"
+
+
+def embedding_peer() -> str:
+    """Return time and scores of a student that was trained in two ways."""
+    result = _read("embeddings")["peer"]
+    rows = [
+        [
+            name,
+            f"{result['steps']:,}",
+            f"{row['seconds_per_step']:.2f}",
+            f"{row['stsb_spearman']:.1f}",
+            f"{row['squad_ndcg']:.1f}",
+        ]
+        for name, row in result["models"].items()
+    ]
+    return _table(["`3x384` trained by", "steps", "seconds per step", "STS-B", "retrieval"], rows)
+
+
 def objective_rows() -> str:
     """Return what each objective stores and takes, from its row in `objectives/spec.py`."""
     rows = []
@@ -237,6 +297,9 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "codecs": codecs,
     "head_starts": head_starts,
     "head_start_recipe": head_start_recipe,
+    "embedding_bytes": embedding_bytes,
+    "embedding_students": embedding_students,
+    "embedding_peer": embedding_peer,
 }
 
 

@@ -21,8 +21,9 @@ from minilm_cache.workflows.config import ChainConfig
 if TYPE_CHECKING:
     from minilm_cache.workflows.chain import ChainRecord, Stage
 
-_NOT_OF_A_CHAIN = {"rank", "world_size", "serve", *StateSettings.model_fields}
-"""Settings that a chain does not offer: it dumps in one process, and its students learn only relations."""
+_OF_VECTORS = {"pooling", "min_cosine"}
+_NOT_OF_A_CHAIN = {"rank", "world_size", "serve", *StateSettings.model_fields} - _OF_VECTORS
+"""Settings that a chain does not offer: it dumps in one process, and stores what its students learn."""
 
 
 @options(
@@ -53,10 +54,9 @@ def chain(
     """
     from minilm_cache.workflows import chain as chains  # noqa: PLC0415 - importing it takes seconds
 
-    stages = {
-        "dump": validated(DumpConfig, dump),
-        "train": validated(TrainConfig, with_preset(preset, recipe)),
-    }
+    train = validated(TrainConfig, with_preset(preset, recipe))
+    served = {"for": (train.objective, train.first or train.objective)} if train.spec.needs.pooled else {}
+    stages = {"dump": validated(DumpConfig, {**served, **dump}), "train": train}
     config = validated(ChainConfig, {**given, **stages})
     quiet_libraries()
     folder = out or chains.chain_folder(config, home())

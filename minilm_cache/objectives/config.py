@@ -61,6 +61,11 @@ class ObjectiveConfig(FrozenSettings):
     matryoshka: Annotated[tuple[Annotated[int, Field(ge=1, le=2**16)], ...], Field(max_length=16)] = ()
     """Shorter widths of `embedding`: the first so many dimensions of a vector are to be an embedding, too;
     repeat it for several."""
+    first: ObjectiveName | None = None
+    """Objective that students learn before this one, from the same cache, like minilm before embedding. None
+    means none."""
+    first_steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps of `--first`, in batches of the same size. None means as many as of the objective."""
     layer_map: LayerMap = "last"
     """Which layers of a student learn from which of the teacher; maps other than `last` need a cache of those
     layers. The default of `tinybert` and `bert-pkd` is `all`."""
@@ -106,6 +111,10 @@ class ObjectiveConfig(FrozenSettings):
                 flag = "--no-value-relation" if name == "value_relation" else f"--{name.replace('_', '-')}"
                 only = "them" if " and " in having else "it"
                 raise ValueError(f"{flag} goes with --objective {having}, and only with {only}")
+        if self.first_steps is not None and self.first is None:
+            raise ValueError("--first-steps goes with --first, and only with it")
+        if self.first == self.objective:
+            raise ValueError(f"--first {self.first} is the objective itself; give another, or leave it out")
         if self.teacher_layer is not None and not self.spec.one_layer:
             raise ValueError(f"--teacher-layer does not go with --objective {self.objective}")
         if self.layer_map != "last" and self.teacher_layer is not None:

@@ -36,13 +36,9 @@ from minilm_cache.train.record import (
 )
 from minilm_cache.train.resume import recorded
 from minilm_cache.train.sampler import StepPlan, plan_steps
-from minilm_cache.train.setup import build_trainers, num_steps
+from minilm_cache.train.setup import build_trainers, first_config, fit_objectives, num_steps
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, precision_of
-
-_FIT_SEQUENCES = 2048
-"""Training sequences that objectives' own weights are fitted to."""
-_FIT_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +84,19 @@ def train_students(
         MiniLMCacheError: see `minilm_cache.errors`; the last checkpoint is always kept.
     """
     home = home or cache_home(None)
+    if config.first is not None:
+        begun = train_students(
+            first_config(config),
+            cache,
+            out=None if out is None else out.with_name(f"{out.name}-first"),
+            home=home,
+            resume=resume,
+            progress=progress,
+            should_stop=should_stop,
+        )
+        config = config.with_changes(
+            first=None, first_steps=None, init=str(begun.path), init_teacher=None, init_layers=None
+        )
     opened = open_cache(cache, home=home, local_bytes=config.local_bytes)
     place = str(cache) if is_url(str(cache)) else str(Path(cache).resolve())
     ranks = Ranks.join(config.place, config.device)
@@ -254,7 +263,7 @@ class _Run:
         alive = [shape for shape in ranks.mine(self.shapes) if shape.arch not in state.diverged]
         trainers = self.build(alive, ranks)
         if not state.step:
-            self.fit_objectives(trainers)
+            fit_objectives(trainers, self.batches(), self.cache.manifest.num_train)
         load_students(folder.checkpoints, state, trainers=trainers, device=ranks.device)
         record = earlier or self.begin(trainers)
         tracker_name = config.tracker if ranks.is_first else "none"
@@ -288,14 +297,6 @@ class _Run:
             steps=self.identity.steps,
             ranks=ranks,
         )
-
-    def fit_objectives(self, trainers: Sequence[StudentTrainer]) -> None:
-        """Fit the objectives' own weights to the untrained students, where objectives want that."""
-        numbers = range(min(_FIT_SEQUENCES, self.cache.manifest.num_train))
-        for trainer in trainers:
-            if trainer.learner.objective.is_fitted:
-                batches = self.batches().batches_of(numbers, _FIT_BATCH)
-                trainer.learner.objective.fit(trainer.outputs(batches))
 
     def batches(self) -> BatchReader:
         """Return a reader of batches for the students."""

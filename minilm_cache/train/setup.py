@@ -8,11 +8,18 @@ from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.student import build_student, student_config
 from minilm_cache.models.tap import TappedModel
 from minilm_cache.objectives.check import Objective
+from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
+from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import DEFAULT_EPOCHS, TrainConfig
 from minilm_cache.train.initial import Beginnings, random_weights
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.trainer import StudentTrainer
+
+_FIT_SEQUENCES = 2048
+"""Training sequences that objectives' own weights are fitted to."""
+_FIT_BATCH = 32
 
 
 def num_steps(config: TrainConfig, manifest: CacheManifest) -> int:
@@ -21,6 +28,16 @@ def num_steps(config: TrainConfig, manifest: CacheManifest) -> int:
         return config.steps
     epochs = config.epochs or DEFAULT_EPOCHS
     return max(1, math.ceil(epochs * manifest.num_train / config.batch_size))
+
+
+def first_config(config: TrainConfig) -> TrainConfig:
+    """Return the settings of what students learn first: its own objective and recipe, batches as they are."""
+    own = ObjectiveConfig.model_fields
+    shared = {name: value for name, value in dict(config).items() if name not in own and name != "lr"}
+    shared |= {"objective": config.first, "steps": config.first_steps or config.steps}
+    if config.first_steps is not None:
+        shared["epochs"] = None
+    return validated(TrainConfig, shared)
 
 
 def build_trainers(
@@ -63,3 +80,18 @@ def build_trainers(
             StudentTrainer(shape, tapped, config=config, objective=objective, steps=steps, ranks=ranks)
         )
     return trainers
+
+
+def fit_objectives(trainers: Sequence[StudentTrainer], reader: BatchReader, num_train: int) -> None:
+    """Fit the objectives' own weights to the untrained students, where objectives want that.
+
+    Args:
+        trainers: students with their initial weights.
+        reader: reads batches for the objective.
+        num_train: number of training sequences of the cache.
+    """
+    for trainer in trainers:
+        objective = trainer.learner.objective
+        if objective.is_fitted:
+            batches = reader.batches_of(range(min(_FIT_SEQUENCES, num_train)), _FIT_BATCH)
+            objective.fit(trainer.outputs(batches))

@@ -52,8 +52,8 @@ CHAIN_FILE = "chain.json"
 SETTINGS_FILE = "settings.json"
 REPORT_FILE = "report.html"
 _MAX_SLUG: Final = 64
-_NEEDS: Final = (Needs(), Needs(vectors=True))
-"""Needs of objectives that learn only relations, which every cache of a chain holds."""
+_NEEDS: Final = (Needs(), Needs(vectors=True), Needs(pooled=True, relations=False))
+"""Needs of objectives that learn relations or vectors of texts, which caches of a chain hold."""
 Way = Literal["assistant", "via assistants", "direct"]
 _NOT_IDENTIFYING: Final[dict[str, Any]] = {
     "compare_direct": True,
@@ -202,8 +202,8 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
     if config.train.spec.needs not in _NEEDS:
         fitting = " or ".join(name for name, spec in OBJECTIVES.items() if spec.needs in _NEEDS)
         raise InvalidConfigError(
-            f"--objective {config.train.objective}: a chain's students learn only relations. Use "
-            f"{fitting}, or dump and train stage by stage."
+            f"--objective {config.train.objective}: a chain's students learn relations or vectors of texts. "
+            f"Use {fitting}, or dump and train stage by stage."
         )
     _check_init(config.train)
     if config.train.layer_map != "last":

@@ -12,6 +12,8 @@ from minilm_cache.train.config import TrainConfig
 LATER_TRAIN_SETTINGS: Final[Mapping[str, Any]] = {
     "loss": [],
     "matryoshka": [],
+    "first": None,
+    "first_steps": None,
     "dropout": "teacher",
     "batches": "shuffled",
 }

@@ -77,6 +77,10 @@ class ObjectiveChoice:
         for letter, name in (("b", "patience"), ("t", "temperature"), ("g", "ground_truth")):
             if name in given:
                 parts.append(f"{letter}{given[name]:g}")
+        parts += [text.replace("=", "") for text in given.get("loss", ())]
+        parts += [f"m{width}" for width in given.get("matryoshka", ())]
+        if "first" in given:
+            parts.append(f"after-{given['first']}{given.get('first_steps', '')}")
         if "layer_map" in given:
             parts.append(given["layer_map"])
         if "teacher_layer" in given:
@@ -342,6 +346,7 @@ def _check_fits(source: Source, location: Location, *, config: TrainConfig, cach
         "labels": needs.labels and not cache.labels,
         "label_tokens": needs.all_labels and config.form == "authors" and cache.label_tokens != "all",
         "logits": needs.logits and not cache.logits,
+        "pooled": needs.pooled and not cache.pooled,
     }
     missing = [name for name, is_missing in lacking.items() if is_missing]
     if missing:

@@ -1,0 +1,80 @@
+"""Relations first, then vectors: one line of train, of a chain, and of a study."""
+
+from pathlib import Path
+
+import pytest
+
+from minilm_cache.train.record import load_record
+from tests.conftest import Command
+from tests.support import World, dump_arguments
+
+TRAIN = ("--objective", "embedding", "--steps", 3, "--batch-size", 4, "--init", "random")
+FIRST = ("--first", "minilm", "--first-steps", 2)
+
+
+def dumped(world: World, command: Command) -> Path:
+    """Dump relations and vectors, and return the cache."""
+    arguments = dump_arguments(world, "--for", "minilm,embedding", "--pooling", "mean", k=None)
+    assert command(*arguments)[0] == 0
+    return world.root / "cache"
+
+
+def test_train_learns_relations_first(world: World, command: Command) -> None:
+    cache, out = dumped(world, command), world.root / "run"
+    arguments = ("train", cache, "--arch", "1x32", *TRAIN, *FIRST, "--out", out)
+    assert command(*arguments)[0] == 0
+    first, second = load_record(world.root / "run-first"), load_record(out)
+
+    assert (first.identity.objective, first.identity.steps) == ("minilm", 2)
+    assert (second.identity.objective, second.identity.steps) == ("embedding", 3)
+    assert second.init == str(world.root / "run-first")
+    assert (first.identity.batch_size, first.identity.lr) == (4, 1e-3), "lr is that of minilm"
+    code, _, err = command(*arguments)
+    assert (code, err.count("already complete")) == (0, 2)
+
+
+@pytest.mark.parametrize("first", [(), FIRST])
+def test_a_chain_ends_with_vectors(world: World, command: Command, first: tuple[object, ...]) -> None:
+    out = world.root / "chain"
+    chain = ("chain", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32)
+    code, printed, err = command(
+        *(*chain, "--assistant", "2x32", "--arch", "1x16:h4", *TRAIN, *first, "--pooling", "mean"),
+        *("--out", out),
+    )
+
+    assert code == 0, err
+    assert "via assistants" in printed
+    (student,) = (out / "runs").glob("students-*/students/*/modules.json")
+    assert student.is_file()
+
+
+def test_a_study_compares_vectors_with_relations_first(world: World, command: Command) -> None:
+    (world.root / "study.yaml").write_text(
+        f"""
+dump: {{teacher: {world.teacher}, corpus: {world.corpus}, max_length: 32}}
+caches:
+  both: {{for: [minilm, embedding], pooling: mean}}
+arch: [1x32]
+objective:
+  - embedding
+  - {{objective: embedding, first: minilm, first_steps: 2}}
+  - {{objective: embedding, loss: [similarity=2], matryoshka: [8]}}
+train: {{steps: 3, batch_size: 4, init: random}}
+"""
+    )
+    out = world.root / "study"
+    code, _, err = command("study", world.root / "study.yaml", "--out", out)
+
+    assert code == 0, err
+    names = [path.name for path in (out / "runs").iterdir()]
+    for slug in ("embedding-s0", "embedding-after-minilm2-s0", "embedding-similarity2-m8-s0"):
+        assert sum(name.startswith(f"both-{slug}-") for name in names) >= 1, names
+    assert sum(name.endswith("-first") for name in names) == 1
+
+
+def test_what_does_not_go_together(world: World, command: Command) -> None:
+    cache = dumped(world, command)
+    train = ("train", cache, "--arch", "1x32", "--objective", "embedding")
+    command.fails(*train, "--first-steps", 2, code=2, says="--first-steps goes with --first")
+    command.fails(*train, "--first", "embedding", code=2, says="is the objective itself")
+    command.fails(*train, "--first", "tinybert", code=2, says="tinybert")
