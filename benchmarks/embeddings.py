@@ -47,7 +47,7 @@ from minilm_cache.train.setup import build_trainers
 from minilm_cache.train.trainer import learning_rate
 
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
-PARAGRAPHS = 1 / 8
+PARAGRAPHS = 1 / 3
 MAX_LENGTH = 256
 LAYERS = "1,3,5"
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--part", choices=["students", "teacher", "peer"], default="students")
     parser.add_argument("--student", action="append", default=[], help="ARCH=INIT, like 3x384=teacher-layers")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--first", type=int, default=0, help="steps of relations before the vectors")
     parser.add_argument("--seed", type=int, action="append")
     given = parser.parse_args()

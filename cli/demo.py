@@ -1,5 +1,7 @@
 """`minilm-cache demo`: from Python's documentation to students that search it."""
 
+import shlex
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,10 @@ from minilm_cache.cli.tables import fidelity_table
 if TYPE_CHECKING:
     from minilm_cache.workflows.demo import DemoResult
 
+_CODE = (
+    "from sentence_transformers import SentenceTransformer; "
+    "print(SentenceTransformer({path!r}).encode(['a text', 'another text']).shape)"
+)
 _LONGEST = 60
 """Most characters of an answer that are shown."""
 
@@ -71,15 +77,16 @@ def _print(result: "DemoResult") -> None:
             for searcher in searchers
         ],
     )
-    student = searchers[1]
+    student, program = searchers[1], sys.argv[0]
     print_pairs(
         {
             "cache": result.dump.path,
             "run": result.train.path,
-            "next": f"minilm-cache info {result.train.path}",
-            "more": f"minilm-cache train {result.dump.path} --objective embedding --arch 2x384",
-            "use": 'python -c "from sentence_transformers import SentenceTransformer as S; '
-            f"print(S('{student.path}').encode(['a text']).shape)\"",
+            "what it learned": shlex.join([program, "info", str(result.train.path)]),
+            "another student": shlex.join(
+                [program, "train", str(result.dump.path), "--objective", "embedding", "--arch", "2x384"]
+            ),
+            "in your code": shlex.join([sys.executable, "-c", _CODE.format(path=str(student.path))]),
         }
     )
 

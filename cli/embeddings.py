@@ -21,7 +21,7 @@ def embeddings(
     models: ComparedModelsArgument,
     json: JsonOption = False,
 ) -> None:
-    """Compare mean-pooled embeddings with a teacher's and with human scores of STS-B, without fine-tuning.
+    """Compare embeddings with a teacher's and with human scores of STS-B, without fine-tuning.
 
     Example: minilm-cache embeddings mini RUN --data glue --save encoders
     """

@@ -161,11 +161,13 @@ class Labels(StoredModel):
     not record it."""
     documents: Literal["lines"] | None = None
     """`lines`: documents are the lines of .txt files. None means paragraphs."""
+    imported: Literal[True] | None = None
+    """True: the vectors were given in a file, and no teacher ran. None means a dump."""
     revision: Name | None = None
     """Revision of a teacher from the hub. None means the newest, or a cache of the first releases, which
     did not record it."""
 
-    sections: ClassVar[frozenset[str]] = frozenset({"text_column", "documents", "revision"})
+    sections: ClassVar[frozenset[str]] = frozenset({"text_column", "documents", "imported", "revision"})
 
 
 class CacheManifest(StoredDocument):

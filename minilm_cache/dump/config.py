@@ -204,6 +204,8 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings):
         needs = needs_of(served)
         if "codec" not in given and not needs.vectors and {"k", "select", "tail"} & given.keys():
             given["codec"] = "topk"
+        if given.get("codec") == "none" and served and needs.relations:
+            raise ValueError("--for asks for relations, which --codec none does not store; leave it out")
         if given.get("codec", "vectors") != "vectors" and needs.vectors:
             raise ValueError(f"--for asks for codec vectors; leave out --codec {given['codec']}")
         return {**needs.settings(), **given, "for": served}
@@ -216,6 +218,8 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings):
         has_states = states != (None, None, None) or self.labels or self.logits or self.pooled
         if self.codec == "none" and not has_states:
             raise ValueError("--codec none stores no relations, and no state is given: nothing to store")
+        if self.pooled and self.packing != "records":
+            raise ValueError("--pooled goes with --packing records: a vector is about one document")
         if self.k is not None and self.k > self.max_length:
             raise ValueError(
                 f"--k {self.k} is above --max-length {self.max_length}: a row has no more entries"

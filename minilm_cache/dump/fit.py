@@ -122,10 +122,10 @@ class CodecFitter:
     def _fit(self, coded: Sequence[StateName], known: _KnownCodes) -> FittedCodec:
         num_train = len(self.sequences.lengths) - self.sequences.num_held_out
         if num_train < MIN_SEQUENCES:
-            what = "codec vectors is" if self.identity.vectors is not None else "codes of hidden states are"
+            what = "codec vectors is" if self.identity.vectors is not None else "codes of states are"
             raise CorpusError(
                 f"{what} fitted to the corpus, and {num_train} training sequences are too few: it needs "
-                f"{MIN_SEQUENCES}. Give more text, or take --codec topk or dense without hidden states."
+                f"{MIN_SEQUENCES}. Give more text, or take --codec topk or dense without coded states."
             )
         layers = self._all_layers(known)
         states = self._all_states(coded, known)

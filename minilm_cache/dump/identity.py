@@ -210,6 +210,7 @@ def plan_manifest(
     calibration: Calibration | None,
     sequences: SequenceTable,
     attachments: Mapping[str, bytes],
+    imported: bool = False,
 ) -> CacheManifest:
     """Return the manifest of a dump: everything but what is measured at its end.
 
@@ -219,6 +220,7 @@ def plan_manifest(
         calibration: how the codes were fitted. None means that nothing is fitted.
         sequences: the corpus as sequences.
         attachments: content of the files that are not shards, by path in the cache.
+        imported: whether vectors were given in a file.
 
     Raises:
         InvalidConfigError: a shard, a manifest or a commit record would be too large.
@@ -250,7 +252,7 @@ def plan_manifest(
     return CacheManifest(
         fingerprint=identity.fingerprint(),
         complete=False,
-        labels=name_labels(config),
+        labels=name_labels(config).model_copy(update={"imported": True} if imported else {}),
         identity=identity,
         num_tokens=int(sequences.lengths.sum()),
         num_sequences=len(sequences.lengths),

@@ -30,14 +30,14 @@ from minilm_cache.dump.identity import identify, name_labels
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.dump.run import DumpResult, write_cache
 from minilm_cache.dump.setup import ResolvedDump
-from minilm_cache.errors import CorpusError, InvalidConfigError, first_line
+from minilm_cache.errors import CorpusError, InvalidConfigError, TeacherError, first_line
 from minilm_cache.models.load import load_tokenizer, locate_teacher, read_config
 from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.teacher import VOLATILE, Teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.relations.scores import TeacherSignal
 from minilm_cache.relations.states import States, WantedStates
-from minilm_cache.settings import cache_home
+from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.identity import TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.states import POOLED, PoolingMode
 from minilm_cache.store.durable import refuse_file
@@ -86,9 +86,9 @@ def import_vectors(
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
     """
-    known = read_vectors(config)
     settings = {name: getattr(config, name) for name in _OF_A_DUMP}
-    dump = DumpConfig.model_validate(
+    dump = validated(
+        DumpConfig,
         {
             **settings,
             "teacher": config.teacher or Path(config.vectors).stem,
@@ -96,16 +96,25 @@ def import_vectors(
             "codec": "none",
             "pooled": True,
             "packing": "records",
-        }
+        },
     )
+    known = read_vectors(config)
     teacher = ImportedTeacher(dump.teacher, config, known)
     corpus = load_corpus(config.vectors, config.text_column)
+    assert list(corpus.texts()) == list(known.texts), "each vector belongs to the text of its row"
     identity = identify(dump, teacher, corpus=corpus)
     home = home or cache_home(None)
     path = out or home / "caches" / cache_name(name_labels(dump), identity)
     refuse_file(path)
     resolved = ResolvedDump(
-        config=dump, teacher=teacher, corpus=corpus, identity=identity, path=path, donor=None, tokens_of=None
+        config=dump,
+        teacher=teacher,
+        corpus=corpus,
+        identity=identity,
+        path=path,
+        donor=None,
+        tokens_of=None,
+        imported=True,
     )
     sequences = SequenceTable(corpus, teacher.tokenizer, identity.packing)
     reader = _VectorReader(
@@ -135,20 +144,22 @@ def read_vectors(config: ImportConfig) -> TextVectors:
         CorpusError: the file cannot be read, lacks a column, or a row lacks a text or a vector, has a vector
             of another width or with NaN, or repeats a text with another vector.
     """
-    file = config.vectors
-    column = config.text_column or "text"
+    file, column = config.vectors, config.text_column or "text"
+    if not Path(file).is_file():
+        raise CorpusError(f"{file} is not a file. Give a Parquet file of texts and vectors.")
     try:
-        table = pq.read_table(file, columns=None)
+        names = pq.read_schema(file).names
+        for name in (column, config.vector_column):
+            if names.count(name) != 1:
+                raise CorpusError(
+                    f"{file} has no column {name!r}, or two; it has {', '.join(names)}. Name the columns: "
+                    "--text-column, --vector-column."
+                )
+        table = pq.read_table(file, columns=[column, config.vector_column])
+        texts = table[column].to_pylist()
+        vectors = _matrix(table[config.vector_column], file)
     except (OSError, pa.ArrowException) as error:
         raise CorpusError(f"cannot read {file}: {first_line(error)}. Give a Parquet file.") from error
-    for name in (column, config.vector_column):
-        if name not in table.column_names:
-            raise CorpusError(
-                f"{file} has no column {name!r}; it has {', '.join(table.column_names)}. Name the columns: "
-                "--text-column, --vector-column."
-            )
-    texts = table[column].to_pylist()
-    vectors = _matrix(table[config.vector_column], file)
     _refuse_rows(texts, vectors, file)
     return TextVectors(texts=texts, vectors=vectors)
 
@@ -192,6 +203,10 @@ def _refuse_rows(texts: Sequence[object], vectors: npt.NDArray[np.float32], file
         raise CorpusError(
             f"{file}: the vector of row {row} (counted from 0) holds NaN or infinity. Remove it."
         )
+    zero = ~vectors.any(1)
+    if zero.any():
+        row = int(np.flatnonzero(zero)[0])
+        raise CorpusError(f"{file}: the vector of row {row} (counted from 0) is 0 everywhere. Remove it.")
     first_rows: dict[str, int] = {}
     for row, text in enumerate(texts):
         if not isinstance(text, str) or not text.strip():
@@ -239,6 +254,11 @@ class ImportedTeacher(Teacher):
         self.tokenizer = load_tokenizer(source.folder)
         self.config: PreTrainedConfig = read_config(source.folder)
         self._known, self._mode = known, config.pooling
+        if len(self.tokenizer) > self.config.vocab_size:
+            raise TeacherError(
+                f"the tokenizer in {source.folder} has {len(self.tokenizer)} tokens, the model only "
+                f"{self.config.vocab_size}. Put the tokenizer that belongs to the model there."
+            )
         positions = getattr(self.config, "max_position_embeddings", config.max_length)
         if config.max_length > positions:
             raise InvalidConfigError(

@@ -20,14 +20,15 @@ from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.audit import audit
 from minilm_cache.dump.audit_states import audit_states
 from minilm_cache.dump.reading import SequenceReader
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.padding import pad
+from minilm_cache.models.pooling import MODULES
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.states import POOLED, StatesIdentity
+from minilm_cache.storage_schema.states import POOLED, Pooling, StatesIdentity
 
 MAX_SHARDS = 16
 """Most shards that are sampled."""
@@ -141,12 +142,18 @@ def recheck(
                 for shard, numbers in _sample(cache).items()
                 if not _has_same_tokens(cache, sequences, numbers)
             )
+    has_states = teacher.identity.hidden_size == identity.teacher.hidden_size
+    if identity.states is not None and identity.states.pooled is not None:
+        pooled = identity.states.pooled
+        if _pooling_of(teacher, pooled) != pooled:
+            differing.append("the way the teacher pools")
+            has_states = False
     is_alike = _is_alike(cache, teacher)
     return Recheck(
         identity=tuple(differing),
         tokens=wrong_tokens,
         differences=_differences(cache, teacher, progress) if is_alike else (),
-        states=_state_differences(cache, teacher) if is_alike else (),
+        states=_state_differences(cache, teacher) if is_alike and has_states else (),
     )
 
 
@@ -173,6 +180,19 @@ def _bound(path: str, states: StatesIdentity) -> float:
         return _ERROR_FACTOR * cosine_bound(states.pooled.min_cosine).relative_error
     is_coded = path in {name.folder for name in states.coded}
     return _ERROR_FACTOR * (states.max_error or 0.0) if is_coded else _ROUNDED_AWAY
+
+
+def _pooling_of(teacher: Teacher, stored: Pooling) -> Pooling | None:
+    """Return how a teacher pools, described like a stored pooling. None means that it does not say."""
+    try:
+        pooler = teacher.pooler(None if (teacher.folder / MODULES).is_file() else stored.mode)
+    except (InvalidConfigError, TeacherError):
+        return None
+    return pooler.identity(
+        teacher.identity.hidden_size,
+        min_cosine=stored.min_cosine,
+        calibration_sequences=stored.calibration_sequences,
+    )
 
 
 def _is_alike(cache: Cache, teacher: Teacher) -> bool:

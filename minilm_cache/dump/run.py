@@ -180,6 +180,7 @@ def _begin(resolved: ResolvedDump, fitter: CodecFitter) -> ShardJob:
         calibration=fitted.calibration,
         sequences=fitter.sequences,
         attachments=attachments,
+        imported=resolved.imported,
     )
     tokens = donor if resolved.tokens_of is None else CacheReader(resolved.tokens_of)
     writer = CacheWriter(resolved.path, manifest, attachments=attachments, tokens_of=tokens, parts_of=donor)

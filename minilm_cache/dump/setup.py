@@ -36,6 +36,8 @@ class ResolvedDump:
     tokens_of: Path | None
     """Folder of a complete cache whose token files are linked where they are the same. None means those
     of the donor, or that tokens are written."""
+    imported: bool = False
+    """Whether vectors are given in a file, and no teacher runs."""
 
 
 def resolve_dump(

@@ -145,8 +145,9 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         processor_kwargs=safely,
         config_kwargs=safely,
     )
-    pooler = load_pooler(model.folder, None if (model.folder / MODULES).is_file() else "mean")
-    pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode=pooler.mode)
+    width = transformer.get_embedding_dimension()
+    pooler = load_pooler(model.folder, None if (model.folder / MODULES).is_file() else "mean", width)
+    pooling = Pooling(width, pooling_mode=pooler.mode)
     dense = [
         Dense(
             layer.linear.in_features,

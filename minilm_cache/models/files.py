@@ -126,11 +126,11 @@ def out_of_bounds(content: Mapping[str, Any]) -> str | None:
     return None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a model's folder.
+def read_json(path: Path, kind: type[Any] = dict) -> Any:  # noqa: ANN401 - what `kind` says
+    """Return the JSON object in a file of a model's folder, or the list if `kind` is list.
 
     Raises:
-        TeacherError: it is too long, not a regular file, or not a JSON object.
+        TeacherError: it is too long, not a regular file, or not a JSON object or list.
     """
     try:
         content = first_bytes(path, _MAX_JSON_BYTES + 1, follow_links=True)
@@ -139,8 +139,9 @@ def read_json(path: Path) -> dict[str, Any]:
         document = json.loads(content)
     except (OSError, ValueError, RecursionError) as error:
         raise TeacherError(f"cannot read {path}: {first_line(error)}. Save the model again.") from error
-    if not isinstance(document, dict):
-        raise TeacherError(f"cannot read {path}: it is not a JSON object. Save the model again.")
+    if not isinstance(document, kind):
+        what = "object" if kind is dict else "list"
+        raise TeacherError(f"cannot read {path}: it is not a JSON {what}. Save the model again.")
     return document
 
 

@@ -7,9 +7,9 @@ names the code to run.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final, get_args
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Final, get_args
 
 import safetensors
 import torch
@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
+from minilm_cache.models.files import read_json
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.states import POOLING_MODES, Pooling, PoolingMode
 
@@ -31,6 +32,7 @@ _ACTIVATIONS: Final[dict[str, type[nn.Module]]] = {
     "torch.nn.modules.activation.ReLU": nn.ReLU,
     "torch.nn.modules.activation.GELU": nn.GELU,
 }
+_MAX_WIDTH: Final = 2**16
 _LEGACY_MODES: Final[dict[str, PoolingMode]] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
@@ -175,12 +177,13 @@ def projection_to(width: int, hidden_size: int) -> list[DenseLayer]:
     return [DenseLayer(nn.Linear(hidden_size, width), nn.Identity())]
 
 
-def load_pooler(folder: Path, mode: PoolingMode | None) -> SentencePooler:
+def load_pooler(folder: Path, mode: PoolingMode | None, hidden_size: int) -> SentencePooler:
     """Return the pooling of a teacher: that of its `modules.json`, or the mean, the first token, ... alone.
 
     Args:
         folder: folder of the teacher.
         mode: mode for a folder without `modules.json`. None means that there must be one.
+        hidden_size: number of dimensions of the teacher's hidden states.
 
     Raises:
         InvalidConfigError: neither or both say how to pool, and differently.
@@ -195,6 +198,7 @@ def load_pooler(folder: Path, mode: PoolingMode | None) -> SentencePooler:
             )
         return SentencePooler(mode, normalize=True)
     pooler = _read_modules(folder, file)
+    _check_widths(pooler, hidden_size, file)
     if mode not in (None, pooler.mode):
         raise InvalidConfigError(
             f"--pooling {mode}: {file} pools by {pooler.mode}. Leave it out, or remove that file."
@@ -203,11 +207,26 @@ def load_pooler(folder: Path, mode: PoolingMode | None) -> SentencePooler:
 
 
 def _read_modules(folder: Path, file: Path) -> SentencePooler:
-    listed = _read(file)
+    listed = read_json(file, kind=list)
     try:
-        modules = [(str(module["type"]).rsplit(".", 1)[-1], folder / module["path"]) for module in listed]
+        paths = [PurePosixPath(str(module["path"])) for module in listed]
+        modules = [
+            (str(module["type"]).rsplit(".", 1)[-1], folder / path)
+            for module, path in zip(listed, paths, strict=True)
+        ]
     except (KeyError, TypeError) as error:
         raise TeacherError(f"{file} is not a list of modules. Save the model again.") from error
+    outside = next((path for path in paths if path.is_absolute() or ".." in path.parts), None)
+    if outside is not None:
+        raise TeacherError(
+            f"{file} names {outside}, which is outside the model's folder. Do not use this model."
+        )
+    settings = folder / "sentence_bert_config.json"
+    if settings.is_file() and read_json(settings).get("do_lower_case"):
+        raise TeacherError(
+            f"{settings} wants texts in lower case (do_lower_case), which its tokenizer does not do. Set "
+            "it to false, and give texts in lower case."
+        )
     kinds = [kind for kind, _ in modules]
     dense = [path for kind, path in modules if kind == "Dense"]
     expected = [
@@ -229,8 +248,22 @@ def _read_modules(folder: Path, file: Path) -> SentencePooler:
     )
 
 
+def _check_widths(pooler: SentencePooler, hidden_size: int, file: Path) -> None:
+    """Raise TeacherError for linear maps that do not follow each other, or hold NaN or infinity."""
+    width = hidden_size
+    for layer in pooler.dense:
+        if layer.linear.in_features != width or not 1 <= layer.linear.out_features <= _MAX_WIDTH:
+            raise TeacherError(
+                f"{file}: a linear map takes vectors of width {layer.linear.in_features} to "
+                f"{layer.linear.out_features}, where the vectors have {width}. Save the model again."
+            )
+        if not all(bool(weight.isfinite().all()) for weight in layer.parameters()):
+            raise TeacherError(f"{file}: a linear map holds NaN or infinity. Take another teacher.")
+        width = layer.linear.out_features
+
+
 def _read_mode(file: Path) -> PoolingMode:
-    config = _read_object(file)
+    config = read_json(file)
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [
@@ -250,7 +283,7 @@ def _read_mode(file: Path) -> PoolingMode:
 
 
 def _read_dense(path: Path) -> DenseLayer:
-    config = _read_object(path / "config.json")
+    config = read_json(path / "config.json")
     activation = _ACTIVATIONS.get(str(config.get("activation_function", "torch.nn.modules.activation.Tanh")))
     names = {config.get("module_input_name"), config.get("module_output_name")}
     if activation is None or config.get("use_residual") or not names <= {None, "sentence_embedding"}:
@@ -269,20 +302,6 @@ def _read_dense(path: Path) -> DenseLayer:
             f"cannot read {file}: {first_line(error)}. Save the model again as safetensors."
         ) from error
     return DenseLayer(linear, activation())
-
-
-def _read_object(file: Path) -> Mapping[str, Any]:
-    content = _read(file)
-    if not isinstance(content, dict):
-        raise TeacherError(f"{file} is not a JSON object. Save the model again.")
-    return content
-
-
-def _read(file: Path) -> Any:  # noqa: ANN401 - any JSON
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise TeacherError(f"cannot read {file}: {first_line(error)}. Save the model again.") from error
 
 
 def _write(file: Path, content: object) -> None:

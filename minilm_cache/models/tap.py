@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minilm_cache.errors import TeacherError
 from minilm_cache.models.dropout import attention
@@ -180,6 +181,12 @@ class TappedModel(nn.Module):
         """Do not keep activations inside layers: the backward pass computes them again."""
         self.model.activation_checkpointing_enable({"use_reentrant": False})
         return self
+
+    def train_checkpointed(self) -> None:
+        """Mark layers, but not what is in them, as training: others keep their activations."""
+        for module in self.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
 
     def compile_layers(self) -> "TappedModel":
         """Compile each layer with torch.compile on its first call; the tap is not compiled."""

@@ -144,7 +144,11 @@ class Teacher:
             InvalidConfigError: neither or both say how to pool, and differently.
             TeacherError: its `modules.json` is damaged, or names a module that cannot be computed here.
         """
-        pooler = load_pooler(self.folder, mode).eval().requires_grad_(requires_grad=False)
+        pooler = (
+            load_pooler(self.folder, mode, self.identity.hidden_size)
+            .eval()
+            .requires_grad_(requires_grad=False)
+        )
         return pooler.to(self.device)
 
     def half_weights(self) -> bytes:

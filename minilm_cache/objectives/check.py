@@ -87,6 +87,9 @@ def live_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[str]
     return Objective(request=request, wanted=_kind(config).wanted(request))
 
 
+_OTHER_OBJECTIVE = "If it holds pooled vectors, take --objective embedding. "
+
+
 def check_codec(config: ObjectiveConfig, codec: str) -> None:
     """Raise InvalidConfigError for an objective that needs something that no cache of this codec holds."""
     if codec == "vectors":
@@ -104,7 +107,7 @@ def check_codec(config: ObjectiveConfig, codec: str) -> None:
     if missing or config.spec.needs.vectors:
         raise InvalidConfigError(
             f"--objective {config.objective} needs {what}, which a cache of codec {codec} does not hold. "
-            f"Dump one with --codec vectors{_flags(config)}."
+            f"{_OTHER_OBJECTIVE if codec == 'none' else ''}Dump one with --codec vectors{_flags(config)}."
         )
 
 
@@ -153,6 +156,11 @@ def _check_states(config: ObjectiveConfig, stored: StatesIdentity | None, wanted
         missing.append("--labels")
     if wanted.states.logits and (stored is None or stored.num_classes is None):
         missing.append("--logits")
+    if config.spec.needs.pooled and missing:
+        raise InvalidConfigError(
+            f"--objective {config.objective} needs pooled vectors, which this cache does not hold. Dump one "
+            f"with --for {config.objective}, or with --for minilm,{config.objective} to keep relations."
+        )
     if missing:
         raise InvalidConfigError(
             f"--objective {config.objective} needs states that this cache does not hold. Add them: "

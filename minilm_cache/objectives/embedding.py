@@ -83,7 +83,7 @@ class EmbeddingObjective(StudentObjective):
             (self.pooler.pool(reading.hidden[self._last].float(), batch.lengths), batch.states.hidden[POOLED])
             for reading, batch in outputs
         ]
-        pooled, targets = (torch.cat(rows).double() for rows in zip(*pairs, strict=True))
+        pooled, targets = (torch.cat(rows).cpu().double() for rows in zip(*pairs, strict=True))
         mean, target_mean = pooled.mean(0), targets.mean(0)
         centred = pooled - mean
         covariance = centred.T @ centred
@@ -141,7 +141,9 @@ class Embedding(ObjectiveKind):
 
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
         """Return the pooled vectors."""
-        del request
+        states = request.cache.manifest.identity.states
+        if states is not None and states.pooled is not None:
+            _shorter_widths(request.config, states.pooled.width)
         return WantedTargets(kinds=(), states=WantedStates(hidden=(POOLED,)))
 
     def build(

@@ -264,7 +264,7 @@ for _spec in (
         needs=Needs(pooled=True, relations=False),
         learns_from="the embeddings of a teacher",
         options=frozenset({"loss", "matryoshka"}),
-        recipe={"lr": 2e-4, "batch_size": 64, "dropout": "none", "batches": "by-length"},
+        recipe={"batch_size": 64, "dropout": "none", "batches": "by-length"},
     ),
     ObjectiveSpec(
         name="mobilebert",

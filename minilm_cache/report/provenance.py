@@ -42,6 +42,8 @@ def dump_command(manifest: CacheManifest) -> str:
     Like the cache, it names teacher and corpus by the last parts of their paths.
     """
     identity = manifest.identity
+    if manifest.labels.imported:
+        return _import_command(manifest)
     codec = identity.codec.model_dump(exclude={"weight_ratio", "calibration_tokens", "seed"})
     last = (identity.teacher.num_layers - 1,)
     given: dict[str, Any] = {
@@ -61,6 +63,26 @@ def dump_command(manifest: CacheManifest) -> str:
     }
     words = ["minilm-cache", "dump", "--teacher", manifest.labels.teacher]
     # Every setting is named: defaults may change from release to release.
+    return shlex.join(words + [word for name, value in given.items() for word in _option(name, value)])
+
+
+def _import_command(manifest: CacheManifest) -> str:
+    """Return a command that imports the same vectors; the cache does not know whose tokenizer it has."""
+    identity = manifest.identity
+    assert identity.states is not None
+    assert identity.states.pooled is not None
+    given: dict[str, Any] = {
+        "tokenizer": "MODEL",
+        "teacher": manifest.labels.teacher,
+        "text_column": manifest.labels.text_column,
+        "pooling": identity.states.pooled.mode,
+        "min_cosine": identity.states.pooled.min_cosine,
+        "max_length": identity.packing.max_length,
+        "max_tokens": identity.packing.max_tokens,
+        "shard_tokens": manifest.shard_tokens,
+        "seed": identity.packing.seed,
+    }
+    words = ["minilm-cache", "import", manifest.labels.corpus]
     return shlex.join(words + [word for name, value in given.items() for word in _option(name, value)])
 
 

@@ -170,6 +170,8 @@ def _objective_words(identity: RunIdentity) -> str:
         f"patience {identity.patience}": identity.patience is not None,
         f"temperature {identity.temperature}": identity.temperature is not None,
         f"ground truth {identity.ground_truth}": identity.ground_truth is not None,
+        " and ".join(identity.loss): bool(identity.loss),
+        f"widths {', '.join(map(str, identity.matryoshka))}": bool(identity.matryoshka),
     }
     settings = [words for words, is_set in parts.items() if is_set]
     return identity.objective + (f" ({', '.join(settings)})" if settings else "")

@@ -12,7 +12,7 @@ from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.files import weights_sha256
-from minilm_cache.models.load import keep_layers, load_weights
+from minilm_cache.models.load import keep_layers, load_weights, read_config
 from minilm_cache.models.student import teacher_config
 from minilm_cache.models.tap import Head
 from minilm_cache.slicing.recipe import Recipe
@@ -76,6 +76,12 @@ class FolderWeights(InitialWeights):
 
     arch: str
     folder: Path
+
+    def adapt(self, config: PreTrainedConfig) -> None:
+        """Give layers the kinds of attention that the model's layers have."""
+        types = getattr(read_config(self.folder), "layer_types", None)
+        if types and len(types) == config.num_hidden_layers:
+            config.layer_types = list(types)
 
     def begin(self, model: PreTrainedModel, head: Head | None) -> None:
         """Take the weights of the model."""

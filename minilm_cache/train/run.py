@@ -22,6 +22,7 @@ from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.first import after_first, check_first, first_config, first_folder
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
 from minilm_cache.train.initial import Beginnings, initial_weights
@@ -36,7 +37,7 @@ from minilm_cache.train.record import (
 )
 from minilm_cache.train.resume import recorded
 from minilm_cache.train.sampler import StepPlan, plan_steps
-from minilm_cache.train.setup import build_trainers, first_config, fit_objectives, num_steps
+from minilm_cache.train.setup import build_trainers, fit_objectives, num_steps
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, precision_of
 
@@ -84,20 +85,19 @@ def train_students(
         MiniLMCacheError: see `minilm_cache.errors`; the last checkpoint is always kept.
     """
     home = home or cache_home(None)
+    opened = open_cache(cache, home=home, local_bytes=config.local_bytes)
     if config.first is not None:
+        check_first(config, opened)
         begun = train_students(
             first_config(config),
             cache,
-            out=None if out is None else out.with_name(f"{out.name}-first"),
+            out=first_folder(out),
             home=home,
             resume=resume,
             progress=progress,
             should_stop=should_stop,
         )
-        config = config.with_changes(
-            first=None, first_steps=None, init=str(begun.path), init_teacher=None, init_layers=None
-        )
-    opened = open_cache(cache, home=home, local_bytes=config.local_bytes)
+        config = after_first(config, begun.record, begun.path)
     place = str(cache) if is_url(str(cache)) else str(Path(cache).resolve())
     ranks = Ranks.join(config.place, config.device)
     try:

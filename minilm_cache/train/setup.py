@@ -8,8 +8,6 @@ from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.student import build_student, student_config
 from minilm_cache.models.tap import TappedModel
 from minilm_cache.objectives.check import Objective
-from minilm_cache.objectives.config import ObjectiveConfig
-from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import DEFAULT_EPOCHS, TrainConfig
@@ -28,16 +26,6 @@ def num_steps(config: TrainConfig, manifest: CacheManifest) -> int:
         return config.steps
     epochs = config.epochs or DEFAULT_EPOCHS
     return max(1, math.ceil(epochs * manifest.num_train / config.batch_size))
-
-
-def first_config(config: TrainConfig) -> TrainConfig:
-    """Return the settings of what students learn first: its own objective and recipe, batches as they are."""
-    own = ObjectiveConfig.model_fields
-    shared = {name: value for name, value in dict(config).items() if name not in own and name != "lr"}
-    shared |= {"objective": config.first, "steps": config.first_steps or config.steps}
-    if config.first_steps is not None:
-        shared["epochs"] = None
-    return validated(TrainConfig, shared)
 
 
 def build_trainers(

@@ -94,6 +94,8 @@ class StudentTrainer:
             group["lr"] = learning_rate(self._config, step, self._steps)
         self.optimizer.zero_grad(set_to_none=True)
         self.model.train(self._config.dropout == "teacher")
+        if self._config.gradient_checkpointing:
+            self.model.train_checkpointed()
         self._taken = {}
 
     def learn(self, batch: StudentBatch, step: int, shares: Mapping[Unit, float]) -> None:

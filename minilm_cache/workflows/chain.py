@@ -35,6 +35,7 @@ from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.layout import MANIFEST, commit_path
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.first import first_config
 from minilm_cache.train.folder import RunFolder, arch_slug, is_run
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM, SLICE
 from minilm_cache.train.ranks import refuse_ranks
@@ -199,6 +200,13 @@ def check_chain(config: ChainConfig, folder: Path) -> ChainConfig:
     choose_device(config.train.device)
     check_parts(config.train)
     check_codec(config.train, config.dump.codec)
+    if config.train.first is not None:
+        first = first_config(config.train)
+        check_codec(first, config.dump.codec)
+        if first.spec.needs not in _NEEDS:
+            raise InvalidConfigError(
+                f"--first {first.objective}: a chain's caches do not hold what it needs."
+            )
     if config.train.spec.needs not in _NEEDS:
         fitting = " or ".join(name for name, spec in OBJECTIVES.items() if spec.needs in _NEEDS)
         raise InvalidConfigError(

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +16,8 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import DumpResult, dump_cache
-from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.load import MINI, locate_teacher
+from minilm_cache.models.sentence import SentenceModel
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
@@ -40,10 +39,8 @@ TOP = 10
 """Answers of the teacher that a student is to find."""
 SHOWN = 3
 """Answers that are shown of each model."""
-_BATCH = 64
-
-Vectors = npt.NDArray[np.float32]
-"""Unit vectors, `(texts, width)`."""
+_MAX_LENGTH = 128
+"""Most tokens that models read of a document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,16 +154,14 @@ class _Library:
         Returns:
             What the model found, and its best documents for each held-out question, `(questions, TOP)`.
         """
-        from minilm_cache.evaluate.embeddings import sentence_encoder  # noqa: PLC0415 - an extra
-
-        encoder: Any = sentence_encoder(Evaluated(name=name, folder=folder), 128, "cpu")
+        model = SentenceModel(folder, _MAX_LENGTH)
         started = time.perf_counter()
-        index: Vectors = encoder.encode(self.texts, batch_size=_BATCH, show_progress_bar=False)
+        index = model.encode(self.texts)
         seconds = time.perf_counter() - started
 
         def best(questions: Sequence[str], count: int) -> npt.NDArray[np.int64]:
-            vectors: Vectors = encoder.encode(list(questions), batch_size=_BATCH, show_progress_bar=False)
-            return np.argsort(-(vectors @ index.T), axis=1, kind="stable")[:, :count]
+            scores = model.encode(questions) @ index.T
+            return np.asarray(scores.argsort(stable=True, dim=1, descending=True)[:, :count])
 
         found = best(self.questions, TOP)
         searcher = Searcher(
@@ -176,7 +171,7 @@ class _Library:
                 tuple(_first_line(self.texts[number]) for number in row) for row in best(QUESTIONS, SHOWN)
             ),
             agreement=1.0 if expected is None else _overlap(found, expected),
-            num_parameters=sum(weight.numel() for weight in encoder.parameters()),
+            num_parameters=model.num_parameters,
             texts_per_s=len(self.texts) / seconds,
         )
         return searcher, found

@@ -7,7 +7,6 @@ from typing import Any
 from minilm_cache.dump.config import DumpConfig, PlanConfig
 from minilm_cache.dump.plan import Plan, PlannedSetting, plan
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.objectives.spec import needs_of, objective_names
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import validated
 from minilm_cache.train.config import CostConfig
@@ -35,8 +34,9 @@ def settings_to_compare(dump: Mapping[str, Any], config: PlanConfig) -> list[Dum
     Raises:
         InvalidConfigError: a value is out of range, or settings contradict each other.
     """
-    if not needs_of(objective_names(dump.get("serve", dump.get("for", ())))).relations:
-        return [validated(DumpConfig, dump)]
+    alone = validated(DumpConfig, dump)
+    if alone.codec == "none":
+        return [alone]
     shared = validated(DumpConfig, {**dump, "codec": "vectors"})
     # Only codec vectors stores several layers, so the other codecs are measured on the last layer.
     several = shared.layers == "all" or len(shared.layers) > 1

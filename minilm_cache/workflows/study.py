@@ -149,7 +149,7 @@ def _agreements(
         config = configs[run.path.name]
         arch = tuple(student.arch for student in run.students)
         changes = {"objective": "mlm-kd", "arch": arch, "init": str(run.path), "steps": study.agreement_steps}
-        kept = config.model_dump(exclude=_OBJECTIVE_SETTINGS)
+        kept = config.model_dump(exclude=_OBJECTIVE_SETTINGS | set(config.spec.recipe))
         masked = TrainConfig.model_validate({**kept, **changes})
         path = folder / "masked" / f"{study.agreement_steps}-{run.path.name}"
         try:

@@ -18,6 +18,7 @@ from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.remote import is_url
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.first import first_config
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM
 from minilm_cache.train.presets import with_preset
 from minilm_cache.workflows.config import LATER_TRAIN_SETTINGS, without_defaults
@@ -334,6 +335,9 @@ def _teacher(source: Source, document: StudyDocument) -> tuple[str, str | None] 
 
 def _check_fits(source: Source, location: Location, *, config: TrainConfig, cache: DumpConfig) -> None:
     """Refuse a cache that will not hold what an objective needs."""
+    if config.first is not None:
+        first = first_config(config)
+        _check_fits(source, location, config=first, cache=cache)
     try:
         check_codec(config, cache.codec)
     except InvalidConfigError as error:

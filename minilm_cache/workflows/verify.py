@@ -77,8 +77,11 @@ def verify_cache(
     )
     if config.teacher is None or verdict.damage:
         return Verification(path=path, verdict=verdict, again=None)
-    text = None if config.corpus is None else load_corpus(config.corpus, config.text_column, config.documents)
-    again = recheck(open_cache(path), config.teacher, corpus=text, device=config.device, progress=progress)
+    cache, text = open_cache(path), None
+    if config.corpus is not None:
+        documents = cache.manifest.labels.documents or config.documents
+        text = load_corpus(config.corpus, config.text_column, documents)
+    again = recheck(cache, config.teacher, corpus=text, device=config.device, progress=progress)
     return Verification(path=path, verdict=verdict, again=again)
 
 

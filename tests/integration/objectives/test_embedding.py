@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import AutoModel
 
 from minilm_cache.cache import open_cache
+from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.batch import StudentBatch
@@ -295,7 +297,7 @@ def test_an_objective_that_the_cache_does_not_serve(world: World, command: Comma
     cache, relations = world.root / "cache", world.root / "relations"
     command.fails("train", cache, "--arch", "2x32", code=2, says=("attention", "codec none"))
     train = ("--arch", "2x32", "--objective", "embedding")
-    command.fails("train", relations, *train, code=2, says=("--pooled", "--for embedding"))
+    command.fails("train", relations, *train, code=2, says=("pooled vectors", "--for embedding"))
     command.fails("train", cache, *train, "--matryoshka", 32, code=2, says="--matryoshka 32")
     command.fails("train", cache, *train, "--loss", "cosin", code=2, says=("--loss cosin", "similarity"))
     command.fails("train", cache, *train, "--loss", "mse=0", code=2, says="--loss mse=0")
@@ -362,3 +364,91 @@ def test_the_learned_map_begins_where_plain_least_squares_ends(world: World) -> 
     errors = [(found - targets).square().sum() for found in (plain, ours)]
 
     assert errors[0] <= errors[1] < 1.1 * errors[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"path": "../elsewhere"}, "outside the model's folder"),
+        ({"path": "/etc"}, "outside the model's folder"),
+        ({"path": "1_Nowhere"}, "1_Nowhere"),
+    ],
+)
+def test_modules_lie_in_the_folder(
+    world: World, command: Command, change: dict[str, object], says: str
+) -> None:
+    save_encoder(world, "mean")
+    damaged(world, change, "modules.json")
+    command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says=says)
+
+
+@pytest.mark.parametrize("content", ["[", "{}", '[{"type": 1}]', "[1]", " " * (2**23 + 1)])
+def test_damaged_modules_are_one_line(world: World, command: Command, content: str) -> None:
+    (world.teacher / "modules.json").write_text(content)
+    command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says="modules.json")
+
+
+@pytest.mark.parametrize(
+    ("shape", "value", "says"), [((24, 31), 0.5, "width 31 to 24"), ((24, 32), float("nan"), "NaN")]
+)
+def test_linear_maps_of_another_size_or_without_numbers(
+    world: World, command: Command, shape: tuple[int, int], value: float, says: str
+) -> None:
+    save_encoder(world, "mean", dense=nn.Tanh())
+    weights = {"linear.weight": torch.full(shape, value), "linear.bias": torch.zeros(24)}
+    save_file(weights, world.teacher / "2_Dense/model.safetensors")
+    command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says=says)
+
+
+def test_a_teacher_that_pools_otherwise_is_another_teacher(world: World, command: Command) -> None:
+    save_encoder(world, "mean")
+    world.dump(**WORDS_OF_EMBEDDING)
+    save_encoder(world, "max")
+    command.fails(
+        *("verify", world.root / "cache", "--teacher", world.teacher),
+        code=3,
+        says="the way the teacher pools",
+    )
+
+
+def test_vectors_are_of_whole_texts(world: World, command: Command) -> None:
+    arguments = dump_arguments(world, "--for", "embedding", "--pooling", "mean", k=None)
+    command.fails(*arguments, "--packing", "packed", code=2, says="--pooled goes with --packing records")
+    both = dump_arguments(world, "--for", "minilm,embedding", "--pooling", "mean", "--codec", "none", k=None)
+    command.fails(*both, code=2, says="--for asks for relations")
+
+
+def test_vectors_are_added_to_relations_and_relations_stay(world: World) -> None:
+    save_encoder(world, "mean")
+    world.dump(codec="vectors", packing="records")
+    plain = open_cache(world.root / "cache")
+    config = world.config(codec="vectors", packing="records", pooled=True)
+    dump_cache(config, out=world.root / "both", home=world.home, add=world.root / "cache")
+    both = open_cache(world.root / "both")
+
+    assert torch.equal(both[3].relation("value"), plain[3].relation("value"))
+    assert both[3].states().hidden[POOLED].shape == (1, 32)
+
+
+def test_ranks_write_vectors_together(world: World) -> None:
+    save_encoder(world, "mean")
+    world.dump(**WORDS_OF_EMBEDDING)
+    for rank in (1, 0):
+        world.dump("ranks", **WORDS_OF_EMBEDDING, rank=rank, world_size=2)
+    alone, together = open_cache(world.root / "cache"), open_cache(world.root / "ranks")
+
+    for number in range(len(alone)):
+        vectors = [cache[number].states().hidden[POOLED] for cache in (alone, together)]
+        assert torch.equal(*vectors)
+
+
+def test_checkpointed_layers_train_as_others_do(world: World) -> None:
+    """Layers are computed again although nothing is in training mode: there is no dropout."""
+    save_encoder(world, "mean")
+    world.dump(**WORDS_OF_EMBEDDING)
+    plain = trained(world, out="plain")
+    saving = trained(world, out="saving", gradient_checkpointing=True)
+    weights = [load_file(run.student_path("2x32") / "model.safetensors") for run in (plain, saving)]
+
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-4, atol=1e-6)
