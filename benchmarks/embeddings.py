@@ -1,10 +1,10 @@
 """Measure students of embeddings: similarity of sentences, retrieval, cost, and a peer.
 
-    python -m benchmarks.embeddings --data DATA --steps 1000 --seeds 3 --student 3x384:teacher-layers
+    python -m benchmarks.embeddings --data DATA --steps 850 --seed 0 --seed 1 --student 3x384=teacher-layers
     python -m benchmarks.embeddings --data DATA --part peer --steps 300
 
 `DATA` holds text in `enwiki/train.txt` and `enwiki_core/train.txt` (a paragraph a line), `glue/STS-B` and
-`squad/dev-v1.1.reconstructed.json`. The training text is the sentences of enwiki, and an eighth of its
+`squad/dev-v1.1.reconstructed.json`. The training text is the sentences of enwiki, and a third of its
 paragraphs as they are; nothing of STS-B or SQuAD is in it. Parts: `students` trains students from cached
 vectors; `peer` trains one with sentence-transformers' own loss and the teacher in its loop, on the same
 batches. A second command adds to what `--home` and the results hold.
@@ -49,6 +49,7 @@ from minilm_cache.train.trainer import learning_rate
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
 PARAGRAPHS = 1 / 3
 MAX_LENGTH = 256
+MAX_TOKENS = 2_400_000
 LAYERS = "1,3,5"
 CPU = torch.device("cpu")
 
@@ -102,7 +103,8 @@ def _cache(given: argparse.Namespace) -> Cache:
         text.write_text("".join(f"{record}\n\n" for record in _records(given.data)))
     place = given.home / "cache"
     if not (place / "manifest.json").exists():
-        settings = {"teacher": "mini", "corpus": str(text), "for": "embedding", "max_length": MAX_LENGTH}
+        settings = {"teacher": "mini", "corpus": str(text), "for": "embedding"}
+        settings |= {"max_length": MAX_LENGTH, "max_tokens": MAX_TOKENS}
         dump_cache(validated(DumpConfig, settings), out=place, home=given.home)
     cache = open_cache(place)
     measured = cache.manifest.measured
