@@ -4,7 +4,7 @@
     python -m benchmarks.embeddings --data DATA --part peer --steps 300
 
 `DATA` holds text in `enwiki/train.txt` and `enwiki_core/train.txt` (a paragraph a line), `glue/STS-B` and
-`squad/dev-v1.1.reconstructed.json`. The training text is the sentences of enwiki, and a third of its
+`squad/dev-v1.1.reconstructed.json`. The training text is the sentences of enwiki, and a share of its
 paragraphs as they are; nothing of STS-B or SQuAD is in it. Parts: `students` trains students from cached
 vectors; `peer` trains one with sentence-transformers' own loss and the teacher in its loop, on the same
 batches. A second command adds to what `--home` and the results hold.
@@ -47,9 +47,7 @@ from minilm_cache.train.setup import build_trainers
 from minilm_cache.train.trainer import learning_rate
 
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
-PARAGRAPHS = 1 / 3
 MAX_LENGTH = 256
-MAX_TOKENS = 2_400_000
 LAYERS = "1,3,5"
 CPU = torch.device("cpu")
 
@@ -65,6 +63,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--first", type=int, default=0, help="steps of relations before the vectors")
     parser.add_argument("--seed", type=int, action="append")
+    parser.add_argument("--paragraphs", type=float, default=0.125, help="share of paragraphs kept whole")
+    parser.add_argument("--max-tokens", type=int, help="most tokens of the cache")
     given = parser.parse_args()
     cache = _cache(given)
     rows: list[dict[str, Any]] = read_result("embeddings").get("students", [])  # type: ignore[assignment]
@@ -83,7 +83,7 @@ def main() -> None:
             _write(students=rows)
 
 
-_KEYS = ("arch", "init", "steps", "lr", "first", "seed")
+_KEYS = ("arch", "init", "steps", "lr", "first", "seed", "paragraphs")
 
 
 _PARTS = ("cache", "teacher", "students", "peer")
@@ -100,11 +100,11 @@ def _cache(given: argparse.Namespace) -> Cache:
     text = given.home / "text.txt"
     if not text.exists():
         given.home.mkdir(parents=True, exist_ok=True)
-        text.write_text("".join(f"{record}\n\n" for record in _records(given.data)))
+        text.write_text("".join(f"{record}\n\n" for record in _records(given.data, given.paragraphs)))
     place = given.home / "cache"
     if not (place / "manifest.json").exists():
-        settings = {"teacher": "mini", "corpus": str(text), "for": "embedding"}
-        settings |= {"max_length": MAX_LENGTH, "max_tokens": MAX_TOKENS}
+        settings: dict[str, Any] = {"teacher": "mini", "corpus": str(text), "for": "embedding"}
+        settings |= {"max_length": MAX_LENGTH, "max_tokens": given.max_tokens}
         dump_cache(validated(DumpConfig, settings), out=place, home=given.home)
     cache = open_cache(place)
     measured = cache.manifest.measured
@@ -122,8 +122,8 @@ def _cache(given: argparse.Namespace) -> Cache:
     return cache
 
 
-def _records(data: Path) -> list[str]:
-    """Return sentences, and some paragraphs as they are."""
+def _records(data: Path, share: float) -> list[str]:
+    """Return sentences, and a share of the paragraphs as they are."""
     generator = random.Random(0)  # noqa: S311 - a sample of text
     records = []
     for name in ("enwiki", "enwiki_core"):
@@ -131,7 +131,7 @@ def _records(data: Path) -> list[str]:
             paragraph = line.strip()
             if not paragraph:
                 continue
-            if generator.random() < PARAGRAPHS and len(paragraph) > 200:
+            if generator.random() < share and len(paragraph) > 200:
                 records.append(paragraph)
                 continue
             records += [part for part in SENTENCE.split(paragraph) if 20 <= len(part) <= 600]
@@ -160,6 +160,7 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
         "steps": given.steps,
         "lr": given.lr,
         "first": given.first,
+        "paragraphs": given.paragraphs,
         "seed": seed,
         "num_parameters": student.num_parameters,
         "train_s": result.record.train_s,

@@ -197,25 +197,38 @@ def embedding_students() -> str:
     """Return scores of students of embeddings, means over seeds, the teacher first."""
     result = _read("embeddings")
     teacher = result["teacher"]
-    table = [["teacher", "-", "-", f"{teacher['stsb_spearman']:.1f}", f"{teacher['squad_ndcg']:.1f}", "-"]]
-    keys = ("arch", "init", "first", "steps", "lr")
+    table = [
+        ["teacher", "-", "-", "-", f"{teacher['stsb_spearman']:.1f}", f"{teacher['squad_ndcg']:.1f}", "-"]
+    ]
+    keys = ("arch", "init", "first", "paragraphs", "steps", "lr")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in result["students"]:
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    for (arch, init, first, steps, _), rows in sorted(groups.items(), key=lambda group: str(group[0])):
+    for (arch, init, first, paragraphs, steps, _), rows in sorted(
+        groups.items(), key=lambda group: str(group[0])
+    ):
         begun = f"{init}, {first:,} steps of relations" if first else init
         minutes = [row["train_s"] / 60 for row in rows if row["threads"] == 2]
         table.append(
             [
                 f"`{arch}`",
                 begun,
+                f"{100 * paragraphs:.0f} %",
                 f"{steps:,}",
                 _spread([row["stsb_spearman"] for row in rows]),
                 _spread([row["squad_ndcg"] for row in rows]),
                 f"{mean(minutes):.1f}" if minutes else "-",
             ]
         )
-    head = ["student", "begins with", "steps", "STS-B", "retrieval", "minutes on two cores"]
+    head = [
+        "student",
+        "begins with",
+        "paragraphs kept",
+        "steps",
+        "STS-B",
+        "retrieval",
+        "minutes on two cores",
+    ]
     return _table(head, table)
 
 

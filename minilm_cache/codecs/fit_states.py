@@ -17,6 +17,8 @@ MARGIN = 0.97
 _STEP_ROUNDS = 12
 
 
+_COSINE_MARGIN = 0.9
+"""The same for pooled vectors, of which there is one for each sequence: their error differs more."""
 _FEW_ROWS = 8
 """Rows for each dimension below which a sample of pooled vectors is small: its covariance is shrunk, and
 components that it does not need are kept, since other vectors may need them."""
@@ -35,6 +37,8 @@ class Bound:
     """Relative error at about which `limit` is reached."""
     in_words: str
     """The option that sets the limit, with its value."""
+    margin: float = MARGIN
+    """Share of `limit` that a fit aims at."""
     shrinks: bool = False
     """Whether rows may be few for their width (`_FEW_ROWS`)."""
 
@@ -57,6 +61,7 @@ def cosine_bound(min_cosine: float) -> Bound:
         error_of=cosine_error,
         relative_error=math.sqrt(2 * limit),
         in_words=f"--min-cosine {min_cosine:g}",
+        margin=_COSINE_MARGIN,
         shrinks=True,
     )
 
@@ -94,7 +99,7 @@ def fit_state(
         step = math.sqrt(low * high)
         code = fit_code(sample, mean, analysis=basis / step, synthesis=basis * step, keeps_all=is_small)
         error = bound.error_of(check, code.rows(code.codes(check)), mean)
-        if error <= bound.limit * MARGIN:
+        if error <= bound.limit * bound.margin:
             best, low = (code, error), step
         else:
             high = step

@@ -49,7 +49,7 @@ def dump_command(manifest: CacheManifest) -> str:
     given: dict[str, Any] = {
         "corpus": manifest.labels.corpus,
         "text_column": manifest.labels.text_column,
-        "documents": manifest.labels.documents or "paragraphs",
+        "documents": manifest.labels.documents,
         "revision": manifest.labels.revision,
         "codec": codec.pop("name"),
         **codec,

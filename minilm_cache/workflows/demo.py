@@ -108,8 +108,8 @@ def run_demo(
     searchers: list[Searcher] = []
     best: npt.NDArray[np.int64] | None = None
     for name, folder in folders.items():
-        searcher, found = library.search(name, folder, expected=best)
-        best = found if best is None else best
+        searcher, answers = library.search(name, folder, expected=best)
+        best = answers if best is None else best
         searchers.append(searcher)
         progress.advance(len(library.texts))
     return DemoResult(
@@ -163,23 +163,23 @@ class _Library:
             scores = model.encode(questions) @ index.T
             return np.asarray(scores.argsort(stable=True, dim=1, descending=True)[:, :count])
 
-        found = best(self.questions, TOP)
+        answers = best(self.questions, TOP)
         searcher = Searcher(
             model=name,
             path=folder,
             answers=tuple(
                 tuple(_first_line(self.texts[number]) for number in row) for row in best(QUESTIONS, SHOWN)
             ),
-            agreement=1.0 if expected is None else _overlap(found, expected),
+            agreement=1.0 if expected is None else _overlap(answers, expected),
             num_parameters=model.num_parameters,
             texts_per_s=len(self.texts) / seconds,
         )
-        return searcher, found
+        return searcher, answers
 
 
-def _overlap(found: npt.NDArray[np.int64], expected: npt.NDArray[np.int64]) -> float:
-    """Return the share of `expected` that is in `found`, mean over rows."""
-    return float(np.mean([np.isin(row, own).mean() for row, own in zip(expected, found, strict=True)]))
+def _overlap(answers: npt.NDArray[np.int64], expected: npt.NDArray[np.int64]) -> float:
+    """Return the share of `expected` that is in `answers`, mean over rows."""
+    return float(np.mean([np.isin(row, own).mean() for row, own in zip(expected, answers, strict=True)]))
 
 
 def _first_line(text: str) -> str:

@@ -371,7 +371,7 @@ def _without_mask(world: World) -> None:
 
 def test_codes_of_states_need_text(tmp_path: Path, world: World) -> None:
     (tmp_path / "few.txt").write_text("ba be bi\n")
-    with pytest.raises(CorpusError, match="codes of hidden states are fitted to the corpus"):
+    with pytest.raises(CorpusError, match="codes of states are fitted to the corpus"):
         world.dump("few", corpus=str(tmp_path / "few.txt"), hidden="last")
     with pytest.raises(InvalidConfigError, match="--logits goes without --labels"):
         world.config(logits=True, labels=True, packing="records")

@@ -20,7 +20,8 @@ STAGES: dict[str, dict[type[FrozenSettings], set[str]]] = {
     "dump": {DumpConfig: set()},
     "train": {TrainConfig: set()},
     "chain": {
-        DumpConfig: {"rank", "world_size", "serve", "batch_size", *StateSettings.model_fields},
+        DumpConfig: {"rank", "world_size", "serve", "batch_size", *StateSettings.model_fields}
+        - {"pooling", "min_cosine"},
         TrainConfig: set(),
     },
     "plan": {DumpConfig: set(PLANNED), PlanConfig: set(), CostConfig: set()},
