@@ -14,7 +14,10 @@ from minilm_cache.cli.tables import fidelity_table
 if TYPE_CHECKING:
     from minilm_cache.workflows.demo import DemoResult
 
-_CODE = (
+_AUTO_MODEL = (
+    "from transformers import AutoModel; print(AutoModel.from_pretrained({path!r}).num_parameters())"
+)
+_SENTENCE_TRANSFORMER = (
     "from sentence_transformers import SentenceTransformer; "
     "print(SentenceTransformer({path!r}).encode(['a text', 'another text']).shape)"
 )
@@ -77,7 +80,7 @@ def _print(result: "DemoResult") -> None:
             for searcher in searchers
         ],
     )
-    student, program = searchers[1], sys.argv[0]
+    path, program = str(searchers[1].path), sys.argv[0]
     print_pairs(
         {
             "cache": result.dump.path,
@@ -86,7 +89,14 @@ def _print(result: "DemoResult") -> None:
             "another student": shlex.join(
                 [program, "train", str(result.dump.path), "--objective", "embedding", "--arch", "2x384"]
             ),
-            "in your code": shlex.join([sys.executable, "-c", _CODE.format(path=str(student.path))]),
+            "AutoModel": shlex.join([sys.executable, "-c", _AUTO_MODEL.format(path=path)]),
+            "sentence-transformers": shlex.join(
+                [sys.executable, "-c", _SENTENCE_TRANSFORMER.format(path=path)]
+            ),
+            "a page of figures": shlex.join([program, "report", str(result.train.path)]),
+            "a task (downloads SST-2)": shlex.join(
+                [program, "evaluate", path, "--task", "sst2", "--data", "hf", "--seeds", "3"]
+            ),
         }
     )
 
