@@ -240,19 +240,16 @@ class CodecFitter:
             self.progress.advance(len(batch))
         return signals
 
-    def _batches(
-        self, numbers: range, *, by_length: bool = False
-    ) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+    def _batches(self, numbers: range) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
         """Yield padded batches of sequences on the teacher's device, and their numbers.
 
-        Args:
-            numbers: numbers of the sequences.
-            by_length: whether to take them by length, which saves padding. Otherwise they come in order.
+        Sequences of a batch have about the same length, which saves padding. Batches come in a mixed order,
+        because gains are computed from the first rows.
         """
-        teacher, order = self.reader.teacher, np.arange(numbers.start, numbers.stop)
-        if by_length:
-            order = order[np.argsort(self.sequences.lengths[order], kind="stable")]
-        for first in range(0, len(order), self.batch_size):
+        teacher, all_numbers = self.reader.teacher, np.arange(numbers.start, numbers.stop)
+        order = all_numbers[np.argsort(self.sequences.lengths[all_numbers], kind="stable")]
+        starts = range(0, len(order), self.batch_size)
+        for first in np.random.default_rng(0).permutation(starts).tolist():
             if self.should_stop():
                 raise InterruptedRunError(INTERRUPTED)
             batch = order[first : first + self.batch_size].tolist()
@@ -300,7 +297,7 @@ class CodecFitter:
         """Return states of some sequences, `(tokens, hidden)` for each name; one row each of pooled ones."""
         rows: dict[StateName, list[Tensor]] = {name: [] for name in names}
         wanted = WantedStates(hidden=tuple(names))
-        for ids, lengths, batch in self._batches(numbers, by_length=POOLED in names):
+        for ids, lengths, batch in self._batches(numbers):
             _, states = self.reader.read(ids, lengths, numbers=batch, layers=(), wanted=wanted)
             valid = key_mask(lengths, ids.shape[1])
             for name in names:

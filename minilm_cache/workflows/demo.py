@@ -24,22 +24,22 @@ from minilm_cache.train.run import TrainResult, train_students
 
 ARCH = ("3x384", "3x192")
 """Shapes of the two students."""
-STEPS = 150
+STEPS = 120
 """Training steps of the students."""
-DUMP_TOKENS = 300_000
+DUMP_TOKENS = 120_000
 """Most tokens that the demo dumps."""
 QUESTIONS = (
     "How do I read a file line by line?",
     "run several functions at the same time",
     "turn an object into JSON text",
 )
-MOST_DOCUMENTS = 3000
+MOST_DOCUMENTS = 2000
 """Most documents that are searched."""
 TOP = 10
 """Answers of the teacher that a student is to find."""
 SHOWN = 3
 """Answers that are shown of each model."""
-_MAX_LENGTH = 128
+_MAX_LENGTH = 64
 """Most tokens that models read of a document."""
 
 
@@ -89,7 +89,12 @@ def run_demo(
     progress = progress or Silent()
     dumped = dump_cache(
         DumpConfig.model_validate(
-            {"teacher": MINI, "max_tokens": DUMP_TOKENS, "for": ("minilm", "embedding")}
+            {
+                "teacher": MINI,
+                "for": ("minilm", "embedding"),
+                "max_tokens": DUMP_TOKENS,
+                "max_length": _MAX_LENGTH,
+            }
         ),
         home=home,
         progress=progress,
