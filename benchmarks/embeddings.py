@@ -5,9 +5,14 @@
 
 `DATA` holds text in `enwiki/train.txt` and `enwiki_core/train.txt` (a paragraph a line), `glue/STS-B` and
 `squad/dev-v1.1.reconstructed.json`. The training text is the sentences of enwiki, and a share of its
-paragraphs as they are; nothing of STS-B or SQuAD is in it. Parts: `students` trains students from cached
-vectors; `peer` trains one with sentence-transformers' own loss and the teacher in its loop, on the same
-batches. A second command adds to what `--home` and the results hold.
+paragraphs as they are; nothing of STS-B or SQuAD is in it. A second command adds to what `--home` and the
+results hold. Parts:
+
+- `students` trains students from cached vectors.
+- `teacher` scores the teacher.
+- `peer` trains a student with sentence-transformers' own loss and the teacher in its loop, too.
+- `imported` trains a student from the same vectors after an export and an import.
+- `batches` compares batches of texts of like lengths with shuffled ones.
 """
 
 import argparse
@@ -15,7 +20,8 @@ import json
 import random
 import re
 import time
-from contextlib import closing
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +35,8 @@ from sentence_transformers.sentence_transformer.losses import MSELoss
 from benchmarks.report import read_result, write_result
 from minilm_cache import DumpConfig, TrainConfig, dump_cache, open_cache, train_students
 from minilm_cache.cache import Cache
+from minilm_cache.dump.config import ImportConfig
+from minilm_cache.dump.imported import import_vectors
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.arch import parse_arch
@@ -44,11 +52,13 @@ from minilm_cache.train.initial import initial_weights
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.setup import build_trainers
-from minilm_cache.train.trainer import learning_rate
+from minilm_cache.train.trainer import StudentTrainer, learning_rate
+from minilm_cache.workflows.export import export_vectors
 
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
 MAX_LENGTH = 256
 LAYERS = "1,3,5"
+_Learner = tuple[StudentTrainer, Generator[StudentBatch], TrainConfig]
 CPU = torch.device("cpu")
 
 
@@ -57,41 +67,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--home", type=Path, default=Path("embeddings"))
-    parser.add_argument("--part", choices=["students", "teacher", "peer"], default="students")
+    parser.add_argument("--part", choices=["students", *_ONCE], default="students")
     parser.add_argument("--student", action="append", default=[], help="ARCH=INIT, like 3x384=teacher-layers")
+    parser.add_argument("--layers", help="layers of the teacher to begin with, like 0,2,5")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--first", type=int, default=0, help="steps of relations before the vectors")
+    parser.add_argument("--relations", action="store_true", help="the cache holds relations, too")
     parser.add_argument("--seed", type=int, action="append")
     parser.add_argument("--paragraphs", type=float, default=0.125, help="share of paragraphs kept whole")
     parser.add_argument("--max-tokens", type=int, help="most tokens of the cache")
     given = parser.parse_args()
     cache = _cache(given)
     rows: list[dict[str, Any]] = read_result("embeddings").get("students", [])  # type: ignore[assignment]
-    if given.part == "peer":
-        _write(peer=_peer(given, cache))
-        return
-    if given.part == "teacher":
-        _write(teacher=_scores(locate_teacher("mini").folder, given.data))
+    if given.part in _ONCE:
+        _write(**{given.part: _ONCE[given.part](given, cache)})
         return
     for seed in given.seed or [0]:
         for name in given.student:
             arch, _, init = name.partition("=")
             row = _trained(given, cache, arch=arch, init=init, seed=seed)
-            kept = [other for other in rows if any(other[key] != row[key] for key in _KEYS)]
+            keys = ("arch", "init", "layers", "steps", "lr", "first", "seed", "paragraphs")
+            kept = [other for other in rows if any(other[key] != row[key] for key in keys)]
             rows = [*kept, row]
             _write(students=rows)
 
 
-_KEYS = ("arch", "init", "steps", "lr", "first", "seed", "paragraphs")
-
-
-_PARTS = ("cache", "teacher", "students", "peer")
-
-
 def _write(**parts: object) -> None:
     earlier = read_result("embeddings")
-    kept: dict[str, object] = {name: value for name, value in earlier.items() if name in _PARTS}
+    kept = {name: value for name, value in earlier.items() if name in {"cache", "students", *_ONCE}}
     write_result("embeddings", {**kept, **parts})
 
 
@@ -104,21 +108,25 @@ def _cache(given: argparse.Namespace) -> Cache:
     place = given.home / "cache"
     if not (place / "manifest.json").exists():
         settings: dict[str, Any] = {"teacher": "mini", "corpus": str(text), "for": "embedding"}
+        if given.relations:
+            settings["for"] = ("minilm", "embedding")
         settings |= {"max_length": MAX_LENGTH, "max_tokens": given.max_tokens}
         dump_cache(validated(DumpConfig, settings), out=place, home=given.home)
     cache = open_cache(place)
     measured = cache.manifest.measured
     assert measured is not None
     (pooled,) = measured.states
-    texts, tokens = cache.manifest.num_sequences, cache.manifest.num_tokens
-    _write(
-        cache={
-            "texts": texts,
-            "tokens": tokens,
-            "bytes_per_text": round(pooled.bytes_per_token * tokens / texts, 1),
-            "cosine": pooled.cosine,
-        }
-    )
+    if not given.relations:
+        texts, tokens = cache.manifest.num_sequences, cache.manifest.num_tokens
+        bytes_per_text = round(pooled.bytes_per_token * tokens / texts, 1)
+        _write(
+            cache={
+                "texts": texts,
+                "tokens": tokens,
+                "bytes_per_text": bytes_per_text,
+                "cosine": pooled.cosine,
+            }
+        )
     return cache
 
 
@@ -140,14 +148,14 @@ def _records(data: Path, share: float) -> list[str]:
 
 def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, seed: int) -> dict[str, Any]:
     """Train one student, and return its scores."""
-    name = f"{arch}-{init}-{given.steps}-{given.lr:g}-{given.first}-{seed}"
-    settings: dict[str, Any] = {"arch": (arch,), "seed": seed, "init": init}
+    name = f"{arch}-{init}-{given.layers or 'even'}-{given.steps}-{given.lr:g}-{given.first}-{seed}"
+    settings: dict[str, Any] = {"arch": (arch,), "seed": seed, "init": init, "init_layers": given.layers}
     if given.first:
         first = {**settings, "objective": "minilm", "steps": given.first, "dropout": "none"}
         first |= {"batch_size": 64, "batches": "by-length"}
         out = given.home / "runs" / f"first-{name}"
         train_students(validated(TrainConfig, first), cache.reader.root, out=out, home=given.home)
-        settings["init"] = str(out)
+        settings |= {"init": str(out), "init_layers": None}
     settings |= {"objective": "embedding", "steps": given.steps, "lr": given.lr}
     out = given.home / "runs" / name
     result = train_students(validated(TrainConfig, settings), cache.reader.root, out=out, home=given.home)
@@ -157,6 +165,7 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
     return {
         "arch": arch,
         "init": init,
+        "layers": given.layers,
         "steps": given.steps,
         "lr": given.lr,
         "first": given.first,
@@ -192,30 +201,28 @@ def _scores(folder: Path, data: Path) -> dict[str, float]:
     return {"stsb_spearman": round(100 * float(spearman), 2), "squad_ndcg": round(100 * gains.mean(), 2)}
 
 
-def _peer(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
-    """Train a student both ways on the same batches, in turns, and compare time and scores."""
-    config = validated(
-        TrainConfig,
-        {
-            "arch": ("3x384",),
-            "objective": "embedding",
-            "steps": given.steps,
-            "lr": given.lr,
-            "init": "teacher-layers",
-        },
-    )
+def _learner(given: argparse.Namespace, cache: Cache, **settings: str) -> _Learner:
+    """Return a student that begins with the teacher's layers, and its endless batches."""
+    values = {"arch": ("3x384",), "objective": "embedding", "steps": given.steps, "lr": given.lr}
+    config = validated(TrainConfig, {**values, "init": "teacher-layers", **settings})
     objective = choose_objective(config, cache, arch=config.arch)
-    (shape,) = (parse_arch(arch, cache.manifest.identity.relation_heads) for arch in config.arch)
-    beginnings = initial_weights(config, cache, shapes=[shape], head=None, home=given.home)
-    (ours,) = build_trainers(
+    shapes = [parse_arch(arch, cache.manifest.identity.relation_heads) for arch in config.arch]
+    (trainer,) = build_trainers(
         config,
         cache,
-        shapes=[shape],
+        shapes=shapes,
         objective=objective,
-        beginnings=beginnings,
+        beginnings=initial_weights(config, cache, shapes=shapes, head=None, home=given.home),
         steps=given.steps,
         ranks=Ranks.alone(CPU),
     )
+    reader = BatchReader(cache, objective.wanted, pad_token=0, device=CPU)
+    return trainer, reader.train_batches(plan_steps(config, cache.manifest), 0), config
+
+
+def _peer(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
+    """Train a student both ways on the same batches, in turns, and compare time and scores."""
+    ours, stream, config = _learner(given, cache)
     start = given.home / "peer-start"
     if not start.exists():
         truncate(validated(TruncateConfig, {"teacher": "mini", "layers": LAYERS}), start)
@@ -224,14 +231,13 @@ def _peer(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(
         peer.parameters(), lr=given.lr, weight_decay=config.weight_decay, fused=True
     )
-    reader = BatchReader(cache, objective.wanted, pad_token=0, device=CPU)
-    times: dict[str, list[float]] = {"ours": [], "sentence-transformers": []}
-    with closing(reader.train_batches(plan_steps(config, cache.manifest), 0)) as batches:
+    times: dict[str, list[float]] = {"minilm-cache": [], "sentence-transformers": []}
+    with closing(stream) as batches:
         for step in range(given.steps):
-            batch = next(batches)
             started = time.perf_counter()
+            batch = next(batches)
             ours.step(batch, step)
-            times["ours"].append(time.perf_counter() - started)
+            times["minilm-cache"].append(time.perf_counter() - started)
             started = time.perf_counter()
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step, given.steps)
@@ -242,12 +248,12 @@ def _peer(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
             loss([features], labels).backward()
             optimizer.step()
             times["sentence-transformers"].append(time.perf_counter() - started)
-    folders = {"ours": given.home / "peer-ours", "sentence-transformers": given.home / "peer-theirs"}
+    folders = {"minilm-cache": given.home / "peer-ours", "sentence-transformers": given.home / "peer-theirs"}
     pooler = ours.learner.objective.sentence_pooler
     assert pooler is not None
-    ours.model.model.save_pretrained(folders["ours"])
-    load_tokenizer(start).save_pretrained(folders["ours"])
-    pooler.save(folders["ours"], hidden_size=384, max_length=MAX_LENGTH)
+    ours.model.model.save_pretrained(folders["minilm-cache"])
+    load_tokenizer(start).save_pretrained(folders["minilm-cache"])
+    pooler.save(folders["minilm-cache"], hidden_size=384, max_length=MAX_LENGTH)
     peer.save_pretrained(str(folders["sentence-transformers"]), create_model_card=False)
     return {
         "steps": given.steps,
@@ -256,6 +262,56 @@ def _peer(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
             for name, folder in folders.items()
         },
     }
+
+
+def _imported(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
+    """Train a student from the cache, and one from the same texts and vectors without their teacher."""
+    file, place, start = (given.home / name for name in ("vectors.parquet", "imported", "peer-start"))
+    if not start.exists():
+        truncate(validated(TruncateConfig, {"teacher": "mini", "layers": LAYERS}), start)
+    if not file.exists():
+        export_vectors(cache.reader.root, file)
+    if not place.exists():
+        settings: dict[str, Any] = {"vectors": str(file), "tokenizer": "mini", "max_length": MAX_LENGTH}
+        import_vectors(validated(ImportConfig, settings), out=place, home=given.home)
+    result: dict[str, Any] = {"steps": given.steps}
+    for name, root in (("dumped", cache.reader.root), ("imported", place)):
+        settings = {"arch": ("3x384",), "init": str(start), "objective": "embedding", "steps": given.steps}
+        out = given.home / "runs" / f"{name}-{given.steps}"
+        train_students(validated(TrainConfig, settings), root, out=out, home=given.home)
+        result[name] = _scores(out / "students" / "3x384", given.data)
+    return result
+
+
+def _batches(given: argparse.Namespace, cache: Cache) -> dict[str, float]:
+    """Return tokens per second of training steps, with both kinds of batches in turns."""
+    learners = {name: _learner(given, cache, batches=name) for name in ("shuffled", "by-length")}
+    tokens, seconds = dict.fromkeys(learners, 0), dict.fromkeys(learners, 0.0)
+    with ExitStack() as stack:
+        for _, stream, _ in learners.values():
+            stack.enter_context(closing(stream))
+        for step in range(given.steps):
+            for name, (trainer, stream, _) in learners.items():
+                started = time.perf_counter()
+                batch = next(stream)
+                trainer.step(batch, step)
+                seconds[name] += time.perf_counter() - started
+                tokens[name] += int(batch.lengths.sum())
+    return {name: round(tokens[name] / seconds[name]) for name in learners}
+
+
+def _teacher(given: argparse.Namespace, cache: Cache) -> dict[str, float]:
+    """Score the teacher."""
+    return _scores(locate_teacher("mini").folder, given.data)
+
+
+_ONCE: dict[str, Callable[[argparse.Namespace, Cache], dict[str, Any]]] = {
+    "teacher": _teacher,
+    "peer": _peer,
+    "imported": _imported,
+    "batches": _batches,
+}
+"""Parts that are measured once."""
 
 
 def _encoder(folder: Path) -> Any:  # noqa: ANN401 - a module of sentence-transformers
