@@ -87,7 +87,7 @@ def main() -> None:
         for name in given.student:
             arch, _, init = name.partition("=")
             row = _trained(given, cache, arch=arch, init=init, seed=seed)
-            keys = ("arch", "init", "layers", "steps", "lr", "first", "seed", "paragraphs")
+            keys = ("arch", "init", "layers", "steps", "lr", "first", "relations", "paragraphs", "seed")
             kept = [other for other in rows if any(other[key] != row[key] for key in keys)]
             rows = [*kept, row]
             _write(students=rows)
@@ -169,6 +169,7 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
         "steps": given.steps,
         "lr": given.lr,
         "first": given.first,
+        "relations": given.relations,
         "paragraphs": given.paragraphs,
         "seed": seed,
         "num_parameters": student.num_parameters,

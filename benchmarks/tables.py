@@ -197,39 +197,55 @@ def embedding_students() -> str:
     """Return scores of students of embeddings, means over seeds, the teacher first."""
     result = _read("embeddings")
     teacher = result["teacher"]
-    table = [
-        ["teacher", "-", "-", "-", f"{teacher['stsb_spearman']:.1f}", f"{teacher['squad_ndcg']:.1f}", "-"]
-    ]
-    keys = ("arch", "init", "first", "paragraphs", "steps", "lr")
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in result["students"]:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    for (arch, init, first, paragraphs, steps, _), rows in sorted(
-        groups.items(), key=lambda group: str(group[0])
-    ):
-        begun = f"{init}, {first:,} steps of relations" if first else init
+    scores = [f"{teacher['stsb_spearman']:.1f}", f"{teacher['squad_ndcg']:.1f}"]
+    table = [["teacher", "22,713,216", "-", "-", "-", *scores, "-"]]
+    chosen = [row for row in result["students"] if not row["relations"]]
+    for rows in _groups(chosen, "arch", "init", "layers", "paragraphs", "steps", "lr"):
+        row = rows[0]
         minutes = [row["train_s"] / 60 for row in rows if row["threads"] == 2]
         table.append(
             [
-                f"`{arch}`",
-                begun,
-                f"{100 * paragraphs:.0f} %",
-                f"{steps:,}",
-                _spread([row["stsb_spearman"] for row in rows]),
-                _spread([row["squad_ndcg"] for row in rows]),
+                f"`{row['arch']}`",
+                f"{row['num_parameters']:,}",
+                f"{row['init']} {row['layers'] or ''}".strip(),
+                f"{100 * row['paragraphs']:.1f} %",
+                f"{row['steps']:,}",
+                *_scores(rows),
                 f"{mean(minutes):.1f}" if minutes else "-",
             ]
         )
-    head = [
-        "student",
-        "begins with",
-        "paragraphs kept",
-        "steps",
-        "STS-B",
-        "retrieval",
-        "minutes on two cores",
+    head = ["student", "parameters", "begins with", "whole paragraphs", "steps", "STS-B", "retrieval"]
+    return _table([*head, "minutes on two cores"], table)
+
+
+def embedding_first() -> str:
+    """Return scores of students that learned relations before vectors, and of those that did not."""
+    chosen = [row for row in _read("embeddings")["students"] if row["relations"]]
+    table = [
+        [
+            f"`{rows[0]['arch']}`",
+            rows[0]["init"],
+            f"{rows[0]['first']:,}",
+            f"{rows[0]['steps']:,}",
+            *_scores(rows),
+        ]
+        for rows in _groups(chosen, "arch", "init", "first", "steps")
     ]
+    head = ["student", "begins with", "steps of relations", "steps of vectors", "STS-B", "retrieval"]
     return _table(head, table)
+
+
+def _groups(rows: Sequence[dict[str, Any]], *keys: str) -> list[list[dict[str, Any]]]:
+    """Return rows that differ in their seed only, together."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return [groups[group] for group in sorted(groups, key=str)]
+
+
+def _scores(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return both scores over seeds."""
+    return [_spread([row[name] for row in rows]) for name in ("stsb_spearman", "squad_ndcg")]
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -312,6 +328,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "head_start_recipe": head_start_recipe,
     "embedding_bytes": embedding_bytes,
     "embedding_students": embedding_students,
+    "embedding_first": embedding_first,
     "embedding_peer": embedding_peer,
 }
 

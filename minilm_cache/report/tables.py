@@ -31,7 +31,7 @@ _SECONDS_PER_HOUR: Final = 3600
 _SEED: Final = re.compile(r":s\d+")
 KL_COLUMNS: Final = {kind: f"kl_{kind}" for kind in RelationKind}
 _GROUP: Final = ["cache", "recipe", "objective", "arch", "kl_to"]
-"""Columns that the seeds of a summary's row share; a recipe is a run's identity without shapes and seed."""
+"""Columns that the seeds of a summary's row share; a recipe is that of `RunRecord`."""
 STUDENTS: Final = pa.schema(
     [
         ("run", pa.string()),
@@ -144,10 +144,9 @@ def _run_columns(run: TrainedRun) -> dict[str, Any]:
     """Return the columns that all students of a run share."""
     measured, identity = run.cache.manifest.measured, run.record.identity
     assert measured is not None
-    recipe = identity.model_dump(mode="json", exclude={"arch", "seed"})
     return {
         "run": run.path.name,
-        "recipe": canonical_sha256(recipe)[:12],
+        "recipe": run.record.recipe,
         "cache": run.name,
         "codec": codec_words(run.cache.manifest.identity.codec),
         "cache_bytes_per_token": measured.bytes_per_token,

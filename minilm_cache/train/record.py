@@ -183,6 +183,8 @@ class RunRecord(_Record):
     """Folder or URL of the cache when the run began."""
     init: str | None = None
     """Value of `--init`, if it was a folder. None means another value, or a run of the first releases."""
+    init_recipe: Annotated[str, Field(pattern="^[0-9a-f]{12}$")] | None = None
+    """`recipe` of the run that `init` names. None means that it names no run."""
     init_teacher: str | None = None
     """Value of `--init-teacher`. None means that it was not given."""
     init_layers: str | None = None
@@ -195,6 +197,14 @@ class RunRecord(_Record):
     """Bytes of shard files read by all processes, up to the last step. None means that the run is not
     complete."""
     students: Annotated[tuple[StudentRecord, ...], FailFast(), Field(min_length=1)]
+
+    @property
+    def recipe(self) -> str:
+        """Hash of the identity without shapes and seed, which runs of several seeds share."""
+        content = self.identity.model_dump(mode="json", exclude={"arch", "seed"})
+        if self.init_recipe is not None:
+            content["init"] = self.init_recipe  # the weights themselves differ by seed
+        return canonical_sha256(content)[:12]
 
     @model_validator(mode="after")
     def _students_are_the_runs(self) -> "RunRecord":
@@ -231,6 +241,12 @@ def measure_in_words(identity: RunIdentity, record: StudentRecord) -> str:
 def write_record(folder: Path, record: RunRecord) -> None:
     """Write `run.json` to the run's folder, durably."""
     write_file(RunFolder(path=folder).record, record.model_dump_json(indent=1).encode())
+
+
+def run_recipe(init: str | None) -> str | None:
+    """Return the recipe of the run that `--init` names. None means that it names no run."""
+    is_of_run = init is not None and is_run(Path(init))
+    return load_record(Path(init)).recipe if is_of_run else None
 
 
 def load_record(folder: Path) -> RunRecord:

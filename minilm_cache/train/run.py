@@ -33,6 +33,7 @@ from minilm_cache.train.record import (
     RunRecord,
     StudentRecord,
     read_record,
+    run_recipe,
     write_record,
 )
 from minilm_cache.train.resume import recorded
@@ -330,6 +331,7 @@ class _Run:
             identity=self.identity,
             cache=self.place,
             init=self.config.init if Path(self.config.init or "").is_dir() else None,
+            init_recipe=run_recipe(self.config.init),
             init_teacher=self.config.init_teacher,
             init_layers=self.config.init_layers,
             complete=False,

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+from minilm_cache.report.tables import summary_table
 from minilm_cache.train.record import load_record
 from tests.conftest import Command
 from tests.support import World, dump_arguments
@@ -59,6 +61,7 @@ objective:
   - embedding
   - {{objective: embedding, first: minilm, first_steps: 2}}
   - {{objective: embedding, loss: [similarity=2], matryoshka: [8]}}
+seed: [0, 1]
 train: {{steps: 3, batch_size: 4, init: random}}
 """
     )
@@ -66,10 +69,12 @@ train: {{steps: 3, batch_size: 4, init: random}}
     code, _, err = command("study", world.root / "study.yaml", "--out", out)
 
     assert code == 0, err
+    summary = summary_table(pq.read_table(out / "students.parquet"))
+    assert summary["seeds"].to_pylist() == [2, 2, 2], "runs that began with runs of other seeds are one row"
     names = [path.name for path in (out / "runs").iterdir()]
     for slug in ("embedding-s0", "embedding-after-minilm2-s0", "embedding-similarity2-m8-s0"):
         assert sum(name.startswith(f"both-{slug}-") for name in names) >= 1, names
-    assert sum(name.endswith("-first") for name in names) == 1
+    assert sum(name.endswith("-first") for name in names) == 2
 
 
 def test_what_does_not_go_together(world: World, command: Command) -> None:
