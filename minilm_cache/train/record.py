@@ -245,8 +245,9 @@ def write_record(folder: Path, record: RunRecord) -> None:
 
 def run_recipe(init: str | None) -> str | None:
     """Return the recipe of the run that `--init` names. None means that it names no run."""
-    is_of_run = init is not None and is_run(Path(init))
-    return load_record(Path(init)).recipe if is_of_run else None
+    if init is None or not is_run(Path(init)):
+        return None
+    return load_record(Path(init)).recipe
 
 
 def load_record(folder: Path) -> RunRecord:
