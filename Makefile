@@ -1,5 +1,4 @@
-# Every target makes its own .venv from the pinned constraints, once. Python compiles what is imported when it
-# is: compiling all of it takes pip half a minute.
+# Every target makes its own .venv from the pinned constraints, once.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -7,13 +6,13 @@ BIN := .venv/bin
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch .venv/ready
 
 # The demo needs less than the tests do: a newcomer waits only for what it uses.
 .venv/demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
 	touch .venv/demo
 
 demo: .venv/demo

@@ -24,7 +24,7 @@ from minilm_cache.train.run import TrainResult, train_students
 
 ARCH = ("3x384", "3x192")
 """Shapes of the two students."""
-STEPS = 120
+STEPS = 100
 """Training steps of the students."""
 DUMP_TOKENS = 120_000
 """Most tokens that the demo dumps."""
