@@ -218,23 +218,6 @@ def embedding_students() -> str:
     return _table([*head, "minutes on two cores"], table)
 
 
-def embedding_first() -> str:
-    """Return scores of students that learned relations before vectors, and of those that did not."""
-    chosen = [row for row in _read("embeddings")["students"] if row["relations"]]
-    table = [
-        [
-            f"`{rows[0]['arch']}`",
-            rows[0]["init"],
-            f"{rows[0]['first']:,}",
-            f"{rows[0]['steps']:,}",
-            *_scores(rows),
-        ]
-        for rows in _groups(chosen, "arch", "init", "first", "steps")
-    ]
-    head = ["student", "begins with", "steps of relations", "steps of vectors", "STS-B", "retrieval"]
-    return _table(head, table)
-
-
 def _groups(rows: Sequence[dict[str, Any]], *keys: str) -> list[list[dict[str, Any]]]:
     """Return rows that differ in their seed only, together."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -328,7 +311,6 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "head_start_recipe": head_start_recipe,
     "embedding_bytes": embedding_bytes,
     "embedding_students": embedding_students,
-    "embedding_first": embedding_first,
     "embedding_peer": embedding_peer,
 }
 
