@@ -4,24 +4,19 @@ BIN := .venv/bin
 
 .PHONY: demo test check clean
 
-.venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch .venv/ready
-
 # The demo needs less than the tests do: a newcomer waits only for what it uses.
-.venv/demo: pyproject.toml constraints.txt
+.venv/demo .venv/dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
-	touch .venv/demo
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(@F)]'
+	touch $@
 
 demo: .venv/demo
 	$(BIN)/minilm-cache demo
 
-test: .venv/ready
+test: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-check: .venv/ready
+check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -42,6 +42,7 @@ from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.config import TruncateConfig
 from minilm_cache.models.load import load_tokenizer, locate_teacher
+from minilm_cache.models.sentence import SentenceModel
 from minilm_cache.models.truncate import truncate
 from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.objectives.check import choose_objective
@@ -151,11 +152,7 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
     name = f"{arch}-{init}-{given.layers or 'even'}-{given.steps}-{given.lr:g}-{given.first}-{seed}"
     settings: dict[str, Any] = {"arch": (arch,), "seed": seed, "init": init, "init_layers": given.layers}
     if given.first:
-        first = {**settings, "objective": "minilm", "steps": given.first, "dropout": "none"}
-        first |= {"batch_size": 64, "batches": "by-length"}
-        out = given.home / "runs" / f"first-{name}"
-        train_students(validated(TrainConfig, first), cache.reader.root, out=out, home=given.home)
-        settings |= {"init": str(out), "init_layers": None}
+        settings |= {"first": "minilm", "first_steps": given.first}
     settings |= {"objective": "embedding", "steps": given.steps, "lr": given.lr}
     out = given.home / "runs" / name
     result = train_students(validated(TrainConfig, settings), cache.reader.root, out=out, home=given.home)
@@ -221,12 +218,18 @@ def _learner(given: argparse.Namespace, cache: Cache, **settings: str) -> _Learn
     return trainer, reader.train_batches(plan_steps(config, cache.manifest), 0), config
 
 
+def _start(given: argparse.Namespace) -> Path:
+    """Return the folder of the teacher's layers that students begin with."""
+    start: Path = given.home / "peer-start"
+    if not start.exists():
+        truncate(validated(TruncateConfig, {"teacher": "mini", "layers": LAYERS}), start)
+    return start
+
+
 def _peer(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
     """Train a student both ways on the same batches, in turns, and compare time and scores."""
     ours, stream, config = _learner(given, cache)
-    start = given.home / "peer-start"
-    if not start.exists():
-        truncate(validated(TruncateConfig, {"teacher": "mini", "layers": LAYERS}), start)
+    start = _start(given)
     teacher, peer = _encoder(locate_teacher("mini").folder), _encoder(start)
     loss = MSELoss(peer)
     optimizer = torch.optim.AdamW(
@@ -267,9 +270,7 @@ def _peer(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
 
 def _imported(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
     """Train a student from the cache, and one from the same texts and vectors without their teacher."""
-    file, place, start = (given.home / name for name in ("vectors.parquet", "imported", "peer-start"))
-    if not start.exists():
-        truncate(validated(TruncateConfig, {"teacher": "mini", "layers": LAYERS}), start)
+    file, place, start = given.home / "vectors.parquet", given.home / "imported", _start(given)
     if not file.exists():
         export_vectors(cache.reader.root, file)
     if not place.exists():
@@ -303,7 +304,8 @@ def _batches(given: argparse.Namespace, cache: Cache) -> dict[str, float]:
 
 def _teacher(given: argparse.Namespace, cache: Cache) -> dict[str, float]:
     """Score the teacher."""
-    return _scores(locate_teacher("mini").folder, given.data)
+    folder = locate_teacher("mini").folder
+    return {"num_parameters": SentenceModel(folder, MAX_LENGTH).num_parameters, **_scores(folder, given.data)}
 
 
 _ONCE: dict[str, Callable[[argparse.Namespace, Cache], dict[str, Any]]] = {

@@ -198,7 +198,7 @@ def embedding_students() -> str:
     result = _read("embeddings")
     teacher = result["teacher"]
     scores = [f"{teacher['stsb_spearman']:.1f}", f"{teacher['squad_ndcg']:.1f}"]
-    table = [["teacher", "22,713,216", "-", "-", "-", *scores, "-"]]
+    table = [["teacher", f"{teacher['num_parameters']:,}", "-", "-", "-", *scores, "-"]]
     chosen = [row for row in result["students"] if not row["relations"]]
     for rows in _groups(chosen, "arch", "init", "layers", "paragraphs", "steps", "lr"):
         row = rows[0]
