@@ -17,7 +17,7 @@ from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.device import choose_device, enough_memory
-from minilm_cache.models.pooling import MODULES, load_pooler
+from minilm_cache.models.pooling import load_pooler
 from minilm_cache.models.saving import saving
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
@@ -146,7 +146,7 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         config_kwargs=safely,
     )
     width = transformer.get_embedding_dimension()
-    pooler = load_pooler(model.folder, None if (model.folder / MODULES).is_file() else "mean", width)
+    pooler = load_pooler(model.folder, None if model.pools else "mean", width)
     pooling = Pooling(width, pooling_mode=pooler.mode)
     dense = [
         Dense(

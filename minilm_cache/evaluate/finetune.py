@@ -33,6 +33,7 @@ from minilm_cache.evaluate.features import (
 )
 from minilm_cache.evaluate.settings import TrialIdentity
 from minilm_cache.evaluate.tasks import SpanTask, Task
+from minilm_cache.models.classifier import PooledClassifier
 from minilm_cache.models.device import choose_device
 from minilm_cache.progress import Progress, ShouldStop
 
@@ -50,7 +51,7 @@ Predictions = npt.NDArray[np.float64] | Mapping[str, SpanAnswer]
 class Tuned:
     """A fine-tuned model and its predictions."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel | PooledClassifier
     predictions: dict[str, Predictions] | None
     """Predictions by set. None means that the training diverged: some logits are NaN or infinite."""
     train_s: float
@@ -120,7 +121,7 @@ def check_device(name: str | None) -> torch.device:
 
 
 def fine_tune(
-    model: PreTrainedModel,
+    model: PreTrainedModel | PooledClassifier,
     tokenizer: PreTrainedTokenizerFast,
     *,
     task: Task,

@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.evaluate.tasks import SpanTask, Task
+from minilm_cache.evaluate.tasks import SpanTask, Task, TextTask
+from minilm_cache.models.classifier import PooledClassifier
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import (
     HEADS,
@@ -19,7 +20,10 @@ from minilm_cache.models.load import (
     load_model,
     load_tokenizer,
     locate_teacher,
+    read_config,
 )
+from minilm_cache.models.pooling import MODULES, load_pooler
+from minilm_cache.models.sentence import SentenceEncoder
 from minilm_cache.store.fingerprint import sha256_file, sha256_texts
 from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
 from minilm_cache.train.record import load_record
@@ -41,8 +45,25 @@ class Evaluated:
         return f"{self.name} (untrained)" if self.untrained else self.name
 
     def sha256(self) -> str:
-        """Return the SHA-256 (hex) of its weights and configuration."""
-        return sha256_texts([sha256_file(self.folder / "config.json"), weights_sha256(self.folder)])
+        """Return the SHA-256 (hex) of its weights, configuration and pooling."""
+        texts = [sha256_file(self.folder / "config.json"), weights_sha256(self.folder)]
+        if self.pools:
+            pooler = load_pooler(self.folder, None, read_config(self.folder).hidden_size)
+            texts += [pooler.mode, pooler.dense_sha256() or ""]
+        return sha256_texts(texts)
+
+    @property
+    def pools(self) -> bool:
+        """Whether its folder says how it pools, as those of sentence encoders do."""
+        return (self.folder / MODULES).is_file()
+
+    def encoder(self) -> SentenceEncoder | PreTrainedModel:
+        """Return the model without a head: with its pooling where the folder has one, and without otherwise.
+
+        Raises:
+            TeacherError: the folder holds no model, or a pooling that cannot be computed.
+        """
+        return SentenceEncoder.load(self.folder) if self.pools else load_model(self.folder, attention="sdpa")
 
     @property
     def slug(self) -> str:
@@ -81,13 +102,20 @@ class Evaluated:
             check_positions(model, model.config, name=self.name, ids=ids, option=option)
         return tokenizer
 
-    def load(self, task: Task, seed: int) -> PreTrainedModel:
+    def load(self, task: Task, seed: int) -> PreTrainedModel | PooledClassifier:
         """Return the model with a head for a task; weights that the folder lacks are drawn by the seed.
+
+        A head for sequences reads the vector that the folder pools, or else what the model's family reads,
+        which mostly is the first token.
 
         Raises:
             TeacherError: the folder has no model that can be loaded.
         """
         set_seed(seed)
+        if self.pools and isinstance(task, TextTask):
+            return PooledClassifier.begin(
+                self.folder, task.labels, max_length=task.max_length, untrained=self.untrained
+            )
         head: TaskHead = "spans" if isinstance(task, SpanTask) else "sequences"
         labels = None if isinstance(task, SpanTask) else task.labels
         model = load_for_task(self.folder, head, labels)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import DeviceError, InvalidConfigError, first_line
+from minilm_cache.models.sentence import SentenceEncoder
 
 try:
     import onnx  # noqa: F401 - torch.onnx.export needs it
@@ -23,41 +24,45 @@ except ModuleNotFoundError as error:
     ) from error
 
 _TOLERANCE: Final = 1e-3
-"""Largest allowed difference of last hidden states between torch and ONNX."""
+"""Largest allowed difference of outputs between torch and ONNX."""
 _MAX_ONE_FILE: Final = 2**30
 """Most bytes of weights that are written into the .onnx file itself, whose format is limited to 2 GiB."""
 _INPUTS: Final = ("input_ids", "attention_mask")
-_OUTPUT: Final = "last_hidden_state"
+_STATES: Final = "last_hidden_state"
+_EMBEDDING: Final = "sentence_embedding"
 
 
-class _LastState(nn.Module):
-    """An encoder that returns only its last hidden states."""
+class _Output(nn.Module):
+    """An encoder that returns only one tensor."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, encoder: PreTrainedModel | SentenceEncoder) -> None:
         super().__init__()
-        self.model = model
+        self.encoder = encoder
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the last hidden states, `(batch, length, hidden)`."""
-        states: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        return states
+        """Return the vectors, `(batch, width)`, or the last hidden states, `(batch, length, hidden)`."""
+        output = self.encoder(input_ids=input_ids, attention_mask=attention_mask)
+        tensor: Tensor = output if isinstance(self.encoder, SentenceEncoder) else output.last_hidden_state
+        return tensor
 
 
-def export(model: PreTrainedModel, file: Path) -> None:
+def export(encoder: PreTrainedModel | SentenceEncoder, file: Path) -> None:
     """Write an encoder as ONNX, with a batch and a length of any size.
 
+    The output is `sentence_embedding` for an encoder with its pooling, and `last_hidden_state` for another.
+
     Args:
-        model: model in float32 on the CPU.
+        encoder: model in float32 on the CPU.
         file: file to write. Weights of more than 1 GiB are written to a second file next to it.
 
     Raises:
         DeviceError: torch cannot export the model.
         OSError: the file cannot be written.
     """
-    whole = _LastState(model).eval()
+    output = _EMBEDDING if isinstance(encoder, SentenceEncoder) else _STATES
     ids = torch.ones((2, 16), dtype=torch.int64)
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
-    num_bytes = 4 * sum(weight.numel() for weight in model.parameters())
+    num_bytes = 4 * sum(weight.numel() for weight in encoder.parameters())
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     with warnings.catch_warnings():
@@ -65,11 +70,11 @@ def export(model: PreTrainedModel, file: Path) -> None:
         logger.setLevel(logging.ERROR)
         try:
             torch.onnx.export(
-                whole,
+                _Output(encoder).eval(),
                 (ids, torch.ones_like(ids)),
                 file,
                 input_names=_INPUTS,
-                output_names=[_OUTPUT],
+                output_names=[output],
                 dynamic_shapes=dict.fromkeys(_INPUTS, sizes),
                 dynamo=True,
                 external_data=num_bytes > _MAX_ONE_FILE,
@@ -82,7 +87,7 @@ def export(model: PreTrainedModel, file: Path) -> None:
 
 
 def session(file: Path, device: torch.device) -> Callable[[Tensor, Tensor], Any]:
-    """Return a function that runs an ONNX file on ids and mask, and returns the last hidden states.
+    """Return a function that runs an ONNX file on ids and mask, and returns its output.
 
     Raises:
         DeviceError: the installed onnxruntime does not support the device, or cannot read the file.
@@ -105,27 +110,32 @@ def session(file: Path, device: torch.device) -> Callable[[Tensor, Tensor], Any]
 
 
 @torch.no_grad()
-def check_same_states(model: PreTrainedModel, run: Callable[[Tensor, Tensor], Any], name: str) -> float:
-    """Return the greatest difference of last hidden states between a model and its ONNX file.
+def check_same(
+    encoder: PreTrainedModel | SentenceEncoder, run: Callable[[Tensor, Tensor], Any], name: str
+) -> float:
+    """Return the greatest difference of outputs between an encoder and its ONNX file.
 
     The batch has another shape than that of the export.
 
     Args:
-        model: model that was exported.
+        encoder: model that was exported.
         run: function from `session` that runs the file.
         name: name of the model, for the error message.
 
     Raises:
         DeviceError: the difference is more than 1e-3.
     """
-    ids = torch.arange(5, 5 + 3 * 24).reshape(3, 24) % model.config.vocab_size
+    config = encoder.model.config if isinstance(encoder, SentenceEncoder) else encoder.config
+    ids = torch.arange(5, 5 + 3 * 24).reshape(3, 24) % config.vocab_size
     mask = torch.ones_like(ids)
     mask[0, 12:] = 0
-    expected = model(input_ids=ids, attention_mask=mask).last_hidden_state
-    actual = torch.from_numpy(np.asarray(run(ids, mask)))
-    difference = float((actual - expected)[mask.bool()].abs().max())
+    expected = _Output(encoder)(ids, mask)
+    differences = (torch.from_numpy(np.asarray(run(ids, mask))) - expected).abs()
+    if differences.dim() > 2:  # noqa: PLR2004 - hidden states: those of padding may differ
+        differences = differences[mask.bool()]
+    difference = float(differences.max())
     if difference > _TOLERANCE:
         raise DeviceError(
-            f"{name}: last hidden states in ONNX differ from torch by {difference:.2g}. Do not use the file."
+            f"{name}: outputs in ONNX differ from torch by {difference:.2g}. Do not use the file."
         )
     return difference

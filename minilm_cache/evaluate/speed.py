@@ -1,7 +1,7 @@
 """Measure the cost of inference: weights, operations, latency and throughput, relative to the teacher's."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,8 +15,8 @@ from minilm_cache.errors import InterruptedRunError
 from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.settings import SpeedConfig
 from minilm_cache.models.device import choose_device, enough_memory
-from minilm_cache.models.load import load_model
 from minilm_cache.models.saving import saving
+from minilm_cache.models.sentence import SentenceEncoder
 from minilm_cache.models.size import ModelSize, model_size, seconds_in_turns
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
@@ -25,6 +25,8 @@ TORCH: Final = "torch"
 ONNX: Final = "onnx"
 ONNX_FILE: Final = "model.onnx"
 _MILLISECONDS: Final = 1e3
+Encoder = PreTrainedModel | SentenceEncoder
+"""A model that gives last hidden states, or one that pools them."""
 Run = Callable[[Tensor, Tensor], object]
 """A forward pass of a model on ids and mask, both `(batch, length)`."""
 
@@ -57,7 +59,7 @@ class ModelSpeed:
     """Operations of this model over the first one's."""
     passes: list[Pass]
     onnx_difference: float | None
-    """Greatest difference of last hidden states between ONNX and torch. None means no export."""
+    """Greatest difference of outputs between ONNX and torch. None means no export."""
 
 
 def compare_speed(
@@ -68,6 +70,8 @@ def compare_speed(
     should_stop: ShouldStop = never_stop,
 ) -> list[ModelSpeed]:
     """Measure models relative to the first one, which is the teacher.
+
+    A model whose folder has a `modules.json` is measured with its pooling.
 
     Args:
         config: batch sizes, lengths, device and precision.
@@ -90,21 +94,19 @@ def compare_speed(
     models = find_models(names, config.revision, untrained=False)
     longest = max(config.length)
     tokens = [_token(model, longest) for model in models]
-    loaded = [load_model(model.folder, attention="sdpa").eval() for model in models]
+    loaded = [model.encoder().eval() for model in models]
     exported = _export_all(models, loaded, folder=config.onnx, device=device, progress=progress)
     dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
     torch_runs = {
-        f"{TORCH} {model.name}": _forward(weights.to(device, dtype))
-        for model, weights in zip(models, loaded, strict=True)
+        f"{TORCH} {model.name}": _forward(_placed(encoder, device, dtype))
+        for model, encoder in zip(models, loaded, strict=True)
     }
     runs = torch_runs | {name: run for name, (run, _) in exported.items()}
     token = min(tokens)
     passes = list(
         _passes(runs, config, token=token, device=device, progress=progress, should_stop=should_stop)
     )
-    sizes = {
-        model.name: model_size(weights.config, longest) for model, weights in zip(models, loaded, strict=True)
-    }
+    sizes = {model.name: _size(encoder, longest) for model, encoder in zip(models, loaded, strict=True)}
     teacher_flops = sizes[models[0].name].flops_per_token
     differences = {name: difference for name, (_, difference) in exported.items()}
     return [
@@ -126,7 +128,7 @@ def _token(model: Evaluated, longest: int) -> int:
 
 def _export_all(
     models: Sequence[Evaluated],
-    loaded: Sequence[PreTrainedModel],
+    loaded: Sequence[Encoder],
     *,
     folder: Path | None,
     device: torch.device,
@@ -142,25 +144,39 @@ def _export_all(
     for model in models:
         refuse_existing(folder / model.slug, "--onnx")
     exported = {}
-    for model, weights in zip(models, loaded, strict=True):
+    for model, encoder in zip(models, loaded, strict=True):
         progress.note(f"exporting {model.name}")
-        exported[f"{ONNX} {model.name}"] = _export(model, weights, folder=folder, device=device)
+        exported[f"{ONNX} {model.name}"] = _export(model, encoder, folder=folder, device=device)
     return exported
 
 
-def _export(
-    model: Evaluated, weights: PreTrainedModel, *, folder: Path, device: torch.device
-) -> tuple[Run, float]:
-    from minilm_cache.evaluate.onnx import check_same_states, export, session  # noqa: PLC0415 - an extra
+def _export(model: Evaluated, encoder: Encoder, *, folder: Path, device: torch.device) -> tuple[Run, float]:
+    from minilm_cache.evaluate.onnx import check_same, export, session  # noqa: PLC0415 - an extra
 
     path = folder / model.slug
     with saving("write model", path), new_folder(path) as new:
-        export(weights, new / ONNX_FILE)
-        difference = check_same_states(weights, session(new / ONNX_FILE, torch.device("cpu")), model.name)
+        export(encoder, new / ONNX_FILE)
+        difference = check_same(encoder, session(new / ONNX_FILE, torch.device("cpu")), model.name)
     return session(path / ONNX_FILE, device), difference
 
 
-def _forward(model: PreTrainedModel) -> Run:
+def _placed(encoder: Encoder, device: torch.device, dtype: torch.dtype) -> Encoder:
+    """Return an encoder on a device, with its weights in a precision; pooling is always float32."""
+    (encoder.model if isinstance(encoder, SentenceEncoder) else encoder).to(dtype)  # type: ignore[arg-type]
+    encoder.to(device)  # type: ignore[arg-type]
+    return encoder
+
+
+def _size(encoder: Encoder, length: int) -> ModelSize:
+    """Return the size of an encoder, with the linear maps of its pooling."""
+    if not isinstance(encoder, SentenceEncoder):
+        return model_size(encoder.config, length)
+    size = model_size(encoder.model.config, length)
+    maps = sum(weight.numel() for weight in encoder.pooler.parameters())
+    return replace(size, num_parameters=size.num_parameters + maps)
+
+
+def _forward(model: Encoder) -> Run:
     def run(ids: Tensor, mask: Tensor) -> object:
         return model(input_ids=ids, attention_mask=mask)
 

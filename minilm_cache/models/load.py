@@ -204,7 +204,7 @@ def load_weights(
     Raises:
         TeacherError: the folder holds no model.
     """
-    config = _config_of(folder, **_head_config(head, labels))
+    config = _config_of(folder, **head_config(head, labels))
     weight_files(folder)  # refuses an index that points elsewhere
     with library_errors(f"cannot load a model from {folder}"):
         model, loaded = HEADS[head].from_pretrained(
@@ -231,7 +231,7 @@ def load_weights(
     return whole.eval(), lacking
 
 
-def _head_config(head: TaskHead | None, labels: Sequence[str] | None) -> dict[str, object]:
+def head_config(head: TaskHead | None, labels: Sequence[str] | None) -> dict[str, object]:
     """Return the configuration of a task's head; it replaces that of an earlier task."""
     if head == "spans":
         return {"num_labels": 2}

@@ -118,14 +118,17 @@ class SentencePooler(nn.Module):
         """
         return Pooling(
             mode=self.mode,
-            dense_sha256=self._dense_sha256() if self.dense else None,
+            dense_sha256=self.dense_sha256(),
             normalize=self.normalize,
             width=self.width(hidden_size),
             min_cosine=min_cosine,
             calibration_sequences=calibration_sequences,
         )
 
-    def _dense_sha256(self) -> str:
+    def dense_sha256(self) -> str | None:
+        """Return the SHA-256 (hex) of the linear maps. None means that there are none."""
+        if not self.dense:
+            return None
         digest = hashlib.sha256()
         for layer in self.dense:
             digest.update(type(layer.activation).__name__.encode())

@@ -1,15 +1,60 @@
-"""A model and its pooling as one: from texts to vectors, without sentence-transformers."""
+"""A model and its pooling as one: from token ids or texts to vectors, without sentence-transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from minilm_cache.models.load import load_model, load_tokenizer
 from minilm_cache.models.padding import pad
-from minilm_cache.models.pooling import load_pooler
+from minilm_cache.models.pooling import SentencePooler, load_pooler
+
+
+class SentenceEncoder(nn.Module):
+    """A model that makes vectors of token ids."""
+
+    def __init__(self, model: PreTrainedModel, pooler: SentencePooler) -> None:
+        """Join a model without a head and its pooling."""
+        super().__init__()
+        self.model, self.pooler = model, pooler
+
+    @classmethod
+    def load(cls, folder: Path) -> "SentenceEncoder":
+        """Load a folder with a `modules.json`, in evaluation mode on the CPU.
+
+        Raises:
+            TeacherError: the folder holds no model, or a pooling that cannot be computed.
+            InvalidConfigError: the folder does not say how it pools.
+        """
+        model = load_model(folder, attention="sdpa")
+        return cls(model, load_pooler(folder, None, model.config.hidden_size)).eval()
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights of the model and its linear maps."""
+        return sum(weight.numel() for weight in self.parameters())
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch length"],
+        attention_mask: Int[Tensor, "batch length"],
+        token_type_ids: Int[Tensor, "batch length"] | None = None,
+    ) -> Float[Tensor, "batch width"]:
+        """Return the vector of each sequence.
+
+        Args:
+            input_ids: token ids, padded at the end.
+            attention_mask: 1 at tokens, 0 at padding.
+            token_type_ids: the side of a pair that a token belongs to, for families that tell them apart.
+                None means one side.
+        """
+        sides = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask, **sides)
+        vectors: Tensor = self.pooler(output.last_hidden_state, attention_mask.sum(1))
+        return vectors
 
 
 class SentenceModel:
@@ -26,15 +71,14 @@ class SentenceModel:
             TeacherError: the folder holds no model, or a pooling that cannot be computed.
             InvalidConfigError: the folder does not say how it pools.
         """
-        self._model = load_model(folder, attention="sdpa").eval()
+        self._encoder = SentenceEncoder.load(folder)
         self._tokenizer = load_tokenizer(folder)
-        self._pooler = load_pooler(folder, None, self._model.config.hidden_size).eval()
         self._max_length = max_length
 
     @property
     def num_parameters(self) -> int:
         """Number of weights of the model and its linear maps."""
-        return sum(weight.numel() for part in (self._model, self._pooler) for weight in part.parameters())
+        return self._encoder.num_parameters
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str], batch_size: int = 64) -> Float[Tensor, "texts width"]:
@@ -46,7 +90,6 @@ class SentenceModel:
             rows = [torch.tensor(ids[number]) for number in order[first : first + batch_size]]
             batch, lengths = pad(rows, self._tokenizer.pad_token_id)
             mask = (torch.arange(batch.shape[1]) < lengths[:, None]).to(torch.int64)
-            hidden = self._model(input_ids=batch, attention_mask=mask).last_hidden_state
-            vectors += self._pooler(hidden, lengths).unbind()
+            vectors += self._encoder(batch, mask).unbind()
         places = torch.tensor(order).argsort()
         return torch.stack(vectors)[places]

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.modules import Transformer
-from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 from torch import nn
 from transformers import AutoModel
 
@@ -29,19 +27,10 @@ from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
 from tests.conftest import Command
+from tests.encoders import save_encoder
 from tests.support import World, dump_arguments
 
 WORDS_OF_EMBEDDING: dict[str, Any] = {"codec": "none", "pooled": True, "packing": "records"}
-
-
-def save_encoder(world: World, mode: str, *, dense: nn.Module | None = None, normalize: bool = True) -> None:
-    """Save the teacher as sentence-transformers does, with its pooling."""
-    modules: list[nn.Module] = [Transformer(str(world.teacher), max_seq_length=32)]
-    modules.append(Pooling(32, pooling_mode=mode))
-    if dense is not None:
-        modules.append(Dense(32, 24, activation_function=dense))
-    modules += [Normalize()] * normalize
-    SentenceTransformer(modules=modules).save_pretrained(str(world.teacher), create_model_card=False)
 
 
 def texts_of(world: World, numbers: Sequence[int], cache: str = "cache") -> list[str]:
@@ -72,7 +61,7 @@ def vectors_of(world: World, numbers: Sequence[int]) -> torch.Tensor:
 def test_stored_vectors_are_those_of_sentence_transformers(
     world: World, mode: str, dense: nn.Module | None, normalize: bool
 ) -> None:
-    save_encoder(world, mode, dense=dense, normalize=normalize)
+    save_encoder(world.teacher, mode, dense=dense, normalize=normalize)
     manifest = world.dump(**WORDS_OF_EMBEDDING).manifest
     numbers = range(4)
     encoder: Any = SentenceTransformer(str(world.teacher), device="cpu")
@@ -91,7 +80,7 @@ def test_stored_vectors_are_those_of_sentence_transformers(
 
 @pytest.mark.filterwarnings("ignore:Numcodecs codecs")
 def test_plain_zarr_reads_the_vectors(world: World) -> None:
-    save_encoder(world, "mean")
+    save_encoder(world.teacher, "mean")
     world.dump(**WORDS_OF_EMBEDDING)
     group = zarr.open_group(str(world.root / "cache"), mode="r")
     parts = {name: np.asarray(group[f"states/pooled/{name}"]) for name in ("basis", "mean", "step")}
@@ -105,7 +94,7 @@ def test_plain_zarr_reads_the_vectors(world: World) -> None:
 
 
 def test_relations_and_vectors_share_a_cache(world: World) -> None:
-    save_encoder(world, "mean")
+    save_encoder(world.teacher, "mean")
     world.dump("both", codec="vectors", pooled=True, packing="records")
     cache = open_cache(world.root / "both")
 
@@ -127,7 +116,7 @@ def trained(world: World, arch: str = "2x32", out: str = "run", **changes: objec
 def test_a_student_opens_in_sentence_transformers_and_transformers(
     world: World, arch: str, mode: str
 ) -> None:
-    save_encoder(world, mode)
+    save_encoder(world.teacher, mode)
     world.dump(**WORDS_OF_EMBEDDING)
     result = trained(world, arch, lr=1e-3, steps=30)
     folder = result.student_path(arch)
@@ -164,7 +153,7 @@ def batch_of(student: torch.Tensor, teacher: torch.Tensor) -> StudentBatch:
 
 
 def test_parts_of_the_loss_are_what_they_say(world: World) -> None:
-    save_encoder(world, "mean")
+    save_encoder(world.teacher, "mean")
     world.dump(**WORDS_OF_EMBEDDING)
     settings = {"arch": ("2x32",), "objective": "embedding", "loss": ("cosine", "mse=3", "similarity=0.5")}
     config = validated(TrainConfig, {**settings, "matryoshka": (8,)})
@@ -201,7 +190,7 @@ def test_parts_of_the_loss_are_what_they_say(world: World) -> None:
 
 @pytest.mark.parametrize("stop_after", [2, 4])
 def test_an_interrupted_training_ends_as_an_uninterrupted_one(world: World, stop_after: int) -> None:
-    save_encoder(world, "mean")
+    save_encoder(world.teacher, "mean")
     world.dump(**WORDS_OF_EMBEDDING)
     whole = trained(world, out="whole")
     asked = 0
@@ -235,7 +224,7 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(world: World, stop
 
 def test_relations_first_then_vectors(world: World) -> None:
     """A second training begins with the students of a first one, whatever its objective."""
-    save_encoder(world, "mean")
+    save_encoder(world.teacher, "mean")
     world.dump(codec="vectors", pooled=True, packing="records")
     first = trained(world, out="relations", objective="minilm")
     second = trained(world, out="vectors", init=str(first.path))
@@ -243,55 +232,16 @@ def test_relations_first_then_vectors(world: World) -> None:
     assert second.record.students[0].init == "another model"
 
 
-# What cannot be done
-
-
-def damaged(world: World, change: dict[str, object], file: str) -> None:
-    """Change a JSON file of the teacher."""
-    path = world.teacher / file
-    content = json.loads(path.read_text())
-    if isinstance(content, list):
-        content[1] |= change
-    else:
-        content |= change
-    path.write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize(
-    ("file", "change", "says"),
-    [
-        ("modules.json", {"type": "sentence_transformers.models.LSTM"}, ("modules.json names LSTM",)),
-        ("1_Pooling/config.json", {"pooling_mode": ["mean", "cls"]}, ("pools by mean and cls",)),
-        ("1_Pooling/config.json", {"pooling_mode": "weightedmean"}, ("pools by weightedmean",)),
-        ("2_Dense/config.json", {"use_residual": True}, ("2_Dense", "a residual")),
-        ("2_Dense/config.json", {"activation_function": "os.system"}, ("2_Dense", "os.system")),
-    ],
-)
-def test_what_no_pooling_here_computes_is_refused(
-    world: World, command: Command, file: str, change: dict[str, object], says: tuple[str, ...]
-) -> None:
-    save_encoder(world, "mean", dense=nn.Tanh())
-    damaged(world, change, file)
-    command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says=says)
-
-
-def test_weights_of_a_dense_layer_are_safetensors(world: World, command: Command) -> None:
-    save_encoder(world, "mean", dense=nn.Tanh())
-    weights = world.teacher / "2_Dense/model.safetensors"
-    weights.rename(weights.with_name("pytorch_model.bin"))
-    command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says="model.safetensors")
-
-
 def test_a_teacher_that_does_not_say_how_it_pools(world: World, command: Command) -> None:
     arguments = dump_arguments(world, "--for", "embedding", k=None)
     command.fails(*arguments, code=2, says=("no modules.json", "--pooling"))
     assert command(*arguments, "--pooling", "cls")[0] == 0
-    save_encoder(world, "mean")
+    save_encoder(world.teacher, "mean")
     command.fails(*arguments, "--pooling", "cls", code=2, says=("--pooling cls", "pools by mean"))
 
 
 def test_an_objective_that_the_cache_does_not_serve(world: World, command: Command) -> None:
-    save_encoder(world, "mean")
+    save_encoder(world.teacher, "mean")
     world.dump(**WORDS_OF_EMBEDDING)
     world.dump("relations", codec="topk")
     cache, relations = world.root / "cache", world.root / "relations"
@@ -321,7 +271,7 @@ def test_options_that_contradict_each_other(
 
 
 def test_commands_show_a_cache_without_relations(world: World, command: Command, tmp_path: Path) -> None:
-    save_encoder(world, "mean")
+    save_encoder(world.teacher, "mean")
     arguments = dump_arguments(world, "--for", "embedding", k=None)
     assert command(*arguments)[0] == 0
     cache = world.root / "cache"
@@ -347,7 +297,7 @@ def test_commands_show_a_cache_without_relations(world: World, command: Command,
 
 
 def test_the_learned_map_begins_where_plain_least_squares_ends(world: World) -> None:
-    save_encoder(world, "mean", normalize=False)
+    save_encoder(world.teacher, "mean", normalize=False)
     world.dump(**WORDS_OF_EMBEDDING)
     result = trained(world, "1x16:h2", steps=1, lr=1e-12)
     encoder: Any = SentenceTransformer(str(result.student_path("1x16:h2")), device="cpu")
@@ -366,44 +316,10 @@ def test_the_learned_map_begins_where_plain_least_squares_ends(world: World) -> 
     assert errors[0] <= errors[1] < 1.1 * errors[0]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"path": "../elsewhere"}, "outside the model's folder"),
-        ({"path": "/etc"}, "outside the model's folder"),
-        ({"path": "1_Nowhere"}, "1_Nowhere"),
-    ],
-)
-def test_modules_lie_in_the_folder(
-    world: World, command: Command, change: dict[str, object], says: str
-) -> None:
-    save_encoder(world, "mean")
-    damaged(world, change, "modules.json")
-    command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says=says)
-
-
-@pytest.mark.parametrize("content", ["[", "{}", '[{"type": 1}]', "[1]", " " * (2**23 + 1)])
-def test_damaged_modules_are_one_line(world: World, command: Command, content: str) -> None:
-    (world.teacher / "modules.json").write_text(content)
-    command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says="modules.json")
-
-
-@pytest.mark.parametrize(
-    ("shape", "value", "says"), [((24, 31), 0.5, "width 31 to 24"), ((24, 32), float("nan"), "NaN")]
-)
-def test_linear_maps_of_another_size_or_without_numbers(
-    world: World, command: Command, shape: tuple[int, int], value: float, says: str
-) -> None:
-    save_encoder(world, "mean", dense=nn.Tanh())
-    weights = {"linear.weight": torch.full(shape, value), "linear.bias": torch.zeros(24)}
-    save_file(weights, world.teacher / "2_Dense/model.safetensors")
-    command.fails(*dump_arguments(world, "--for", "embedding", k=None), code=1, says=says)
-
-
 def test_a_teacher_that_pools_otherwise_is_another_teacher(world: World, command: Command) -> None:
-    save_encoder(world, "mean")
+    save_encoder(world.teacher, "mean")
     world.dump(**WORDS_OF_EMBEDDING)
-    save_encoder(world, "max")
+    save_encoder(world.teacher, "max")
     command.fails(
         *("verify", world.root / "cache", "--teacher", world.teacher),
         code=3,
@@ -419,7 +335,7 @@ def test_vectors_are_of_whole_texts(world: World, command: Command) -> None:
 
 
 def test_vectors_are_added_to_relations_and_relations_stay(world: World) -> None:
-    save_encoder(world, "mean")
+    save_encoder(world.teacher, "mean")
     world.dump(codec="vectors", packing="records")
     plain = open_cache(world.root / "cache")
     config = world.config(codec="vectors", packing="records", pooled=True)
@@ -431,7 +347,7 @@ def test_vectors_are_added_to_relations_and_relations_stay(world: World) -> None
 
 
 def test_ranks_write_vectors_together(world: World) -> None:
-    save_encoder(world, "mean")
+    save_encoder(world.teacher, "mean")
     world.dump(**WORDS_OF_EMBEDDING)
     for rank in (1, 0):
         world.dump("ranks", **WORDS_OF_EMBEDDING, rank=rank, world_size=2)
@@ -444,7 +360,7 @@ def test_ranks_write_vectors_together(world: World) -> None:
 
 def test_checkpointed_layers_train_as_others_do(world: World) -> None:
     """Layers are computed again although nothing is in training mode: there is no dropout."""
-    save_encoder(world, "mean")
+    save_encoder(world.teacher, "mean")
     world.dump(**WORDS_OF_EMBEDDING)
     plain = trained(world, out="plain")
     saving = trained(world, out="saving", gradient_checkpointing=True)

@@ -1,0 +1,89 @@
+"""A sentence encoder with a linear layer that classifies its vectors, or gives them a value on a scale."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from minilm_cache.models.load import head_config, load_model
+from minilm_cache.models.pooling import DenseLayer, SentencePooler, load_pooler
+from minilm_cache.models.sentence import SentenceEncoder
+from minilm_cache.models.student import build_model
+
+
+class PooledClassifier(nn.Module):
+    """An encoder that answers from the vector that its folder pools, and not from the first token.
+
+    The layer is the last linear map of the pooling, so that sentence-transformers opens what is saved: its
+    `encode` returns logits.
+    """
+
+    def __init__(self, encoder: SentenceEncoder, max_length: int) -> None:
+        """Take an encoder whose last linear map gives logits, and the most tokens of its sequences."""
+        super().__init__()
+        self.encoder = encoder
+        self._max_length = max_length
+
+    @classmethod
+    def begin(
+        cls, folder: Path, labels: Sequence[str], *, max_length: int, untrained: bool
+    ) -> "PooledClassifier":
+        """Return the model of a folder with a `modules.json`, with a new layer of random weights.
+
+        Vectors are not divided by their length.
+
+        Args:
+            folder: folder of the model.
+            labels: labels in the order of their numbers. Empty means one number on a scale.
+            max_length: most tokens of a sequence, special tokens included.
+            untrained: whether all weights are random, so that only the shape is the folder's.
+
+        Raises:
+            TeacherError: the folder holds no model, or a pooling that cannot be computed.
+        """
+        model = load_model(folder, attention="sdpa")
+        model.config.update(head_config("sequences", labels))
+        pooler = load_pooler(folder, None, model.config.hidden_size)
+        if untrained:
+            model = build_model(model.config, "sdpa")
+            for earlier in pooler.dense:
+                earlier.linear.reset_parameters()
+        layer = nn.Linear(pooler.width(model.config.hidden_size), max(1, len(labels)))
+        nn.init.normal_(layer.weight, std=getattr(model.config, "initializer_range", 0.02))
+        nn.init.zeros_(layer.bias)
+        dense = [*pooler.dense, DenseLayer(layer, nn.Identity())]
+        return cls(SentenceEncoder(model, SentencePooler(pooler.mode, dense, normalize=False)), max_length)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch length"],
+        attention_mask: Int[Tensor, "batch length"],
+        *,
+        token_type_ids: Int[Tensor, "batch length"] | None = None,
+        labels: Int[Tensor, " batch"] | Float[Tensor, " batch"] | None = None,
+    ) -> SequenceClassifierOutput:
+        """Return logits, `(batch, labels)`, and their loss where there are labels.
+
+        The loss is the cross entropy in nats, and for values on a scale the squared error, as for
+        transformers' own classifiers.
+        """
+        logits = self.encoder(input_ids, attention_mask, token_type_ids)
+        loss = None
+        if labels is not None:
+            loss = (
+                F.mse_loss(logits[:, 0], labels) if logits.shape[1] == 1 else F.cross_entropy(logits, labels)
+            )
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the model and its pooling to a folder that sentence-transformers opens, without a tokenizer.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        model, pooler = self.encoder.model, self.encoder.pooler
+        model.save_pretrained(folder)
+        pooler.save(folder, hidden_size=model.config.hidden_size, max_length=self._max_length)

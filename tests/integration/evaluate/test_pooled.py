@@ -1,0 +1,98 @@
+"""Models that say how they pool: fine-tuned, exported and timed as sentence-transformers would run them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import numpy as np
+import onnxruntime
+import pytest
+from scipy.stats import spearmanr
+from sentence_transformers import SentenceTransformer
+from torch import nn
+
+from tests.conftest import Command
+from tests.encoders import save_encoder
+from tests.support import save_teacher
+from tests.tasks import evaluated, write_glue, write_sst2
+
+TEXTS = ["ba be bi", "bo", "ban ben bun ba be bi bo"]
+
+
+def encoder_in(folder: Path, mode: str = "mean", dense: nn.Module | None = None) -> Path:
+    """Return the folder of a tiny sentence encoder."""
+    save_encoder(save_teacher(folder), mode, dense=dense)
+    return folder
+
+
+def opened(folder: Path) -> Any:
+    """Return a folder as sentence-transformers opens it."""
+    return SentenceTransformer(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize(("mode", "dense"), [("mean", None), ("max", nn.Tanh())])
+def test_a_kept_classifier_answers_in_sentence_transformers(
+    mode: str, dense: nn.Module | None, tmp_path: Path, command: Command
+) -> None:
+    model = encoder_in(tmp_path / "encoder", mode, dense)
+    data = write_sst2(tmp_path / "SST-2")
+    asked = ("--task", "sst2", "--data", data, "--lr", "1e-3", "--epochs", 4, "--batch-size", 8)
+    (trial,) = evaluated(command, model, *asked, "--keep-models", "--out", tmp_path / "out")["trials"]
+
+    (folder,) = (tmp_path / "out/sst2").iterdir()
+    rows = [line.split("\t") for line in (data / "dev.tsv").read_text().splitlines()[1:]]
+    logits = opened(folder / "model").encode([text for text, _ in rows])
+    right = logits.argmax(1) == [int(label) for _, label in rows]
+    assert logits.shape == (len(rows), 2)
+    assert trial["scores"]["dev"]["accuracy"] == pytest.approx(100 * right.mean())
+    assert right.mean() > 0.9
+
+
+def test_values_of_pairs_are_those_of_sentence_transformers(tmp_path: Path, command: Command) -> None:
+    model = encoder_in(tmp_path / "encoder")
+    data = write_glue(tmp_path / "glue")
+    asked = ("--task", "stsb", "--data", data, "--lr", "1e-3", "--epochs", 2, "--batch-size", 4)
+    (trial,) = evaluated(command, model, *asked, "--keep-models", "--out", tmp_path / "out")["trials"]
+
+    (folder,) = (tmp_path / "out/stsb").iterdir()
+    rows = [line.split("\t") for line in (data / "STS-B/dev.tsv").read_text().splitlines()[1:]]
+    values = opened(folder / "model").encode([(row[2], row[3]) for row in rows])
+    expected = spearmanr(values[:, 0], [float(row[4]) for row in rows])[0]
+    assert trial["scores"]["dev"]["spearman"] == pytest.approx(100 * expected, abs=1e-3)
+
+
+def test_a_trial_belongs_to_a_pooling(tmp_path: Path, command: Command) -> None:
+    """The same weights with another pooling, or untrained, are other trials; the same again is not run."""
+    data = write_sst2(tmp_path / "SST-2")
+    asked = ("--task", "sst2", "--data", data, "--epochs", 1, "--out", tmp_path / "out", "--untrained")
+    for mode in ("mean", "cls", "mean"):
+        evaluated(command, encoder_in(tmp_path / "encoder", mode, nn.Identity()), *asked)
+
+    records = [json.loads(file.read_text()) for file in (tmp_path / "out").rglob("trial.json")]
+    assert len(records) == 4
+    assert sum(record["identity"]["untrained"] for record in records) == 2
+
+
+def test_speed_and_onnx_measure_the_pooling_too(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # sizes are symbols during an export
+    model = encoder_in(tmp_path / "encoder", "mean", nn.Tanh())
+    short = ("--batch-size", 1, "--length", 8, "--turns", 1, "--device", "cpu")
+    code, out, err = command("speed", model, *short, "--onnx", tmp_path / "onnx", "--json")
+    assert code == 0, err
+    (measured,) = json.loads(out)["models"]
+
+    code, _, err = command("speed", model, *short, "--precision", "bfloat16")
+    assert code == 0, err
+    plain = opened(model)
+    assert measured["size"]["num_parameters"] == sum(weight.numel() for weight in plain.parameters())
+    assert measured["onnx_difference"] < 1e-4
+    file = tmp_path / "onnx/encoder/model.onnx"
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    inputs = plain.tokenizer(TEXTS, padding=True, return_tensors="np")
+    (vectors,) = session.run(
+        ["sentence_embedding"], {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    )
+    np.testing.assert_allclose(vectors, plain.encode(TEXTS), atol=1e-5)
