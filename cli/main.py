@@ -4,10 +4,11 @@ Exit codes: 0 done, 1 failure, 2 misuse, 3 verification failed, 130 interrupted 
 Commands import the library in their bodies, so that `--help` is fast.
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -29,10 +30,16 @@ from minilm_cache.cli.study import study
 from minilm_cache.cli.train import train
 from minilm_cache.cli.vectors import export, import_file
 from minilm_cache.cli.verify import verify
-from minilm_cache.errors import ErrorKind, InterruptedRunError, MiniLMCacheError
+from minilm_cache.errors import ErrorKind, InterruptedRunError, InvalidConfigError, MiniLMCacheError
+
+_ONE_SLASH: Final = re.compile(r"(?:--[\w-]+=)?(?P<scheme>s3|gs|az|hf|file):/(?P<path>[^/].*)")
+"""A URL with one slash, which would be read as the path of a folder."""
 
 app = typer.Typer(
-    name="minilm-cache", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    name="minilm-cache",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS = (
     *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, merge),
@@ -66,11 +73,14 @@ def _root(
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; an error is shown as one line on stderr."""
     try:
-        code = app(list(arguments), prog_name="minilm-cache", standalone_mode=False)
+        _refuse_slips(arguments)
+        code = app(list(arguments) or ["--help"], prog_name="minilm-cache", standalone_mode=False)
     except MiniLMCacheError as error:
         return _fail(arguments, error.kind, message=str(error), exit_code=error.exit_code)
     except typer.TyperException as error:
-        message = f"{error.format_message()} See `minilm-cache --help`."
+        context = getattr(error, "ctx", None)
+        command = "minilm-cache" if context is None else context.command_path
+        message = f"{error.format_message()} See `{command} --help`."
         return _fail(arguments, ErrorKind.INVALID_CONFIG, message=message, exit_code=error.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -84,6 +94,24 @@ def run(arguments: Sequence[str]) -> int:
             exit_code=InterruptedRunError.exit_code,
         )
     return int(code or 0)
+
+
+def _refuse_slips(arguments: Sequence[str]) -> None:
+    """Raise InvalidConfigError for an empty argument, or a URL with one slash."""
+    for place, argument in enumerate(arguments):
+        if argument == "" or re.fullmatch(r"--[\w-]+=", argument):
+            where = argument.rstrip("=") or (
+                f"what follows {arguments[place - 1]}" if place else "the command"
+            )
+            raise InvalidConfigError(
+                f"{where} is empty, as a shell variable is that was never set. Give a value, or leave it out."
+            )
+        slip = _ONE_SLASH.fullmatch(argument)
+        if slip is not None:
+            raise InvalidConfigError(
+                f"{argument} is a URL with one slash. Write {slip['scheme']}://{slip['path']}, or "
+                f"./{slip['scheme']}:/{slip['path']} for a folder of that name."
+            )
 
 
 def _fail(arguments: Sequence[str], kind: ErrorKind, *, message: str, exit_code: int) -> int:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
+from decimal import Decimal
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
@@ -49,6 +50,8 @@ PresetOption = Annotated[
         rich_help_panel="Recipe",
     ),
 ]
+_NUMBER: Final = re.compile(r"(?P<digits>[+-]?[0-9]+(?:\.[0-9]+)?)(?P<factor>[kMG]?)")
+_FACTORS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 _UNSET: Final = re.compile(r" None means (?:that )?(?P<default>[^.]*(?:\.\d[^.]*)*)\.$")
 """End of a description: what an option means when it is not given."""
 
@@ -140,7 +143,14 @@ def _parameter(model: type[FrozenSettings], field: str, name: str) -> inspect.Pa
     info = model.model_fields[field]
     kind, metavar = _option_type(info.annotation)
     flag = flag_of(name, info)
-    option = typer.Option(flag, help=_help_text(info), metavar=metavar, rich_help_panel=_group(model, field))
+    is_number = int in (kind, *get_args(kind))
+    option = typer.Option(
+        flag,
+        help=_help_text(info),
+        metavar=metavar or ("<int>" if is_number else None),
+        parser=whole_number if is_number else None,
+        rich_help_panel=_group(model, field),
+    )
     annotation = kind if info.is_required() else kind | None
     default = inspect.Parameter.empty if info.is_required() else None
     return inspect.Parameter(
@@ -149,6 +159,19 @@ def _parameter(model: type[FrozenSettings], field: str, name: str) -> inspect.Pa
         default=default,
         annotation=Annotated[annotation, option],
     )
+
+
+def whole_number(text: str) -> int:
+    """Return the number that a user typed, which may end with k, M or G (thousands, millions, billions).
+
+    Raises:
+        typer.BadParameter: the text is no whole number.
+    """
+    typed = _NUMBER.fullmatch(text)
+    number = Decimal(typed["digits"]) * _FACTORS[typed["factor"]] if typed else Decimal("0.5")
+    if number != int(number):
+        raise typer.BadParameter(f"{text!r} is not a whole number. Write it like 20000, 20k, 1.5M or 2G.")
+    return int(number)
 
 
 def _option_type(annotation: Any) -> tuple[Any, str | None]:  # noqa: ANN401 - any type of a field

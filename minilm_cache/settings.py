@@ -6,11 +6,13 @@ derive their options from these (`minilm_cache.cli.options`). The class that dec
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from minilm_cache.errors import InvalidConfigError
 
@@ -86,14 +88,8 @@ class ColumnSettings(FrozenSettings):
 class CorpusSettings(ColumnSettings):
     """Which text is read."""
 
-    corpus: str = "python-docs"
+    corpus: Annotated[str, Field(min_length=1)] = "python-docs"
     """The text: `python-docs`, a .txt/.jsonl/.csv/.parquet file, a folder, or `hf:ID[:CONFIG][:SPLIT]`."""
-
-    @field_validator("corpus", mode="before")
-    @classmethod
-    def _empty_means_default(cls, value: object) -> object:
-        """Read an empty name, as from a shell variable that is not set, as the default."""
-        return value or cls.model_fields["corpus"].get_default() or value
 
 
 class SequenceSettings(CorpusSettings):
@@ -115,8 +111,7 @@ def validated(model: type[Settings], values: Mapping[str, Any]) -> Settings:
     try:
         return model(**values)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        message = problem["msg"].removeprefix("Value error, ")
+        problem, message = first_problem(error, model)
         if not problem["loc"]:
             raise InvalidConfigError(message + ".") from error
         option = "--" + str(problem["loc"][0]).replace("_", "-")
@@ -124,6 +119,19 @@ def validated(model: type[Settings], values: Mapping[str, Any]) -> Settings:
         given = problem["input"]
         value = ", ".join(map(str, given)) if isinstance(given, tuple | list) else given
         raise InvalidConfigError(f"{option} {value}: {message}.") from error
+
+
+def first_problem(error: ValidationError, model: type[BaseModel]) -> tuple[ErrorDetails, str]:
+    """Return the mistake to show of several, and what is wrong.
+
+    An unknown name comes before a required one, which it may stand for.
+    """
+    problems = error.errors(include_url=False)
+    unknown = next((problem for problem in problems if problem["type"] == "extra_forbidden"), None)
+    if unknown is None:
+        return problems[0], problems[0]["msg"].removeprefix("Value error, ")
+    close = get_close_matches(str(unknown["loc"][-1]), model.model_fields, n=1)
+    return unknown, "there is no such setting" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def flag_of(name: str, field: FieldInfo) -> str:

@@ -8,7 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from minilm_cache.errors import InvalidConfigError, first_line
-from minilm_cache.settings import Settings
+from minilm_cache.settings import Settings, first_problem
 from minilm_cache.store.regular_files import first_bytes
 
 _MAX_BYTES: Final = 2**20
@@ -88,9 +88,8 @@ class Source:
         try:
             return model(**values)
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
+            problem, message = first_problem(error, model)
             loc = problem["loc"]
-            message = problem["msg"].removeprefix("Value error, ")
             if not loc:
                 self.fail(locate[""], message)
             base = locate.get(str(loc[0]), locate[""])

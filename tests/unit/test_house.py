@@ -79,9 +79,9 @@ def test_names_say_what_they_hold(path: Path) -> None:
 
 
 def test_few_modules_lie_outside_a_room() -> None:
-    loose = [path.name for path in MODULES if path.parent.name == "minilm_cache"]
+    loose = [path.name for path in MODULES if path.parent.name == "minilm_cache" and path.name[0] != "_"]
 
-    assert len(loose) <= 6, loose  # with __init__.py
+    assert len(loose) <= 5, loose
 
 
 @pytest.mark.parametrize("room", ROOMS_TESTED)

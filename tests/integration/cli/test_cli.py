@@ -95,7 +95,6 @@ def test_version_and_help(command: Command) -> None:
 def test_misuse_is_one_line_and_exit_code_2(command: Command, option: str) -> None:
     command.fails("dump", "--teacher", "x", option, "many", code=2, says=option)
     command.fails("nonsense", code=2, says="nonsense")
-    command.fails(code=2, says="Missing command")
 
 
 def test_an_error_is_json_too(command: Command) -> None:

@@ -118,7 +118,7 @@ def test_only_what_was_given_reaches_the_command() -> None:
     [
         ({"name": "x", "size": 0}, "--size 0: input should be greater than or equal to 1"),
         ({"name": "x", "way": "left"}, "--way left: input should be 'up' or 'down'"),
-        ({"name": "x", "steep": 3}, "--steep 3: extra inputs are not permitted"),
+        ({"name": "x", "steep": 3}, "--steep 3: there is no such setting; did you mean step?"),
     ],
 )
 def test_bounds_are_checked_where_the_field_states_them(values: dict[str, Any], says: str) -> None:
@@ -144,9 +144,9 @@ def test_settings_that_objectives_need_survive_a_change() -> None:
     assert changed.model_dump() == {**config.model_dump(), "seed": 3}
 
 
-def test_an_empty_corpus_is_the_default_one() -> None:
-    """As from a shell variable that is not set."""
-    assert validated(DumpConfig, {"teacher": "mini", "corpus": ""}).corpus == "python-docs"
+def test_an_empty_corpus_is_refused() -> None:
+    with pytest.raises(InvalidConfigError, match="--corpus : string should have at least 1 character"):
+        validated(DumpConfig, {"teacher": "mini", "corpus": ""})
 
 
 def test_what_settings_do_not_store_survives_a_change() -> None:

@@ -1,0 +1,6 @@
+"""`python -m minilm_cache`: the command line."""
+
+from minilm_cache.cli.main import main
+
+if __name__ == "__main__":
+    main()

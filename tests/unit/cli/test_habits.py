@@ -1,0 +1,81 @@
+"""What people type without thinking: no arguments, -h, 20k, an empty variable, s3:/ with one slash."""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from minilm_cache.cli.options import whole_number
+from tests.conftest import Command
+
+
+def test_without_arguments_there_is_help(command: Command) -> None:
+    code, out, err = command()
+
+    assert (code, err) == (0, "")
+    assert out == command("--help")[1] == command("-h")[1]
+    assert "Commands:" in out
+
+
+@pytest.mark.parametrize("name", ["dump", "train", "ls"])
+def test_every_command_knows_short_help(command: Command, name: str) -> None:
+    assert command(name, "-h") == command(name, "--help")
+
+
+def test_python_runs_the_package() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "minilm_cache", "--version"], capture_output=True, check=True
+    )
+
+    assert done.stdout.count(b".") == 2
+
+
+def test_a_shell_can_complete_commands(command: Command) -> None:
+    code, out, _ = command("--help")
+
+    assert (code, "--install-completion" in out, "--show-completion" in out) == (0, True, True)
+
+
+def test_misuse_points_to_the_help_of_its_command(command: Command) -> None:
+    command.fails("train", "--nonsense", code=2, says="See `minilm-cache train --help`")
+    command.fails("--nonsense", code=2, says="See `minilm-cache --help`")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (("train", "", "--arch", "2x96"), "what follows train is empty"),
+        (("dump", "--teacher", ""), "what follows --teacher is empty"),
+        (("dump", "--teacher", "x", "--corpus="), "--corpus is empty"),
+        (("",), "the command is empty"),
+    ],
+)
+def test_empty_arguments_are_refused(command: Command, arguments: tuple[str, ...], where: str) -> None:
+    command.fails(*arguments, code=2, says=(where, "a shell variable"))
+
+
+@pytest.mark.parametrize("place", ["s3:/team/caches", "--store=s3:/team/caches"])
+def test_urls_have_two_slashes(command: Command, place: str) -> None:
+    command.fails(
+        "push", "notes.cache", place, code=2, says=("one slash", "Write s3://team/caches, or ./s3:/")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("0", 0), ("-3", -3), ("20000", 20_000), ("20k", 20_000), ("1.5M", 1_500_000), ("2G", 2 * 10**9)],
+)
+def test_numbers_have_suffixes(text: str, number: int) -> None:
+    assert whole_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "1e3", "20K", "1_0", "2 k", "0.0001k", "nan", "٣"])
+def test_other_numbers_are_refused(text: str, command: Command) -> None:
+    with pytest.raises(typer.BadParameter, match=r"not a whole number\. Write it like 20000, 20k"):
+        whole_number(text)
+
+
+def test_a_wrong_number_names_its_option(command: Command) -> None:
+    command.fails("train", "x", "--steps", "many", code=2, says=("--steps", "'many' is not a whole number"))
+    command.fails("train", "x", "--arch", "2x32", "--matryoshka", "x", code=2, says="--matryoshka")
