@@ -20,11 +20,12 @@ from minilm_cache.cli.dump import dump
 from minilm_cache.cli.embeddings import embeddings
 from minilm_cache.cli.evaluate import evaluate
 from minilm_cache.cli.info import info
+from minilm_cache.cli.listing import ls
 from minilm_cache.cli.models import augment, cut, head, truncate
 from minilm_cache.cli.options import GroupedCommand
 from minilm_cache.cli.plan import plan
 from minilm_cache.cli.report import report
-from minilm_cache.cli.share import ls, merge, pull, push
+from minilm_cache.cli.share import merge, pull, push
 from minilm_cache.cli.speed import speed
 from minilm_cache.cli.study import study
 from minilm_cache.cli.train import train

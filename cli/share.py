@@ -1,4 +1,4 @@
-"""`minilm-cache push`, `pull`, `ls` and `merge`: share caches within a team."""
+"""`minilm-cache push`, `pull` and `merge`: share caches within a team."""
 
 from pathlib import Path
 from typing import Annotated
@@ -39,6 +39,8 @@ def push(
     _print_shared(
         "url", done.place, manifest=done.manifest, shards=(done.shards_copied, done.shards_kept), json=json
     )
+    if not json:
+        print_pairs({"next": f"minilm-cache pull {done.place}"})
 
 
 def pull(
@@ -89,59 +91,6 @@ def merge(
             "state": f"{state}; the dump command with --out {done.path} and no --rank finishes it",
         }
     )
-
-
-def ls(
-    store: Annotated[
-        str | None,
-        typer.Argument(metavar="[STORE]", help="URL or folder [default: the caches of the cache home]"),
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """List the caches of a store.
-
-    Example: minilm-cache ls s3://team/caches
-    """
-    from minilm_cache.store.catalogue import catalogue  # noqa: PLC0415 - importing it takes seconds
-
-    place = store or str(home() / "caches")
-    entries = catalogue(place)
-    if json:
-        caches = [
-            {"url": entry.url, "problem": entry.problem}
-            if entry.manifest is None
-            else {"url": entry.url, "problem": None, **_described(entry.manifest)}
-            for entry in entries
-        ]
-        print_json({"store": place, "caches": caches})
-        return
-    for entry in entries:
-        if entry.manifest is None:
-            print_pairs({"url": entry.url, "problem": entry.problem})
-        else:
-            print_pairs({"url": entry.url, **_described(entry.manifest)})
-    if not entries:
-        TerminalProgress().note(f"no cache in {place}")
-
-
-def _described(manifest: CacheManifest) -> dict[str, object]:
-    """Return names and values that describe a complete cache."""
-    measured = manifest.measured
-    assert measured is not None
-    kls = [
-        f"{kind} {fidelity.kl_stored_to_teacher:.4f}"
-        for kind, fidelity in measured.fidelity[-1].relations.items()
-    ]
-    return {
-        "teacher": manifest.labels.teacher,
-        "corpus": manifest.labels.corpus,
-        "codec": manifest.identity.codec.name,
-        "layers": ", ".join(map(str, manifest.identity.layers)),
-        "tokens": manifest.num_tokens,
-        "bytes": measured.total_bytes,
-        "KL(stored, teacher)": ", ".join(kls),
-        "fingerprint": manifest.fingerprint,
-    }
 
 
 def _print_shared(

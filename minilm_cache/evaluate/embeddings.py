@@ -1,5 +1,6 @@
 """Compare students of sentence encoders with their teacher by embeddings, without fine-tuning."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.files import data_source
 from minilm_cache.evaluate.glue import Source, read_dev
 from minilm_cache.evaluate.metrics import text_scores
-from minilm_cache.evaluate.models import Evaluated, find_models
+from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_teacher
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.device import choose_device, enough_memory
@@ -35,6 +36,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from mteb import AbsTask
 
+README = "README.md"
 Vectors = npt.NDArray[np.float64]
 """Unit vectors, `(texts, width)`."""
 
@@ -90,12 +92,14 @@ def compare_embeddings(
     Raises:
         CorpusError: the pairs are missing or damaged.
         TeacherError: a model does not exist.
-        InvalidConfigError: a model has fewer positions than `max_length`, or an extra is not installed.
+        InvalidConfigError: the first model is a run, a model has fewer positions than `max_length`, or an
+            extra is not installed.
         StorageError: a folder exists already, or cannot be written.
         InterruptedRunError: a stop was requested.
     """
     progress = progress or Silent()
     device = choose_device(config.device)
+    refuse_run_as_teacher(names)
     models = find_models(names, config.revision, untrained=False)
     paths = {model.name: _path(config, model) for model in models}
     tasks = _mteb_tasks(config.mteb)
@@ -118,7 +122,7 @@ def compare_embeddings(
         teacher = vectors if teacher is None else teacher
         path = paths[model.name]
         if path is not None:
-            _save(encoder, path)
+            _save(encoder, path, model.folder)
         mteb = mteb_scores(encoder, tasks)
         scores.append(_scores(model.name, vectors, teacher=teacher, human=human, mteb=mteb, path=path))
     return scores
@@ -179,9 +183,12 @@ def _path(config: EmbeddingsConfig, model: Evaluated) -> Path | None:
     return path
 
 
-def _save(encoder: SentenceTransformer, path: Path) -> None:
+def _save(encoder: SentenceTransformer, path: Path, source: Path) -> None:
+    """Write a model with its pooling, and the card of the folder that it comes from."""
     with saving("write model", path), new_folder(path) as folder:
         encoder.save_pretrained(str(folder), create_model_card=False, safe_serialization=True)
+        if (source / README).is_file():
+            shutil.copyfile(source / README, folder / README)
 
 
 def _scores(

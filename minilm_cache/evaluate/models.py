@@ -129,6 +129,15 @@ class Evaluated:
         return drawn
 
 
+def refuse_run_as_teacher(names: Sequence[str]) -> None:
+    """Raise InvalidConfigError if the first name, that of the teacher, is a run."""
+    if names and is_run(Path(names[0])):
+        raise InvalidConfigError(
+            f"the first model is the teacher that the others are compared with, and {names[0]} is a run of "
+            f"students. Name its teacher first, like: mini {names[0]}."
+        )
+
+
 def find_models(names: Sequence[str], revision: str | None, *, untrained: bool) -> list[Evaluated]:
     """Return the models that the names stand for. A run stands for its students that did not diverge.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import InterruptedRunError
-from minilm_cache.evaluate.models import Evaluated, find_models
+from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_teacher
 from minilm_cache.evaluate.settings import SpeedConfig
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.saving import saving
@@ -84,13 +84,15 @@ def compare_speed(
 
     Raises:
         TeacherError: a model does not exist.
-        InvalidConfigError: a model has fewer positions than a length, or ONNX is not installed.
+        InvalidConfigError: the first model is a run, a model has fewer positions than a length, or ONNX is
+            not installed.
         DeviceError: a model cannot be exported, or the device has too little memory.
         StorageError: a folder of --onnx exists already, or cannot be written.
         InterruptedRunError: a stop was requested.
     """
     progress = progress or Silent()
     device = choose_device(config.device)
+    refuse_run_as_teacher(names)
     models = find_models(names, config.revision, untrained=False)
     longest = max(config.length)
     tokens = [_token(model, longest) for model in models]

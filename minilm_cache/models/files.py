@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from minilm_cache.errors import MiniLMCacheError, TeacherError, first_line
 from minilm_cache.store.fingerprint import sha256_files
+from minilm_cache.store.folders import described_otherwise
 from minilm_cache.store.regular_files import first_bytes
 
 CONFIG: Final = "config.json"
@@ -87,7 +88,10 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         TeacherError: it does not exist, is not a JSON object, or gives a size that is out of bounds.
     """
     if not (folder / CONFIG).exists():
-        raise TeacherError(f"{folder} holds no model: {CONFIG} is not there. Give a model's folder.")
+        kind = described_otherwise(folder)
+        raise TeacherError(
+            f"{folder} holds no model: {CONFIG} is not there.{kind or ' Give the folder of a model.'}"
+        )
     if (folder / _ADAPTER).exists():
         raise TeacherError(
             f"{folder} holds an adapter ({_ADAPTER}), whose base model lies elsewhere. Merge the two, and "

@@ -326,6 +326,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     # transformers returns an empty tokenizer where the files are missing.
     known = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
     if not any(any(folder.glob(pattern)) for pattern in known):
+        read_config_file(folder)  # a folder that is no model at all is named as what it is
         raise TeacherError(
             f"teacher {folder} has no tokenizer: none of {', '.join(known)} is there. "
             "Save it in the same folder: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)."

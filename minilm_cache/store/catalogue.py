@@ -93,5 +93,7 @@ def remote_manifest(
         manifest = parse(CacheManifest, content, f"{folder.url}/{MANIFEST}")
     check_size(manifest, f"{folder.url}/{MANIFEST}")
     if not manifest.complete:
-        raise CacheIncompleteError(f"{folder.url} is incomplete. Push it again where its dump has finished.")
+        raise CacheIncompleteError(
+            f"{folder.url} is incomplete. Finish its dump; push it again if this is a copy."
+        )
     return manifest

@@ -31,6 +31,7 @@ from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import entropy_column, sequence_columns
 from minilm_cache.store.durable import read_bounded, storage_errors
 from minilm_cache.store.fingerprint import xxh3
+from minilm_cache.store.folders import described_otherwise
 from minilm_cache.store.layout import (
     MANIFEST,
     MAX_SHARD_BYTES,
@@ -124,7 +125,8 @@ class CacheReader:
             committed = sum(below(root, commit_path(n)).is_file() for n in range(len(self.manifest.shards)))
             raise CacheIncompleteError(
                 f"{root} is incomplete: {committed} of {len(self.manifest.shards)} shards are committed. "
-                "Finish it with the same `minilm-cache dump` command; it resumes."
+                "Finish it with the same `minilm-cache dump` command; it resumes. If it is one machine's "
+                "part, join all parts with `minilm-cache merge`."
             )
         self._check_metadata()
         self.records = self._read_records(range(len(self.manifest.shards)) if shards is None else shards)
@@ -277,8 +279,8 @@ def read_manifest(root: Path) -> CacheManifest:
     path = root / MANIFEST
     if not path.is_file():
         raise CacheNotFoundError(
-            f"no cache at {root}: {MANIFEST} is not there. "
-            "Make one with `minilm-cache dump`, or check the path."
+            f"no cache at {root}: {MANIFEST} is not there."
+            f"{described_otherwise(root) or ' Make one with `minilm-cache dump`, or check the path.'}"
         )
     manifest = parse(CacheManifest, read_bounded(path, MAX_MANIFEST_BYTES), str(path))
     check_size(manifest, str(path))

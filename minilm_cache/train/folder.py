@@ -52,3 +52,8 @@ class RunFolder:
 def is_run(folder: Path) -> bool:
     """Return whether a folder holds a run."""
     return RunFolder(path=folder).record.is_file()
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the folders of the runs right below a folder, in the order of their names."""
+    return sorted(record.parent for record in folder.glob(f"*/{RUN_FILE}"))

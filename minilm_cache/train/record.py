@@ -14,6 +14,7 @@ from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.problems import refuse_costly
 from minilm_cache.store.durable import is_vacant, storage_errors, write_file
+from minilm_cache.store.folders import described_otherwise
 from minilm_cache.store.regular_files import first_bytes
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, arch_slug, is_run
@@ -260,7 +261,8 @@ def load_record(folder: Path) -> RunRecord:
     file = RunFolder(path=folder).record
     if not file.exists():
         raise InvalidConfigError(
-            f"{folder} is not a run: {file.name} is missing. Give a folder that train made."
+            f"{folder} is not a run: {file.name} is missing."
+            f"{described_otherwise(folder) or ' Give a folder that train made.'}"
         )
     try:
         content = first_bytes(file, _MAX_RECORD_BYTES + 1)

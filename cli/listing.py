@@ -1,0 +1,128 @@
+"""`minilm-cache ls`: lists the caches of a store, or the caches and runs of this machine."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.filesize import decimal
+
+from minilm_cache.cli.console import TerminalProgress, print_json, print_table
+from minilm_cache.cli.environment import home
+from minilm_cache.cli.options import JsonOption
+from minilm_cache.errors import CacheNotFoundError, MiniLMCacheError
+from minilm_cache.storage_schema.manifest import CacheManifest
+
+if TYPE_CHECKING:
+    from minilm_cache.store.catalogue import CatalogueEntry
+
+
+def ls(
+    store: Annotated[
+        str | None,
+        typer.Argument(metavar="[STORE]", help="URL or folder [default: caches and runs of the cache home]"),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List the caches of a store, or the caches and runs of this machine.
+
+    Example: minilm-cache ls s3://team/caches
+    """
+    from minilm_cache.store.catalogue import catalogue  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.store.remote import is_url  # noqa: PLC0415 - importing it takes seconds
+
+    place = store or str(home() / "caches")
+    if store is not None and not is_url(store) and not Path(store).exists():
+        raise CacheNotFoundError(f"{store} does not exist. Give the URL or the folder of a store.")
+    entries = catalogue(place)
+    runs = _runs(home() / "runs") if store is None else []
+    if json:
+        caches = [{"url": entry.url, "problem": entry.problem, **_described(entry)} for entry in entries]
+        print_json({"store": place, "caches": caches} | ({"runs": runs} if store is None else {}))
+        return
+    if entries:
+        _print_caches(place, entries)
+    else:
+        TerminalProgress().note(f"no cache in {place}")
+    if runs:
+        _print_runs(runs)
+
+
+def _described(entry: "CatalogueEntry") -> dict[str, Any]:
+    """Return what describes a complete cache."""
+    manifest = entry.manifest
+    if manifest is None:
+        return {}
+    measured = manifest.measured
+    assert measured is not None
+    return {
+        "teacher": manifest.labels.teacher,
+        "corpus": manifest.labels.corpus,
+        "codec": manifest.identity.codec.name,
+        "layers": manifest.identity.layers,
+        "tokens": manifest.num_tokens,
+        "bytes": measured.total_bytes,
+        "kl_stored_to_teacher": _kls(manifest),
+        "fingerprint": manifest.fingerprint,
+    }
+
+
+def _kls(manifest: CacheManifest) -> dict[str, float]:
+    """Return KL(stored || teacher) of the last stored layer, nats, by relation; none for pooled vectors."""
+    assert manifest.measured is not None
+    fidelity = manifest.measured.fidelity[-1:]
+    return {kind: kls.kl_stored_to_teacher for layer in fidelity for kind, kls in layer.relations.items()}
+
+
+def _runs(folder: Path) -> list[dict[str, Any]]:
+    """Return what describes the runs below a folder."""
+    from minilm_cache.train.folder import runs_in  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.train.record import load_record  # noqa: PLC0415 - importing it takes seconds
+
+    described: list[dict[str, Any]] = []
+    for run in runs_in(folder):
+        try:
+            record = load_record(run)
+        except MiniLMCacheError as error:
+            described.append({"run": str(run), "problem": str(error)})
+            continue
+        described.append(
+            {
+                "run": str(run),
+                "problem": None,
+                "students": [student.arch for student in record.students],
+                "objective": record.identity.objective,
+                "steps": record.identity.steps,
+                "complete": record.complete,
+                "cache": record.cache,
+            }
+        )
+    return described
+
+
+def _print_caches(place: str, entries: "Sequence[CatalogueEntry]") -> None:
+    rows = []
+    for entry in entries:
+        name = entry.url.rstrip("/").rsplit("/", 1)[-1]
+        if entry.manifest is None:
+            rows.append([name, "-", "-", str(entry.problem)])
+            continue
+        described = _described(entry)
+        kls = " / ".join(f"{kl:.4f}" for kl in described["kl_stored_to_teacher"].values())
+        rows.append([name, f"{described['tokens']:,}", decimal(described["bytes"]), kls or "no relations"])
+    print_table(f"Caches in {place}", ["cache", "tokens", "size", "KL(stored, teacher), nats"], rows)
+
+
+def _print_runs(runs: Sequence[dict[str, Any]]) -> None:
+    rows = [
+        [Path(run["run"]).name, "-", "-", run["problem"]]
+        if run["problem"]
+        else [
+            Path(run["run"]).name,
+            ", ".join(run["students"]),
+            f"{run['objective']}, {run['steps']:,} steps",
+            "complete" if run["complete"] else "unfinished",
+        ]
+        for run in runs
+    ]
+    print_table(f"Runs in {home() / 'runs'}", ["run", "students", "objective", "state"], rows)

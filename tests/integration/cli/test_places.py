@@ -1,0 +1,73 @@
+"""What lies where: lists of caches and runs, and errors that know a cache from a run from a model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Command
+from tests.support import World, dump_arguments
+
+
+@pytest.fixture
+def home(world: World, command: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a home with a cache, a run and a damaged run."""
+    monkeypatch.setenv("MINILM_CACHE_HOME", str(world.home))
+    arguments = dump_arguments(world)
+    del arguments[arguments.index("--out") : arguments.index("--out") + 2]
+    assert command(*arguments)[0] == 0
+    assert command("train", "--arch", "1x32", "--arch", "2x16", "--steps", 2)[0] == 0
+    (world.home / "runs/broken").mkdir()
+    (world.home / "runs/broken/run.json").write_text("{")
+    return world.home
+
+
+def test_caches_and_runs_are_listed(home: Path, command: Command) -> None:
+    code, out, _ = command("ls")
+    assert code == 0
+    for words in ("teacher-corpus.txt-", "KL(stored, teacher)", "1x32, 2x16", "minilm, 2 steps", "complete"):
+        assert words in out
+    assert "is damaged" in out
+
+    listed = json.loads(command("ls", "--json")[1])
+    (cache,) = listed["caches"]
+    broken, run = sorted(listed["runs"], key=lambda listed_run: listed_run["problem"] is None)
+    assert cache["problem"] is None
+    assert isinstance(cache["bytes"], int)
+    assert set(cache["kl_stored_to_teacher"]) == {"attention", "value"}
+    assert run["students"] == ["1x32", "2x16"]
+    assert (run["steps"], run["complete"], run["cache"]) == (2, True, cache["url"])
+    assert "is damaged" in broken["problem"]
+
+
+def test_a_store_that_does_not_exist_is_an_error(tmp_path: Path, command: Command) -> None:
+    command.fails("ls", tmp_path / "nostore", code=1, says=("nostore does not exist", "a store"))
+    code, _, err = command("ls")
+    assert (code, "no cache in" in err) == (0, True)
+
+
+def test_errors_know_a_cache_from_a_run_from_a_model(world: World, home: Path, command: Command) -> None:
+    (cache,) = (home / "caches").iterdir()
+    run = next(path for path in (home / "runs").iterdir() if path.name != "broken")
+    dump = ("dump", "--corpus", world.corpus, "--out", world.root / "out", "--teacher")
+    command.fails(*dump, run, code=1, says=("is a run", f"{run}/students/1x32, {run}/students/2x16"))
+    command.fails(*dump, cache, code=1, says="is a cache")
+    command.fails("verify", run, code=1, says=("no cache at", "is a run"))
+    command.fails("train", run, "--arch", "1x32", code=1, says=("no cache at", "is a run"))
+    command.fails("train", world.teacher, "--arch", "1x32", code=1, says=("no cache at", "is a model"))
+    command.fails("report", cache, code=2, says=("is not a run", "is a cache"))
+    command.fails("speed", run, code=2, says=("is a run of students", f"mini {run}"))
+
+
+def test_one_machines_part_is_to_be_merged(world: World, command: Command) -> None:
+    part = world.dump("part0", rank=0, world_size=2).path
+    command.fails("train", part, "--arch", "1x32", code=1, says=("is incomplete", "minilm-cache merge"))
+
+
+def test_a_push_ends_with_the_command_that_pulls(world: World, command: Command) -> None:
+    world.dump()
+    code, out, _ = command("push", world.root / "cache", world.root / "shared")
+    pull = next(line for line in out.splitlines() if line.startswith("next")).split("  ")[-1].split()
+    assert code == 0
+    assert pull[0] == "minilm-cache"
+    assert command(*pull[1:], "--out", world.root / "mine")[0] == 0
