@@ -5,7 +5,6 @@ Commands import the library in their bodies, so that `--help` is fast.
 """
 
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Final
@@ -88,12 +87,10 @@ def run(arguments: Sequence[str]) -> int:
         message = f"{where}{error.strerror or error}. Check the disk and permissions, then run it again."
         return _fail(arguments, ErrorKind.STORAGE, message=message, exit_code=1)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail(
-            arguments,
-            ErrorKind.INTERRUPTED,
-            message="interrupted at once.",
-            exit_code=InterruptedRunError.exit_code,
-        )
+        code = InterruptedRunError.exit_code
+    if code == InterruptedRunError.exit_code:  # typer itself catches a KeyboardInterrupt of a command
+        message = "interrupted at once. Shards and states that were written before are kept, nothing else."
+        return _fail(arguments, ErrorKind.INTERRUPTED, message=message, exit_code=code)
     return int(code or 0)
 
 
@@ -122,12 +119,3 @@ def _fail(arguments: Sequence[str], kind: ErrorKind, *, message: str, exit_code:
         with suppress(OSError):  # stdout itself may be what failed
             print_json({"error": {"kind": kind, "message": message}})
     return exit_code
-
-
-def main() -> None:
-    """Run the command that the process was started with."""
-    sys.exit(run(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """`python -m minilm_cache`: the command line."""
 
-from minilm_cache.cli.main import main
+from minilm_cache.cli.entry import main
 
 if __name__ == "__main__":
     main()

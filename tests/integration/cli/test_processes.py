@@ -16,7 +16,7 @@ from minilm_cache.errors import InterruptedRunError
 from tests.integration.dump.test_dump import arrays_of, stop_after
 from tests.support import World, dump_arguments
 
-COMMAND = [sys.executable, "-m", "minilm_cache.cli.main"]
+COMMAND = [sys.executable, "-m", "minilm_cache"]
 
 
 class Process:

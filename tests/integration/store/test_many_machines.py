@@ -130,7 +130,7 @@ def test_torchrun_dumps_with_two_processes(world: World) -> None:
     arguments = [str(word) for word in dump_arguments(world)]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, "-m", "minilm_cache.cli.main", *arguments],
+        [*command, "-m", "minilm_cache", *arguments],
         env={**os.environ, "MINILM_CACHE_HOME": str(world.home), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -147,7 +147,7 @@ def test_torchrun_dumps_with_two_processes(world: World) -> None:
 def ray_dump(world: World) -> subprocess.Popen[str]:
     arguments = dump_arguments(world, "--engine", "ray", "--world-size", 3, "--batch-size", 1)
     return subprocess.Popen(
-        [sys.executable, "-m", "minilm_cache.cli.main", *map(str, arguments)],
+        [sys.executable, "-m", "minilm_cache", *map(str, arguments)],
         env={**os.environ, "MINILM_CACHE_HOME": str(world.home), "RAY_ADDRESS": "local"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -27,7 +27,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def start(world: World, out: Path, *options: object) -> subprocess.Popen[str]:
     """Start a training by two processes of torchrun."""
     archs = [word for arch in ARCHS for word in ("--arch", arch)]
-    command = ["-m", "minilm_cache.cli.main", "train", world.root / "cache", *archs, "--batch-size", 8]
+    command = ["-m", "minilm_cache", "train", world.root / "cache", *archs, "--batch-size", 8]
     command += ["--device", "cpu", "--lr", 5e-3, "--max-grad-norm", 0.01, "--out", out, "--json", *options]
     return subprocess.Popen(
         [*TORCHRUN, *map(str, command)],

@@ -1,0 +1,25 @@
+"""Where `minilm-cache` starts: an interrupt is one line from the first moment, also while modules load."""
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command that the process was started with."""
+    before = signal.signal(signal.SIGINT, _end)
+    from minilm_cache.cli.main import run  # noqa: PLC0415 - what takes long enough to be interrupted
+
+    signal.signal(signal.SIGINT, before)
+    sys.exit(run(sys.argv[1:]))
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """End the process with one line. Nothing is open yet that would have to be closed."""
+    del number, frame
+    os.write(sys.stderr.fileno(), b"error: interrupted before anything began.\n")
+    os._exit(_INTERRUPTED)
