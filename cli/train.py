@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
+from minilm_cache.cli.console import TerminalProgress, print_error, print_json, print_pairs
 from minilm_cache.cli.environment import chosen_cache, home, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, PresetOption, ResumeOption, options
@@ -62,6 +62,7 @@ def train(
         print_json(_document(result, str(place)))
     else:
         _print(result)
+    _end_if_worse(result)
 
 
 def _document(result: "TrainResult", cache: str) -> dict[str, Any]:
@@ -71,7 +72,11 @@ def _document(result: "TrainResult", cache: str) -> dict[str, Any]:
         "tokens_per_s": result.tokens_per_s,
         "steps": result.record.identity.steps,
         "students": [
-            {**student.model_dump(mode="json"), "path": _path(result, student)}
+            {
+                **student.model_dump(mode="json"),
+                "ended_worse": student.ended_worse,
+                "path": _path(result, student),
+            }
             for student in result.record.students
         ],
     }
@@ -85,6 +90,18 @@ def _print(result: "TrainResult") -> None:
         | {student.arch: _path(result, student) or "diverged" for student in record.students}
     )
     students_table(record.students, record.identity)
+
+
+def _end_if_worse(result: "TrainResult") -> None:
+    """End with exit code 1 if students ended worse than they began."""
+    worse = [student.arch for student in result.record.students if student.ended_worse]
+    if worse:
+        print_error(
+            f"{', '.join(worse)} ended worse on held-out sequences than with the weights that training began "
+            f"with. Train again with another --out and a lower --lr than {result.record.identity.lr:g}; what "
+            f"was trained is kept in {result.path}."
+        )
+        raise typer.Exit(1)
 
 
 def _path(result: "TrainResult", student: StudentRecord) -> str | None:

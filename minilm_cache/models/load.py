@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
+    RepositoryNotFoundError,
 )
 from torch import Tensor, nn
 from transformers import (
@@ -91,17 +92,16 @@ def locate_teacher(name: str, revision: str | None = None, *, without_weights: b
     try:
         patterns = ["*.json"] if without_weights else _HUB_FILES
         local = huggingface_hub.snapshot_download(identifier, revision=revision, allow_patterns=patterns)
-    except (
-        HFValidationError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        OSError,
-    ) as error:
-        reason = first_line(error)
+    except (HFValidationError, RepositoryNotFoundError) as error:
         raise TeacherError(
-            f"unknown teacher {name!r}: no such folder, and it cannot be downloaded from the hub ({reason}). "
+            f"unknown teacher {name!r}: there is no such folder, and none on the hub ({first_line(error)}). "
             f"Give a folder, a hub id, or one of {', '.join([MINI, *ALIASES])}."
+        ) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        is_what = f"{name} is {identifier} of the hub" if name in ALIASES else f"there is no folder {name}"
+        raise TeacherError(
+            f"{is_what}, and the hub cannot be asked ({first_line(error)}). Check the name and the network, "
+            "or give a folder."
         ) from error
     return TeacherSource(name=name, folder=Path(local))
 

@@ -21,6 +21,7 @@ from minilm_cache.train.folder import RunFolder, arch_slug, is_run
 from minilm_cache.train.sampler import StepPlan
 
 _MAX_RECORD_BYTES: Final = 2**20
+_WORSE: Final = 1.05
 MAX_LOG_BYTES: Final = 2**28
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Figures = dict[str, Annotated[float, Field(allow_inf_nan=False)]]
@@ -173,6 +174,17 @@ class StudentRecord(_Record):
     diverged_at: Annotated[int, Field(ge=0, lt=2**53)] | None = None
     """Step at which its loss or weights were seen to be NaN or infinite; it has no folder then. None means
     that it did not diverge."""
+
+    @property
+    def ended_worse(self) -> bool:
+        """Whether its held-out loss ended more than a twentieth above that of its initial weights.
+
+        Less than that is what the first steps of a training change either way.
+        """
+        before, after = self.held_out_before, self.held_out_after
+        if not before or not after:
+            return False
+        return sum(after.values()) > _WORSE * sum(before.values())
 
 
 class RunRecord(_Record):

@@ -110,7 +110,10 @@ def test_unknown_teacher(world: World, command: Command) -> None:
     command.fails(
         *dump_arguments(world, "--teacher", "no/such-model"),
         code=1,
-        says=("unknown teacher 'no/such-model'", "Give a folder, a hub id, or one of mini, bert-base"),
+        says=(
+            "there is no folder no/such-model, and the hub cannot be asked",
+            "Check the name and the network",
+        ),
     )
 
 

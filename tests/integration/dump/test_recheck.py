@@ -155,7 +155,14 @@ def test_options_of_the_teacher_need_one(world: World, command: Command) -> None
         code=2,
         says="go with --teacher, and only",
     )
-    command.fails("verify", world.root / "cache", "--teacher", "no/such", code=1, says="unknown teacher")
+    command.fails(
+        "verify",
+        world.root / "cache",
+        "--teacher",
+        "no/such",
+        code=1,
+        says="there is no folder no/such, and the hub",
+    )
 
 
 def test_a_damaged_cache_names_the_shards_to_redo(world: World, command: Command) -> None:

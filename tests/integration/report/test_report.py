@@ -365,7 +365,7 @@ def test_a_map_is_a_figure_for_notebooks() -> None:
     [
         (("--sequence", 99), "--sequence 99: the cache has 2 held-out sequences"),
         (("--text", "ba"), "--text needs --teacher"),
-        (("--teacher", "nowhere"), "unknown teacher 'nowhere'"),
+        (("--teacher", "nowhere"), "there is no folder nowhere, and the hub cannot be asked"),
         (("--cache", "nowhere"), "no cache at nowhere"),
     ],
 )

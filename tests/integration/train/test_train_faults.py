@@ -50,6 +50,19 @@ def test_a_student_that_diverges_is_stopped_and_harms_nobody(
     assert sound["diverged_at"] is None
 
 
+def test_a_student_that_ends_worse_is_an_error_after_the_results(world: World, command: Command) -> None:
+    world.dump()
+    train = ("train", world.root / "cache", "--arch", "2x16", "--steps", 20, "--out", world.root / "run")
+    line = command.fails(
+        *train, "--lr", 1, code=1, says=("2x16 ended worse", "a lower --lr than 1", "kept in")
+    )
+    code, out, err = command(*train, "--lr", 1, "--json")  # complete: nothing is trained again
+    (student,) = json.loads(out)["students"]
+
+    assert (code, student["ended_worse"], line in err) == (1, True, True)
+    assert Path(student["path"], "model.safetensors").is_file()
+
+
 def test_a_student_that_diverged_stays_stopped_after_an_interruption(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,7 +197,7 @@ def test_another_student_takes_up_what_is_there(world: World, command: Command) 
         (("--assistant", "2x33"), "2x33: hidden size 33 does not divide"),
         (("--arch", "big"), "--arch big: write LAYERSxHIDDEN"),
         (("--objective", "minilmv2"), "--objective minilmv2 needs the query and key relation"),
-        (("--teacher", "nowhere"), "unknown teacher 'nowhere'"),
+        (("--teacher", "nowhere"), "there is no folder nowhere, and the hub cannot be asked"),
         (("--assistant", "2x32:h8"), "--arch 2x32:h8: 8 heads, but"),
         (("--accumulate", "3"), "--batch-size 4 does not divide into 3 parts"),
         (("--device", "gpu9"), "--device gpu9"),
