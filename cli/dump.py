@@ -1,5 +1,6 @@
 """`minilm-cache dump`: run a teacher once over a corpus."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from minilm_cache.cli.tables import fidelity_table, max_kl_in_words
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.settings import validated
+from minilm_cache.storage_schema.manifest import CacheManifest
 
 if TYPE_CHECKING:
     from minilm_cache.dump.run import DumpResult
@@ -136,3 +138,17 @@ def _print(result: "DumpResult") -> None:
     bound = max_kl_in_words(manifest)
     if bound is not None:
         print_pairs({"KL bound": bound})
+    objective = _served(manifest)
+    if manifest.complete and objective is not None:
+        teacher = manifest.identity.teacher
+        arch = f"{max(1, teacher.num_layers // 2)}x{teacher.hidden_size}"
+        place = shlex.quote(str(result.path))
+        print_pairs({"next": f"minilm-cache train {place} --arch {arch}{objective}"})
+
+
+def _served(manifest: CacheManifest) -> str | None:
+    """Return the option of an objective that a cache surely serves. None means that no one is sure."""
+    if manifest.identity.has_relations:
+        return ""
+    states = manifest.identity.states
+    return " --objective embedding" if states is not None and states.pooled is not None else None

@@ -1,5 +1,6 @@
 """`minilm-cache push`, `pull` and `merge`: share caches within a team."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +41,7 @@ def push(
         "url", done.place, manifest=done.manifest, shards=(done.shards_copied, done.shards_kept), json=json
     )
     if not json:
-        print_pairs({"next": f"minilm-cache pull {done.place}"})
+        print_pairs({"next": f"minilm-cache pull {shlex.quote(done.place)}"})
 
 
 def pull(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from minilm_cache.cli.console import print_table
-from minilm_cache.storage_schema.identity import VectorsParameters
+from minilm_cache.storage_schema.identity import TopKParameters, VectorsParameters
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.measured import StateFidelity
 from minilm_cache.train.record import RunIdentity, StudentRecord, measure_in_words
@@ -39,7 +39,7 @@ def fidelity_table(manifest: CacheManifest) -> None:
             rows.append(
                 [
                     f"{kind}" if len(measured.fidelity) == 1 else f"{kind} {layer.layer}",
-                    "infinite: sparse" if forward is None else f"{forward:.4f}",
+                    _no_forward(manifest) if forward is None else f"{forward:.4f}",
                     f"{fidelity.kl_stored_to_teacher:.4f}",
                     f"{fidelity.mass_kept:.3f}",
                     f"{fidelity.cross_entropy_bias:+.4f}",
@@ -66,6 +66,13 @@ def fidelity_table(manifest: CacheManifest) -> None:
                 for state in measured.states
             ],
         )
+
+
+def _no_forward(manifest: CacheManifest) -> str:
+    """Return why KL(teacher, stored) is infinite: stored rows have zeros where the teacher has none."""
+    codec = manifest.identity.codec
+    sampled = isinstance(codec, TopKParameters) and codec.select == "pps"
+    return "sampled, unbiased" if sampled else "infinite: largest only"
 
 
 def _state_errors(state: StateFidelity) -> list[str]:

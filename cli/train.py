@@ -1,6 +1,7 @@
 """`minilm-cache train`: trains students from a cache."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,6 +91,7 @@ def _print(result: "TrainResult") -> None:
         | {student.arch: _path(result, student) or "diverged" for student in record.students}
     )
     students_table(record.students, record.identity)
+    print_pairs({"next": f"minilm-cache report {shlex.quote(str(result.path))} --out report.html"})
 
 
 def _end_if_worse(result: "TrainResult") -> None:

@@ -1,6 +1,7 @@
 """What lies where: lists of caches and runs, and errors that know a cache from a run from a model."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -64,10 +65,24 @@ def test_one_machines_part_is_to_be_merged(world: World, command: Command) -> No
     command.fails("train", part, "--arch", "1x32", code=1, says=("is incomplete", "minilm-cache merge"))
 
 
-def test_a_push_ends_with_the_command_that_pulls(world: World, command: Command) -> None:
-    world.dump()
-    code, out, _ = command("push", world.root / "cache", world.root / "shared")
-    pull = next(line for line in out.splitlines() if line.startswith("next")).split("  ")[-1].split()
-    assert code == 0
-    assert pull[0] == "minilm-cache"
-    assert command(*pull[1:], "--out", world.root / "mine")[0] == 0
+@pytest.mark.parametrize("stored", ["minilm", "embedding"])
+def test_commands_end_with_the_next_one(
+    world: World, command: Command, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is run as it is printed."""
+    monkeypatch.chdir(world.root)
+
+    def following(*arguments: object) -> list[str]:
+        code, out, err = command(*arguments)
+        assert code == 0, err
+        (line,) = [line for line in out.splitlines() if line.startswith("next")]
+        words = shlex.split(line.removeprefix("next"))
+        assert words[0] == "minilm-cache"
+        return words[1:]
+
+    pooling = () if stored == "minilm" else ("--pooling", "mean")
+    train = following(*dump_arguments(world, "--for", stored, *pooling, k=None))
+    report = following(*train, "--steps", 2, "--lr", "1e-6")
+    assert command(*report)[0] == 0
+    pull = following("push", world.root / "cache", world.root / "shared")
+    assert command(*pull, "--out", world.root / "mine")[0] == 0

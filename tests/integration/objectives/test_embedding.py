@@ -286,12 +286,8 @@ def test_commands_show_a_cache_without_relations(world: World, command: Command,
     (setting,) = json.loads(out)["settings"]
     assert (code, setting["codec"]["name"], len(setting["states"])) == (0, "none", 1)
     run = tmp_path / "run"
-    assert (
-        command("train", cache, "--arch", "2x32", *("--objective", "embedding", "--steps", 2), "--out", run)[
-            0
-        ]
-        == 0
-    )
+    train = ("train", cache, "--arch", "2x32", "--objective", "embedding", "--steps", 2, "--lr", "1e-6")
+    assert command(*train, "--out", run)[0] == 0
     assert command("report", run, "--out", tmp_path / "page.html", "--teacher", world.teacher)[0] == 0
     assert command("report", run, "--out", tmp_path / "plain.html")[0] == 0
 
