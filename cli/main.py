@@ -24,6 +24,7 @@ from minilm_cache.cli.models import augment, cut, head, truncate
 from minilm_cache.cli.options import GroupedCommand
 from minilm_cache.cli.plan import plan
 from minilm_cache.cli.report import report
+from minilm_cache.cli.rm import rm
 from minilm_cache.cli.share import merge, pull, push
 from minilm_cache.cli.speed import speed
 from minilm_cache.cli.study import study
@@ -42,7 +43,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS = (
-    *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, merge),
+    *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, rm, merge),
     *(evaluate, speed, embeddings, export, head, truncate, augment, demo),
 )
 for command in _COMMANDS:

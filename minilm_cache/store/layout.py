@@ -16,8 +16,9 @@ MANIFEST: Final = "manifest.json"
 CARD: Final = "README.md"
 COMMITS: Final = "commits"
 """Folder of the commit records."""
-SEAL_LOCK: Final = "locks/seal.lock"
-CREATE_LOCK: Final = "locks/create.lock"
+LOCKS: Final = "locks"
+SEAL_LOCK: Final = f"{LOCKS}/seal.lock"
+CREATE_LOCK: Final = f"{LOCKS}/create.lock"
 MAX_SHARD_BYTES: Final = 2**32
 """Greatest decoded size of a shard, since readers take whole shards into memory."""
 _GOOD_SHARD_BYTES: Final = 2**28
@@ -44,7 +45,7 @@ def sequences_path(shard: int) -> str:
 
 def lock_path(shard: int) -> str:
     """Return the path of the lock that a shard's writer holds."""
-    return f"locks/{shard:05d}.lock"
+    return f"{LOCKS}/{shard:05d}.lock"
 
 
 def shard_files(manifest: CacheManifest, shard: int) -> tuple[str, ...]:

@@ -1,0 +1,84 @@
+"""Remove caches and runs: only folders that are one, that no process writes, and that nothing else needs."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from minilm_cache.errors import CacheNotFoundError, InvalidConfigError, MiniLMCacheError, ShardBusyError
+from minilm_cache.store.durable import storage_errors
+from minilm_cache.store.layout import LOCKS, MANIFEST
+from minilm_cache.train.folder import RunFolder, is_run, runs_in
+from minilm_cache.train.record import load_record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    """A cache or a run that is to be removed."""
+
+    path: Path
+    num_bytes: int
+    """Bytes of its files. Caches made with `--add` share some of them with others, which keep theirs."""
+    needed_by: tuple[Path, ...]
+    """Runs of the home that were trained from this cache, or that began with this run's students."""
+
+
+def find_removal(name: str, home: Path) -> Removal:
+    """Return what would be removed.
+
+    Args:
+        name: a folder, or the name of a cache or a run of the home.
+        home: folder of caches and runs.
+
+    Raises:
+        CacheNotFoundError: there is no such cache or run.
+        InvalidConfigError: the folder is neither.
+    """
+    places = [Path(name), home / "caches" / name, home / "runs" / name]
+    path = next((place for place in places if place.is_dir()), None)
+    if path is None:
+        raise CacheNotFoundError(
+            f"there is no cache or run {name}, neither here nor in {home}. `minilm-cache ls` lists them."
+        )
+    if path.is_symlink() or not (is_run(path) or (path / MANIFEST).is_file()):
+        raise InvalidConfigError(f"{path} is neither a cache nor a run. Remove it by other means.")
+    num_bytes = sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+    return Removal(path=path, num_bytes=num_bytes, needed_by=tuple(_needing(path, home)))
+
+
+def remove(removal: Removal) -> None:
+    """Remove a cache or a run.
+
+    The folder gets another name first, so that an interruption leaves no half of a cache behind.
+
+    Raises:
+        ShardBusyError: a process writes it.
+        StorageError: the file system refused.
+    """
+    path = removal.path.resolve()
+    with storage_errors("remove", path), ExitStack() as held:
+        for file in [*path.glob(f"{LOCKS}/*"), *path.glob(RunFolder(path=Path()).lock.name)]:
+            lock = FileLock(file)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise ShardBusyError(f"a process writes {path}. Wait for it, or stop it.") from None
+            held.callback(lock.release)
+        removed = path.rename(path.with_name(f".{path.name}.removed"))
+        shutil.rmtree(removed)
+
+
+def _needing(path: Path, home: Path) -> Iterator[Path]:
+    """Yield the runs of the home that name a folder as their cache or as the run that they began with."""
+    for run in runs_in(home / "runs"):
+        if run.resolve() == path.resolve():
+            continue
+        try:
+            record = load_record(run)
+        except MiniLMCacheError:  # a damaged run needs nothing
+            continue
+        if path.resolve() in [Path(place).resolve() for place in (record.cache, record.init) if place]:
+            yield run

@@ -1,0 +1,76 @@
+"""Removing caches and runs: what nobody needs, and nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from minilm_cache.store.layout import lock_path
+from minilm_cache.train.folder import RunFolder
+from tests.conftest import Command
+from tests.support import World
+
+
+@pytest.fixture
+def run(world: World, command: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a run of the home, whose cache is `cache`."""
+    monkeypatch.setenv("MINILM_CACHE_HOME", str(world.home))
+    world.dump()
+    assert command("train", world.root / "cache", "--arch", "1x32", "--steps", 2)[0] == 0
+    (run,) = (world.home / "runs").iterdir()
+    return run
+
+
+def test_a_run_is_removed_by_its_name(world: World, run: Path, command: Command) -> None:
+    size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
+    code, out, _ = command("rm", run.name, "--yes", "--json")
+
+    assert (code, json.loads(out)) == (0, {"removed": [str(run)], "bytes": size})
+    assert list((world.home / "runs").iterdir()) == []
+    assert (world.root / "cache/manifest.json").is_file()
+
+
+def test_what_a_run_needs_is_kept(world: World, run: Path, command: Command) -> None:
+    cache = world.root / "cache"
+    began = ("--init", run, "--steps", 3, "--lr", "1e-6")
+    assert command("train", cache, "--arch", "1x32", *began)[0] == 0
+    command.fails("rm", cache, "--yes", code=2, says=(f"is needed by {run.name}", "--force"))
+    command.fails("rm", run, "--yes", code=2, says=f"{run} is needed by")
+    assert cache.is_dir()
+    assert run.is_dir()
+
+    assert command("rm", cache, "--yes", "--force")[0] == 0
+    assert command("rm", *(world.home / "runs").iterdir(), "--yes")[0] == 0
+    assert not cache.exists()
+    assert list((world.home / "runs").iterdir()) == []
+
+
+def test_nothing_is_removed_without_a_yes(
+    world: World, run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command.fails("rm", run, code=2, says=("no terminal to ask on", "--yes"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
+    code, out, _ = command("rm", run)
+    assert (code, run.name in out, run.is_dir()) == (0, True, True)
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: True)
+    assert command("rm", run)[0] == 0
+    assert not run.exists()
+
+
+def test_other_folders_stay(world: World, command: Command) -> None:
+    command.fails("rm", world.teacher, "--yes", code=2, says="neither a cache nor a run")
+    command.fails("rm", "nowhere", "--yes", code=1, says=("no cache or run nowhere", "minilm-cache ls"))
+    world.dump()
+    (world.root / "link").symlink_to(world.root / "cache")
+    command.fails("rm", world.root / "link", "--yes", code=2, says="neither a cache nor a run")
+    assert world.teacher.is_dir()
+
+
+def test_what_is_being_written_stays(world: World, run: Path, command: Command) -> None:
+    cache = world.root / "cache"
+    for folder, lock in ((run, RunFolder(path=run).lock), (cache, cache / lock_path(0))):
+        with FileLock(lock):
+            command.fails("rm", folder, "--yes", "--force", code=1, says="a process writes")
+        assert folder.is_dir()
