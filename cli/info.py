@@ -39,7 +39,7 @@ def info(cache: CacheArgument = None, json: JsonOption = False) -> None:
 
 
 def _show_run(path: Path, *, json: bool) -> None:
-    from minilm_cache.train.record import load_record  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.train.record import last_logged_step, load_record  # noqa: PLC0415 - it takes seconds
 
     record = load_record(path)
     if json:
@@ -48,9 +48,7 @@ def _show_run(path: Path, *, json: bool) -> None:
     identity = record.identity
     pairs: dict[str, object] = {
         "run": path,
-        "state": "complete"
-        if record.complete
-        else "unfinished: resume it with the same `minilm-cache train`",
+        "state": "complete" if record.complete else _unfinished(last_logged_step(path), identity.steps),
         "cache": record.cache,
         "objective": f"{identity.objective}, from {identity.describes_layers()}",
         "steps": f"{identity.steps} of {identity.batch_size} sequences, seed {identity.seed}",
@@ -62,6 +60,12 @@ def _show_run(path: Path, *, json: bool) -> None:
     }
     print_pairs(pairs | begun)
     students_table(record.students, identity)
+
+
+def _unfinished(step: int | None, steps: int) -> str:
+    """Return how far a run has come, whether or not a process is at it."""
+    reached = "no step is logged yet" if step is None else f"at step {step:,} of {steps:,}"
+    return f"unfinished, {reached}; the same `minilm-cache train` resumes it where no process is at it"
 
 
 def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:

@@ -1,15 +1,18 @@
 """`minilm-cache study`: trains many students and compares them in one table and one page."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
+from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
 from minilm_cache.cli.environment import home, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import JsonOption
 from minilm_cache.cli.tables import print_summary
+
+if TYPE_CHECKING:
+    from minilm_cache.workflows.study_spec import Study
 
 
 def study(
@@ -17,6 +20,10 @@ def study(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the study [default: next to the document, named after it]")
     ] = None,
+    *,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the document, and show what is to be made; make nothing")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Train shapes x objectives x caches x seeds, and write one table and one page.
@@ -34,6 +41,9 @@ def study(
     folder = out or (
         document.with_suffix("") if document.suffix else document.with_name(f"{document.name}-study")
     )
+    if dry_run:
+        _preview(settings, folder, json=json)
+        return
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         result = run_study(settings, folder, home=home(), progress=progress, should_stop=should_stop)
     if json:
@@ -48,3 +58,24 @@ def study(
         return
     print_pairs({"study": result.path, "report": result.report, "table": result.path / "students.parquet"})
     print_summary(result.summary)
+
+
+def _preview(study: "Study", folder: Path, *, json: bool) -> None:
+    """Print which caches and passes of a study are there, and which are to be made."""
+    from minilm_cache.workflows.study_preview import preview_study  # noqa: PLC0415 - it takes seconds
+
+    preview = preview_study(study, folder, home())
+    if json:
+        passes = [
+            {"pass": planned.name, "cache": planned.cache, "students": planned.config.arch, "state": state}
+            for planned, state in preview.passes
+        ]
+        print_json({"study": str(folder), "caches": preview.caches, "passes": passes})
+        return
+    print_table(f"Caches of {folder}", ["cache", "state"], list(map(list, preview.caches.items())))
+    rows = [
+        [planned.name, ", ".join(planned.config.arch), planned.config.objective, state]
+        for planned, state in preview.passes
+    ]
+    title = f"{len(rows)} passes train {preview.num_students} students"
+    print_table(title, ["pass", "students", "objective", "state"], rows)

@@ -291,6 +291,16 @@ def load_record(folder: Path) -> RunRecord:
         raise IdentityMismatchError(f"{file} is damaged: {problem}. Choose another --out.") from error
 
 
+def last_logged_step(folder: Path) -> int | None:
+    """Return the last step in the log of a run, which another process may be writing. None means no step."""
+    try:
+        content = first_bytes(RunFolder(path=folder).log, MAX_LOG_BYTES)
+    except OSError:
+        return None
+    steps = [_step_of(line) for line in content.decode(errors="replace").splitlines()]
+    return next((int(step) for step in reversed(steps) if step < math.inf), None)
+
+
 def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
     """Return the record of a run's folder. None means that the folder is new.
 

@@ -88,7 +88,7 @@ def run_study(
     """
     progress = progress or Silent()
     home = home or cache_home(None)
-    _check_shapes(study, home)
+    check_shapes(study, home)
     places = _dump_caches(study, folder, home=home, progress=progress, should_stop=should_stop)
     runs = []
     for number, planned in enumerate(study.passes, 1):
@@ -165,8 +165,12 @@ def _agreements(
     return agreements
 
 
-def _check_shapes(study: Study, home: Path) -> None:
-    """Check that shapes, objectives and devices fit the caches, before anything is dumped or trained."""
+def check_shapes(study: Study, home: Path) -> None:
+    """Check that shapes, objectives and devices fit the caches, before anything is dumped or trained.
+
+    Raises:
+        MiniLMCacheError: see `minilm_cache.errors`.
+    """
     refuse_ranks("a study", "it has made, or `minilm-cache dump` makes for `{cache: FOLDER}`")
     for name, cache in study.caches.items():
         opened: Cache | None = None

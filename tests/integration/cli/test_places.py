@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from minilm_cache.errors import InterruptedRunError
+from minilm_cache.train.run import train_students
 from tests.conftest import Command
+from tests.integration.train.test_train import settings, stop_after
 from tests.support import World, dump_arguments
 
 
@@ -86,3 +89,16 @@ def test_commands_end_with_the_next_one(
     assert command(*report)[0] == 0
     pull = following("push", world.root / "cache", world.root / "shared")
     assert command(*pull, "--out", world.root / "mine")[0] == 0
+
+
+def test_info_shows_how_far_a_run_has_come(world: World, command: Command) -> None:
+    world.dump()
+    run, config = world.root / "run", settings(steps=40, checkpoint_steps=10)
+    with pytest.raises(InterruptedRunError):
+        train_students(config, world.root / "cache", out=run, home=world.home, should_stop=stop_after(21))
+    assert "unfinished, at step 21 of 40" in command("info", run)[1]
+    with (run / "log.jsonl").open("a") as log:
+        log.write('{"step": 3')  # a line that is being written
+    assert "at step 21 of 40" in command("info", run)[1]
+    (run / "log.jsonl").unlink()
+    assert "no step is logged yet" in command("info", run)[1]
