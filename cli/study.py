@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def study(
-    document: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="What to compare; see the README.")],
+    document: Annotated[
+        Path,
+        typer.Argument(metavar="STUDY.yaml", help="What to compare, as in docs/chains-and-studies.md"),
+    ],
     out: Annotated[
         Path | None, typer.Option(help="Folder of the study [default: next to the document, named after it]")
     ] = None,

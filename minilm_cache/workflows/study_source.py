@@ -46,7 +46,9 @@ class Source:
             problem = getattr(error, "problem", None) or first_line(error)
             raise InvalidConfigError(f"{path}{line}: this is not YAML: {problem}. Fix it.") from error
         if not isinstance(root, yaml.MappingNode):
-            raise InvalidConfigError(f"{path}: a study is a mapping of keys to values. See the README.")
+            raise InvalidConfigError(
+                f"{path}: a study is a mapping of keys to values. docs/chains-and-studies.md shows one."
+            )
         self._root: yaml.Node = root
         for node in _mappings(root):
             keys = [key.value for key, _ in node.value]
