@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -44,14 +45,14 @@ class TerminalProgress:
         """Begin a task of `total` units, and end the task before it."""
         self._finish_task()
         self._unit = unit
-        self._task = self._bar.add_task(task, total=total, unit=unit)
+        self._task = self._bar.add_task(task, total=total, unit=unit, detail="")
         self._shown_at = time.monotonic()
 
-    def advance(self, amount: int) -> None:
-        """Show that `amount` more units are done."""
+    def advance(self, amount: int, detail: str = "") -> None:
+        """Show that `amount` more units are done; `detail` is shown next to their rate."""
         if self._task is None:
             return
-        self._bar.advance(self._task, amount)
+        self._bar.update(self._task, advance=amount, detail=detail)
         if self._bar.disable and time.monotonic() - self._shown_at >= _PLAIN_PERIOD_S:
             self._shown_at = time.monotonic()
             self._print_line()
@@ -73,7 +74,7 @@ class TerminalProgress:
     def _print_line(self) -> None:
         task = self._bar.tasks[-1]
         left = task.time_remaining
-        ending = "" if left is None else f", {int(left // 60)}:{int(left % 60):02d} left"
+        ending = "" if left is None or task.finished else f", {int(left // 60)}:{int(left % 60):02d} left"
         self._print(f"{task.description}: {task.percentage:.0f}% ({_rate(task)}{ending})")
 
     @contextmanager
@@ -94,7 +95,16 @@ def _rate(task: Task) -> str:
     unit = task.fields["unit"]
     if not elapsed:
         return f"0 {unit}"
-    return f"{task.completed:,.0f} {unit}, {task.completed / elapsed:,.0f} {unit}/s"
+    detail = f", {task.fields['detail']}" if task.fields["detail"] else ""
+    return f"{_amount(task.completed, unit)}, {_amount(task.completed / elapsed, unit)}/s{detail}"
+
+
+def _amount(number: int | float, unit: str) -> str:
+    """Return a number with its unit, which ends with s unless it is one."""
+    if unit == "bytes":
+        return decimal(round(number))
+    text = f"{number:,.0f}"
+    return f"{text} {unit.removesuffix('s') if text == '1' else unit}"
 
 
 def _printable(text: str) -> str:

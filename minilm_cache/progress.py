@@ -12,8 +12,8 @@ class Progress(Protocol):
         """Begin a task of `total` units."""
         ...
 
-    def advance(self, amount: int) -> None:
-        """Report that `amount` more units are done."""
+    def advance(self, amount: int, detail: str = "") -> None:
+        """Report that `amount` more units are done; `detail`, like a loss, is shown next to their rate."""
         ...
 
     def note(self, message: str) -> None:
@@ -27,7 +27,7 @@ class Silent:
     def start(self, task: str, total: int, unit: str) -> None:
         """Do nothing."""
 
-    def advance(self, amount: int) -> None:
+    def advance(self, amount: int, detail: str = "") -> None:
         """Do nothing."""
 
     def note(self, message: str) -> None:

@@ -256,9 +256,9 @@ class _Clock(Silent):
         if self._task is not None:
             self.seconds[self._task] = time.perf_counter() - self._started
 
-    def advance(self, amount: int) -> None:
+    def advance(self, amount: int, detail: str = "") -> None:
         """Report that units are done."""
-        self._progress.advance(amount)
+        self._progress.advance(amount, detail)
 
 
 def _teacher_rate(teacher: Teacher, sequences: SequenceTable, batch_size: int) -> float:

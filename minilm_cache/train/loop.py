@@ -133,7 +133,7 @@ class TrainingLoop:
             batch = next(stream)
         journal.add([trainer.update() for trainer in self.trainers])
         self.state.step = taken = step + 1
-        self.progress.advance(num_tokens)
+        self.progress.advance(num_tokens, journal.losses_in_words)
         at_checkpoint = taken % self.config.checkpoint_steps == 0 or taken == self.steps
         every = self.config.eval_steps
         at_evaluation = every is not None and (taken % every == 0 or taken == self.steps)
@@ -170,6 +170,8 @@ class _Journal:
         self._loop = loop
         self._log = TrainingLog(loop.folder, loop.state.step) if loop.ranks.is_first else None
         self._pending: list[list[Losses]] = []
+        self.losses_in_words = ""
+        """The losses that were written last, for progress displays."""
 
     def add(self, losses: list[Losses]) -> None:
         """Add the losses of a step, one for each student of this process."""
@@ -201,6 +203,8 @@ class _Journal:
         students = loop.ranks.union(means_of)
         rate = learning_rate(loop.config, step - 1, loop.steps)
         self._report("students", students, {"lr": rate})
+        losses = sorted(means["loss"] for means in students.values())
+        self.losses_in_words = f"loss {losses[0]:.4g}" + (f" to {losses[-1]:.4g}" if losses[1:] else "")
         diverged = {arch for arch, means in students.items() if not math.isfinite(means["loss"])}
         if thoroughly:
             finite = loop.ranks.union({trainer.shape.arch: trainer.is_finite() for trainer in loop.trainers})

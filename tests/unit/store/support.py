@@ -38,7 +38,7 @@ class Recorder:
         self.totals[task] = total
         self.done[task] = 0
 
-    def advance(self, amount: int) -> None:
+    def advance(self, amount: int, detail: str = "") -> None:
         self.done[self._task] += amount
 
     def note(self, message: str) -> None:
