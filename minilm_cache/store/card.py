@@ -110,7 +110,7 @@ def cache_card(manifest: CacheManifest) -> str:
             *_states_table(measured),
             "```python",
             "from minilm_cache import open_cache",
-            "cache = open_cache(path)",
+            'cache = open_cache("FOLDER")  # the folder of this card, or its URL',
             f"cache[0].input_ids, cache[0].{_PYTHON[identity.has_relations]}",
             "```",
             "",

@@ -1,6 +1,7 @@
 """Saves a trained student as a Hugging Face folder, with a card that names what is untrained."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -10,6 +11,7 @@ from huggingface_hub import ModelCardData
 from torch import nn
 
 from minilm_cache.errors import CacheCorruptError
+from minilm_cache.models.load import ALIASES, MINI, MINI_ID
 from minilm_cache.models.saving import saving
 from minilm_cache.models.tap import Head
 from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES, CacheManifest
@@ -94,14 +96,41 @@ def untrained_modules(model: nn.Module) -> list[str]:
     return names
 
 
-_SENTENCES: Final = (
-    "```python",
-    "from sentence_transformers import SentenceTransformer",
-    'SentenceTransformer(FOLDER).encode(["one text", "another text"])',
-    "```",
-    "",
-)
-"""How to use a student that makes vectors of texts; `FOLDER` is the folder of the card."""
+_CLASSES: Final[dict[Head | None, tuple[str, str]]] = {
+    None: ("AutoModel", "last_hidden_state"),
+    "tokens": ("AutoModelForMaskedLM", "logits"),
+    "sequences": ("AutoModelForSequenceClassification", "logits"),
+}
+"""Class that opens a student, and its output, by the student's head."""
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def _usage(head: Head | None, *, is_sentence_encoder: bool) -> list[str]:
+    """Return how to use a student; `FOLDER` is the folder of the card."""
+    if is_sentence_encoder:
+        code = [
+            "from sentence_transformers import SentenceTransformer",
+            "",
+            'SentenceTransformer("FOLDER").encode(["one text", "another text"])',
+        ]
+    else:
+        name, output = _CLASSES[head]
+        code = [
+            f"from transformers import {name}, AutoTokenizer",
+            "",
+            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+            f'model = {name}.from_pretrained("FOLDER")',
+            f'model(**tokenizer("one text", return_tensors="pt")).{output}',
+        ]
+    return ["```python", *code, "```", ""]
+
+
+def _base_model(teacher: str) -> str | None:
+    """Return the hub id of a teacher. None means that it is not known to be from the hub."""
+    if teacher == MINI:
+        return MINI_ID
+    name = ALIASES.get(teacher, teacher)
+    return name if _HUB_ID.fullmatch(name) else None
 
 
 def _untrained_note(untrained: Sequence[str]) -> list[str]:
@@ -136,6 +165,7 @@ def student_card(
     data = ModelCardData(
         library_name="sentence-transformers" if is_sentence_encoder else "transformers",
         pipeline_tag="sentence-similarity" if is_sentence_encoder else _PIPELINES[head],
+        base_model=_base_model(manifest.labels.teacher),
         tags=["minilm-cache", "knowledge-distillation"],
     )
     teacher, name = manifest.identity.teacher, markdown(manifest.labels.teacher)
@@ -156,7 +186,7 @@ def student_card(
         f"seed {identity.seed}",
         *([] if record.begun_with is None else [f"- begun with {markdown(record.begun_with)}"]),
         "",
-        *(_SENTENCES if is_sentence_encoder else ()),
+        *_usage(head, is_sentence_encoder=is_sentence_encoder),
         *_untrained_note(untrained),
     ]
     before, after = record.held_out_before, record.held_out_after

@@ -1,0 +1,58 @@
+"""The card of a student: its code runs, and it names the model of the hub that it was distilled from."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from minilm_cache.train.card import student_card
+from minilm_cache.train.run import train_students
+from tests.encoders import save_encoder
+from tests.integration.train.test_train import settings
+from tests.support import World
+
+CODE = re.compile(r"```python\n(.*?)\n```", re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("objective", "stored"), [("minilm", {}), ("embedding", {"codec": "none", "pooled": True})]
+)
+def test_the_code_on_a_card_runs(world: World, objective: str, stored: dict[str, object]) -> None:
+    save_encoder(world.teacher, "mean")
+    world.dump(packing="records", **stored)
+    config = settings(arch=("2x16",), objective=objective, steps=1)
+    result = train_students(config, world.root / "cache", out=world.root / "run", home=world.home)
+    folder = result.student_path("2x16")
+    (code,) = CODE.findall((folder / "README.md").read_text())
+    *begin, last = code.replace('"FOLDER"', repr(str(folder))).splitlines()
+    names: dict[str, object] = {}
+    exec("\n".join(begin), names)  # noqa: S102 - what a reader of the card would do
+    output = torch.as_tensor(eval(last, names))  # noqa: S307
+
+    assert output.isfinite().all()
+    assert output.shape == ((2, 32) if objective == "embedding" else (1, output.shape[1], 16))
+
+
+BASE_MODELS = {
+    "mini": "sentence-transformers/all-MiniLM-L6-v2",
+    "bert-base": "google-bert/bert-base-uncased",
+    "team/encoder": "team/encoder",
+    "teacher": None,
+    "../elsewhere": None,
+    "a/b/c": None,
+}
+
+
+def test_the_teacher_is_the_base_model_where_it_is_on_the_hub(world: World) -> None:
+    manifest = world.dump().manifest
+    config = settings(arch=("2x16",), steps=1)
+    result = train_students(config, world.root / "cache", out=world.root / "run", home=world.home)
+    (student,) = result.record.students
+    for teacher, base_model in BASE_MODELS.items():
+        labels = manifest.labels.model_copy(update={"teacher": teacher})
+        named = manifest.model_copy(update={"labels": labels})
+        card = student_card(named, result.record.identity, record=student, untrained=[], head=None)
+        data: Any = ModelCard(card).data
+        assert data.base_model == base_model
