@@ -19,7 +19,7 @@ CODE = re.compile(r"```python\n(.*?)\n```", re.DOTALL)
 @pytest.mark.parametrize(
     ("objective", "stored"), [("minilm", {}), ("embedding", {"codec": "none", "pooled": True})]
 )
-def test_the_code_on_a_card_runs(world: World, objective: str, stored: dict[str, object]) -> None:
+def test_the_code_on_a_card_runs(world: World, objective: str, stored: dict[str, Any]) -> None:
     save_encoder(world.teacher, "mean")
     world.dump(packing="records", **stored)
     config = settings(arch=("2x16",), objective=objective, steps=1)
