@@ -125,6 +125,8 @@ def import_vectors(
     )
 
 
+_SAME_VECTOR: Final = 0.998
+"""Least cosine of the vectors of one text in two rows; a code of `--min-cosine` 0.9995 rounds each."""
 _OF_A_DUMP: Final = (
     "text_column",
     "max_length",
@@ -214,11 +216,15 @@ def _refuse_rows(texts: Sequence[object], vectors: npt.NDArray[np.float32], file
                 f"{file}: row {row} (counted from 0) has a vector without a text. Add it or remove it."
             )
         known = first_rows.setdefault(text, row)
-        if known != row and not np.array_equal(vectors[known], vectors[row]):
+        if known != row and _cosine(vectors[known], vectors[row]) < _SAME_VECTOR:
             raise CorpusError(
                 f"{file}: rows {known} and {row} (counted from 0) have the same text and different vectors. "
                 "Remove one of them."
             )
+
+
+def _cosine(left: npt.NDArray[np.float32], right: npt.NDArray[np.float32]) -> float:
+    return float(left @ right / (np.linalg.norm(left) * np.linalg.norm(right)))
 
 
 class _AsGiven(SentencePooler):

@@ -129,6 +129,17 @@ def test_bad_rows_are_named(
     command.fails("import", file, "--tokenizer", world.teacher, code=1, says=says)
 
 
+def test_a_text_may_repeat_with_a_vector_that_was_rounded_otherwise(world: World, command: Command) -> None:
+    """As in what `export` writes of a corpus that holds a text twice."""
+    rows = of_row(1, [1e-3, 1.0, 2.0])
+    texts = [f"ba be {max(number, 1)}" for number in range(60)]
+    file = write_vectors(world, text=texts, embedding=rows)
+    arguments = ("--tokenizer", world.teacher, "--max-length", 32, "--out", world.root / "imported")
+    code, _, err = command("import", file, *arguments)
+
+    assert code == 0, err
+
+
 def test_bad_files_and_options(world: World, command: Command) -> None:
     file = write_vectors(world)
     arguments = ("--tokenizer", world.teacher)
