@@ -33,8 +33,8 @@ from minilm_cache.cli.vectors import export, import_file
 from minilm_cache.cli.verify import verify
 from minilm_cache.errors import ErrorKind, InterruptedRunError, InvalidConfigError, MiniLMCacheError
 
-_ONE_SLASH: Final = re.compile(r"(?:--[\w-]+=)?(?P<scheme>s3|gs|az|hf|file):/(?P<path>[^/].*)")
-"""A URL with one slash, which would be read as the path of a folder."""
+_ONE_SLASH: Final = re.compile(r"(?:--[\w-]+=)?(?P<scheme>s3|gs|az|file):/(?P<path>[^/].*)")
+"""A URL with one slash, which would be read as the path of a folder. `hf:ID` is a text of the hub."""
 
 app = typer.Typer(
     name="minilm-cache",
