@@ -253,6 +253,35 @@ def embedding_peer() -> str:
     return _table(["`3x384` trained by", "steps", "seconds per step", "STS-B", "retrieval"], rows)
 
 
+def embedding_first() -> str:
+    """Return scores of students that learned relations before vectors, and of those that did not."""
+    chosen = [row for row in _read("embeddings")["students"] if row["relations"]]
+    table = [
+        [
+            f"`{rows[0]['arch']}`",
+            rows[0]["init"],
+            f"{rows[0]['first']:,}",
+            f"{rows[0]['steps']:,}",
+            *_scores(rows),
+        ]
+        for rows in _groups(chosen, "arch", "init", "first", "steps")
+    ]
+    head = ["student", "begins with", "steps of relations", "steps of vectors", "STS-B", "retrieval"]
+    return _table(head, table)
+
+
+def embedding_imported() -> str:
+    """Return scores of a student of imported vectors, and of one from the cache that they came from."""
+    result = _read("embeddings")["imported"]
+    names = {"dumped": "the cache that `dump` made", "imported": "the cache that `import` made"}
+    rows = [
+        [names[name], f"{row['stsb_spearman']:.2f}", f"{row['squad_ndcg']:.2f}"]
+        for name, row in result.items()
+        if name in names
+    ]
+    return _table([f"`3x384` after {result['steps']:,} steps from", "STS-B", "retrieval"], rows)
+
+
 def objective_rows() -> str:
     """Return what each objective stores and takes, from its row in `objectives/spec.py`."""
     rows = []
@@ -312,6 +341,8 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "embedding_bytes": embedding_bytes,
     "embedding_students": embedding_students,
     "embedding_peer": embedding_peer,
+    "embedding_first": embedding_first,
+    "embedding_imported": embedding_imported,
 }
 
 
