@@ -6,7 +6,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-_INTERRUPTED = 130
+from minilm_cache.errors import InterruptedRunError
 
 
 def main() -> None:
@@ -22,4 +22,4 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     """End the process with one line. Nothing is open yet that would have to be closed."""
     del number, frame
     os.write(sys.stderr.fileno(), b"error: interrupted before anything began.\n")
-    os._exit(_INTERRUPTED)
+    os._exit(InterruptedRunError.exit_code)

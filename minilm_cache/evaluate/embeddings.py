@@ -22,6 +22,7 @@ from minilm_cache.models.pooling import load_pooler
 from minilm_cache.models.saving import saving
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
+from minilm_cache.store.layout import CARD
 
 try:
     from sentence_transformers import SentenceTransformer
@@ -36,7 +37,6 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from mteb import AbsTask
 
-README = "README.md"
 Vectors = npt.NDArray[np.float64]
 """Unit vectors, `(texts, width)`."""
 
@@ -187,8 +187,8 @@ def _save(encoder: SentenceTransformer, path: Path, source: Path) -> None:
     """Write a model with its pooling, and the card of the folder that it comes from."""
     with saving("write model", path), new_folder(path) as folder:
         encoder.save_pretrained(str(folder), create_model_card=False, safe_serialization=True)
-        if (source / README).is_file():
-            shutil.copyfile(source / README, folder / README)
+        if (source / CARD).is_file():
+            shutil.copyfile(source / CARD, folder / CARD)
 
 
 def _scores(

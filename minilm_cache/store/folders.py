@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+from minilm_cache.store.layout import MANIFEST
+
 
 def described_otherwise(folder: Path) -> str:
     """Return a sentence on what a folder is, and on the command that takes it; empty where nothing is known.
 
     The sentence begins with a space, to follow a message that says what the folder is not.
     """
-    if (folder / "manifest.json").is_file():
+    if (folder / MANIFEST).is_file():
         return " It is a cache: `minilm-cache info` shows it, and `train` takes it."
     if (folder / "run.json").is_file():
         students = ", ".join(str(file.parent) for file in sorted(folder.glob("students/*/config.json")))

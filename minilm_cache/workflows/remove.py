@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from minilm_cache.errors import CacheNotFoundError, InvalidConfigError, MiniLMCacheError, ShardBusyError
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.layout import LOCKS, MANIFEST
-from minilm_cache.train.folder import RunFolder, is_run, runs_in
+from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run, runs_in
 from minilm_cache.train.record import load_record
 
 
@@ -52,7 +52,8 @@ def find_removal(name: str, home: Path) -> Removal:
 def remove(removal: Removal) -> None:
     """Remove a cache or a run.
 
-    The folder gets another name first, so that an interruption leaves no half of a cache behind.
+    The folder first gets another name and loses the file that makes it a cache or a run, so that nothing
+    takes what an interruption leaves for one. The next removal of that name removes it, too.
 
     Raises:
         ShardBusyError: a process writes it.
@@ -67,7 +68,12 @@ def remove(removal: Removal) -> None:
             except Timeout:
                 raise ShardBusyError(f"a process writes {path}. Wait for it, or stop it.") from None
             held.callback(lock.release)
-        removed = path.rename(path.with_name(f".{path.name}.removed"))
+        removed = path.with_name(f".{path.name}.removed")
+        if removed.exists():
+            shutil.rmtree(removed)
+        path.rename(removed)
+        for name in (MANIFEST, RUN_FILE):
+            (removed / name).unlink(missing_ok=True)
         shutil.rmtree(removed)
 
 

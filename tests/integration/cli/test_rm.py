@@ -74,3 +74,18 @@ def test_what_is_being_written_stays(world: World, run: Path, command: Command) 
         with FileLock(lock):
             command.fails("rm", folder, "--yes", "--force", code=1, says="a process writes")
         assert folder.is_dir()
+
+
+def test_what_an_interrupted_removal_leaves_is_no_run(
+    world: World, run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", interrupted)
+        assert command("rm", run, "--yes")[0] == 130
+    assert json.loads(command("ls", "--json")[1])["runs"] == []
+    assert command("train", world.root / "cache", "--arch", "1x32", "--steps", 2)[0] == 0
+    assert command("rm", run, "--yes")[0] == 0
+    assert list((world.home / "runs").iterdir()) == []
