@@ -58,8 +58,10 @@ from minilm_cache.workflows.export import export_vectors
 
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
 MAX_LENGTH = 256
+SHORT_LENGTH = 128
 LAYERS = "1,3,5"
 _Learner = tuple[StudentTrainer, Generator[StudentBatch], TrainConfig]
+_Encode = Callable[[list[str]], np.ndarray]
 CPU = torch.device("cpu")
 
 
@@ -179,24 +181,43 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
 
 
 def _scores(folder: Path, data: Path) -> dict[str, float]:
-    """Return the Spearman correlation on STS-B's dev set and nDCG@10 on SQuAD's, both times 100."""
-    encoder: Any = sentence_encoder(Evaluated(name=folder.name, folder=folder), MAX_LENGTH, "cpu")
+    """Return the Spearman correlation on STS-B's dev set and nDCG@10 on SQuAD's, all times 100.
+
+    Retrieval is scored twice: with texts cut at `MAX_LENGTH` tokens and at `SHORT_LENGTH`.
+    """
+    similarity = _similarity(_encode(folder, MAX_LENGTH), data)
+    scores = {"stsb_spearman": similarity}
+    for name, length in (("squad_ndcg", MAX_LENGTH), ("squad_ndcg_128", SHORT_LENGTH)):
+        scores[name] = _retrieval(_encode(folder, length), data)
+    return scores
+
+
+def _encode(folder: Path, max_length: int) -> _Encode:
+    encoder: Any = sentence_encoder(Evaluated(name=folder.name, folder=folder), max_length, "cpu")
 
     def encode(texts: list[str]) -> np.ndarray:
         return np.asarray(encoder.encode(texts, batch_size=64, show_progress_bar=False))
 
+    return encode
+
+
+def _similarity(encode: _Encode, data: Path) -> float:
     header, *lines = (data / "glue/STS-B/dev.tsv").read_text().rstrip("\n").split("\n")
     columns = header.split("\t")
     rows = [dict(zip(columns, line.split("\t"), strict=False)) for line in lines]
     first, second = (encode([row[f"sentence{n}"] for row in rows]) for n in (1, 2))
     spearman = spearmanr((first * second).sum(1), [float(row["score"]) for row in rows])[0]
+    return round(100 * float(spearman), 2)
+
+
+def _retrieval(encode: _Encode, data: Path) -> float:
     document = json.loads((data / "squad/dev-v1.1.reconstructed.json").read_text())
     paragraphs = [paragraph for article in document["data"] for paragraph in article["paragraphs"]]
     questions = encode([paragraph["qas"][0]["question"] for paragraph in paragraphs])
     scores = questions @ encode([paragraph["context"] for paragraph in paragraphs]).T
     places = (scores > scores.diagonal()[:, None]).sum(1)
     gains = np.where(places < 10, 1 / np.log2(places + 2), 0.0)
-    return {"stsb_spearman": round(100 * float(spearman), 2), "squad_ndcg": round(100 * gains.mean(), 2)}
+    return round(100 * float(gains.mean()), 2)
 
 
 def _learner(given: argparse.Namespace, cache: Cache, **settings: str) -> _Learner:
