@@ -39,14 +39,16 @@ def chain(
     recipe: Given,
     *,
     preset: PresetOption = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the chain [default: in the cache home]")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder of the chain [default: in the cache home]")
+    ] = None,
     cache_store: StoreOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show the stages and how far they are.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Dump a teacher, train each assistant from the one before, and students from the last assistant.
+    """Distil through assistants: dump, train, dump the assistant, train.
 
     Each stage is an ordinary cache or run in the chain's folder; a complete stage is not done again.
 

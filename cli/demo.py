@@ -26,7 +26,7 @@ _LONGEST = 60
 
 
 def demo(json: JsonOption = False) -> None:
-    """Run a teacher once over Python's documentation, train two students, and search with all three.
+    """Try it all: one teacher, one cache, two students, and a search.
 
     This needs no network and takes some minutes. Run it again to resume or reuse what is done.
     """

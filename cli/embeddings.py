@@ -21,7 +21,7 @@ def embeddings(
     models: ComparedModelsArgument,
     json: JsonOption = False,
 ) -> None:
-    """Compare embeddings with a teacher's and with human scores of STS-B, without fine-tuning.
+    """Score embeddings against a teacher's and against people's.
 
     Example: minilm-cache embeddings mini RUN --data glue --save encoders
     """

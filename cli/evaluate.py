@@ -27,11 +27,12 @@ def evaluate(
         typer.Argument(metavar="MODEL...", help="mini, bert-base, hub ids, folders of models or of runs."),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder of trials [default: evaluations, in the cache home]")
+        Path | None,
+        typer.Option("--out", "-o", help="Folder of trials [default: evaluations, in the cache home]"),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Fine-tune models on downstream tasks with several seeds, and show means and deviations of scores.
+    """Fine-tune models on downstream tasks and score them, over seeds.
 
     A complete trial is not done again: the same command resumes, and more seeds, settings or models add
     trials. Of several settings, the best one on the dev set is reported.

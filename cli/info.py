@@ -1,17 +1,32 @@
 """`minilm-cache info`: shows what a cache holds and how faithful it is, or what a run trained."""
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
 from minilm_cache.cli.environment import chosen_cache
 from minilm_cache.cli.options import CacheArgument, JsonOption
-from minilm_cache.cli.tables import fidelity_table, max_kl_in_words, students_table
+from minilm_cache.cli.tables import (
+    fidelity_table,
+    kl_in_words,
+    max_kl_in_words,
+    students_table,
+    verdict,
+)
 from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.train.folder import is_run
 
 
-def info(cache: CacheArgument = None, json: JsonOption = False) -> None:
-    """Show what a cache is made from, how large it is and how faithful; or what a run's students began with.
+def info(
+    cache: CacheArgument = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the reverse KL and the mass kept, too.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Show what a cache holds and how faithful it is, or what a run trained.
 
     Example: minilm-cache info notes.cache --json
     """
@@ -29,13 +44,15 @@ def info(cache: CacheArgument = None, json: JsonOption = False) -> None:
                 "cache": str(path),
                 "shards_committed": len(reader.records),
                 "kl_over_max": manifest.kl_over_max,
+                "kl_teacher_to_stored": kl_in_words(manifest),
+                "verdict": verdict(manifest),
                 "manifest": manifest.model_dump(mode="json", exclude={"files"}),
             }
         )
         return
     print_pairs({"cache": path, **_pairs(manifest, len(reader.records))})
     if manifest.measured is not None:
-        fidelity_table(manifest)
+        fidelity_table(manifest, verbose=verbose)
 
 
 def _show_run(path: Path, *, json: bool) -> None:
@@ -51,7 +68,8 @@ def _show_run(path: Path, *, json: bool) -> None:
         "state": "complete" if record.complete else _unfinished(last_logged_step(path), identity.steps),
         "cache": record.cache,
         "objective": f"{identity.objective}, from {identity.describes_layers()}",
-        "steps": f"{identity.steps} of {identity.batch_size} sequences, seed {identity.seed}",
+        "steps": f"{identity.steps} of {identity.batch_size} sequences, seed {identity.seed}"
+        + "".join(f", over at step {step:,} and continued" for step in record.continued_at),
     }
     begun = {
         student.arch: f"began with {student.begun_with}"

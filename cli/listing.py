@@ -24,7 +24,7 @@ def ls(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """List the caches of a store, or the caches and runs of this machine.
+    """List the caches and runs of this machine, or the caches of a store.
 
     Example: minilm-cache ls s3://team/caches
     """

@@ -46,10 +46,11 @@ _COMMANDS = (
     *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, rm, merge),
     *(evaluate, speed, embeddings, export, head, truncate, augment, demo),
 )
-for command in _COMMANDS:
-    app.command(cls=GroupedCommand)(command)
-app.command("slice", cls=GroupedCommand)(cut)  # `slice` is a name of Python's own
-app.command("import", cls=GroupedCommand)(import_file)  # `import` is a word of Python's own
+_OTHERWISE_NAMED = {cut: "slice", import_file: "import"}
+"""Commands whose names are words of Python's own."""
+for command in (*_COMMANDS, *_OTHERWISE_NAMED):
+    summary = (command.__doc__ or "").partition("\n")[0]  # typer would cut it off where the line ends
+    app.command(_OTHERWISE_NAMED.get(command), cls=GroupedCommand, short_help=summary)(command)
 
 
 def _print_version(is_requested: bool | None) -> None:

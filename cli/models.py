@@ -15,12 +15,14 @@ from minilm_cache.models.config import TruncateConfig
 from minilm_cache.settings import validated
 from minilm_cache.slicing.config import SliceConfig
 
-OutOption = Annotated[Path, typer.Option(help="Folder of the model, which must not exist yet.")]
+OutOption = Annotated[
+    Path, typer.Option("--out", "-o", help="Folder of the model, which must not exist yet.")
+]
 
 
 @options(HeadConfig)
 def head(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
-    """Fit a head for masked tokens to a teacher that has none, so that soft labels can be dumped.
+    """Fit a head for masked tokens to a teacher that has none.
 
     Example: minilm-cache head --teacher mini --out mini-with-head
     """
@@ -55,10 +57,10 @@ def head(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
 def augment(
     given: Given,
     *,
-    out: Annotated[Path, typer.Option(help="JSON lines file, which must not exist yet.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="JSON lines file, which must not exist yet.")],
     json: JsonOption = False,
 ) -> None:
-    """Write a task's text and augmented copies of it, for TinyBERT's task-specific stage.
+    """Write a task's text and augmented copies of it, as TinyBERT needs.
 
     Example: minilm-cache augment --teacher bert-base --corpus train.jsonl --out augmented.jsonl
     """
@@ -84,7 +86,7 @@ def augment(
 
 @options(SliceConfig)
 def cut(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
-    """Cut a teacher to a smaller shape: a start for training, fitted in seconds. `train` does this itself.
+    """Cut a teacher to a smaller shape, fitted in seconds, as train does.
 
     Example: minilm-cache slice --teacher mini --arch 3x192 --out mini-3x192
     """
@@ -113,7 +115,7 @@ def cut(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
 
 @options(TruncateConfig)
 def truncate(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
-    """Write a teacher with only some of its layers, unchanged: a baseline without training.
+    """Write a teacher with only some of its layers, as a baseline.
 
     Example: minilm-cache truncate --teacher mini --layers 0,1,2 --out bottom-3
     """

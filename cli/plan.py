@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @options(DumpConfig, PlanConfig, CostConfig, leave_out={DumpConfig: PLANNED})
 def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = False) -> None:
-    """Estimate bytes, fidelity, time and break-even of each codec for your teacher and text.
+    """Estimate size, fidelity and time of a dump with each codec.
 
     Example: minilm-cache plan --teacher mini --max-bytes 50000000
     """

@@ -22,10 +22,10 @@ def report(
     given: Given,
     *,
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, chains or studies.")],
-    out: Annotated[Path, typer.Option(help="File of the page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="File of the page.")] = Path("report.html"),
     json: JsonOption = False,
 ) -> None:
-    """Write one self-contained page about runs: curves, trade-offs, attention maps, similarity of layers.
+    """Write one page about runs: curves, sizes, attention maps, layers.
 
     Example: minilm-cache report RUN --teacher mini --text "The cat sat on the mat."
     """

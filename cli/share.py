@@ -26,7 +26,7 @@ def push(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Copy a complete cache into a store, under its own name; an interrupted push resumes.
+    """Copy a complete cache into a store; the same command resumes.
 
     Files that are already there with the right size are kept. --full also reads them, and repairs a cache
     that is damaged in the store.
@@ -46,10 +46,12 @@ def push(
 
 def pull(
     url: Annotated[str, typer.Argument(metavar="URL", help="URL of a cache, as `ls` shows it")],
-    out: Annotated[Path | None, typer.Option(help="Folder of the cache [default: in the cache home]")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder of the cache [default: in the cache home]")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Copy a cache from a store and check every file; an interrupted pull resumes.
+    """Copy a cache from a store, checked; the same command resumes.
 
     Example: minilm-cache pull s3://team/caches/NAME --out notes.cache
     """
@@ -68,7 +70,7 @@ def merge(
     parts: Annotated[list[Path], typer.Argument(metavar="PART...", help="Folders that dumps have written")],
     json: JsonOption = False,
 ) -> None:
-    """Join the parts of one cache that several machines have dumped, each with its own --rank.
+    """Join the parts of a cache that several machines have dumped.
 
     Example: minilm-cache merge whole.cache part0.cache part1.cache
     """

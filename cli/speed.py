@@ -21,7 +21,7 @@ def speed(
     models: ComparedModelsArgument,
     json: JsonOption = False,
 ) -> None:
-    """Measure parameters, operations, latency and throughput of models, compared with the first model.
+    """Measure size, latency and throughput of models against the first.
 
     Models take turns on the same batches, so that ratios are valid on a busy machine; times are medians.
 

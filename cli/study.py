@@ -21,7 +21,10 @@ def study(
         typer.Argument(metavar="STUDY.yaml", help="What to compare, as in docs/chains-and-studies.md"),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the study [default: next to the document, named after it]")
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Folder of the study [default: next to the document, named after it]"
+        ),
     ] = None,
     *,
     dry_run: Annotated[
@@ -29,7 +32,7 @@ def study(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Train shapes x objectives x caches x seeds, and write one table and one page.
+    """Train shapes x objectives x caches x seeds; write a table and a page.
 
     Caches and runs are ordinary ones in the study's folder; complete ones are not made again. All shapes of
     one cache, objective and seed are trained in one pass.

@@ -32,11 +32,13 @@ def train(
         ),
     ] = None,
     preset: PresetOption = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run [default: in the cache home]")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder of the run [default: in the cache home]")
+    ] = None,
     resume: ResumeOption = True,
     json: JsonOption = False,
 ) -> None:
-    """Train students from a cache, all of them in one pass, without the teacher.
+    """Train students from a cache in one pass, without the teacher.
 
     Example: minilm-cache train notes.cache --arch 3x384 --arch 4x312:ff1200 --epochs 5
     """

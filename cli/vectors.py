@@ -19,7 +19,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="FILE", help="Parquet file, which must not exist yet.")],
     json: JsonOption = False,
 ) -> None:
-    """Write the texts, token ids and pooled vectors of a cache to a Parquet file.
+    """Write the texts and pooled vectors of a cache to a Parquet file.
 
     Example: minilm-cache export CACHE vectors.parquet
     """
@@ -39,10 +39,12 @@ def import_file(
     given: Given,
     *,
     vectors: Annotated[str, typer.Argument(metavar="FILE", help="Parquet file of texts and vectors.")],
-    out: Annotated[Path | None, typer.Option(help="Folder of the cache [default: in the cache home]")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder of the cache [default: in the cache home]")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Make a cache of texts and vectors that another model computed, so that students can learn them.
+    """Make a cache of texts and vectors that another model computed.
 
     Example: minilm-cache import vectors.parquet --tokenizer mini --out CACHE
     """

@@ -18,7 +18,7 @@ _STATES = {True: "complete", False: "unfinished: committed shards only", None: "
 
 @options(VerifyConfig)
 def verify(given: Given, *, cache: CacheArgument = None, json: JsonOption = False) -> None:
-    """Compare a cache with what was committed; exit code 3 where it differs.
+    """Compare a cache with what was committed; exit code 3 for damage.
 
     Example: minilm-cache verify --full notes.cache
     """

@@ -23,6 +23,7 @@ from minilm_cache.relations.scores import TeacherSignal, mean_row_entropy
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.arrays import array_specs, token_dtype
 from minilm_cache.storage_schema.sequences import entropy_column
+from minilm_cache.store.durable import refuse_full_disk
 from minilm_cache.store.writer import CacheWriter
 
 _Rows = dict[str, npt.NDArray[np.generic]]
@@ -71,9 +72,13 @@ class ShardJob:
 
     def _write(self, shard: int, rows: _Rows, *, table: pa.Table, lock: FileLock) -> None:
         try:
-            self.writer.write_shard(shard, rows, table=table, rank=self.config.rank)
+            written = self.writer.write_shard(shard, rows, table=table, rank=self.config.rank)
         finally:
             lock.release()
+        ranges = self.writer.manifest.shards
+        left = sum(ranges[n].num_tokens for n in self.writer.missing_shards())
+        expected = round(written / ranges[shard].num_tokens * left)
+        refuse_full_disk(self.writer.root, expected, "dump the shards that are left into")
 
     def _interrupted(self) -> InterruptedRunError:
         total = len(self.writer.manifest.shards)

@@ -44,6 +44,23 @@ def storage_errors(doing: str, where: Path) -> Iterator[None]:
         raise StorageError(f"cannot {doing} {place}: {error.strerror or error}. {remedy}.") from error
 
 
+def refuse_full_disk(folder: Path, num_bytes: int, doing: str) -> None:
+    """Raise StorageError where a file system has less room than what is about to be written takes.
+
+    Args:
+        folder: where it is to be written; it need not exist yet.
+        num_bytes: bytes that are still to be written.
+        doing: what is done, for the message, like `dump the other shards into`.
+    """
+    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(place).free
+    if num_bytes > free:
+        raise StorageError(
+            f"cannot {doing} {folder}: that takes {num_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are "
+            f"free there. {_REMEDIES[errno.ENOSPC]}."
+        )
+
+
 def wait_for(lock: FileLock, should_stop: ShouldStop, interrupted: str) -> None:
     """Acquire a lock that another process may hold.
 

@@ -25,7 +25,14 @@ from minilm_cache.storage_schema.manifest import (
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import remote_manifest
-from minilm_cache.store.durable import is_vacant, storage_errors, sync_directories, wait_for, write_file
+from minilm_cache.store.durable import (
+    is_vacant,
+    refuse_full_disk,
+    storage_errors,
+    sync_directories,
+    wait_for,
+    write_file,
+)
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import CARD, MANIFEST, below, commit_path
 from minilm_cache.store.reader import check_record, read_checked, read_manifest, read_record
@@ -77,7 +84,10 @@ def _pull(
     arriving = out.with_name(f".{out.name}.{manifest.fingerprint[:12]}.arriving")
     fetcher = Fetcher(source, arriving, manifest)
     records = fetcher.records(should_stop)
-    progress.start("pull", num_bytes(manifest, records), "bytes")
+    size = num_bytes(manifest, records)
+    arrived = sum(file.stat().st_size for file in arriving.rglob("*") if file.is_file())
+    refuse_full_disk(out.parent, size - arrived, "pull a cache into")
+    progress.start("pull", size, "bytes")
 
     def fetch_shard(shard: int) -> bool:
         copied = False

@@ -180,7 +180,7 @@ class CacheWriter:
 
     def write_shard(
         self, shard: int, rows: Mapping[str, npt.NDArray[np.generic]], *, table: pa.Table, rank: int = 0
-    ) -> None:
+    ) -> int:
         """Write and commit one shard; the caller holds its claim.
 
         Args:
@@ -188,6 +188,9 @@ class CacheWriter:
             rows: array path to rows, `(tokens of the shard, ...)`, without slack.
             table: sequence table of the shard.
             rank: rank of this process, stored in the commit record.
+
+        Returns:
+            Bytes of the files that were written, without those that another cache lends.
 
         Raises:
             StorageError: the file system refused; the shard is not committed.
@@ -227,6 +230,9 @@ class CacheWriter:
                     f"{path} appeared while the shard was being written: the lock is not honoured by "
                     "this file system. Run `minilm-cache verify --full` and use one writer."
                 ) from None
+        specs = array_specs(self.manifest.identity, self.manifest.calibration)
+        lent = {spec.shard_path(shard) for spec in specs if self.takes_over(spec)}
+        return sum(digest.size for path, digest in record.files.items() if path not in lent)
 
     def takes_over(self, spec: ArraySpec) -> bool:
         """Return whether an array's files are taken from the cache that this cache adds to."""

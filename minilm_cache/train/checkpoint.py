@@ -17,7 +17,7 @@ from torch import Tensor
 from minilm_cache.errors import IdentityMismatchError, first_line
 from minilm_cache.models.saving import saving
 from minilm_cache.store.durable import PARTIAL, sync_directories, sync_file
-from minilm_cache.train.folder import arch_slug
+from minilm_cache.train.folder import arch_slug, state_name
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.trainer import StudentTrainer
 
@@ -62,7 +62,7 @@ def save_checkpoint(
     Raises:
         StorageError: the file system refused; older checkpoints are kept.
     """
-    name = f"step-{state.step:08d}"
+    name = state_name(state.step)
     new = folder / f".{name}{PARTIAL}"
     (is_there,) = ranks.sum([float(ranks.is_first and (folder / name).exists())])
     if is_there:  # an interrupt right after a checkpoint
@@ -115,7 +115,7 @@ def load_students(
     if not state.step:
         return
     for trainer in trainers:
-        file = folder / f"step-{state.step:08d}" / _file_name(trainer)
+        file = folder / state_name(state.step) / _file_name(trainer)
         try:
             _restore(trainer, load_file(file, device=str(device)))
         except (OSError, KeyError, RuntimeError, safetensors.SafetensorError) as error:

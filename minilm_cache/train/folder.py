@@ -49,6 +49,11 @@ class RunFolder:
         return self.path / "students" / arch_slug(arch)
 
 
+def state_name(step: int) -> str:
+    """Return the name of the folder with the state after a step."""
+    return f"step-{step:08d}"
+
+
 def is_run(folder: Path) -> bool:
     """Return whether a folder holds a run."""
     return RunFolder(path=folder).record.is_file()

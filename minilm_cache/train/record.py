@@ -17,7 +17,7 @@ from minilm_cache.store.durable import is_vacant, storage_errors, write_file
 from minilm_cache.store.folders import described_otherwise
 from minilm_cache.store.regular_files import first_bytes
 from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.folder import RunFolder, arch_slug, is_run
+from minilm_cache.train.folder import RunFolder, arch_slug, is_run, state_name
 from minilm_cache.train.sampler import StepPlan
 
 _MAX_RECORD_BYTES: Final = 2**20
@@ -202,6 +202,9 @@ class RunRecord(_Record):
     """Value of `--init-teacher`. None means that it was not given."""
     init_layers: str | None = None
     """Value of `--init-layers`. None means that it was not given."""
+    continued_at: tuple[_Count, ...] = ()
+    """Steps at which the run was over and then went on, because a larger `--steps` was asked for. The
+    learning rate then went on as in a run of the larger number of steps."""
     complete: bool
     """True: training is over, and the students' folders are written."""
     train_s: float | None = None
@@ -217,6 +220,8 @@ class RunRecord(_Record):
         content = self.identity.model_dump(mode="json", exclude={"arch", "seed"})
         if self.init_recipe is not None:
             content["init"] = self.init_recipe  # the weights themselves differ by seed
+        if self.continued_at:
+            content["continued_at"] = self.continued_at
         return canonical_sha256(content)[:12]
 
     @model_validator(mode="after")
@@ -304,6 +309,8 @@ def last_logged_step(folder: Path) -> int | None:
 def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
     """Return the record of a run's folder. None means that the folder is new.
 
+    A run that is over and has fewer steps than the identity is returned as one that goes on.
+
     Raises:
         IdentityMismatchError: the folder holds another run, or something else.
     """
@@ -312,6 +319,7 @@ def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
             raise IdentityMismatchError(f"{folder} is not empty and holds no run. Choose another --out.")
         return None
     record = load_record(folder)
+    record = _continued(folder, record, identity) or record
     there, asked = record.identity.model_dump(mode="json"), identity.model_dump(mode="json")
     differing = [
         f"{name} ({there.get(name)} there, {asked.get(name)} asked)"
@@ -328,6 +336,25 @@ def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
             "Choose another --out."
         )
     return record
+
+
+def _continued(folder: Path, record: RunRecord, identity: RunIdentity) -> RunRecord | None:
+    """Return the record of a run that is over and is to take more steps. None means that it is not to.
+
+    Raises:
+        IdentityMismatchError: the state of the run was not kept.
+    """
+    before = record.identity.steps
+    longer = record.identity.model_copy(update={"steps": identity.steps})
+    if not record.complete or longer != identity or identity.steps <= before:
+        return None
+    if not (RunFolder(path=folder).checkpoints / state_name(before)).is_dir():
+        raise IdentityMismatchError(
+            f"{folder} holds a run of {before:,} steps that is over, and its state was not kept "
+            f"(--keep-checkpoints 0). Go on from its students with --init {folder} and another --out."
+        )
+    changes = {"identity": identity, "complete": False, "continued_at": (*record.continued_at, before)}
+    return record.model_copy(update=changes)
 
 
 _HINTS_ON_OLDER_RUNS: Final = {

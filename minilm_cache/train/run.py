@@ -256,6 +256,10 @@ class _Run:
         ranks.barrier()  # now the first process holds the lock of the folder
         earlier = read_record(folder.path, self.identity)
         ranks.barrier()  # no process writes before all have read the record
+        if earlier is not None and earlier.continued_at and not earlier.complete:
+            self._write(earlier)  # so that an interrupted run goes on to the larger number of steps
+            at, steps = earlier.continued_at[-1], self.identity.steps
+            progress.note(f"this run was over after step {at:,} and goes on to step {steps:,}")
         if earlier is not None and earlier.complete:
             progress.note("this run is already complete: nothing to do")
             self._remove_checkpoints()

@@ -19,6 +19,8 @@ from minilm_cache.train.config import TrainConfig
 
 _POOL_BATCHES = 32
 """Batches whose sequences are sorted by length together."""
+_SMALL_BATCH = 64
+"""Largest batch that any cache may be trained with: defaults have to work on a handful of texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +210,11 @@ def plan_steps(
             "the number of processes). Take a divisor."
         )
     check_parts(config, num_ranks)
+    if config.batch_size > max(manifest.num_train, _SMALL_BATCH):
+        raise InvalidConfigError(
+            f"--batch-size {config.batch_size}: the cache has {manifest.num_train} sequences to train on, "
+            "and a step that holds them several times takes memory and teaches nothing. Take at most as many."
+        )
     streams = tuple(
         SequenceOrder(
             shards=manifest.shards,

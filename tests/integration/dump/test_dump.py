@@ -1,5 +1,6 @@
 """A dump: what is written, whole and resumed, and what a stranger's Zarr library sees of it."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from minilm_cache.errors import (
     InterruptedRunError,
     InvalidConfigError,
     ShardBusyError,
+    StorageError,
 )
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import RelationKind
@@ -147,6 +149,23 @@ def test_repeating_a_dump_repairs_damaged_shards(world: World, damage: str) -> N
 
     assert result.shards_written == 1
     assert arrays_of(path) == expected
+
+
+def test_a_disk_that_is_too_small_is_noticed_after_the_first_shard(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(world.root)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=1000))
+        with pytest.raises(
+            StorageError, match=r"takes \d\.\d MB, and 0\.0 MB are free there\. Free some space"
+        ):
+            world.dump()
+    (committed,) = (world.root / "cache/commits").rglob("*.json")
+    assert committed.exists()
+    resumed = world.dump()
+    assert resumed.shards_kept == 1
+    assert resumed.manifest.complete
 
 
 def test_a_shard_has_one_writer(world: World) -> None:

@@ -1,6 +1,7 @@
 """Caches of a team, over a real S3 server: pushed, listed, pulled, trained from."""
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -329,3 +330,17 @@ def test_two_processes_share_what_is_kept_of_a_url(world: World) -> None:
     with ThreadPoolExecutor(2) as threads:
         reads = [threads.submit(readers[n % 2].shard, n * 5 % 6) for n in range(60)]
         assert all(len(read.result().rows) == 5 for read in reads)
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_a_pull(
+    world: World, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.dump()
+    url, usage = pushed(world, store), shutil.disk_usage(world.root)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=1000))
+        with pytest.raises(StorageError, match="cannot pull a cache into"):
+            pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+    assert not (world.root / "elsewhere").exists()
+    pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+    assert arrays_of(world.root / "elsewhere") == arrays_of(world.root / "cache")

@@ -1,6 +1,7 @@
 """What training can be told beside its shapes: each option does what it says, and nothing else."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.presets import presets, with_preset
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.record import read_record
+from minilm_cache.train.record import load_record, read_record
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.setup import build_trainers
@@ -108,6 +109,48 @@ def test_the_newest_checkpoints_are_kept(world: World, keep: int, left: list[int
     result = go(world, steps=40, checkpoint_steps=10, keep_checkpoints=keep)
     found = sorted(folder.name for folder in result.path.glob("checkpoints/step-*"))
     assert found == [f"step-{step:08d}" for step in left]
+
+
+def test_a_run_that_is_over_goes_on_with_more_steps(world: World) -> None:
+    """Oracle: a run of 40 steps that is stopped after 20 and resumes from the first run's state."""
+    world.dump()
+
+    def stopped(name: str, steps: int) -> None:
+        cache, out = world.root / "cache", world.root / name
+        with pytest.raises(InterruptedRunError):
+            train_students(settings(steps=40), cache, out=out, home=world.home, should_stop=stop_after(steps))
+
+    first = go(world, steps=20)
+    stopped("run", 5)
+    assert not load_record(first.path).complete
+    longer = go(world, steps=40)
+    stopped("whole", 20)
+    again = go(world, "again", steps=20)
+    states = "checkpoints/step-00000020"
+    for file in (world.root / "whole" / states).glob("*.safetensors"):
+        shutil.copy(again.path / states / file.name, file)
+    whole = go(world, "whole", steps=40)
+    for arch, expected in weights(whole).items():
+        assert_same(weights(longer)[arch], expected)
+    assert longer.record.continued_at == (20,)
+    assert longer.record.recipe != whole.record.recipe
+    assert longer.record.students[0].held_out_before == first.record.students[0].held_out_before
+
+
+def test_a_run_whose_state_was_not_kept_cannot_go_on(world: World) -> None:
+    world.dump()
+    result = go(world, steps=20, keep_checkpoints=0)
+    with pytest.raises(IdentityMismatchError, match=f"not kept .* --init {result.path} and another --out"):
+        go(world, steps=40)
+    with pytest.raises(IdentityMismatchError, match=r"holds another run, which differs in steps"):
+        go(world, steps=10)
+    assert load_record(result.path).complete
+
+
+def test_a_step_larger_than_the_cache_is_refused(world: World) -> None:
+    world.dump()
+    with pytest.raises(InvalidConfigError, match=r"--batch-size 10000: the cache has \d+ sequences"):
+        go(world, batch_size=10_000)
 
 
 def test_a_run_stops_when_its_hours_are_over_and_goes_on(world: World) -> None:

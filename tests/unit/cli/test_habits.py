@@ -79,3 +79,14 @@ def test_other_numbers_are_refused(text: str, command: Command) -> None:
 def test_a_wrong_number_names_its_option(command: Command) -> None:
     command.fails("train", "x", "--steps", "many", code=2, says=("--steps", "'many' is not a whole number"))
     command.fails("train", "x", "--arch", "2x32", "--matryoshka", "x", code=2, says="--matryoshka")
+
+
+def test_the_list_of_commands_is_not_cut_off(command: Command) -> None:
+    assert "..." not in command("--help")[1].partition("Commands:")[2]
+
+
+@pytest.mark.parametrize(
+    "name", ["dump", "train", "chain", "study", "report", "pull", "slice", "import", "augment"]
+)
+def test_out_has_a_short_form(command: Command, name: str) -> None:
+    assert "-o, --out" in command(name, "-h")[1]
