@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check clean
+.PHONY: demo test check docs clean
 
 # The demo needs less than the tests do: a newcomer waits only for what it uses.
 .venv/demo .venv/dev: pyproject.toml constraints.txt
@@ -21,6 +21,10 @@ check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The documentation site, in build/site. A link to nowhere is an error.
+docs: .venv/dev
+	$(BIN)/python docs/site.py
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -5,7 +5,7 @@ Commands import the library in their bodies, so that `--help` is fast.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Annotated, Final
 
@@ -42,13 +42,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_COMMANDS = (
+_COMMANDS: tuple[Callable[..., None], ...] = (
     *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, rm, merge),
-    *(evaluate, speed, embeddings, export, head, truncate, augment, demo),
+    *(evaluate, speed, embeddings, export, import_file, head, cut, truncate, augment, demo),
 )
-_OTHERWISE_NAMED = {cut: "slice", import_file: "import"}
+_OTHERWISE_NAMED: dict[Callable[..., None], str] = {cut: "slice", import_file: "import"}
 """Commands whose names are words of Python's own."""
-for command in (*_COMMANDS, *_OTHERWISE_NAMED):
+for command in _COMMANDS:
     summary = (command.__doc__ or "").partition("\n")[0]  # typer would cut it off where the line ends
     app.command(_OTHERWISE_NAMED.get(command), cls=GroupedCommand, short_help=summary)(command)
 

@@ -8,10 +8,21 @@ from sentence_transformers.sentence_transformer.modules import Dense, Normalize,
 from torch import nn
 
 
-def save_encoder(folder: Path, mode: str, *, dense: nn.Module | None = None, normalize: bool = True) -> None:
+def save_encoder(
+    folder: Path,
+    mode: str,
+    *,
+    dense: nn.Module | None = None,
+    normalize: bool = True,
+    width: int = 32,
+    max_length: int = 32,
+) -> None:
     """Save the tiny teacher of a folder again as sentence-transformers does, with a pooling."""
-    modules: list[nn.Module] = [Transformer(str(folder), max_seq_length=32), Pooling(32, pooling_mode=mode)]
+    modules: list[nn.Module] = [
+        Transformer(str(folder), max_seq_length=max_length),
+        Pooling(width, pooling_mode=mode),
+    ]
     if dense is not None:
-        modules.append(Dense(32, 24, activation_function=dense))
+        modules.append(Dense(width, 24, activation_function=dense))
     modules += [Normalize()] * normalize
     SentenceTransformer(modules=modules).save_pretrained(str(folder), create_model_card=False)

@@ -12,7 +12,7 @@ class SliceConfig(NamedTeacherSettings, CorpusSettings):
 
     group = "Slice"
     arch: str
-    """Shape of the student, LAYERSxHIDDEN[:ffN][:hN][:eN], at most as deep and as wide as the teacher."""
+    """Shape of the student, `LAYERSxHIDDEN[:ffN][:hN][:eN]`, at most as deep and as wide as the teacher."""
     layers: str | None = None
     """The teacher's layers that are cut, counted from 0, like 0,2,5. None means evenly spaced ones, the last
     included."""

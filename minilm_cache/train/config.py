@@ -16,7 +16,7 @@ class StudentSettings(FrozenSettings):
 
     group = "Students"
     arch: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Shape of a student, LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sSEED]; repeat it for several students, which
+    """Shape of a student, `LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sSEED]`; repeat it for several students, which
     are trained in one pass."""
 
 

@@ -92,13 +92,17 @@ class TrainingLoop:
             return None
         manifest = self.cache.manifest
         mean_tokens = manifest.num_tokens / manifest.num_sequences * self.config.batch_size
-        self.progress.start("train", round((self.steps - first) * mean_tokens), "tokens")
+        expected = round((self.steps - first) * mean_tokens)
+        self.progress.start("train", expected, "tokens")
         stream = reader.train_batches(plan, first)
         with closing(stream), closing(_Journal(self)) as journal:
             session = _TrainingSession.begin(self.state)
             num_tokens = 0
             while self.state.step < self.steps:
                 num_tokens += self._step(stream, journal, should_stop=should_stop, session=session)
+            self.progress.advance(
+                expected - num_tokens, journal.losses_in_words
+            )  # lengths differ: now it is 100 %
             return num_tokens / session.seconds
 
     def _step(

@@ -1,0 +1,113 @@
+"""Commands of README and docs do what the pages say; the notebook runs; the site is built without a warning.
+
+Pages are run as they are printed. A small teacher takes the place of the named ones, and a server that speaks
+S3 that of the team's store. A block that cannot be run here has a comment that says why.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.conftest import Command
+from tests.encoders import save_encoder
+from tests.support import save_teacher, write_corpus
+from tests.tasks import write_glue
+
+ROOT = Path(__file__).parents[3]
+BLOCK = re.compile(
+    r"(?P<why><!-- not run by tests: [^\n]+ -->\n)?```(?P<language>sh|yaml)\n(?P<text>.*?)^```",
+    re.MULTILINE | re.DOTALL,
+)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str = "sh") -> list[list[str]]:
+    """Return the commands of each block of a page that is to be run."""
+    return [
+        match["text"].replace("\\\n", " ").splitlines()
+        for match in BLOCK.finditer(page.read_text())
+        if not match["why"] and match["language"] == language
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder in which a reader has the files that pages name."""
+    folder = tmp_path / "reader"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the export of ONNX traces models
+    shape: dict[str, Any] = {"hidden_size": 192, "num_hidden_layers": 3, "num_attention_heads": 12}
+    save_teacher(folder / "small", max_position_embeddings=256, **shape)
+    save_encoder(folder / "small", "mean", width=192, max_length=128)
+    text = write_corpus(folder / "notes.txt").read_text()
+    paragraphs = text.strip().split("\n\n")
+    (folder / "wiki.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in paragraphs))
+    pairs = zip(paragraphs[::2], paragraphs[1::2], strict=False)
+    lines = (json.dumps({"question": left, "answer": right}) for left, right in pairs)
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    write_glue(folder / "glue")
+    return folder
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+@pytest.mark.timeout(600)
+def test_commands_do_what_the_page_says(page: Path, folder: Path, command: Command, store: str) -> None:
+    words = {"mini": "small", "bert-base": "small", "RUN": "run", "CACHE": "notes.cache", "DIR": "slice"}
+    words |= {"100": "4", "150": "6"}  # steps of the tutorial
+    commands = [line for block in blocks(page) for line in block]
+    if not any("--out notes.cache" in line for line in commands):
+        assert command("dump", "--teacher", "small", "--corpus", "notes.txt", "--out", "notes.cache")[0] == 0
+        shape = ("--arch", "2x96", "--steps", 2, "--init", "random")
+        assert command("train", "notes.cache", *shape, "--out", "run")[0] == 0
+    for document in blocks(page, "yaml"):
+        (folder / "shapes.yaml").write_text("\n".join(document).replace("teacher: mini", "teacher: small"))
+    for line in commands:
+        program, *arguments = shlex.split(line, comments=True)
+        if program == "python":
+            subprocess.run(line.replace("python", sys.executable, 1), shell=True, check=True)  # noqa: S602 - ours
+            continue
+        assert program == "minilm-cache", line
+        given = [words.get(word, word).replace("s3://team/caches", store) for word in arguments]
+        if any(word.endswith("/NAME") for word in given):
+            (cache,) = json.loads(command("ls", store, "--json")[1])["caches"]
+            given = [cache["url"] if word.endswith("/NAME") else word for word in given]
+        code, _, err = command(*given)
+        # A teacher with random weights and a handful of texts: students may end worse than they began.
+        assert code == 0 or "ended worse on held-out sequences" in err, f"{line}\n{err}"
+
+
+def test_the_toy_objective_is_the_tested_one() -> None:
+    assert (ROOT / "tests/toy_objective.py").read_text() in (ROOT / "docs/own-objective.md").read_text()
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    notebook = nbformat.read(ROOT / "docs/first-look.ipynb", 4)  # type: ignore[no-untyped-call]
+    NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    assert "3x384" in str(notebook.cells)
+
+
+def test_the_site_is_built_without_a_warning() -> None:
+    done = subprocess.run([sys.executable, "docs/site.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in (
+        "index",
+        "docs/tutorial/index",
+        "docs/cli/index",
+        "docs/api/index",
+        "storage_schema/SPEC/index",
+    ):
+        assert (ROOT / f"build/site/{page}.html").is_file()
+    assert "--matryoshka" in (ROOT / "build/site/docs/cli/index.html").read_text()
+    assert "train_students" in (ROOT / "build/site/docs/api/index.html").read_text()
