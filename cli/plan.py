@@ -1,5 +1,6 @@
 """`minilm-cache plan`: estimates cost and fidelity of a dump before it is made."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -9,7 +10,8 @@ from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.dump.config import PLANNED, DumpConfig, PlanConfig
-from minilm_cache.settings import validated
+from minilm_cache.settings import flag_of, validated
+from minilm_cache.storage_schema.identity import TopKParameters, VectorsParameters
 from minilm_cache.storage_schema.measured import LayerFidelity
 from minilm_cache.train.config import CostConfig
 
@@ -42,7 +44,29 @@ def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = Fal
             _print_costs(result.costs)
         if result.best is not None:
             print_pairs({"best within --max-bytes": result.best.words})
+        if is_possible:
+            print_pairs({"next": _dump_command(dump, result.best)})
     refuse_too_large(result, config)
+
+
+def _dump_command(dump: Given, best: "PlannedSetting | None") -> str:
+    """Return the command that makes the planned cache, with the best setting, or else with the default."""
+    words = ["minilm-cache", "dump"]
+    for name, value in dump.items():
+        flag = flag_of(name, DumpConfig.model_fields[name])
+        if isinstance(value, bool):
+            words += [flag] * value
+            continue
+        for part in value if isinstance(value, (list, tuple)) else [value]:
+            words += [flag, str(part)]
+    codec = None if best is None else best.codec
+    if isinstance(codec, VectorsParameters):
+        words += ["--codec", "vectors", "--max-kl", f"{codec.max_kl:g}"]
+    elif isinstance(codec, TopKParameters):
+        words += ["--codec", "topk", "--k", str(codec.k)]
+    elif codec is not None and codec.name != "none":
+        words += ["--codec", codec.name]
+    return shlex.join(words)
 
 
 def _document(measured: "Plan", best: "PlannedSetting | None") -> dict[str, object]:
@@ -112,16 +136,24 @@ def _print_plan(measured: "Plan") -> None:
 def _print_costs(costs: "Costs") -> None:
     source = "measured in the teacher's forward pass here" if costs.is_measured else "as given"
     print_table(
-        f"Operations, and hours at {costs.flops_per_s / 1e12:,.4g} TFLOP/s ({source}); "
+        f"Operations, and time at {costs.flops_per_s / 1e12:,.4g} TFLOP/s ({source}); "
         f"a training is {costs.train_tokens:,} tokens; the loss and reading are not counted",
-        ["work", "TFLOP", "hours"],
-        [[part.what, _digits(part.flops / 1e12), _digits(part.hours)] for part in costs.parts],
+        ["work", "TFLOP", "time"],
+        [[part.what, _digits(part.flops / 1e12), _duration(part.hours)] for part in costs.parts],
     )
 
 
 def _digits(value: float) -> str:
     """Return a number with three significant digits, or as a whole number from 100."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004 - three digits
+
+
+def _duration(hours: float) -> str:
+    """Return a time in the largest unit that it has one of: hours, minutes or seconds."""
+    for unit, count in (("h", hours), ("min", hours * 60)):
+        if count >= 1:
+            return f"{_digits(count)} {unit}"
+    return f"{_digits(hours * 3600)} s"
 
 
 def _kls(layers: Sequence[LayerFidelity]) -> str:

@@ -83,6 +83,13 @@ _PIPELINES: Final[dict[Head | None, str]] = {
     "tokens": "fill-mask",
     "sequences": "text-classification",
 }
+_TERMS: Final = {
+    MINI_ID: ("apache-2.0", "en"),
+    ALIASES["bert-base"]: ("apache-2.0", "en"),
+    ALIASES["bert-large"]: ("apache-2.0", "en"),
+    ALIASES["xlm-r-base"]: ("mit", "multilingual"),
+}
+"""Licence and language of the models that have names here; those of others are for the publisher to state."""
 
 
 def untrained_modules(model: nn.Module) -> list[str]:
@@ -162,10 +169,14 @@ def student_card(
         head: head of the student. None means no head.
     """
     is_sentence_encoder = identity.spec.needs.pooled
+    base_model = _base_model(manifest.labels.teacher)
+    licence, language = _TERMS.get(base_model or "", (None, None))
     data = ModelCardData(
+        license=licence,
+        language=language,
         library_name="sentence-transformers" if is_sentence_encoder else "transformers",
         pipeline_tag="sentence-similarity" if is_sentence_encoder else _PIPELINES[head],
-        base_model=_base_model(manifest.labels.teacher),
+        base_model=base_model,
         tags=["minilm-cache", "knowledge-distillation"],
     )
     teacher, name = manifest.identity.teacher, markdown(manifest.labels.teacher)

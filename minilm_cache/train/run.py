@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, StorageError
-from minilm_cache.models.arch import StudentShape, parse_arch
+from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.student import student_config
 from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
@@ -38,7 +38,7 @@ from minilm_cache.train.record import (
 )
 from minilm_cache.train.resume import recorded
 from minilm_cache.train.sampler import StepPlan, plan_steps
-from minilm_cache.train.setup import build_trainers, fit_objectives, num_steps
+from minilm_cache.train.setup import build_trainers, fit_objectives, num_steps, student_shapes
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, precision_of
 
@@ -138,7 +138,7 @@ def _train(
     progress = progress if ranks.is_first else Silent()
     manifest = cache.manifest
     objective = choose_objective(config, cache, arch=config.arch)
-    shapes = _student_shapes(config, objective)
+    shapes = student_shapes(config, objective)
     steps = num_steps(config, manifest)
     if config.eval_steps is not None and not manifest.num_held_out:
         raise InvalidConfigError(
@@ -180,19 +180,6 @@ def _train(
     )
     with _locked(path, ranks):
         return run.train(plan, progress, should_stop)
-
-
-def _student_shapes(config: TrainConfig, objective: Objective) -> list[StudentShape]:
-    heads = objective.request.cache.manifest.identity.relation_heads
-    return [
-        parse_arch(
-            arch,
-            heads,
-            split_into=objective.wanted.relation_heads,
-            compares_heads=config.spec.compares_heads,
-        )
-        for arch in config.arch
-    ]
 
 
 def _teacher_layer(config: TrainConfig, objective: Objective) -> int | None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from minilm_cache.cache import Cache
-from minilm_cache.models.arch import StudentShape
+from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.student import build_student, student_config
 from minilm_cache.models.tap import TappedModel
 from minilm_cache.objectives.check import Objective
@@ -26,6 +26,24 @@ def num_steps(config: TrainConfig, manifest: CacheManifest) -> int:
         return config.steps
     epochs = config.epochs or DEFAULT_EPOCHS
     return max(1, math.ceil(epochs * manifest.num_train / config.batch_size))
+
+
+def student_shapes(config: TrainConfig, objective: Objective) -> list[StudentShape]:
+    """Return the shapes of a run's students.
+
+    Raises:
+        InvalidConfigError: a shape is not valid, or does not fit the objective.
+    """
+    heads = objective.request.cache.manifest.identity.relation_heads
+    return [
+        parse_arch(
+            arch,
+            heads,
+            split_into=objective.wanted.relation_heads,
+            compares_heads=config.spec.compares_heads,
+        )
+        for arch in config.arch
+    ]
 
 
 def build_trainers(

@@ -56,3 +56,5 @@ def test_the_teacher_is_the_base_model_where_it_is_on_the_hub(world: World) -> N
         card = student_card(named, result.record.identity, record=student, untrained=[], head=None)
         data: Any = ModelCard(card).data
         assert data.base_model == base_model
+        known = teacher in {"mini", "bert-base"}
+        assert (data.license, data.language) == (("apache-2.0", "en") if known else (None, None))

@@ -1,6 +1,8 @@
 """`minilm-cache plan`: what it says before is what a dump is after."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from minilm_cache.dump.plan import plan
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.size import model_size
 from minilm_cache.progress import Silent
+from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import CostConfig
 from minilm_cache.train.cost import estimate, operations
 from tests.conftest import Command
@@ -77,10 +80,24 @@ def test_a_plan_chooses_the_best_setting_of_a_size(world: World, command: Comman
     code, out, _ = command(*plan_arguments(world, "--no-dense", "--max-bytes", 10**12))
     assert code == 0
     assert "one epoch of one student is never enough" in out
-    assert "vectors max_kl=0.02" in out.splitlines()[-1]
+    assert re.search(r"best within --max-bytes +vectors max_kl=0.02", out)
     command.fails(
         *plan_arguments(world, "--max-bytes", 1000), code=2, says="every setting needs more; the smallest is"
     )
+
+
+def test_a_plan_ends_with_the_dump_that_it_planned(world: World, command: Command) -> None:
+    for limit in ((), ("--max-bytes", 10**9)):
+        code, out, err = command(*plan_arguments(world, "--packing", "records", "--seed", 3, *limit))
+        assert code == 0, err
+        next_ = re.sub(r"\s+", " ", out.partition("next")[2]).strip()
+        program, *arguments = shlex.split(next_)
+        assert program == "minilm-cache"
+        code, out, err = command(*arguments, "--json", "--out", world.root / f"cache-{len(limit)}")
+        assert code == 0, err
+    chosen = read_manifest(world.root / "cache-2").identity
+    assert chosen.codec.name == "dense"  # the most faithful one within the limit
+    assert (chosen.packing.mode, chosen.packing.max_length) == ("records", 32)
 
 
 def test_what_objectives_need_is_planned(tmp_path: Path, command: Command) -> None:
