@@ -46,6 +46,7 @@ def _document(result: "DemoResult") -> dict[str, object]:
     return {
         "cache": str(result.dump.path),
         "run": str(result.train.path),
+        "page": str(result.page),
         "num_tokens": manifest.num_tokens,
         "measured": manifest.measured.model_dump(mode="json") if manifest.measured else None,
         "students": [student.model_dump(mode="json") for student in result.train.record.students],
@@ -93,10 +94,10 @@ def _print(result: "DemoResult") -> None:
             "sentence-transformers": shlex.join(
                 [sys.executable, "-c", _SENTENCE_TRANSFORMER.format(path=path)]
             ),
-            "a page of figures": shlex.join([program, "report", str(result.train.path)]),
             "a task (downloads SST-2)": shlex.join(
                 [program, "evaluate", path, "--task", "sst2", "--data", "hf", "--seeds", "3"]
             ),
+            "curves, sizes, attention maps": result.page.resolve().as_uri(),
         }
     )
 

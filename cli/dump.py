@@ -15,7 +15,7 @@ from minilm_cache.cli.environment import (
 )
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, ResumeOption, StoreOption, options
-from minilm_cache.cli.tables import fidelity_table, kl_in_words, max_kl_in_words, verdict
+from minilm_cache.cli.tables import fidelity_table, kl_infinite_because, max_kl_in_words, verdict
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.settings import validated
@@ -118,7 +118,7 @@ def _document(result: "DumpResult") -> dict[str, Any]:
         "num_held_out": manifest.num_held_out,
         "held_out_by": manifest.held_out_by,
         "kl_over_max": manifest.kl_over_max,
-        "kl_teacher_to_stored": kl_in_words(manifest),
+        "kl_infinite_because": kl_infinite_because(manifest),
         "verdict": verdict(manifest),
         "measured": manifest.measured.model_dump(mode="json") if manifest.measured else None,
     }

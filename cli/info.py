@@ -10,7 +10,7 @@ from minilm_cache.cli.environment import chosen_cache
 from minilm_cache.cli.options import CacheArgument, JsonOption
 from minilm_cache.cli.tables import (
     fidelity_table,
-    kl_in_words,
+    kl_infinite_because,
     max_kl_in_words,
     students_table,
     verdict,
@@ -44,7 +44,7 @@ def info(
                 "cache": str(path),
                 "shards_committed": len(reader.records),
                 "kl_over_max": manifest.kl_over_max,
-                "kl_teacher_to_stored": kl_in_words(manifest),
+                "kl_infinite_because": kl_infinite_because(manifest),
                 "verdict": verdict(manifest),
                 "manifest": manifest.model_dump(mode="json", exclude={"files"}),
             }

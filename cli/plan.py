@@ -10,7 +10,7 @@ from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.dump.config import PLANNED, DumpConfig, PlanConfig
-from minilm_cache.settings import flag_of, validated
+from minilm_cache.settings import flag_of, option_words, validated
 from minilm_cache.storage_schema.identity import TopKParameters, VectorsParameters
 from minilm_cache.storage_schema.measured import LayerFidelity
 from minilm_cache.train.config import CostConfig
@@ -44,29 +44,29 @@ def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = Fal
             _print_costs(result.costs)
         if result.best is not None:
             print_pairs({"best within --max-bytes": result.best.words})
+        settings = result.plan.settings
+        default = [setting for setting in settings if setting.codec.name in {"vectors", "none"}] or settings
+        chosen = result.best or min(default, key=lambda setting: setting.worst_kl)
         if is_possible:
-            print_pairs({"next": _dump_command(dump, result.best)})
+            print_pairs({"next": _dump_command(dump, chosen)})
     refuse_too_large(result, config)
 
 
-def _dump_command(dump: Given, best: "PlannedSetting | None") -> str:
-    """Return the command that makes the planned cache, with the best setting, or else with the default."""
-    words = ["minilm-cache", "dump"]
-    for name, value in dump.items():
-        flag = flag_of(name, DumpConfig.model_fields[name])
-        if isinstance(value, bool):
-            words += [flag] * value
-            continue
-        for part in value if isinstance(value, (list, tuple)) else [value]:
-            words += [flag, str(part)]
-    codec = None if best is None else best.codec
+def _dump_command(dump: Given, chosen: "PlannedSetting") -> str:
+    """Return the command that makes a planned cache."""
+    codec, config = chosen.codec, chosen.config
+    given = {**dump, **({"layers": "last"} if config.layers == "last" else {})}
+    if codec.name != "none":
+        given["codec"] = codec.name
     if isinstance(codec, VectorsParameters):
-        words += ["--codec", "vectors", "--max-kl", f"{codec.max_kl:g}"]
-    elif isinstance(codec, TopKParameters):
-        words += ["--codec", "topk", "--k", str(codec.k)]
-    elif codec is not None and codec.name != "none":
-        words += ["--codec", codec.name]
-    return shlex.join(words)
+        given["max_kl"] = codec.max_kl
+    if isinstance(codec, TopKParameters):
+        given["k"] = codec.k
+    fields = DumpConfig.model_fields
+    words: list[str] = []
+    for name, value in given.items():
+        words += option_words(flag_of(name, fields[name]), value)
+    return shlex.join(["minilm-cache", "dump", *words])
 
 
 def _document(measured: "Plan", best: "PlannedSetting | None") -> dict[str, object]:

@@ -38,23 +38,27 @@ def max_kl_in_words(manifest: CacheManifest) -> str | None:
 
 
 def verdict(manifest: CacheManifest) -> str | None:
-    """Return how students of a cache end, in words; None where it stores no relations, or is not complete."""
-    if manifest.measured is None or not manifest.identity.has_relations:
+    """Return how students of a cache end, in words.
+
+    None means that nothing was measured for such a cache: it stores no relations, or those of several layers,
+    or it is not complete.
+    """
+    if manifest.measured is None or len(manifest.identity.layers) != 1:
         return None
     codec = manifest.identity.codec
     percent = None
     if isinstance(codec, DenseParameters):
-        return "students end as with the teacher in the loop: these rows are the teacher's"
-    if isinstance(codec, TopKParameters) and codec.select == "pps" and codec.k >= _TOPK_K:
+        return "students learn from the teacher's own rows, as with the teacher in the loop"
+    if isinstance(codec, TopKParameters) and codec.select == "pps" and codec.k == _TOPK_K:
         percent = _TOPK_PERCENT
     if isinstance(codec, VectorsParameters):
         worst = codec.max_kl * max(1.0, (manifest.kl_over_max or 0.0) / _TOLERANCE)
         percent = next((percent for kl, percent in _VECTORS_PERCENT.items() if worst <= kl), None)
     if percent is None:
-        return "how students of such rows end is not measured (docs/storage.md has what is)"
+        return "no benchmark says how students of such rows end (docs/storage.md has what was measured)"
     return (
-        f"students end about {percent} % above online training (KL on the training text after 20 epochs, "
-        "3x192 from mini: docs/storage.md)"
+        f"in the benchmark, students of such rows ended about {percent} % above online training (KL on the "
+        "training text after 20 epochs, 3x192 from mini, last layer: docs/storage.md)"
     )
 
 
@@ -74,7 +78,7 @@ def fidelity_table(manifest: CacheManifest, *, verbose: bool = False) -> None:
             rows.append(
                 [
                     f"{kind}" if len(measured.fidelity) == 1 else f"{kind} {layer.layer}",
-                    kl_in_words(manifest) if forward is None else f"{forward:.4f}",
+                    (kl_infinite_because(manifest) or "-") if forward is None else f"{forward:.4f}",
                     f"{fidelity.cross_entropy_bias:+.4f}",
                     *(
                         [f"{fidelity.kl_stored_to_teacher:.4f}", f"{fidelity.mass_kept:.3f}"]
@@ -93,7 +97,8 @@ def fidelity_table(manifest: CacheManifest, *, verbose: bool = False) -> None:
             ],
             rows,
         )
-        print_pairs({"verdict": verdict(manifest)})
+        if verdict(manifest) is not None:
+            print_pairs({"verdict": verdict(manifest)})
     if measured.states:
         print_table(
             f"States, on {measured.fidelity_sequences} {manifest.measured_on}",
@@ -110,16 +115,15 @@ def fidelity_table(manifest: CacheManifest, *, verbose: bool = False) -> None:
         )
 
 
-def kl_in_words(manifest: CacheManifest) -> str:
-    """Return what stands for KL(teacher, stored) where it is infinite, or the unit where it is a number.
+def kl_infinite_because(manifest: CacheManifest) -> str | None:
+    """Return why KL(teacher, stored) is infinite: stored rows have zeros where the teacher has none.
 
-    It is infinite where stored rows have zeros and the teacher has none.
+    None means that it is a number, or that no relations are stored.
     """
     codec = manifest.identity.codec
     if not isinstance(codec, TopKParameters) or (codec.select == "largest" and codec.tail == "uniform"):
-        return "nats"
-    sampled = codec.select == "pps"
-    return "sampled, unbiased" if sampled else "infinite: largest only"
+        return None
+    return "sampled, unbiased" if codec.select == "pps" else "infinite: largest only"
 
 
 def _state_errors(state: StateFidelity) -> list[str]:
@@ -154,31 +158,45 @@ def _changes(student: StudentRecord) -> list[str]:
     return [f"{before[kind]:.4f} -> {after[kind]:.4f}" for kind in sorted(after)]
 
 
+_NAMES: Final = {
+    "run": "run",
+    "cache": "cache",
+    "objective": "objective",
+    "arch": "student",
+    "init": "began with",
+    "kl_to": "KL to",
+}
+"""Columns that name a row of a summary, and their headings."""
+
+
 def print_summary(summary: "pa.Table") -> None:
-    """Print means over seeds, which `report.tables.summary_table` computes."""
+    """Print means over seeds, which `report.tables.summary_table` computes: closeness and cost of students.
+
+    Names that all rows share are printed once, so that both tables fit a terminal.
+    """
+    from minilm_cache.report.tables import needs_runs  # noqa: PLC0415 - importing it takes seconds
+
+    rows = summary.to_pylist()
+    names = [name for name in _NAMES if name != "run" or needs_runs(summary)]
+    differing = [name for name in names if name == "arch" or len({row[name] for row in rows}) > 1]
+    shared = [name for name in names if name not in differing]
+    if shared and rows:
+        print_pairs({_NAMES[name]: rows[0][name] for name in shared})
     measured = [
         name.removesuffix("_stddev")
         for name in summary.column_names
         if name.endswith("_stddev") and summary[name.removesuffix("_stddev")].null_count < len(summary)
     ]
+    headings = [_NAMES[name] for name in differing]
     print_table(
-        "KL on held-out sequences, nats, mean over seeds +- standard deviation; "
-        "seconds are a student's share of its pass",
-        [
-            *(
-                "cache",
-                "objective",
-                "student",
-                "began with",
-                "parameters",
-                "layers'",
-                "MFLOPs/token",
-                "speed",
-            ),
-            *("KL to", *map(_heading, measured)),
-            *("seeds", "bytes of pass", "seconds", "cost"),
-        ],
-        [_cells(row, measured) for row in summary.to_pylist()],
+        "KL on held-out sequences, nats, mean over seeds +- standard deviation",
+        [*headings, *map(_heading, measured), "seeds"],
+        [[*map(row.get, differing), *_kls(row, measured), str(row["seeds"])] for row in rows],
+    )
+    print_table(
+        "Cost. Speed is relative to the teacher's. Seconds are a student's share of its pass",
+        [*headings, "parameters", "of layers", "MFLOPs/token", "speed", "bytes of pass", "seconds", "cost"],
+        [[*map(row.get, differing), *_costs(row)] for row in rows],
     )
 
 
@@ -186,19 +204,21 @@ def _heading(column: str) -> str:
     return "masked tokens like the teacher" if column == "masked_agreement" else f"KL, {column[3:]}"
 
 
-def _cells(row: dict[str, Any], measured: list[str]) -> list[str]:
-    flops = row["flops_per_token"]
-    kls = []
-    for column in measured:
-        spread = row[f"{column}_stddev"]
-        kls.append(number_text(row[column]) + ("" if spread is None else f" +- {spread:.4f}"))
+def _kls(row: dict[str, Any], measured: list[str]) -> list[str]:
+    """Return the measured KLs of a row, with their deviations where there are several seeds."""
+    spreads = [row[f"{column}_stddev"] for column in measured]
     return [
-        *(row["cache"], row["objective"], row["arch"], row["init"]),
+        number_text(row[column]) + ("" if spread is None else f" +- {spread:.4f}")
+        for column, spread in zip(measured, spreads, strict=True)
+    ]
+
+
+def _costs(row: dict[str, Any]) -> list[str]:
+    flops = row["flops_per_token"]
+    return [
         *(number_text(row[name], 0) for name in ("num_parameters", "transformer_parameters")),
         number_text(None if flops is None else flops / 1e6, 1),
-        *(number_text(row["speedup"], 1), row["kl_to"]),
-        *kls,
-        str(row["seeds"]),
+        number_text(row["speedup"], 1),
         number_text(row["bytes_read"], 0),
         number_text(row["own_train_s"], 1),
         number_text(row["cost"]),

@@ -141,6 +141,16 @@ def flag_of(name: str, field: FieldInfo) -> str:
     return f"{flag}/--no-{flag.removeprefix('--')}" if field.default is True else flag
 
 
+def option_words(flag: str, value: object) -> list[str]:
+    """Return an option and its value as words, repeated for several; an empty list if it is not set."""
+    name = flag if flag.startswith("--") else f"--{flag.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [name] if value or name.startswith("--no-") else []
+    if isinstance(value, (tuple, list)):
+        return [word for part in value for word in (name, str(part))]
+    return [] if value is None else [name, str(value)]
+
+
 def cache_home(override: str | None) -> Path:
     """Return the folder of caches and runs: the override, or `~/.cache/minilm-cache` where it is None."""
     return Path(override).expanduser() if override else Path.home() / ".cache" / "minilm-cache"

@@ -12,7 +12,10 @@ from minilm_cache.cli.main import run
 from tests.s3 import BUCKET, CREDENTIALS, s3_server
 from tests.support import World, save_teacher, write_corpus
 
-SLOW = ("test_fuzz.py", "test_kills.py", "test_many_machines.py", "test_distributed.py", "test_trials.py")
+SLOW = (
+    *("test_fuzz.py", "test_kills.py", "test_many_machines.py", "test_distributed.py", "test_trials.py"),
+    "test_pages.py",
+)
 """Files with few tests that take minutes: they begin first, so that no process waits for one at the end."""
 
 

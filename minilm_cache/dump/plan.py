@@ -41,6 +41,8 @@ TIMED_BATCHES = 5
 class PlannedSetting:
     """Estimated cost and fidelity of one setting."""
 
+    config: DumpConfig
+    """The settings that were planned."""
     codec: CodecParameters
     bytes_per_token: float
     """Bytes of shard files per token."""
@@ -91,9 +93,12 @@ class Plan:
         """Return the most faithful setting of at most `max_bytes` bytes. None means that all are larger.
 
         The smallest KL decides. Among settings whose KL is infinite, because they are sampled or leave
-        something out, it is the setting that keeps most bytes.
+        something out, it is the setting that keeps most bytes. Settings with fewer layers than others are
+        left out.
         """
-        fitting = [setting for setting in self.settings if setting.total_bytes <= max_bytes]
+        most = max(len(setting.fidelity) for setting in self.settings)
+        whole = [setting for setting in self.settings if len(setting.fidelity) == most]
+        fitting = [setting for setting in whole if setting.total_bytes <= max_bytes]
         return min(fitting, key=lambda setting: (setting.worst_kl, -setting.total_bytes), default=None)
 
 
@@ -202,6 +207,7 @@ def _measure(
     rate = manifest.num_tokens / clock.seconds["dump"]
     dump_s = num_tokens / rate + _fixed_s(manifest, clock, sequences)
     return PlannedSetting(
+        config=config,
         codec=manifest.identity.codec,
         bytes_per_token=measured.bytes_per_token,
         weights_bytes=manifest.files[TEACHER_WEIGHTS].size if config.keep_weights else None,

@@ -154,7 +154,7 @@ def _write_shards(job: ShardJob, path: Path, *, progress: Progress, should_stop:
     """Write the missing and damaged shards of this rank, and seal the cache if every shard exists."""
     writer, config = job.writer, job.config
     progress.note(
-        f"cache {path} ({writer.manifest.num_tokens:,} tokens, {len(writer.manifest.shards)} shards)"
+        f"cache {path} ({writer.manifest.num_tokens:,} tokens, shards: {len(writer.manifest.shards)})"
     )
     todo = _shards_to_write(writer, config, progress)
     if writer.is_complete and not todo:

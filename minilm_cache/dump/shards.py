@@ -76,7 +76,9 @@ class ShardJob:
         finally:
             lock.release()
         ranges = self.writer.manifest.shards
-        left = sum(ranges[n].num_tokens for n in self.writer.missing_shards())
+        # Shards of other ranks are not counted: they may have disks of their own.
+        own = range(self.config.rank, len(ranges), self.config.world_size)
+        left = sum(ranges[n].num_tokens for n in self.writer.missing_shards() if n in own)
         expected = round(written / ranges[shard].num_tokens * left)
         refuse_full_disk(self.writer.root, expected, "dump the shards that are left into")
 

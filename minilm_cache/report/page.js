@@ -93,7 +93,7 @@
   function refresh() {
     const full = greatest();
     panels.forEach((panel) => draw(panel, full));
-    byId("scale").textContent = `Full ink: ${full.toFixed(3)} or more; half ink: a quarter of it.`;
+    byId("scale").textContent = `The strongest shade is a probability of ${full.toFixed(3)} or more, half that shade is a quarter of that probability.`;
     tell();
   }
 

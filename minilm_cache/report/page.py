@@ -35,7 +35,7 @@ from minilm_cache.report.plots import (
 from minilm_cache.report.provenance import provenance
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.similarity import LayerSimilarity, layer_similarity
-from minilm_cache.report.tables import KL_COLUMNS, summary_table
+from minilm_cache.report.tables import KL_COLUMNS, needs_runs, summary_table
 from minilm_cache.storage_schema.versions import RELEASE
 from minilm_cache.store.durable import refuse_file, storage_errors, write_file
 from minilm_cache.wording import number_text
@@ -162,6 +162,7 @@ def _student_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str,
     return {
         "num_students": sum(len(run.students) for run in runs),
         "students": summary.to_pylist(),
+        "shows_runs": needs_runs(summary),
         "has_agreement": summary["masked_agreement"].null_count < len(summary),
         "kinds": [kind for kind, column in KL_COLUMNS.items() if summary[column].null_count < len(summary)],
         "diverged": [row for row in students.to_pylist() if row["diverged_at"] is not None],

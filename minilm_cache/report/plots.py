@@ -12,8 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from minilm_cache.report.agreement import RelationAgreement
 from minilm_cache.report.runs import TrainedRun
@@ -49,6 +50,13 @@ def _style_axes(axes: Axes) -> None:
     axes.tick_params(which="both", colors=INK)
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set_color(INK)
+
+
+def _plain_numbers(axis: Axis) -> None:
+    """Label a logarithmic axis with numbers like 0.15, where matplotlib would write powers of ten."""
+    axis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 4, 5, 7)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
 
 
 def _legend(axes: Axes, title: str) -> None:
@@ -89,6 +97,7 @@ def curves_figure(runs: Sequence[TrainedRun]) -> Figure:
             axes.plot(held_out["step"], held_out["nats"], "x", color=colour)
             drawn += 1
     axes.set(xlabel="step", ylabel="loss (nats)", yscale="log")
+    _plain_numbers(axes.yaxis)
     _legend(axes, "student")
     return figure
 
@@ -160,6 +169,7 @@ def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Figure:
         transform=transform,
     )
     axes.set(xlabel="bytes per token of the cache", ylabel="held-out KL, summed (nats)", xscale="log")
+    _plain_numbers(axes.xaxis)
     _legend(axes, "student")
     return figure
 

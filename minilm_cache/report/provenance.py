@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from minilm_cache.report.runs import TrainedRun
-from minilm_cache.settings import flag_of
+from minilm_cache.settings import flag_of, option_words
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.states import StatesIdentity
 from minilm_cache.store.remote import is_url
@@ -63,7 +63,7 @@ def dump_command(manifest: CacheManifest) -> str:
     }
     words = ["minilm-cache", "dump", "--teacher", manifest.labels.teacher]
     # Every setting is named: defaults may change from release to release.
-    return shlex.join(words + [word for name, value in given.items() for word in _option(name, value)])
+    return shlex.join(words + [word for name, value in given.items() for word in option_words(name, value)])
 
 
 def _import_command(manifest: CacheManifest) -> str:
@@ -83,7 +83,7 @@ def _import_command(manifest: CacheManifest) -> str:
         "seed": identity.packing.seed,
     }
     words = ["minilm-cache", "import", manifest.labels.corpus]
-    return shlex.join(words + [word for name, value in given.items() for word in _option(name, value)])
+    return shlex.join(words + [word for name, value in given.items() for word in option_words(name, value)])
 
 
 def _states(states: StatesIdentity | None) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def train_command(run: TrainedRun, *, paths: bool = True) -> str:
     fields = TrainConfig.model_fields
     for name, value in given.items():
         if value != identity.spec.recipe.get(name, fields[name].default):
-            words += _option(flag_of(name, fields[name]).split("/")[value is False], value)
+            words += option_words(flag_of(name, fields[name]).split("/")[value is False], value)
     return shlex.join(words)
 
 
@@ -156,13 +156,3 @@ def _place(place: str, *, paths: bool) -> str:
     """Return a folder, URL or name as the page shows it."""
     is_folder = not is_url(place) and (Path(place).is_absolute() or Path(place).is_dir())
     return Path(place).name if is_folder and not paths else place
-
-
-def _option(flag: str, value: object) -> list[str]:
-    """Return an option and its value as words, repeated for several; an empty list if it is not set."""
-    name = flag if flag.startswith("--") else f"--{flag.replace('_', '-')}"
-    if isinstance(value, bool):
-        return [name] if value or name.startswith("--no-") else []
-    if isinstance(value, tuple):
-        return [word for part in value for word in (name, str(part))]
-    return [] if value is None else [name, str(value)]

@@ -224,13 +224,13 @@ def _without_seed(arch: str) -> str:
 def summary_table(students: pa.Table) -> pa.Table:
     """Return means over seeds for each cache, recipe and shape, and the standard deviations of KLs.
 
-    `seeds` counts the seeds that did not diverge. `kl_..._stddev` is the standard deviation of a sample
-    (n - 1), null for one seed.
+    `run` is the first run of a row, `seeds` counts the seeds that did not diverge. `kl_..._stddev` is the
+    standard deviation of a sample (n - 1), null for one seed.
     """
     sample = pc.VarianceOptions(ddof=1, min_count=2)
     kls = [*KL_COLUMNS.values(), "kl_sum", "masked_agreement"]
     means = ["speedup", "inference_tokens_per_s", "bytes_read", "train_s", "own_train_s", "cost", *kls]
-    same = ["codec", "init", "cache_bytes_per_token", "flops_per_token", "num_parameters"]
+    same = ["run", "codec", "init", "cache_bytes_per_token", "flops_per_token", "num_parameters"]
     same += ["embedding_parameters", "transformer_parameters"]
     numbered = students.append_column("place", pa.array(range(len(students)), pa.int64()))
     grouped = numbered.group_by(_GROUP, use_threads=False).aggregate(
@@ -244,6 +244,12 @@ def summary_table(students: pa.Table) -> pa.Table:
     names = {f"{name}_first": name for name in same} | {f"{name}_mean": name for name in means}
     names["diverged_at_count"] = "seeds"
     return grouped.rename_columns([names.get(name, name) for name in grouped.column_names])
+
+
+def needs_runs(summary: pa.Table) -> bool:
+    """Return whether rows of a summary can be told apart by their runs alone."""
+    shown = summary.select(["cache", "objective", "arch", "init", "kl_to"])
+    return len(shown.group_by(shown.column_names).aggregate([])) < len(shown)
 
 
 def curves_table(run: TrainedRun) -> pa.Table:

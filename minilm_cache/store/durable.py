@@ -53,7 +53,8 @@ def refuse_full_disk(folder: Path, num_bytes: int, doing: str) -> None:
         doing: what is done, for the message, like `dump the other shards into`.
     """
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(place).free
+    with storage_errors("measure the free space of", place):
+        free = shutil.disk_usage(place).free
     if num_bytes > free:
         raise StorageError(
             f"cannot {doing} {folder}: that takes {num_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are "

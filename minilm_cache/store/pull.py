@@ -84,9 +84,13 @@ def _pull(
     arriving = out.with_name(f".{out.name}.{manifest.fingerprint[:12]}.arriving")
     fetcher = Fetcher(source, arriving, manifest)
     records = fetcher.records(should_stop)
+    for record in records:
+        for path, expected in record.files.items():
+            fetcher.refuse_claim(path, expected)
     size = num_bytes(manifest, records)
-    arrived = sum(file.stat().st_size for file in arriving.rglob("*") if file.is_file())
-    refuse_full_disk(out.parent, size - arrived, "pull a cache into")
+    paths = [*manifest.files, *(path for record in records for path in record.files)]
+    arrived = sum(below(arriving, path).stat().st_size for path in paths if below(arriving, path).is_file())
+    refuse_full_disk(out, size - arrived, "pull a cache into")
     progress.start("pull", size, "bytes")
 
     def fetch_shard(shard: int) -> bool:
@@ -194,11 +198,7 @@ class Fetcher:
         Raises:
             CacheCorruptError: a fetched file differs from what was committed.
         """
-        if expected.size > (max_bytes or self._most_bytes(path)):
-            raise CacheCorruptError(
-                f"{self._source.url}/{path} claims {expected.size} bytes, more than it can need. "
-                "It was not written by `minilm-cache dump`."
-            )
+        self.refuse_claim(path, expected, max_bytes)
         if below(self._folder, path).is_file():
             try:
                 read_checked(self._folder, path, expected)
@@ -214,6 +214,20 @@ class Fetcher:
             )
         self.write(path, content)
         return True
+
+    def refuse_claim(self, path: str, expected: FileDigest, max_bytes: int | None = None) -> None:
+        """Raise CacheCorruptError for a file that is said to be larger than it can be.
+
+        Args:
+            path: path below the cache's root.
+            expected: what is said of the file.
+            max_bytes: most bytes of the file. None means what a file of a shard can need.
+        """
+        if expected.size > (max_bytes or self._most_bytes(path)):
+            raise CacheCorruptError(
+                f"{self._source.url}/{path} claims {expected.size} bytes, more than it can need. "
+                "It was not written by `minilm-cache dump`."
+            )
 
     def _most_bytes(self, path: str) -> int:
         """Return the most bytes that a file of a shard can need: its decoded size and its headers."""

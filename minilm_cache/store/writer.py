@@ -190,7 +190,7 @@ class CacheWriter:
             rank: rank of this process, stored in the commit record.
 
         Returns:
-            Bytes of the files that were written, without those that another cache lends.
+            Bytes of the files that were written, without links to files of another cache.
 
         Raises:
             StorageError: the file system refused; the shard is not committed.
@@ -230,9 +230,8 @@ class CacheWriter:
                     f"{path} appeared while the shard was being written: the lock is not honoured by "
                     "this file system. Run `minilm-cache verify --full` and use one writer."
                 ) from None
-        specs = array_specs(self.manifest.identity, self.manifest.calibration)
-        lent = {spec.shard_path(shard) for spec in specs if self.takes_over(spec)}
-        return sum(digest.size for path, digest in record.files.items() if path not in lent)
+        written = [path for path in files if below(self.root, path).stat().st_nlink == 1]
+        return sum(record.files[path].size for path in written)
 
     def takes_over(self, spec: ArraySpec) -> bool:
         """Return whether an array's files are taken from the cache that this cache adds to."""

@@ -88,9 +88,9 @@ class RunSettings(FrozenSettings):
     group = "Run"
     checkpoint_steps: Annotated[int, Field(ge=1)] = 500
     """Steps between checkpoints."""
-    keep_checkpoints: Annotated[int, Field(ge=0)] = 1
-    """Newest checkpoints that stay when the run is over. The last one lets the same command with more --steps
-    go on; 0 keeps none, and then a run that is over cannot go on."""
+    keep_checkpoints: Annotated[int, Field(ge=0)] | None = None
+    """Newest checkpoints that stay when the run is over. The last one lets the run go on, with more --steps
+    and the same --out. None means 1, or 0 in chains and studies."""
     eval_steps: Annotated[int, Field(ge=1)] | None = None
     """Steps between evaluations on held-out sequences; the best weights become the student. None means an
     evaluation at the end alone."""

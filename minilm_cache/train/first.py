@@ -4,25 +4,35 @@ from pathlib import Path
 from typing import Final
 
 from minilm_cache.cache import Cache
-from minilm_cache.errors import DivergedError
+from minilm_cache.errors import DivergedError, InvalidConfigError
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.settings import validated
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.folder import is_run
 from minilm_cache.train.ranks import refuse_ranks
-from minilm_cache.train.record import RunRecord
+from minilm_cache.train.record import RunRecord, load_record
 from minilm_cache.train.sampler import check_parts
+from minilm_cache.train.setup import num_steps
 
 SUFFIX: Final = "-first"
 """End of the name of the first run's folder, behind that of the second."""
 
 
-def check_first(config: TrainConfig, cache: Cache) -> None:
+def check_first(config: TrainConfig, cache: Cache, out: Path | None) -> None:
     """Check both objectives against the cache, before the first is trained.
 
     Raises:
-        InvalidConfigError: the cache does not serve one of them, or several processes train.
+        InvalidConfigError: the cache does not serve one of them, several processes train, or the second run
+            is over and is to go on, and so would the first.
     """
+    if out is not None and is_run(out) and config.first_steps is None:
+        steps = load_record(out).identity.steps
+        if steps != num_steps(config, cache.manifest):
+            raise InvalidConfigError(
+                f"{out} holds a run of {steps} steps. To go on with it, give --first-steps {steps}, too: "
+                f"without it, students would also take more steps of {config.first}."
+            )
     refuse_ranks("--first", "the two trainings wrote, the second with --init FIRST-RUN")
     check_parts(config)
     for checked in (first_config(config), config):

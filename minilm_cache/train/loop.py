@@ -153,7 +153,7 @@ class TrainingLoop:
         self.state.train_s = session.before_s + session.seconds
         (bytes_read,) = self.ranks.sum([float(self.cache.reader.bytes_read)])
         self.state.bytes_read = session.before_bytes + round(bytes_read)
-        keep = max(1, self.config.keep_checkpoints)
+        keep = max(1, self.config.keep_checkpoints or 0)
         save_checkpoint(self.folder.checkpoints, self.trainers, state=self.state, ranks=self.ranks, keep=keep)
         if self.ranks.is_writer:
             drop_superseded(self.folder.best, self.trainers, self.state)

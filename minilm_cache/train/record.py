@@ -169,6 +169,10 @@ class StudentRecord(_Record):
     is KL(target || student), nats. None means that the cache has no held-out sequences."""
     held_out_after: _Figures | None = None
     """The same for the trained weights. None also means that the student is not trained yet, or diverged."""
+    loss_before: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Held-out loss of the initial weights, weighted as in training. None means that nothing is held out."""
+    loss_after: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """The same of the trained weights. None also means that the student is not trained yet, or diverged."""
     best_step: _Count | None = None
     """Step whose weights the student has. None means the last step."""
     diverged_at: Annotated[int, Field(ge=0, lt=2**53)] | None = None
@@ -181,10 +185,12 @@ class StudentRecord(_Record):
 
         Less than that is what the first steps of a training change either way.
         """
-        before, after = self.held_out_before, self.held_out_after
-        if not before or not after:
+        if self.held_out_before is None or self.held_out_after is None:
             return False
-        return sum(after.values()) > _WORSE * sum(before.values())
+        before, after = self.loss_before, self.loss_after
+        if before is None or after is None:  # a run that an earlier release began
+            before, after = sum(self.held_out_before.values()), sum(self.held_out_after.values())
+        return after > _WORSE * before
 
 
 class RunRecord(_Record):

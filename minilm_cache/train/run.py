@@ -88,7 +88,7 @@ def train_students(
     home = home or cache_home(None)
     opened = open_cache(cache, home=home, local_bytes=config.local_bytes)
     if config.first is not None:
-        check_first(config, opened)
+        check_first(config, opened, out)
         begun = train_students(
             first_config(config),
             cache,
@@ -144,8 +144,8 @@ def _train(
         raise InvalidConfigError(
             "--eval-steps: the cache has no held-out sequences to evaluate on. Leave it out."
         )
-    beginnings = initial_weights(config, cache, shapes=shapes, head=objective.head, home=home)
     plan = plan_steps(config, manifest, num_ranks=ranks.num_data, rank=ranks.data_number)
+    beginnings = initial_weights(config, cache, shapes=shapes, head=objective.head, home=home)
     identity = RunIdentity.of(
         config,
         manifest,
@@ -243,10 +243,6 @@ class _Run:
         ranks.barrier()  # now the first process holds the lock of the folder
         earlier = read_record(folder.path, self.identity)
         ranks.barrier()  # no process writes before all have read the record
-        if earlier is not None and earlier.continued_at and not earlier.complete:
-            self._write(earlier)  # so that an interrupted run goes on to the larger number of steps
-            at, steps = earlier.continued_at[-1], self.identity.steps
-            progress.note(f"this run was over after step {at:,} and goes on to step {steps:,}")
         if earlier is not None and earlier.complete:
             progress.note("this run is already complete: nothing to do")
             self._remove_checkpoints()
@@ -258,6 +254,11 @@ class _Run:
             fit_objectives(trainers, self.batches(), self.cache.manifest.num_train)
         load_students(folder.checkpoints, state, trainers=trainers, device=ranks.device)
         record = earlier or self.begin(trainers)
+        if record.continued_at[-1:] == (state.step,):
+            self._write(record)  # so that an interrupted run goes on to the larger number of steps
+            progress.note(
+                f"this run was over after step {state.step:,} and goes on to {self.identity.steps:,}"
+            )
         tracker_name = config.tracker if ranks.is_first else "none"
         with tracking(tracker_name, folder.path, settings=config.model_dump(), progress=progress) as tracker:
             loop = TrainingLoop(
@@ -315,6 +316,7 @@ class _Run:
                 init=self.beginnings.of[trainer.shape.arch].kind,
                 begun_with=self.beginnings.of[trainer.shape.arch].in_words,
                 held_out_before=before,
+                loss_before=trainer.loss_of(before),
             )
             for trainer, before in zip(trainers, self.held_out(trainers), strict=True)
         }
@@ -334,8 +336,9 @@ class _Run:
     def finish(self, record: RunRecord, trainers: Sequence[StudentTrainer], state: RunState) -> RunRecord:
         """Evaluate the trained students, write their folders, and mark the run as complete."""
         before = {student.arch: student for student in record.students}
+        nothing = {"held_out_after": None, "loss_after": None, "best_step": None}
         records = {
-            student.arch: student.model_copy(update={"diverged_at": state.diverged[student.arch]})
+            student.arch: student.model_copy(update=nothing | {"diverged_at": state.diverged[student.arch]})
             for student in record.students
             if student.arch in state.diverged
         }
@@ -345,9 +348,10 @@ class _Run:
         for trainer, after in zip(trainers, self.held_out(trainers), strict=True):
             arch = trainer.shape.arch
             best = state.best.get(arch)
-            changes: dict[str, object] = {"held_out_after": after, "best_step": best and best.step}
+            changes: dict[str, object] = {"held_out_after": after, "loss_after": trainer.loss_of(after)}
+            changes |= {"best_step": best and best.step, "diverged_at": None}
             if after is not None and not math.isfinite(sum(after.values())):
-                changes = {"diverged_at": state.step}
+                changes = nothing | {"diverged_at": state.step}
             records[arch] = before[arch].model_copy(update=changes)
         students = self._in_order(records)
         if self.ranks.is_first:
@@ -366,7 +370,7 @@ class _Run:
         return complete
 
     def _remove_checkpoints(self) -> None:
-        if self.ranks.is_first and not self.config.keep_checkpoints:
+        if self.ranks.is_first and self.config.keep_checkpoints == 0:
             remove_checkpoints(self.folder.checkpoints)
 
     def _load_trained(self, arch: str, state: RunState) -> StudentTrainer:

@@ -210,10 +210,11 @@ def plan_steps(
             "the number of processes). Take a divisor."
         )
     check_parts(config, num_ranks)
-    if config.batch_size > max(manifest.num_train, _SMALL_BATCH):
+    most = max(manifest.num_train, _SMALL_BATCH)
+    if config.batch_size > most:
         raise InvalidConfigError(
             f"--batch-size {config.batch_size}: the cache has {manifest.num_train} sequences to train on, "
-            "and a step that holds them several times takes memory and teaches nothing. Take at most as many."
+            f"and a step that holds them several times teaches nothing. Take at most {most}."
         )
     streams = tuple(
         SequenceOrder(

@@ -128,6 +128,10 @@ class StudentTrainer:
         """Return whether no trained weight is NaN or infinite."""
         return all(bool(weight.isfinite().all()) for weight in self.trained)
 
+    def loss_of(self, parts: Mapping[str, float] | None) -> float | None:
+        """Return the loss that parts add up to, weighted as in training. None means no parts."""
+        return None if parts is None else self.learner.objective.total_of(parts)
+
     @torch.no_grad()
     def outputs(self, batches: Iterable[StudentBatch]) -> Iterator[tuple[Reading, StudentBatch]]:
         """Yield the student's outputs on batches without dropout, and the batches."""

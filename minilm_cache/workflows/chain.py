@@ -32,14 +32,13 @@ from minilm_cache.slicing.shapes import check_cut
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.store.creation import differing_values
 from minilm_cache.store.durable import storage_errors, write_file
-from minilm_cache.store.layout import MANIFEST, commit_path
+from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.first import first_config
-from minilm_cache.train.folder import RunFolder, arch_slug, is_run
+from minilm_cache.train.folder import RunFolder, arch_slug
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM, SLICE
 from minilm_cache.train.ranks import refuse_ranks
-from minilm_cache.train.record import load_record
 from minilm_cache.train.run import train_students
 from minilm_cache.train.sampler import check_parts
 from minilm_cache.workflows.config import (
@@ -48,6 +47,7 @@ from minilm_cache.workflows.config import (
     ChainConfig,
     without_defaults,
 )
+from minilm_cache.workflows.states import cache_state, run_state
 
 CHAIN_FILE = "chain.json"
 SETTINGS_FILE = "settings.json"
@@ -81,20 +81,12 @@ class Stage:
     """Role of these students in the chain."""
 
     def state(self) -> str:
-        """Return how far the stage is: `to do`, `begun`, the number of shards written, or `complete`.
+        """Return how far the stage is: `to do`, `unfinished`, the number of shards written, or `complete`.
 
         Raises:
             MiniLMCacheError: the cache or the run is damaged.
         """
-        if self.does == "dump":
-            if not (self.path / MANIFEST).exists():
-                return "to do"
-            manifest = read_manifest(self.path)
-            committed = sum((self.path / commit_path(n)).is_file() for n in range(manifest.num_shards))
-            return "complete" if manifest.complete else f"{committed} of {manifest.num_shards} shards"
-        if not is_run(self.path):
-            return "to do"
-        return "complete" if load_record(self.path).complete else "begun"
+        return cache_state(self.path) if self.does == "dump" else run_state(self.path)
 
 
 class ChainStudent(BaseModel):
@@ -148,6 +140,7 @@ def _settings(config: ChainConfig) -> dict[str, Any]:
     settings = config.model_dump(mode="json", exclude=_NOT_IDENTIFYING)
     fields = TrainConfig.model_fields
     same = {name: fields[name].default for name in _ANY_VALUE}
+    same["keep_checkpoints"] = 0
     same["init"] = settings["train"]["init"] or RANDOM  # as chains have been named before slices
     train = without_defaults(settings["train"] | same, LATER_TRAIN_SETTINGS)
     return settings | {"train": train, "dump": without_defaults(settings["dump"], LATER_DUMP_SETTINGS)}
@@ -302,7 +295,9 @@ def run_chain(
         progress.note(f"stage {number} of {len(planned)}: {stage.does} {what} ({stage.state()})")
         if stage.does == "train":
             layer = config.train.teacher_layer if stage.source == str(first) else None
-            settings = config.train.with_changes(arch=stage.arch, teacher_layer=layer)
+            settings = config.train.with_changes(
+                arch=stage.arch, teacher_layer=layer, keep_checkpoints=config.train.keep_checkpoints or 0
+            )
             train_students(
                 settings, stage.source, out=stage.path, home=home, progress=progress, should_stop=should_stop
             )

@@ -19,6 +19,8 @@ from minilm_cache.dump.run import DumpResult, dump_cache
 from minilm_cache.models.load import MINI, locate_teacher
 from minilm_cache.models.sentence import SentenceModel
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.report.config import ReportConfig
+from minilm_cache.report.run import report_runs
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
 
@@ -65,6 +67,8 @@ class DemoResult:
 
     dump: DumpResult
     train: TrainResult
+    page: Path
+    """The report about the run."""
     num_documents: int
     """Documents that were searched."""
     num_questions: int
@@ -117,9 +121,12 @@ def run_demo(
         best = answers if best is None else best
         searchers.append(searcher)
         progress.advance(len(library.texts))
+    page = trained.path / "report.html"
+    report_runs([trained.path], ReportConfig(title="demo"), out=page, home=home, progress=progress)
     return DemoResult(
         dump=dumped,
         train=trained,
+        page=page,
         num_documents=len(library.texts),
         num_questions=len(library.questions),
         searchers=tuple(searchers),

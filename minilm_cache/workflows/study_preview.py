@@ -2,26 +2,21 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from minilm_cache.dump.config import DumpConfig
-from minilm_cache.store.layout import MANIFEST
-from minilm_cache.store.reader import read_manifest
-from minilm_cache.train.folder import is_run
-from minilm_cache.train.record import load_record
+from minilm_cache.workflows.states import COMPLETE, cache_state, run_state
 from minilm_cache.workflows.study import check_shapes
 from minilm_cache.workflows.study_spec import Pass, Study
-
-State = Literal["complete", "unfinished", "to be made"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
     """State of each cache and each pass of a study, in the order in which they are made."""
 
-    caches: dict[str, State]
-    """By name of the cache."""
-    passes: list[tuple[Pass, State]]
+    caches: dict[str, str]
+    """State by name of the cache."""
+    passes: list[tuple[Pass, str]]
+    """Passes and their states."""
 
     @property
     def num_students(self) -> int:
@@ -43,20 +38,8 @@ def preview_study(study: Study, folder: Path, home: Path) -> Preview:
     check_shapes(study, home)
     return Preview(
         caches={
-            name: _cache_state(folder / "caches" / name) if isinstance(cache, DumpConfig) else "complete"
+            name: cache_state(folder / "caches" / name) if isinstance(cache, DumpConfig) else COMPLETE
             for name, cache in study.caches.items()
         },
-        passes=[(planned, _run_state(folder / "runs" / planned.name)) for planned in study.passes],
+        passes=[(planned, run_state(folder / "runs" / planned.name)) for planned in study.passes],
     )
-
-
-def _cache_state(path: Path) -> State:
-    if not (path / MANIFEST).is_file():
-        return "to be made"
-    return "complete" if read_manifest(path).complete else "unfinished"
-
-
-def _run_state(path: Path) -> State:
-    if not is_run(path):
-        return "to be made"
-    return "complete" if load_record(path).complete else "unfinished"

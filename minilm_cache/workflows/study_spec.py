@@ -296,7 +296,8 @@ def _training(
     locate |= dict.fromkeys(choice.settings, ("objective", index))
     locate |= {"": ("train",), "arch": (), "seed": (), "init": ("init",)}
     arch = choice.arch or document.arch
-    return source.check(TrainConfig, {**values, "arch": arch, "seed": seed}, locate)
+    values = {"keep_checkpoints": 0, **values, "arch": arch, "seed": seed}
+    return source.check(TrainConfig, values, locate)
 
 
 def _init(source: Source, init: str) -> str:

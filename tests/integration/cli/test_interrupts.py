@@ -15,6 +15,7 @@ class Interrupt:
 
 from minilm_cache.cli import entry
 sys.meta_path.insert(0, Interrupt())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start tests with it ignored
 sys.argv = ["minilm-cache", "dump", "--teacher", "mini"]
 entry.main()
 """

@@ -290,10 +290,10 @@ def test_a_writer_in_the_background_that_dies_ends_the_dump(
 ) -> None:
     real = CacheWriter.write_shard
 
-    def fail(self: CacheWriter, shard: int, rows: Any, *, table: pa.Table, rank: int = 0) -> None:
+    def fail(self: CacheWriter, shard: int, rows: Any, *, table: pa.Table, rank: int = 0) -> int:
         if shard == 1:
             raise StorageError("the disk went away")
-        real(self, shard, rows, table=table, rank=rank)
+        return real(self, shard, rows, table=table, rank=rank)
 
     monkeypatch.setattr(CacheWriter, "write_shard", fail)
     with pytest.raises(StorageError, match="the disk went away"):

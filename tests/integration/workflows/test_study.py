@@ -17,6 +17,8 @@ from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.tables import curves_table, students_table, summary_table
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
+from minilm_cache.workflows.chain import chain_folder
+from minilm_cache.workflows.config import ChainConfig
 from minilm_cache.workflows.study import run_study
 from minilm_cache.workflows.study_spec import read_study
 from tests.conftest import Command
@@ -379,3 +381,18 @@ def test_what_students_begin_with_is_an_axis(world: World) -> None:
     result = run_study(study, world.root / "study", home=world.home)
     assert result.summary["init"].to_pylist() == ["random", "slice", "teacher-layers"]
     assert "teacher-layers" in result.report.read_text()
+
+
+def test_chains_and_passes_have_the_names_that_earlier_releases_gave_them(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "dump": {"teacher": "mini"},
+        "train": {"arch": ("3x384",)},
+        "assistants": ("12x384",),
+    }
+    assert chain_folder(ChainConfig.model_validate(settings), tmp_path).name == "12x384-33913d18031d"
+    (tmp_path / "study.yaml").write_text(
+        "dump: {teacher: mini, max_tokens: 1000}\ncaches:\n  a: {codec: topk, k: 4}\n"
+        "arch: [2x96]\nseed: [0]\ntrain: {steps: 3}\n"
+    )
+    (only,) = read_study(tmp_path / "study.yaml").passes
+    assert only.name == "a-minilm-s0-aba70a9a"

@@ -19,7 +19,7 @@ def test_a_preview_makes_nothing(world: World, command: Command) -> None:
     code, out, _ = command("study", shapes, "--dry-run")
 
     assert code == 0
-    for words in ("sampled", "coded", "4 passes train 8 students", "1x16, 1x32", "to be made"):
+    for words in ("sampled", "coded", "4 passes train 8 students", "1x16, 1x32", "to do"):
         assert words in out
     assert sorted(world.root.rglob("*")) == sorted([*before, shapes])
 
@@ -36,7 +36,7 @@ def test_a_preview_knows_what_is_there(world: World, command: Command) -> None:
 
     assert preview["caches"] == {"sampled": "complete", "coded": "complete"}
     states = [planned["state"] for planned in preview["passes"]]
-    assert (states[0], states[-1]) == ("complete", "to be made")
+    assert (states[0], states[-1]) == ("complete", "to do")
     assert [planned["students"] for planned in preview["passes"]] == [["1x16", "1x32"]] * 4
 
 

@@ -35,6 +35,20 @@ def test_train_learns_relations_first(world: World, command: Command) -> None:
     assert (code, err.count("already complete")) == (0, 2)
 
 
+def test_only_the_second_of_two_runs_goes_on(world: World, command: Command) -> None:
+    """FIRST gives the steps of the first run; without them, more --steps would be more steps of both."""
+    cache, out = dumped(world, command), world.root / "run"
+    arguments = ("train", cache, "--arch", "1x32", *TRAIN, "--first", "minilm", "--out", out)
+    assert command(*arguments)[0] == 0
+    before = load_record(world.root / "run-first")
+    longer = [6 if word == 3 else word for word in arguments]
+    command.fails(*longer, code=2, says="To go on with it, give --first-steps 3, too")
+    code, _, err = command(*longer, "--first-steps", 3)
+    assert code == 0, err
+    assert load_record(world.root / "run-first") == before
+    assert load_record(out).continued_at == (3,)
+
+
 @pytest.mark.parametrize("first", [(), FIRST])
 def test_a_chain_ends_with_vectors(world: World, command: Command, first: tuple[object, ...]) -> None:
     out = world.root / "chain"

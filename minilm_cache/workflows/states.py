@@ -1,0 +1,35 @@
+"""How far a cache or a run is, in words that chains and studies share."""
+
+from pathlib import Path
+
+from minilm_cache.store.layout import MANIFEST, commit_path
+from minilm_cache.store.reader import read_manifest
+from minilm_cache.train.folder import is_run
+from minilm_cache.train.record import load_record
+
+COMPLETE = "complete"
+TO_DO = "to do"
+
+
+def cache_state(path: Path) -> str:
+    """Return `to do`, the number of shards written, or `complete`.
+
+    Raises:
+        MiniLMCacheError: the cache is damaged.
+    """
+    if not (path / MANIFEST).is_file():
+        return TO_DO
+    manifest = read_manifest(path)
+    committed = sum((path / commit_path(shard)).is_file() for shard in range(manifest.num_shards))
+    return COMPLETE if manifest.complete else f"{committed} of {manifest.num_shards} shards"
+
+
+def run_state(path: Path) -> str:
+    """Return `to do`, `unfinished` or `complete`.
+
+    Raises:
+        MiniLMCacheError: the run is damaged.
+    """
+    if not is_run(path):
+        return TO_DO
+    return COMPLETE if load_record(path).complete else "unfinished"

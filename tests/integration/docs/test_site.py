@@ -1,0 +1,36 @@
+"""The notebook runs, and the site is built without a warning."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPLCONFIGDIR", mpl.get_configdir())  # its list of fonts takes long to make
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    notebook = nbformat.read(ROOT / "docs/first-look.ipynb", 4)  # type: ignore[no-untyped-call]
+    NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    assert "3x384" in str(notebook.cells)
+
+
+def test_the_site_is_built_without_a_warning() -> None:
+    done = subprocess.run([sys.executable, "docs/site.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in (
+        "index",
+        "docs/tutorial/index",
+        "docs/cli/index",
+        "docs/api/index",
+        "storage_schema/SPEC/index",
+    ):
+        assert (ROOT / f"build/site/{page}.html").is_file()
+    assert "--matryoshka" in (ROOT / "build/site/docs/cli/index.html").read_text()
+    assert "train_students" in (ROOT / "build/site/docs/api/index.html").read_text()
