@@ -34,9 +34,24 @@ StoreOption = Annotated[
         envvar="MINILM_CACHE_STORE", help="URL of a store to pull the cache from, if it is there already."
     ),
 ]
+
+
+def _local_folder(text: str) -> Path:
+    """Return a folder that a user named.
+
+    Raises:
+        typer.BadParameter: it is a URL.
+    """
+    if "://" in text:
+        raise typer.BadParameter(f"{text} is a URL. Fetch it first: `minilm-cache pull {text}`.")
+    return Path(text)
+
+
 CacheArgument = Annotated[
     Path | None,
-    typer.Argument(metavar="[CACHE]", help="Folder of the cache [default: the newest complete one]"),
+    typer.Argument(
+        metavar="[CACHE]", help="Folder of the cache [default: the newest complete one]", parser=_local_folder
+    ),
 ]
 ComparedModelsArgument = Annotated[
     list[str],

@@ -158,36 +158,23 @@ def _changes(student: StudentRecord) -> list[str]:
     return [f"{before[kind]:.4f} -> {after[kind]:.4f}" for kind in sorted(after)]
 
 
-_NAMES: Final = {
-    "run": "run",
-    "cache": "cache",
-    "objective": "objective",
-    "arch": "student",
-    "init": "began with",
-    "kl_to": "KL to",
-}
-"""Columns that name a row of a summary, and their headings."""
-
-
 def print_summary(summary: "pa.Table") -> None:
     """Print means over seeds, which `report.tables.summary_table` computes: closeness and cost of students.
 
     Names that all rows share are printed once, so that both tables fit a terminal.
     """
-    from minilm_cache.report.tables import needs_runs  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.report.tables import NAMES, row_names  # noqa: PLC0415 - importing it takes seconds
 
     rows = summary.to_pylist()
-    names = [name for name in _NAMES if name != "run" or needs_runs(summary)]
-    differing = [name for name in names if name == "arch" or len({row[name] for row in rows}) > 1]
-    shared = [name for name in names if name not in differing]
+    differing, shared = row_names(summary)
     if shared and rows:
-        print_pairs({_NAMES[name]: rows[0][name] for name in shared})
+        print_pairs({NAMES[name]: rows[0][name] for name in shared})
     measured = [
         name.removesuffix("_stddev")
         for name in summary.column_names
         if name.endswith("_stddev") and summary[name.removesuffix("_stddev")].null_count < len(summary)
     ]
-    headings = [_NAMES[name] for name in differing]
+    headings = [NAMES[name] for name in differing]
     print_table(
         "KL on held-out sequences, nats, mean over seeds +- standard deviation",
         [*headings, *map(_heading, measured), "seeds"],

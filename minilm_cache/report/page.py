@@ -35,7 +35,7 @@ from minilm_cache.report.plots import (
 from minilm_cache.report.provenance import provenance
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.similarity import LayerSimilarity, layer_similarity
-from minilm_cache.report.tables import KL_COLUMNS, needs_runs, summary_table
+from minilm_cache.report.tables import KL_COLUMNS, NAMES, row_names, summary_table
 from minilm_cache.storage_schema.versions import RELEASE
 from minilm_cache.store.durable import refuse_file, storage_errors, write_file
 from minilm_cache.wording import number_text
@@ -159,10 +159,12 @@ def _render(values: Mapping[str, Any]) -> str:
 def _student_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str, Any]:
     """Return what the template shows in its table of students."""
     summary = summary_table(students)
+    differing, shared = row_names(summary)
     return {
         "num_students": sum(len(run.students) for run in runs),
         "students": summary.to_pylist(),
-        "shows_runs": needs_runs(summary),
+        "names": {name: NAMES[name] for name in differing},
+        "shared": {NAMES[name]: summary[name][0].as_py() for name in shared if len(summary)},
         "has_agreement": summary["masked_agreement"].null_count < len(summary),
         "kinds": [kind for kind, column in KL_COLUMNS.items() if summary[column].null_count < len(summary)],
         "diverged": [row for row in students.to_pylist() if row["diverged_at"] is not None],

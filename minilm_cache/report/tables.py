@@ -32,6 +32,15 @@ _SEED: Final = re.compile(r":s\d+")
 KL_COLUMNS: Final = {kind: f"kl_{kind}" for kind in RelationKind}
 _GROUP: Final = ["cache", "recipe", "objective", "arch", "kl_to"]
 """Columns that the seeds of a summary's row share; a recipe is that of `RunRecord`."""
+NAMES: Final = {
+    "run": "run",
+    "cache": "cache",
+    "objective": "objective",
+    "arch": "student",
+    "init": "began with",
+    "kl_to": "KL to",
+}
+"""Columns that name a row of a summary, and their headings."""
 STUDENTS: Final = pa.schema(
     [
         ("run", pa.string()),
@@ -246,10 +255,16 @@ def summary_table(students: pa.Table) -> pa.Table:
     return grouped.rename_columns([names.get(name, name) for name in grouped.column_names])
 
 
-def needs_runs(summary: pa.Table) -> bool:
-    """Return whether rows of a summary can be told apart by their runs alone."""
-    shown = summary.select(["cache", "objective", "arch", "init", "kl_to"])
-    return len(shown.group_by(shown.column_names).aggregate([])) < len(shown)
+def row_names(summary: pa.Table) -> tuple[list[str], list[str]]:
+    """Return the columns of `NAMES` that tell the rows of a summary apart, and those that all rows share.
+
+    Runs are among them where nothing else tells two rows apart.
+    """
+    shown = summary.select([name for name in NAMES if name != "run"])
+    is_unique = len(shown.group_by(shown.column_names).aggregate([])) == len(shown)
+    names = [name for name in NAMES if not (is_unique and name == "run")]
+    differing = [name for name in names if name == "arch" or len(summary[name].unique()) > 1]
+    return differing, [name for name in names if name not in differing]
 
 
 def curves_table(run: TrainedRun) -> pa.Table:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
 
 from filelock import FileLock, Timeout
 
@@ -11,6 +12,9 @@ from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import is_vacant, storage_errors, wait_for
 from minilm_cache.store.layout import CREATE_LOCK, MANIFEST, below
+
+_LONGEST: Final = 16
+"""Most characters of a value in a message."""
 
 
 def prepare_root(root: Path) -> None:
@@ -81,4 +85,12 @@ def differing_values(
         if isinstance(left, dict) and isinstance(right, dict):
             yield from differing_values(left, right, f"{prefix}{name}.")
         elif left != right:
-            yield f"{prefix}{name} ({left!s:.16} there, {right!s:.16} asked)"
+            yield f"{prefix}{name} ({_shown(left)} there, {_shown(right)} asked)"
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message: a group of values as `some`, a long text by its beginning."""
+    if isinstance(value, dict):
+        return "some"
+    text = str(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

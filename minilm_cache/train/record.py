@@ -13,11 +13,11 @@ from minilm_cache.storage_schema.base import StoredModel
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.problems import refuse_costly
-from minilm_cache.store.durable import is_vacant, storage_errors, write_file
+from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.folders import described_otherwise
 from minilm_cache.store.regular_files import first_bytes
 from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.folder import RunFolder, arch_slug, is_run, state_name
+from minilm_cache.train.folder import RunFolder, arch_slug, is_run
 from minilm_cache.train.sampler import StepPlan
 
 _MAX_RECORD_BYTES: Final = 2**20
@@ -310,64 +310,6 @@ def last_logged_step(folder: Path) -> int | None:
         return None
     steps = [_step_of(line) for line in content.decode(errors="replace").splitlines()]
     return next((int(step) for step in reversed(steps) if step < math.inf), None)
-
-
-def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
-    """Return the record of a run's folder. None means that the folder is new.
-
-    A run that is over and has fewer steps than the identity is returned as one that goes on.
-
-    Raises:
-        IdentityMismatchError: the folder holds another run, or something else.
-    """
-    if not is_run(folder):
-        if folder.is_dir() and not is_vacant(folder, beside=RunFolder(path=folder).lock):
-            raise IdentityMismatchError(f"{folder} is not empty and holds no run. Choose another --out.")
-        return None
-    record = load_record(folder)
-    record = _continued(folder, record, identity) or record
-    there, asked = record.identity.model_dump(mode="json"), identity.model_dump(mode="json")
-    differing = [
-        f"{name} ({there.get(name)} there, {asked.get(name)} asked)"
-        for name in {**there, **asked}
-        if there.get(name) != asked.get(name)
-    ]
-    if differing:
-        hint = next(
-            (words for name, words in _HINTS_ON_OLDER_RUNS.items() if differing[0].startswith(f"{name} (")),
-            "",
-        )
-        raise IdentityMismatchError(
-            f"{folder} holds another run, which differs in {', '.join(differing)}.{hint} "
-            "Choose another --out."
-        )
-    return record
-
-
-def _continued(folder: Path, record: RunRecord, identity: RunIdentity) -> RunRecord | None:
-    """Return the record of a run that is over and is to take more steps. None means that it is not to.
-
-    Raises:
-        IdentityMismatchError: the state of the run was not kept.
-    """
-    before = record.identity.steps
-    longer = record.identity.model_copy(update={"steps": identity.steps})
-    if not record.complete or longer != identity or identity.steps <= before:
-        return None
-    if not (RunFolder(path=folder).checkpoints / state_name(before)).is_dir():
-        raise IdentityMismatchError(
-            f"{folder} holds a run of {before:,} steps that is over, and its state was not kept "
-            f"(--keep-checkpoints 0). Go on from its students with --init {folder} and another --out."
-        )
-    changes = {"identity": identity, "complete": False, "continued_at": (*record.continued_at, before)}
-    return record.model_copy(update=changes)
-
-
-_HINTS_ON_OLDER_RUNS: Final = {
-    "form": " Runs of the first releases go on with --form paper.",
-    "dealing": " It was begun by a release that dealt shards to streams, and can only go on with that one.",
-}
-"""Hints to add to the message where a setting differs because a newer release changed its meaning."""
 
 
 def _step_of(line: str) -> float:

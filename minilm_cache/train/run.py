@@ -32,11 +32,10 @@ from minilm_cache.train.record import (
     RunIdentity,
     RunRecord,
     StudentRecord,
-    read_record,
     run_recipe,
     write_record,
 )
-from minilm_cache.train.resume import recorded
+from minilm_cache.train.resume import read_record, recorded
 from minilm_cache.train.sampler import StepPlan, plan_steps
 from minilm_cache.train.setup import build_trainers, fit_objectives, num_steps, student_shapes
 from minilm_cache.train.tracking import tracking

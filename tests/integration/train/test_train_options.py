@@ -21,7 +21,8 @@ from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.presets import presets, with_preset
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.record import load_record, read_record
+from minilm_cache.train.record import load_record
+from minilm_cache.train.resume import read_record
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.setup import build_trainers
@@ -145,6 +146,13 @@ def test_a_run_whose_state_was_not_kept_cannot_go_on(world: World) -> None:
     with pytest.raises(IdentityMismatchError, match=r"holds another run, which differs in steps"):
         go(world, steps=10)
     assert load_record(result.path).complete
+
+
+def test_a_run_that_never_began_leaves_its_folder_free(world: World) -> None:
+    world.dump()
+    with pytest.raises(InvalidConfigError, match="No module named 'wandb'"):
+        go(world, steps=20, tracker="wandb")
+    assert go(world, steps=10).record.identity.steps == 10
 
 
 def test_a_step_larger_than_the_cache_is_refused(world: World) -> None:

@@ -81,6 +81,10 @@ def test_a_wrong_number_names_its_option(command: Command) -> None:
     command.fails("train", "x", "--arch", "2x32", "--matryoshka", "x", code=2, says="--matryoshka")
 
 
+def test_a_url_where_a_folder_is_read_names_the_command_that_fetches(command: Command) -> None:
+    command.fails("info", "s3://team/x", code=2, says="Fetch it first: `minilm-cache pull s3://team/x`")
+
+
 def test_the_list_of_commands_is_not_cut_off(command: Command) -> None:
     assert "..." not in command("--help")[1].partition("Commands:")[2]
 

@@ -148,3 +148,14 @@ def test_manifests_that_differ_in_their_shards_alone_differ() -> None:
     other = manifest.model_copy(update={"shards": (shard, *manifest.shards[1:])})
 
     assert len(differing_fields(manifest, other)) == 1
+
+
+def test_a_group_is_named_and_a_long_value_is_shortened() -> None:
+    there = {"states": {"pooled": {"mode": "mean"}}, "sha256": "0" * 64, "codec": {"name": "none"}}
+    asked = {"sha256": "1" * 64, "codec": {"name": "vectors"}}
+
+    assert list(differing_values(there, asked)) == [
+        "codec.name (none there, vectors asked)",
+        "sha256 (0000000000000... there, 1111111111111... asked)",
+        "states (some there, None asked)",
+    ]
