@@ -7,6 +7,7 @@ Default, bounds and help text are defined only at the field of the settings. Opt
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -73,6 +74,12 @@ _UNSET: Final = re.compile(r" None means (?:that )?(?P<default>[^.]*(?:\.\d[^.]*
 
 class GroupedCommand(TyperCommand):
     """A command whose `--help` shows options under headings."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - typer's own, unexported classes
+        """Run the command; a person at a terminal is told that its libraries load first, for some seconds."""
+        if sys.stderr.isatty():
+            print("loading ...", end="\r", file=sys.stderr, flush=True)  # noqa: T201 - the next line covers it
+        return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - typer's own, unexported classes
         """Write arguments and options, each group under its heading."""

@@ -1,7 +1,10 @@
 """What people type without thinking: no arguments, -h, 20k, an empty variable, s3:/ with one slash."""
 
+import os
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import typer
@@ -83,6 +86,20 @@ def test_a_wrong_number_names_its_option(command: Command) -> None:
 
 def test_a_url_where_a_folder_is_read_names_the_command_that_fetches(command: Command) -> None:
     command.fails("info", "s3://team/x", code=2, says="Fetch it first: `minilm-cache pull s3://team/x`")
+
+
+def test_a_person_at_a_terminal_is_told_that_libraries_load() -> None:
+    ours, theirs = pty.openpty()
+    arguments = [sys.executable, "-m", "minilm_cache", "info", "/nowhere"]
+    with subprocess.Popen(arguments, stderr=theirs) as process:
+        os.close(theirs)
+        said = b""
+        with suppress(OSError):  # Linux says so when the other side is closed
+            while part := os.read(ours, 1024):
+                said += part
+    os.close(ours)
+    assert said.startswith(b"loading ...\rerror: no cache at /nowhere")
+    assert process.returncode == 1
 
 
 def test_the_list_of_commands_is_not_cut_off(command: Command) -> None:
