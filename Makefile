@@ -13,8 +13,9 @@ BIN := .venv/bin
 demo: .venv/demo
 	$(BIN)/minilm-cache demo
 
+# Compiled modules are kept whatever the shell says: tests start the command often.
 test: .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: .venv/dev
 	$(BIN)/ruff check .

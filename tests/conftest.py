@@ -1,9 +1,11 @@
 """Fixtures that every test may use. No network, no GPU."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jaxtyping
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,6 +19,38 @@ SLOW = (
     "test_pages.py",
 )
 """Files with few tests that take minutes: they begin first, so that no process waits for one at the end."""
+
+
+SHAPES_MATTER = ("unit", "codecs", "models", "objectives")
+"""Folders whose tests check the shape and the type of every argument. Tests of whole commands, which make the
+same calls, go without: it would cost a fifth of their time."""
+
+MEMORY = Path("/dev/shm")  # noqa: S108 - pytest makes a folder of its own in it
+"""A file system in memory, where the system has one: stores sync every file they write, and a disk takes
+milliseconds for each."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--soak`."""
+    parser.addoption("--soak", action="store_true", help="four times as many kills and damaged caches")
+
+
+def pytest_configure() -> None:
+    """Keep the files of tests in memory if there is room."""
+    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2**33:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+@pytest.fixture(autouse=True)
+def _shapes_are_checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not set(SHAPES_MATTER) & set(request.path.parts):
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture(scope="session")
+def soak(request: pytest.FixtureRequest) -> int:
+    """Return how many times as many kills and damaged caches a test shall try: 1, or 4 with `--soak`."""
+    return 4 if request.config.getoption("--soak") else 1
 
 
 @pytest.hookimpl(trylast=True)

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 
 from tests.conftest import Command
@@ -43,11 +42,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "reader"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the export of ONNX traces models
     shape: dict[str, Any] = {"hidden_size": 192, "num_hidden_layers": 3, "num_attention_heads": 12}
     save_teacher(folder / "small", max_position_embeddings=256, **shape)
     save_encoder(folder / "small", "mean", width=192, max_length=128)
-    text = write_corpus(folder / "notes.txt", num_documents=30).read_text()
+    text = write_corpus(folder / "notes.txt", num_documents=90).read_text()
     paragraphs = text.strip().split("\n\n")
     (folder / "wiki.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in paragraphs))
     pairs = zip(paragraphs[::2], paragraphs[1::2], strict=False)
@@ -73,6 +71,8 @@ def test_commands_do_what_the_page_says(page: Path, folder: Path, command: Comma
         program, *arguments = shlex.split(line, comments=True)
         if program == "python":
             subprocess.run(line.replace("python", sys.executable, 1), shell=True, check=True)  # noqa: S602 - ours
+            notes = folder / "notes.txt"
+            notes.write_text(notes.read_text()[:20_000])  # a twentieth of it says as much
             continue
         assert program == "minilm-cache", line
         given = [words.get(word, word).replace("s3://team/caches", store) for word in arguments]

@@ -17,6 +17,8 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     notebook = nbformat.read(ROOT / "docs/first-look.ipynb", 4)  # type: ignore[no-untyped-call]
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("8192", "2048").replace("steps=20", "steps=2")
     NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
     assert "3x384" in str(notebook.cells)
 

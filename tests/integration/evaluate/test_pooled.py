@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import onnxruntime
 import pytest
@@ -74,10 +73,7 @@ def test_a_trial_belongs_to_a_pooling(tmp_path: Path, command: Command) -> None:
     assert sum(record["identity"]["untrained"] for record in records) == 2
 
 
-def test_speed_and_onnx_measure_the_pooling_too(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # sizes are symbols during an export
+def test_speed_and_onnx_measure_the_pooling_too(tmp_path: Path, command: Command) -> None:
     model = encoder_in(tmp_path / "encoder", "mean", nn.Tanh())
     short = ("--batch-size", 1, "--length", 8, "--turns", 1, "--device", "cpu")
     code, out, err = command("speed", model, *short, "--onnx", tmp_path / "onnx", "--json")

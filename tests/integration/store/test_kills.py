@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 import random
 import time
 from collections.abc import Callable
@@ -17,10 +16,12 @@ from minilm_cache.train.record import load_record
 from minilm_cache.train.run import train_students
 from tests.integration.dump.test_dump import arrays_of
 from tests.integration.train.test_train import settings as train_settings
+from tests.processes import CONTEXT
 from tests.support import World
 
-DUMP_KILLS = 50
-TRAIN_KILLS = 20
+DUMP_KILLS = 7
+"""Kills of dumps with each codec; four times as many with `--soak`."""
+TRAIN_KILLS = 5
 
 
 def run_dump(world: World, out: Path, begun: Any, settings: dict[str, Any]) -> None:
@@ -37,16 +38,13 @@ class Killer:
     """Runs work in processes of their own, and kills them after a while."""
 
     def __init__(self, work: Callable[..., None], *arguments: object) -> None:
-        # A server that has imported everything forks them: a process is there within milliseconds.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.integration.store.test_kills"])
         self._work = work
         self._arguments = arguments
 
     def run(self, seconds: float | None, out: Path, settings: dict[str, Any]) -> float | None:
         """Run to the end, and return the seconds that took; none if it was killed before, after so many."""
-        begun = self._context.Event()
-        process = self._context.Process(target=self._work, args=(*self._arguments, out, begun, settings))
+        begun = CONTEXT.Event()
+        process = CONTEXT.Process(target=self._work, args=(*self._arguments, out, begun, settings))
         process.start()
         assert begun.wait(120)
         started = time.perf_counter()
@@ -73,7 +71,9 @@ def committed(path: Path) -> dict[str, str]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("codec", ["topk", "vectors"])
-def test_a_dump_killed_at_random_moments_ends_as_if_it_had_not_been(world: World, codec: str) -> None:
+def test_a_dump_killed_at_random_moments_ends_as_if_it_had_not_been(
+    world: World, codec: str, soak: int
+) -> None:
     world.corpus.write_text(world.corpus.read_text() * 4)
     settings = {"codec": codec, "batch_size": 2}
     expected = arrays_of(world.dump("whole", **settings).path)
@@ -82,7 +82,7 @@ def test_a_dump_killed_at_random_moments_ends_as_if_it_had_not_been(world: World
     assert whole is not None
     chance = random.Random(codec)
     kills = acknowledged = rounds = 0
-    while kills < DUMP_KILLS // 2:
+    while kills < DUMP_KILLS * soak:
         out = world.root / f"killed{rounds}"
         before: dict[str, str] = {}
         while killer.run(chance.uniform(0, whole), out, settings) is None:
@@ -100,7 +100,7 @@ def test_a_dump_killed_at_random_moments_ends_as_if_it_had_not_been(world: World
 
 
 @pytest.mark.timeout(900)
-def test_a_training_killed_at_random_moments_ends_as_if_it_had_not_been(world: World) -> None:
+def test_a_training_killed_at_random_moments_ends_as_if_it_had_not_been(world: World, soak: int) -> None:
     """Weights and the loss curve: bit for bit, on the CPU."""
     world.dump()
     settings = {"steps": 60, "checkpoint_steps": 7}
@@ -109,7 +109,7 @@ def test_a_training_killed_at_random_moments_ends_as_if_it_had_not_been(world: W
     assert whole is not None
     chance = random.Random(0)
     kills = rounds = 0
-    while kills < TRAIN_KILLS:
+    while kills < TRAIN_KILLS * soak:
         out = world.root / f"killed{rounds}"
         while killer.run(chance.uniform(0, whole), out, settings) is None:
             kills += 1

@@ -28,7 +28,7 @@ from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.setup import build_trainers
 from minilm_cache.train.trainer import StudentTrainer
 from tests.conftest import Command
-from tests.integration.cli.test_processes import Process
+from tests.integration.cli.test_processes import start
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
 from tests.support import TINY, World, save_teacher
 
@@ -214,8 +214,8 @@ def test_compiled_layers_train_the_same(still: World) -> None:
     plain = go(still, "plain", arch=("2x16",), steps=3, init="random")
     options = ("--batch-size", 4, "--lr", 5e-3, "--device", "cpu", "--steps", 3, "--init", "random")
     train = ("train", still.root / "cache", "--arch", "2x16", *options, "--out", still.root / "run")
-    process = Process(still, *train, "--compile")
-    code, err = process.end()
+    process = start(still, *train, "--compile")
+    code, _, err = process.end()
     assert code == 0, err
     found = load_file(still.root / "run/students/2x16/model.safetensors")
     for name, expected in weights(plain)["2x16"].items():

@@ -1,10 +1,7 @@
 """Teacher, assistants, students: every stage once, whatever happens in between."""
 
 import json
-import os
 import signal
-import subprocess
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +17,7 @@ from minilm_cache.train.record import load_record
 from minilm_cache.workflows.chain import run_chain, stages
 from minilm_cache.workflows.config import ChainConfig
 from tests.conftest import Command
-from tests.integration.cli.test_processes import COMMAND
+from tests.processes import CommandProcess
 from tests.support import World
 
 
@@ -142,13 +139,11 @@ def test_a_chain_killed_twice_goes_on_to_the_same_end(world: World) -> None:
     words = arguments(world, "--compare-direct")
     folder = world.root / "chain"
     for moment in ("runs/1-2x32/log.jsonl", "runs/students-1x16_1x32/run.json"):
-        process = subprocess.Popen([*COMMAND, *words], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        while not (folder / moment).exists():
-            assert process.poll() is None
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    subprocess.run([*COMMAND, *words], check=True, capture_output=True)
+        process = CommandProcess(*words, environment={})
+        process.wait_for(folder / moment)
+        process.send(signal.SIGKILL)
+        assert process.end()[0] == -signal.SIGKILL
+    assert CommandProcess(*words, environment={}).end()[0] == 0
 
     assert content(folder) == content(world.root / "whole")
     for log in folder.glob("runs/*/log.jsonl"):
