@@ -129,7 +129,7 @@ def _print(result: "DumpResult") -> None:
     print_pairs(
         {
             "cache": result.path,
-            "state": "complete" if manifest.complete else "incomplete: other ranks have shards to write",
+            "state": "complete" if manifest.complete else "unfinished: other ranks have shards to write",
             "fingerprint": manifest.fingerprint,
             "shards": f"{result.shards_written} written, {result.shards_kept} there before, "
             f"{len(manifest.shards)} in all",

@@ -91,7 +91,7 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
     identity = manifest.identity
     teacher = identity.teacher
     state = (
-        "complete" if manifest.complete else "incomplete: finish it with the same `minilm-cache dump` command"
+        "complete" if manifest.complete else "unfinished: finish it with the same `minilm-cache dump` command"
     )
     pairs: dict[str, object] = {
         "state": state,

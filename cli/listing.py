@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from minilm_cache.cli.console import TerminalProgress, print_json, print_table
 from minilm_cache.cli.environment import home
 from minilm_cache.cli.options import JsonOption
+from minilm_cache.cli.tables import kl_infinite_because
 from minilm_cache.errors import CacheNotFoundError, MiniLMCacheError
 from minilm_cache.storage_schema.manifest import CacheManifest
 
@@ -62,16 +63,20 @@ def _described(entry: "CatalogueEntry") -> dict[str, Any]:
         "layers": manifest.identity.layers,
         "tokens": manifest.num_tokens,
         "bytes": measured.total_bytes,
-        "kl_stored_to_teacher": _kls(manifest),
+        "kl_teacher_to_stored": _kls(manifest),
+        "kl_infinite_because": kl_infinite_because(manifest),
         "fingerprint": manifest.fingerprint,
     }
 
 
-def _kls(manifest: CacheManifest) -> dict[str, float]:
-    """Return KL(stored || teacher) of the last stored layer, nats, by relation; none for pooled vectors."""
+def _kls(manifest: CacheManifest) -> dict[str, float | None]:
+    """Return KL(teacher || stored) of the last stored layer, nats, by relation; empty for pooled vectors.
+
+    A value is None where the KL is infinite.
+    """
     assert manifest.measured is not None
     fidelity = manifest.measured.fidelity[-1:]
-    return {kind: kls.kl_stored_to_teacher for layer in fidelity for kind, kls in layer.relations.items()}
+    return {kind: kls.kl_teacher_to_stored for layer in fidelity for kind, kls in layer.relations.items()}
 
 
 def _runs(folder: Path) -> list[dict[str, Any]]:
@@ -108,9 +113,10 @@ def _print_caches(place: str, entries: "Sequence[CatalogueEntry]") -> None:
             rows.append([name, "-", "-", str(entry.problem)])
             continue
         described = _described(entry)
-        kls = " / ".join(f"{kl:.4f}" for kl in described["kl_stored_to_teacher"].values())
-        rows.append([name, f"{described['tokens']:,}", decimal(described["bytes"]), kls or "no relations"])
-    print_table(f"Caches in {place}", ["cache", "tokens", "size", "KL(stored, teacher), nats"], rows)
+        kls = [kl for kl in described["kl_teacher_to_stored"].values() if kl is not None]
+        fidelity = described["kl_infinite_because"] or " / ".join(f"{kl:.4f}" for kl in kls) or "no relations"
+        rows.append([name, f"{described['tokens']:,}", decimal(described["bytes"]), fidelity])
+    print_table(f"Caches in {place}", ["cache", "tokens", "size", "KL(teacher, stored), nats"], rows)
 
 
 def _print_runs(runs: Sequence[dict[str, Any]]) -> None:

@@ -94,6 +94,6 @@ def remote_manifest(
     check_size(manifest, f"{folder.url}/{MANIFEST}")
     if not manifest.complete:
         raise CacheIncompleteError(
-            f"{folder.url} is incomplete. Finish its dump; push it again if this is a copy."
+            f"{folder.url} is unfinished. Finish its dump; push it again if this is a copy."
         )
     return manifest

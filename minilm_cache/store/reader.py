@@ -124,7 +124,7 @@ class CacheReader:
         if not (self.manifest.complete or partial):
             committed = sum(below(root, commit_path(n)).is_file() for n in range(len(self.manifest.shards)))
             raise CacheIncompleteError(
-                f"{root} is incomplete: {committed} of {len(self.manifest.shards)} shards are committed. "
+                f"{root} is unfinished: {committed} of {len(self.manifest.shards)} shards are committed. "
                 "Finish it with the same `minilm-cache dump` command; it resumes. If it is one machine's "
                 "part, join all parts with `minilm-cache merge`."
             )

@@ -12,7 +12,7 @@ TO_DO = "to do"
 
 
 def cache_state(path: Path) -> str:
-    """Return `to do`, the number of shards written, or `complete`.
+    """Return `to do`, `unfinished` with the number of shards written, or `complete`.
 
     Raises:
         MiniLMCacheError: the cache is damaged.
@@ -21,7 +21,7 @@ def cache_state(path: Path) -> str:
         return TO_DO
     manifest = read_manifest(path)
     committed = sum((path / commit_path(shard)).is_file() for shard in range(manifest.num_shards))
-    return COMPLETE if manifest.complete else f"{committed} of {manifest.num_shards} shards"
+    return COMPLETE if manifest.complete else f"unfinished: {committed} of {manifest.num_shards} shards"
 
 
 def run_state(path: Path) -> str:

@@ -319,8 +319,8 @@ def test_an_unfinished_cache_is_told_and_not_trained_from(world: World, command:
     command(*dump_arguments(world, "--rank", 0, "--world-size", 2))
     code, out, _ = command("info", world.root / "cache")
     assert code == 0
-    assert "incomplete: finish it with the same `minilm-cache dump` command" in out
-    command.fails("train", world.root / "cache", "--arch", "1x32", code=1, says="is incomplete")
+    assert "unfinished: finish it with the same `minilm-cache dump` command" in out
+    command.fails("train", world.root / "cache", "--arch", "1x32", code=1, says="is unfinished")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "deleted", "swapped"])

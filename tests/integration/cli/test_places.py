@@ -29,7 +29,7 @@ def home(world: World, command: Command, monkeypatch: pytest.MonkeyPatch) -> Pat
 def test_caches_and_runs_are_listed(home: Path, command: Command) -> None:
     code, out, _ = command("ls")
     assert code == 0
-    for words in ("teacher-corpus.txt-", "KL(stored, teacher)", "1x32, 2x16", "minilm, 2 steps", "complete"):
+    for words in ("teacher-corpus.txt-", "KL(teacher, stored)", "1x32, 2x16", "minilm, 2 steps", "complete"):
         assert words in out
     assert "is damaged" in out
 
@@ -38,7 +38,7 @@ def test_caches_and_runs_are_listed(home: Path, command: Command) -> None:
     broken, run = sorted(listed["runs"], key=lambda listed_run: listed_run["problem"] is None)
     assert cache["problem"] is None
     assert isinstance(cache["bytes"], int)
-    assert set(cache["kl_stored_to_teacher"]) == {"attention", "value"}
+    assert set(cache["kl_teacher_to_stored"]) == {"attention", "value"}
     assert run["students"] == ["1x32", "2x16"]
     assert (run["steps"], run["complete"], run["cache"]) == (2, True, cache["url"])
     assert "is damaged" in broken["problem"]
@@ -65,7 +65,7 @@ def test_errors_know_a_cache_from_a_run_from_a_model(world: World, home: Path, c
 
 def test_one_machines_part_is_to_be_merged(world: World, command: Command) -> None:
     part = world.dump("part0", rank=0, world_size=2).path
-    command.fails("train", part, "--arch", "1x32", code=1, says=("is incomplete", "minilm-cache merge"))
+    command.fails("train", part, "--arch", "1x32", code=1, says=("is unfinished", "minilm-cache merge"))
 
 
 @pytest.mark.parametrize("stored", ["minilm", "embedding"])

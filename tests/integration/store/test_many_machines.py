@@ -19,6 +19,7 @@ from minilm_cache.store.merge import merge
 from minilm_cache.store.verify import unsound_shards
 from tests.conftest import Command
 from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
+from tests.processes import CommandProcess
 from tests.support import World, dump_arguments
 
 
@@ -126,18 +127,13 @@ def test_ranks_come_from_torchrun_and_slurm(
     command.fails(*dump_arguments(world), "--rank", 0, code=2, says="--rank and --world-size go together")
 
 
-def test_torchrun_dumps_with_two_processes(world: World) -> None:
-    arguments = [str(word) for word in dump_arguments(world)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "minilm_cache", *arguments],
-        env={**os.environ, "MINILM_CACHE_HOME": str(world.home), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_two_processes_dump_at_the_same_time(world: World) -> None:
+    """With the environment that torchrun gives them."""
+    own = {"MINILM_CACHE_HOME": world.home, "WORLD_SIZE": 2}
+    words = dump_arguments(world)
+    processes = [CommandProcess(*words, environment={**own, "RANK": rank}) for rank in range(2)]
+    ends = [process.end() for process in processes]
+    assert [code for code, _, _ in ends] == [0, 0], ends
     manifest = manifest_of(world.root / "cache")
     assert manifest.complete
     records = [json.loads(file.read_text()) for file in sorted((world.root / "cache/commits").iterdir())]

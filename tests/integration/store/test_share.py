@@ -50,7 +50,7 @@ def test_a_cache_goes_the_whole_way_through_a_store(
     assert (code, listed["url"], listed["problem"]) == (0, url, None)
     assert listed["fingerprint"] == expected.manifest.fingerprint
     assert listed["tokens"] == expected.manifest.num_tokens
-    assert "KL(stored, teacher)" in command("ls", store)[1]
+    assert "KL(teacher, stored)" in command("ls", store)[1]
 
     code, out, err = command("pull", url, "--out", elsewhere)
     assert code == 0, err

@@ -1,6 +1,7 @@
 """Teacher, assistants, students: every stage once, whatever happens in between."""
 
 import json
+import shutil
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from minilm_cache.cache import open_cache
+from minilm_cache.cli.main import run
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import ShouldStop
@@ -18,7 +20,7 @@ from minilm_cache.workflows.chain import run_chain, stages
 from minilm_cache.workflows.config import ChainConfig
 from tests.conftest import Command
 from tests.processes import CommandProcess
-from tests.support import World
+from tests.support import World, save_teacher, write_corpus
 
 
 def chain_config(world: World, *, compare_direct: bool = True, **changes: object) -> ChainConfig:
@@ -50,6 +52,24 @@ def arguments(world: World, *more: object) -> list[str]:
     }
     words = [part for pair in options.items() for part in pair]
     return [str(word) for word in ("chain", *words, "--arch", "1x16", "--arch", "1x32", *more)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Return a world whose folder `chain` is a finished one."""
+    root = tmp_path_factory.mktemp("finished")
+    world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINILM_CACHE_HOME", str(world.home))
+        assert run(arguments(world)) == 0
+    return world
+
+
+@pytest.fixture
+def chained(finished: World, tmp_path: Path) -> World:
+    """Return a world of one test's own, with a copy of a finished chain."""
+    shutil.copytree(finished.root / "chain", tmp_path / "chain")
+    return World(tmp_path, finished.teacher, finished.corpus)
 
 
 def after(asked: int) -> ShouldStop:
@@ -150,18 +170,19 @@ def test_a_chain_killed_twice_goes_on_to_the_same_end(world: World) -> None:
         assert log.read_bytes() == (world.root / "whole" / log.relative_to(folder)).read_bytes()
 
 
-def test_a_complete_chain_is_not_done_again(world: World, command: Command) -> None:
-    code, out, _ = command(*arguments(world, "--json"))
-    first = json.loads(out)
-    times = {path: path.stat().st_mtime_ns for path in world.root.glob("chain/*/*/**/*") if path.is_file()}
-    code, out, err = command(*arguments(world, "--json"))
+def test_a_complete_chain_is_not_done_again(chained: World, command: Command) -> None:
+    first = json.loads((chained.root / "chain/chain.json").read_text())
+    files = [path for path in chained.root.glob("chain/*/*/**/*") if path.is_file()]
+    times = {path: path.stat().st_mtime_ns for path in files}
+    code, out, err = command(*arguments(chained, "--json"))
 
-    assert (code, json.loads(out)) == (0, first)
+    assert (code, json.loads(out)["students"]) == (0, first["students"])
     assert err.count("nothing to do") == 4
     assert times == {path: path.stat().st_mtime_ns for path in times}
 
 
-def test_a_dry_run_tells_the_stages_and_does_nothing(world: World, command: Command) -> None:
+def test_a_dry_run_tells_the_stages_and_does_nothing(world: World, chained: World, command: Command) -> None:
+    shutil.move(chained.root / "chain", chained.root / "done")
     code, out, _ = command(*arguments(world, "--dry-run", "--compare-direct", "--json"))
     found = json.loads(out)["stages"]
 
@@ -169,15 +190,14 @@ def test_a_dry_run_tells_the_stages_and_does_nothing(world: World, command: Comm
     assert [stage["does"] for stage in found] == ["dump", "train", "dump", "train", "train"]
     assert {stage["state"] for stage in found} == {"to do"}
     assert not (world.root / "chain").exists()
-    command(*arguments(world))
-    code, out, _ = command(*arguments(world, "--dry-run", "--compare-direct"))
+    shutil.move(chained.root / "done", chained.root / "chain")
+    code, out, _ = command(*arguments(chained, "--dry-run", "--compare-direct"))
     assert out.count("complete") == 4
     assert out.count("to do") == 1
 
 
-def test_another_student_takes_up_what_is_there(world: World, command: Command) -> None:
-    command(*arguments(world))
-    words = [word for word in arguments(world) if word not in ("1x16", "1x32")]
+def test_another_student_takes_up_what_is_there(chained: World, command: Command) -> None:
+    words = [word for word in arguments(chained) if word not in ("1x16", "1x32")]
     words = [word for word in words if word != "--arch"]
     code, out, err = command(*words, "--arch", "1x48", "--json")
 
@@ -206,20 +226,18 @@ def test_what_cannot_end_well_is_refused_before_the_first_stage(
     assert not (world.root / "chain").exists()
 
 
-def test_another_chain_is_refused_by_a_dry_run_too(world: World, command: Command) -> None:
-    command(*arguments(world))
+def test_another_chain_is_refused_by_a_dry_run_too(chained: World, command: Command) -> None:
     for more in ((), ("--dry-run",)):
         command.fails(
-            *arguments(world, "--lr", 0.5, *more),
+            *arguments(chained, "--lr", 0.5, *more),
             code=1,
             says=("holds another chain", "train.lr (0.005 there, 0.5 asked)"),
         )
 
 
-def test_a_moved_chain_goes_on(world: World, command: Command) -> None:
-    command(*arguments(world))
-    (world.root / "chain").rename(world.root / "moved")
-    code, _, err = command(*arguments(world, "--out", world.root / "moved"))
+def test_a_moved_chain_goes_on(chained: World, command: Command) -> None:
+    (chained.root / "chain").rename(chained.root / "moved")
+    code, _, err = command(*arguments(chained, "--out", chained.root / "moved"))
     assert (code, err.count("nothing to do")) == (0, 4)
 
 

@@ -85,6 +85,9 @@ def test_a_study_is_one_table_and_one_page(world: World, command: Command) -> No
         assert row["kl_sum"] == pytest.approx(mean)
         assert row["kl_sum_stddev"] == pytest.approx(sum((x - mean) ** 2 for x in values) ** 0.5)
     assert (folder / "report.html").stat().st_size > 10_000
+    code, out, _ = command("study", document(world, price_per_hour=" 3.6"))
+    assert code == 0
+    assert all(words in out for words in ("1x16", "1x32", "sampled", "coded", "+-", "KL, attention"))
 
 
 def test_shapes_of_one_cache_and_seed_went_through_one_pass(world: World) -> None:
@@ -244,13 +247,6 @@ def test_caches_of_unlike_lengths_are_measured_each_at_its_own(world: World, com
 
     assert code == 0, err
     assert flops["short", "1x16"] < flops["long", "1x16"]
-
-
-def test_the_table_is_printed(world: World, command: Command) -> None:
-    code, out, _ = command("study", document(world))
-
-    assert code == 0
-    assert all(words in out for words in ("1x16", "1x32", "sampled", "coded", "+-", "KL, attention"))
 
 
 def labelled(tmp_path: Path) -> World:
