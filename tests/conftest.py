@@ -21,7 +21,7 @@ SLOW = (
 """Files with few tests that take minutes: they begin first, so that no process waits for one at the end."""
 
 
-SHAPES_MATTER = ("unit", "codecs", "models", "objectives")
+SHAPES_MATTER = ("unit", "models", "objectives")
 """Folders whose tests check the shape and the type of every argument. Tests of whole commands, which make the
 same calls, go without: it would cost a fifth of their time."""
 
