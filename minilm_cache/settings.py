@@ -131,7 +131,7 @@ def first_problem(error: ValidationError, model: type[BaseModel]) -> tuple[Error
     if unknown is None:
         return problems[0], problems[0]["msg"].removeprefix("Value error, ")
     close = get_close_matches(str(unknown["loc"][-1]), model.model_fields, n=1)
-    return unknown, "there is no such setting" + (f"; did you mean {close[0]}?" if close else "")
+    return unknown, "there is no such setting" + (f" (did you mean {close[0]}?)" if close else "")
 
 
 def flag_of(name: str, field: FieldInfo) -> str:

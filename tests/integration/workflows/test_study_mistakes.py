@@ -23,7 +23,7 @@ from tests.support import World
         ({"dump": "\n  corpus: x"}, "line 1, dump.teacher: field required"),
         (
             {"dump": "\n  teacher: x\n  teecher: y"},
-            "line 3, dump.teecher: there is no such setting; did you mean teacher?",
+            "line 3, dump.teecher: there is no such setting (did you mean teacher?)",
         ),
         (
             {"dump": "\n  teacher: x\n  max_length: long"},
@@ -48,12 +48,12 @@ from tests.support import World
             "train.init: a study varies this; give it under init",
         ),
         ({"init": " [slice]", "arch": " [5x32]"}, "arch.0: --arch 5x32: more layers than the teacher's 3"),
-        ({"train": "\n  stops: 3"}, "line 14, train.stops: there is no such setting; did you mean steps?"),
+        ({"train": "\n  stops: 3"}, "line 14, train.stops: there is no such setting (did you mean steps?)"),
         ({"train": "\n  steps: 3\n  epochs: 2"}, "line 13, train: --steps and --epochs exclude each other"),
         ({"train": "\n  preset: best"}, "line 14, train.preset: --preset best: give one of"),
         ({"train": "\n  steps: 3\n  steps: 4"}, "line 14, steps: this key is given twice"),
         ({"price_per_hour": " -1"}, "price_per_hour: input should be greater than 0"),
-        ({"archs": " [3x384]"}, "archs: there is no such setting; did you mean arch?"),
+        ({"archs": " [3x384]"}, "archs: there is no such setting (did you mean arch?)"),
         ({"arch": " [1x16"}, "this is not YAML"),
         ({"arch": " [1x16, '1x16:s1']"}, "line 11, arch.1: give seeds under seed"),
         ({"seed": " 2020-13-45"}, "a value in it cannot be read"),

@@ -118,7 +118,7 @@ def test_only_what_was_given_reaches_the_command() -> None:
     [
         ({"name": "x", "size": 0}, "--size 0: input should be greater than or equal to 1"),
         ({"name": "x", "way": "left"}, "--way left: input should be 'up' or 'down'"),
-        ({"name": "x", "steep": 3}, "--steep 3: there is no such setting; did you mean step?"),
+        ({"name": "x", "steep": 3}, "--steep 3: there is no such setting (did you mean step?)"),
     ],
 )
 def test_bounds_are_checked_where_the_field_states_them(values: dict[str, Any], says: str) -> None:
