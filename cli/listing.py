@@ -1,4 +1,4 @@
-"""`minilm-cache ls`: lists the caches of a store, or the caches and runs of this machine."""
+"""`minilm-cache ls`: lists the caches of a store, or the caches and runs of this machine or of a folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 def ls(
     store: Annotated[
         str | None,
-        typer.Argument(metavar="[STORE]", help="URL or folder [default: caches and runs of the cache home]"),
+        typer.Argument(metavar="[STORE]", help="URL or folder [default: MINILM_CACHE_HOME]"),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """List the caches and runs of this machine, or the caches of a store.
+    """List the caches and runs of this machine or of a folder, or the caches of a store.
 
     Example: minilm-cache ls s3://team/caches
     """
@@ -33,20 +33,22 @@ def ls(
     from minilm_cache.store.remote import is_url  # noqa: PLC0415 - importing it takes seconds
 
     place = store or str(home() / "caches")
-    if store is not None and not is_url(store) and not Path(store).exists():
+    is_remote = is_url(place)
+    if store is not None and not is_remote and not Path(store).exists():
         raise CacheNotFoundError(f"{store} does not exist. Give the URL or the folder of a store.")
     entries = catalogue(place)
-    runs = _runs(home() / "runs") if store is None else []
+    runs_place = home() / "runs" if store is None else Path(store)
+    runs = [] if is_remote else _runs(runs_place)
     if json:
         caches = [{"url": entry.url, "problem": entry.problem, **_described(entry)} for entry in entries]
-        print_json({"store": place, "caches": caches} | ({"runs": runs} if store is None else {}))
+        print_json({"store": place, "caches": caches} | ({} if is_remote else {"runs": runs}))
         return
     if entries:
         _print_caches(place, entries)
     else:
-        TerminalProgress().note(f"no cache in {place}")
+        TerminalProgress().note(f"no cache in {place}; `minilm-cache ls FOLDER` lists another folder")
     if runs:
-        _print_runs(runs)
+        _print_runs(runs_place, runs)
 
 
 def _described(entry: "CatalogueEntry") -> dict[str, Any]:
@@ -119,7 +121,7 @@ def _print_caches(place: str, entries: "Sequence[CatalogueEntry]") -> None:
     print_table(f"Caches in {place}", ["cache", "tokens", "size", "KL(teacher, stored), nats"], rows)
 
 
-def _print_runs(runs: Sequence[dict[str, Any]]) -> None:
+def _print_runs(place: Path, runs: Sequence[dict[str, Any]]) -> None:
     rows = [
         [Path(run["run"]).name, "-", "-", run["problem"]]
         if run["problem"]
@@ -131,4 +133,4 @@ def _print_runs(runs: Sequence[dict[str, Any]]) -> None:
         ]
         for run in runs
     ]
-    print_table(f"Runs in {home() / 'runs'}", ["run", "students", "objective", "state"], rows)
+    print_table(f"Runs in {place}", ["run", "students", "objective", "state"], rows)

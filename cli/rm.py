@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.filesize import decimal
 
-from minilm_cache.cli.console import print_json, print_table
+from minilm_cache.cli.console import TerminalProgress, print_json, print_table
 from minilm_cache.cli.environment import home
 from minilm_cache.cli.options import JsonOption
 from minilm_cache.errors import InvalidConfigError
@@ -48,6 +48,7 @@ def rm(
             return
     for removal in removals:
         remove(removal)
+        TerminalProgress().note(f"removed {removal.path} ({decimal(removal.num_bytes)})")
     if json:
         num_bytes = sum(removal.num_bytes for removal in removals)
         print_json({"removed": [str(removal.path) for removal in removals], "bytes": num_bytes})

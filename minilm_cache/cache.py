@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from operator import index
 from pathlib import Path
 from typing import overload
 
@@ -102,11 +103,13 @@ class Cache(Described):
         """Return a sequence, or those of a slice; reads and checks whole shards, and keeps the last two.
 
         Raises:
+            TypeError: neither a whole number nor a slice.
             IndexError: the cache has fewer sequences.
             CacheCorruptError: its shard is damaged.
         """
         if isinstance(number, slice):
             return [self[position] for position in range(len(self))[number]]
+        number = index(number)
         if not -len(self) <= number < len(self):
             raise IndexError(f"sequence {number} of a cache of {len(self)}")
         number %= len(self)

@@ -129,7 +129,8 @@ def first_problem(error: ValidationError, model: type[BaseModel]) -> tuple[Error
     problems = error.errors(include_url=False)
     unknown = next((problem for problem in problems if problem["type"] == "extra_forbidden"), None)
     if unknown is None:
-        return problems[0], problems[0]["msg"].removeprefix("Value error, ")
+        message = problems[0]["msg"].removeprefix("Value error, ")
+        return problems[0], message.replace("a valid dictionary", "a mapping of names to settings")
     close = get_close_matches(str(unknown["loc"][-1]), model.model_fields, n=1)
     return unknown, "there is no such setting" + (f" (did you mean {close[0]}?)" if close else "")
 

@@ -107,7 +107,7 @@ def augment(
     refuse_existing(out)
     source = locate_teacher(config.teacher, config.revision)
     tokenizer = load_tokenizer(source.folder)
-    model = TappedModel(load_model(source.folder, "tokens"))
+    model = TappedModel(load_model(source.folder, "tokens", name=source.name))
     check_length(model, source.name, token=tokenizer.cls_token_id, max_length=config.max_length)
     model.tap((), head="tokens")
     corpus = load_corpus(config.corpus, config.text_column, config.documents)

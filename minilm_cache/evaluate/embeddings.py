@@ -1,10 +1,10 @@
 """Compare students of sentence encoders with their teacher by embeddings, without fine-tuning."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 Vectors = npt.NDArray[np.float64]
 """Unit vectors, `(texts, width)`."""
+_BATCHES_OF_A_PART: Final = 16
+"""Batches that are encoded between two steps of the progress bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,15 +112,10 @@ def compare_embeddings(
     scores: list[EmbeddingScores] = []
     teacher: Vectors | None = None
     for model in models:
-        if should_stop():
-            raise InterruptedRunError(
-                "interrupted: models that were saved are kept. Run it again with another --save."
-            )
-        encoder: Any = sentence_encoder(model, config.max_length, str(device))
+        encoder = sentence_encoder(model, config.max_length, str(device))
         with enough_memory(device, "Take a lower --batch-size or --max-length"):
-            encoded = encoder.encode(texts, batch_size=config.batch_size, show_progress_bar=False)
-        vectors = np.asarray(encoded, np.float64)
-        progress.advance(len(texts))
+            parts = list(_encoded(encoder, texts, config, progress=progress, should_stop=should_stop))
+        vectors = np.concatenate(parts).astype(np.float64)
         teacher = vectors if teacher is None else teacher
         path = paths[model.name]
         if path is not None:
@@ -126,6 +123,25 @@ def compare_embeddings(
         mteb = mteb_scores(encoder, tasks)
         scores.append(_scores(model.name, vectors, teacher=teacher, human=human, mteb=mteb, path=path))
     return scores
+
+
+def _encoded(
+    encoder: SentenceTransformer,
+    texts: Sequence[str],
+    config: EmbeddingsConfig,
+    *,
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield the vectors of texts in parts; an encoder puts texts of like length of a part into one batch."""
+    for start in range(0, len(texts), _BATCHES_OF_A_PART * config.batch_size):
+        if should_stop():
+            raise InterruptedRunError(
+                "interrupted: models that were saved are kept. Run it again with another --save."
+            )
+        part = texts[start : start + _BATCHES_OF_A_PART * config.batch_size]
+        yield encoder.encode(part, batch_size=config.batch_size, show_progress_bar=False)
+        progress.advance(len(part))
 
 
 def sentence_encoder(model: Evaluated, max_length: int, device: str) -> SentenceTransformer:

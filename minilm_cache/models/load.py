@@ -156,15 +156,25 @@ _NO_HEAD: Final = {
 }
 
 
-def load_model(folder: Path, head: Head | None = None, attention: str = ATTENTION) -> PreTrainedModel:
+def load_model(
+    folder: Path, head: Head | None = None, attention: str = ATTENTION, *, name: str | None = None
+) -> PreTrainedModel:
     """Load a model from safetensors, ready to be tapped: an encoder, or an encoder with a head.
+
+    Args:
+        folder: folder of the model.
+        head: head that the model needs. None means the encoder alone.
+        attention: name of the implementation of attention in transformers.
+        name: name of the model in errors. None means its folder.
 
     Raises:
         TeacherError: the folder holds no such model.
     """
     model, lacking = load_weights(folder, head, attention=attention)
     if head is not None and lacking:
-        raise TeacherError(f"{folder} has no {_NO_HEAD[head]} ({min(lacking)} is not among its weights).")
+        raise TeacherError(
+            f"{name or folder} has no {_NO_HEAD[head]} ({min(lacking)} is not among its weights)."
+        )
     return model
 
 

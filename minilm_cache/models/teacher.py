@@ -54,7 +54,7 @@ class Teacher:
         self.name = source.name
         self.folder = source.folder
         self.tokenizer = load_tokenizer(source.folder)
-        model = load_model(source.folder, head)
+        model = load_model(source.folder, head, name=source.name)
         if len(self.tokenizer) > model.config.vocab_size:
             raise TeacherError(
                 f"the tokenizer in {source.folder} has {len(self.tokenizer)} tokens, the model only "

@@ -4,14 +4,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
+from typing import Final
 
-from minilm_cache.errors import CacheIncompleteError, CacheNotFoundError, MiniLMCacheError
+from minilm_cache.errors import CacheIncompleteError, CacheNotFoundError, MiniLMCacheError, StorageError
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import check_size
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.transfer import TRANSFERS
+
+_URLS_SHOWN: Final = 5
+"""Most URLs of caches that an error lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,10 @@ def catalogue(url: str) -> list[CatalogueEntry]:
     Raises:
         StorageError: the store cannot be reached.
     """
-    store = open_store(url)
+    return _caches_of(open_store(url))
+
+
+def _caches_of(store: RemoteFolder) -> list[CatalogueEntry]:
     if store.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) is not None:
         return [_entry(store)]
     # Manifests arrive concurrently, but only one is parsed at a time: a large one takes much memory.
@@ -65,6 +72,30 @@ def _entry(folder: RemoteFolder, parse_lock: AbstractContextManager[object] | No
     except MiniLMCacheError as error:
         return CatalogueEntry(url=folder.url, manifest=None, problem=str(error))
     return CatalogueEntry(url=folder.url, manifest=manifest, problem=None)
+
+
+def named_manifest(folder: RemoteFolder) -> CacheManifest:
+    """Return the manifest of a cache that a user has named, like `remote_manifest`.
+
+    If it is not there, the error lists the caches in that folder or in the folder above.
+    """
+    try:
+        return remote_manifest(folder)
+    except CacheNotFoundError as error:
+        above = folder.above()
+        urls = _urls(folder) or (_urls(above) if above else [])
+        if not urls:
+            raise
+        more = f" and {len(urls) - _URLS_SHOWN} more" if len(urls) > _URLS_SHOWN else ""
+        raise CacheNotFoundError(f"{error} There: {', '.join(urls[:_URLS_SHOWN])}{more}.") from None
+
+
+def _urls(store: RemoteFolder) -> list[str]:
+    """Return the URLs of a store's complete caches; an empty list if the store cannot be listed."""
+    try:
+        return [entry.url for entry in _caches_of(store) if entry.manifest is not None]
+    except StorageError:
+        return []
 
 
 def remote_manifest(

@@ -10,7 +10,7 @@ from filelock import FileLock
 
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS
-from minilm_cache.store.catalogue import remote_manifest
+from minilm_cache.store.catalogue import named_manifest
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.layout import MANIFEST, below, sequences_path
 from minilm_cache.store.pull import Fetcher
@@ -41,7 +41,7 @@ class MirrorReader(CacheReader):
             StorageError: the store cannot be reached.
         """
         source = open_store(url)
-        manifest = remote_manifest(source)
+        manifest = named_manifest(source)
         folder = home / "mirrors" / manifest.fingerprint
         self._fetcher = Fetcher(source, folder, manifest)
         self._fetcher.records(never_stop)

@@ -24,7 +24,7 @@ from minilm_cache.storage_schema.manifest import (
 )
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.card import cache_card
-from minilm_cache.store.catalogue import remote_manifest
+from minilm_cache.store.catalogue import named_manifest
 from minilm_cache.store.durable import (
     is_vacant,
     refuse_full_disk,
@@ -59,7 +59,7 @@ def pull(url: str, out: Path, *, progress: Progress, should_stop: ShouldStop) ->
     """
     out = out.resolve()
     source = open_store(url)
-    manifest = remote_manifest(source)
+    manifest = named_manifest(source)
     with _pull_lock(out, should_stop):
         return _pull(source, manifest, out=out, progress=progress, should_stop=should_stop)
 

@@ -216,6 +216,12 @@ class RemoteFolder:
         """Return a folder within this folder."""
         return RemoteFolder(f"{self.url}/{name}", self.files, self._place(name))
 
+    def above(self) -> "RemoteFolder | None":
+        """Return the folder that holds this folder, or None if this is a whole bucket."""
+        if not self.path:
+            return None
+        return RemoteFolder(self.url.rpartition("/")[0] or ".", self.files, self.path.rpartition("/")[0])
+
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return the content of a file; at most `max_bytes` + 1 bytes are fetched.
 

@@ -94,8 +94,9 @@ class StudyDocument(FrozenSettings):
 
     dump: dict[str, Any] = Field(default_factory=dict)
     """Settings of `DumpConfig` that all caches share: teacher, corpus, max_length, ..."""
-    caches: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
-    """Further settings of a dump, or `{cache: FOLDER-OR-URL}` for an existing cache, by name of the cache."""
+    caches: dict[str, dict[str, Any]] = Field(default={"cache": {}}, min_length=1)
+    """Further settings of a dump, or `{cache: FOLDER-OR-URL}` for an existing cache, by name of the cache.
+    Without names there is one cache, with the settings of `dump`."""
     arch: Annotated[tuple[str, ...], Field(min_length=1)]
     objective: Annotated[tuple[Any, ...], Field(min_length=1)] | None = None
     """Names of objectives, or settings of `ObjectiveConfig`, with `arch` for shapes of their own. None means
@@ -155,7 +156,7 @@ def read_study(path: Path) -> Study:
             for init, seed in product(document.init or (None,), document.seed):
                 config = _training(source, document, choice=choice, index=index, seed=seed, init=init)
                 if isinstance(cache, DumpConfig):
-                    _check_fits(source, ("caches", name), config=config, cache=cache)
+                    _check_fits(source, _location(document, name), config=config, cache=cache)
                 content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
                 content["init"] = content["init"] or "random"  # as passes have been named before slices
                 # Unset later settings are left out, so that passes of earlier releases keep their names.
@@ -246,9 +247,14 @@ def _with_names(source: Source) -> dict[str, Any]:
     return dict(source.content)
 
 
+def _location(document: StudyDocument, name: str) -> Location:
+    """Return where the document has the settings of a cache."""
+    return ("caches", name) if "caches" in document.model_fields_set else ("dump",)
+
+
 def _cache(source: Source, document: StudyDocument, name: str) -> DumpConfig | str:
     """Return the settings of a cache's dump, or the folder or URL of a cache that exists."""
-    location: Location = ("caches", name)
+    location = _location(document, name)
     if not _NAME.fullmatch(name):
         source.fail(
             location, "a name begins with a letter and has at most 32 characters of a to z, 0 to 9 and . _ -"

@@ -50,6 +50,19 @@ def test_a_store_that_does_not_exist_is_an_error(tmp_path: Path, command: Comman
     assert (code, "no cache in" in err) == (0, True)
 
 
+def test_a_folder_lists_its_caches_and_runs(world: World, home: Path, command: Command) -> None:
+    (cache,) = (home / "caches").iterdir()
+    assert cache.name in command("ls", home / "caches")[1]
+    listed = json.loads(command("ls", home / "runs", "--json")[1])
+    assert (listed["caches"], len(listed["runs"])) == ([], 2)
+
+
+def test_a_misspelt_cache_to_pull_lists_those_that_are_there(home: Path, command: Command) -> None:
+    (cache,) = (home / "caches").iterdir()
+    command.fails("pull", home / "caches/misspelt", code=1, says=("no cache at", f"There: {cache}."))
+    command.fails("pull", home / "caches", code=1, says=f"There: {cache}.")
+
+
 def test_errors_know_a_cache_from_a_run_from_a_model(world: World, home: Path, command: Command) -> None:
     (cache,) = (home / "caches").iterdir()
     run = next(path for path in (home / "runs").iterdir() if path.name != "broken")

@@ -337,7 +337,7 @@ def test_rows_that_no_writer_writes_are_refused(stored: World, path: str, value:
 
 def test_what_a_teacher_cannot_say_is_refused(tmp_path: Path, world: World, command: Command) -> None:
     say = [*dump_arguments(world), "--out", tmp_path / "no"]
-    command.fails(*say, "--labels", code=1, says=("no head for masked tokens", "minilm-cache head"))
+    command.fails(*say, "--labels", code=1, says=("teacher has no head for masked tokens", "head` fits"))
     records = ("--packing", "records", "--logits")
     command.fails(*say, *records, code=1, says=("no head that classifies", "Fine-tune"))
     command.fails(*say, "--logits", code=2, says="--logits goes with --packing records")

@@ -1,5 +1,8 @@
 """Mistakes in STUDY.yaml: each is one line that names the place."""
 
+import json
+import re
+
 import pytest
 
 from tests.conftest import Command
@@ -64,7 +67,7 @@ from tests.support import World
             "--batch-size 4 does not divide into 3 parts",
         ),
         ({"train": "\n  device: gpu9"}, "--device gpu9"),
-        ({"caches": "\n  a: null"}, "line 9, caches.a: input should be a valid dictionary"),
+        ({"caches": "\n  a: null"}, "line 9, caches.a: input should be a mapping of names to settings"),
         ({"caches": "\n  0-teacher: {codec: dense}"}, "a name begins with a letter"),
         ({"caches": " {a: {cache: nowhere}}"}, "nowhere"),
     ],
@@ -77,6 +80,15 @@ def test_mistakes_are_told_with_line_and_key(
     code = 1 if "nowhere" in says else 2
     command.fails("study", path, code=code, says=says if is_elsewhere else (str(path), says))
     assert not (world.root / "shapes").exists()
+
+
+def test_a_study_without_caches_has_one_with_the_settings_of_dump(world: World, command: Command) -> None:
+    path = document(world)
+    path.write_text(re.sub(r"caches:.*\n(  .*\n)+", "", path.read_text()))
+    code, out, _ = command("study", path, "--dry-run", "--json")
+    assert (code, json.loads(out)["caches"]) == (0, {"cache": "to do"})
+    path.write_text(path.read_text().replace("teacher:", "teecher:"))
+    command.fails("study", path, code=2, says="line 2, dump.teecher: there is no such setting")
 
 
 def test_a_document_that_is_not_there_or_no_mapping(world: World, command: Command) -> None:
