@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
-from minilm_cache.cli.environment import home, note_default_corpus, quiet_libraries
+from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, PresetOption, StoreOption, options
 from minilm_cache.dump.config import DumpConfig, StateSettings
-from minilm_cache.settings import validated
+from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.presets import describe_preset, with_preset
@@ -61,7 +61,7 @@ def chain(
     stages = {"dump": validated(DumpConfig, {**served, **dump}), "train": train}
     config = validated(ChainConfig, {**given, **stages})
     quiet_libraries()
-    folder = out or chains.chain_folder(config, home())
+    folder = out or chains.chain_folder(config, cache_home())
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         note_default_corpus(dump, config.dump.corpus, progress)
         if preset is not None:
@@ -73,7 +73,7 @@ def chain(
         result = chains.run_chain(
             config,
             folder,
-            home=home(),
+            home=cache_home(),
             cache_store=cache_store,
             progress=progress,
             should_stop=should_stop,

@@ -15,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 _STDERR = 2
+_LONGEST_NAME = 48
+"""Most characters of a first column that is not broken over lines, so that names can be copied."""
 _PIPE_WIDTH = 240
 _AS_WRITTEN: Final[Mapping[str, Any]] = {"markup": False, "emoji": False, "highlight": False}
 """Prints names as they are: rich would read colons as emoji and brackets as markup, as in `hf:ID:CONFIG`."""
@@ -127,17 +129,22 @@ def print_pairs(pairs: dict[str, object]) -> None:
         print(f"{name:<{width}}  {_printable(str(value))}")  # noqa: T201 - stdout is where results go
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; all columns except the first are aligned to the right."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_names: int = 1
+) -> None:
+    """Print a table; columns after the first `num_names` are aligned to the right."""
     # rich would cut a title to the width of the table, so the title is printed here.
     print(f"\n{title}")  # noqa: T201 - stdout is where results go
     table = Table()
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", overflow="fold")
+        is_name = number == 0 and all(len(row[0]) <= _LONGEST_NAME for row in rows)
+        table.add_column(
+            column, justify="left" if number < num_names else "right", overflow="fold", no_wrap=is_name
+        )
     for row in rows:
         table.add_row(*map(_printable, row))
     # Nothing is cut off: a pipe gets a wide table, and a narrow terminal gets more lines.
-    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
     Console(file=sys.stdout, width=width, **_AS_WRITTEN).print(table)
 
 

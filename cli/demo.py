@@ -6,10 +6,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
-from minilm_cache.cli.environment import home, quiet_libraries
+from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import JsonOption
 from minilm_cache.cli.tables import fidelity_table
+from minilm_cache.settings import cache_home
 
 if TYPE_CHECKING:
     from minilm_cache.workflows.demo import DemoResult
@@ -34,7 +35,7 @@ def demo(json: JsonOption = False) -> None:
 
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        result = run_demo(home=home(), progress=progress, should_stop=should_stop)
+        result = run_demo(home=cache_home(), progress=progress, should_stop=should_stop)
     if json:
         print_json(_document(result))
     else:
@@ -62,11 +63,15 @@ def _print(result: "DemoResult") -> None:
     fidelity_table(result.dump.manifest)
     searchers = result.searchers
     for number, question in enumerate(QUESTIONS):
-        answers = [searcher.answers[number] for searcher in searchers]
         print_table(
-            f"{question} Best of {result.num_documents:,} texts of Python's documentation",
-            [searcher.model for searcher in searchers],
-            [[_short(answer) for answer in row] for row in zip(*answers, strict=True)],
+            f"Question: {question}",
+            ["model", f"the best of {result.num_documents:,} texts of Python's documentation"],
+            [
+                [searcher.model, _short(answer)]
+                for searcher in searchers
+                for answer in searcher.answers[number]
+            ],
+            num_names=2,
         )
     print_table(
         f"The teacher's {TOP} best texts for {result.num_questions} held-out questions, and costs",

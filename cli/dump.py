@@ -8,7 +8,6 @@ import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
 from minilm_cache.cli.environment import (
-    home,
     note_default_corpus,
     quiet_libraries,
     rank_and_world_size,
@@ -18,7 +17,7 @@ from minilm_cache.cli.options import Given, JsonOption, ResumeOption, StoreOptio
 from minilm_cache.cli.tables import fidelity_table, kl_infinite_because, max_kl_in_words, verdict
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.settings import validated
+from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.manifest import CacheManifest
 
 if TYPE_CHECKING:
@@ -65,12 +64,14 @@ def dump(
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         note_default_corpus(given, config.corpus, progress)
         if engine is not None:
-            result = dump_on_ray(config, out=out, home=home(), progress=progress, should_stop=should_stop)
+            result = dump_on_ray(
+                config, out=out, home=cache_home(), progress=progress, should_stop=should_stop
+            )
         else:
             result = dump_cache(
                 config,
                 out=out,
-                home=home(),
+                home=cache_home(),
                 resume=resume,
                 cache_store=cache_store,
                 add=add,

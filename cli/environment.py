@@ -8,7 +8,6 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.progress import Progress
 from minilm_cache.settings import cache_home
 
-HOME_VARIABLE = "MINILM_CACHE_HOME"
 _RANKS = (
     ("RANK", "WORLD_SIZE"),  # torchrun
     ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
@@ -23,7 +22,7 @@ def chosen_cache(cache: Path | None, progress: Progress) -> Path:
 
     if cache is not None:
         return cache
-    newest = newest_cache(home())
+    newest = newest_cache(cache_home())
     progress.note(f"no CACHE given: using the newest complete one, {newest}")
     return newest
 
@@ -32,11 +31,6 @@ def note_default_corpus(given: Mapping[str, object], corpus: str, progress: Prog
     """Say which text is read where the command names none."""
     if not given.get("corpus"):
         progress.note(f"no --corpus given: using {corpus}")
-
-
-def home() -> Path:
-    """Return the folder of caches and runs."""
-    return cache_home(os.environ.get(HOME_VARIABLE))
 
 
 def rank_and_world_size(rank: int | None, world_size: int | None, progress: Progress) -> tuple[int, int]:

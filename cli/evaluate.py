@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_error, print_json, print_pairs, print_table
-from minilm_cache.cli.environment import home, quiet_libraries
+from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.evaluate.settings import EvaluateConfig
-from minilm_cache.settings import validated
+from minilm_cache.settings import cache_home, validated
 
 if TYPE_CHECKING:
     from minilm_cache.evaluate.run import Evaluation
@@ -45,7 +45,11 @@ def evaluate(
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         evaluation = evaluate_models(
-            config, models, out=out or home() / "evaluations", progress=progress, should_stop=should_stop
+            config,
+            models,
+            out=out or cache_home() / "evaluations",
+            progress=progress,
+            should_stop=should_stop,
         )
     if json:
         print_json(_document(evaluation))

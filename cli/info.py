@@ -7,7 +7,7 @@ import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
 from minilm_cache.cli.environment import chosen_cache
-from minilm_cache.cli.options import CacheArgument, JsonOption
+from minilm_cache.cli.options import CacheOrRunArgument, JsonOption
 from minilm_cache.cli.tables import (
     fidelity_table,
     kl_infinite_because,
@@ -20,7 +20,7 @@ from minilm_cache.train.folder import is_run
 
 
 def info(
-    cache: CacheArgument = None,
+    cache: CacheOrRunArgument = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show the reverse KL and the mass kept, too.")
     ] = False,

@@ -8,10 +8,10 @@ import typer
 from rich.filesize import decimal
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_table
-from minilm_cache.cli.environment import home
 from minilm_cache.cli.options import JsonOption
 from minilm_cache.cli.tables import kl_infinite_because
 from minilm_cache.errors import CacheNotFoundError, MiniLMCacheError
+from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.manifest import CacheManifest
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def ls(
     store: Annotated[
         str | None,
-        typer.Argument(metavar="[STORE]", help="URL or folder [default: MINILM_CACHE_HOME]"),
+        typer.Argument(metavar="[STORE]", help="URL or folder. [default: MINILM_CACHE_HOME]"),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -32,12 +32,13 @@ def ls(
     from minilm_cache.store.catalogue import catalogue  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.store.remote import is_url  # noqa: PLC0415 - importing it takes seconds
 
-    place = store or str(home() / "caches")
+    place = store or str(cache_home() / "caches")
     is_remote = is_url(place)
-    if store is not None and not is_remote and not Path(store).exists():
-        raise CacheNotFoundError(f"{store} does not exist. Give the URL or the folder of a store.")
+    if store is not None and not is_remote and not Path(store).is_dir():
+        problem = "is a file" if Path(store).exists() else "does not exist"
+        raise CacheNotFoundError(f"{store} {problem}. Give the URL or the folder of a store.")
     entries = catalogue(place)
-    runs_place = home() / "runs" if store is None else Path(store)
+    runs_place = cache_home() / "runs" if store is None else Path(store)
     runs = [] if is_remote else _runs(runs_place)
     if json:
         caches = [{"url": entry.url, "problem": entry.problem, **_described(entry)} for entry in entries]
@@ -118,7 +119,7 @@ def _print_caches(place: str, entries: "Sequence[CatalogueEntry]") -> None:
         kls = [kl for kl in described["kl_teacher_to_stored"].values() if kl is not None]
         fidelity = described["kl_infinite_because"] or " / ".join(f"{kl:.4f}" for kl in kls) or "no relations"
         rows.append([name, f"{described['tokens']:,}", decimal(described["bytes"]), fidelity])
-    print_table(f"Caches in {place}", ["cache", "tokens", "size", "KL(teacher, stored), nats"], rows)
+    print_table(f"Caches in {place}", ["cache", "tokens", "size of shards", "KL(teacher, stored), nats"], rows)
 
 
 def _print_runs(place: Path, runs: Sequence[dict[str, Any]]) -> None:

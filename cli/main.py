@@ -69,6 +69,7 @@ def _root(
     """Run a teacher once, train many students offline from its cached relations.
 
     Caches and runs are kept in MINILM_CACHE_HOME. Without it they are kept in ~/.cache/minilm-cache.
+    Numbers may end with k, M or G: 20k is 20,000.
     """
 
 
@@ -81,7 +82,8 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(arguments, error.kind, message=str(error), exit_code=error.exit_code)
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
-        command = "minilm-cache" if context is None else context.command_path
+        named = [word for word in arguments[:1] if not word.startswith("-")]
+        command = " ".join(["minilm-cache", *named]) if context is None else context.command_path
         message = f"{error.format_message()} See `{command} --help`."
         return _fail(arguments, ErrorKind.INVALID_CONFIG, message=message, exit_code=error.exit_code)
     except OSError as error:

@@ -51,7 +51,17 @@ def _local_folder(text: str) -> Path:
 CacheArgument = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[CACHE]", help="Folder of the cache [default: the newest complete one]", parser=_local_folder
+        metavar="[CACHE]",
+        help="Folder of the cache. [default: the newest complete one]",
+        parser=_local_folder,
+    ),
+]
+CacheOrRunArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[CACHE]",
+        help="Folder of a cache or of a run. [default: the newest complete cache]",
+        parser=_local_folder,
     ),
 ]
 ComparedModelsArgument = Annotated[
@@ -81,6 +91,10 @@ class GroupedCommand(TyperCommand):
             print("loading ...", end="\r", file=sys.stderr, flush=True)  # noqa: T201 - the next line covers it
         return super().invoke(ctx)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ANN401 - typer's own, unexported classes
+        """Return the words of the usage line; arguments are shown as their metavars, without braces."""
+        return [_without_braces(piece) for piece in super().collect_usage_pieces(ctx)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - typer's own, unexported classes
         """Write arguments and options, each group under its heading."""
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -88,11 +102,20 @@ class GroupedCommand(TyperCommand):
             record = param.get_help_record(ctx)
             if record is not None:
                 is_argument = param.param_type_name == "argument"
+                if is_argument:
+                    record = (str(param.metavar), record[1])
                 heading = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Command"
                 groups.setdefault(heading, []).append(record)
         for heading, records in sorted(groups.items(), key=lambda group: group[0] != "Arguments"):
             with formatter.section(heading):
                 formatter.write_dl(records)
+
+
+def _without_braces(piece: str) -> str:
+    """Return an argument of the usage line without what typer adds: `{RUN...}...`, `[[CACHE]]`."""
+    if piece.startswith("{"):
+        return piece.removesuffix("...")[1:-1]
+    return piece[1:-1] if piece.startswith("[[") else piece
 
 
 def options(

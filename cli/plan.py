@@ -55,9 +55,9 @@ def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = Fal
 def _dump_command(dump: Given, chosen: "PlannedSetting") -> str:
     """Return the command that makes a planned cache."""
     codec, config = chosen.codec, chosen.config
-    given = {**dump, **({"layers": "last"} if config.layers == "last" else {})}
+    given = dict(dump)
     if codec.name != "none":
-        given["codec"] = codec.name
+        given |= {"codec": codec.name} | ({"layers": "last"} if config.layers == "last" else {})
     if isinstance(codec, VectorsParameters):
         given["max_kl"] = codec.max_kl
     if isinstance(codec, TopKParameters):

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
-from minilm_cache.cli.environment import home, quiet_libraries
+from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.cli.tables import print_summary
 from minilm_cache.report.config import ReportConfig
-from minilm_cache.settings import validated
+from minilm_cache.settings import cache_home, validated
 
 if TYPE_CHECKING:
     from minilm_cache.report.similarity import LayerSimilarity
@@ -36,7 +36,7 @@ def report(
 
     quiet_libraries()
     with TerminalProgress().shown() as progress:
-        result = report_runs(runs, config, out=out, home=home(), progress=progress)
+        result = report_runs(runs, config, out=out, home=cache_home(), progress=progress)
     page = result.report
     if json:
         print_json(

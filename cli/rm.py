@@ -7,29 +7,30 @@ import typer
 from rich.filesize import decimal
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_table
-from minilm_cache.cli.environment import home
 from minilm_cache.cli.options import JsonOption
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.settings import cache_home
 
 
 def rm(
     names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="Folders, or names of caches and runs of the home")
+        list[str], typer.Argument(metavar="NAME...", help="Folders, or names of caches and runs of the home.")
     ],
     *,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Also remove what runs of the home need")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also remove what other runs need.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Remove caches and runs from this machine, after asking.
 
-    A cache that runs of the home were trained from is kept, and so is a run that others began with.
+    A cache that runs of the home or of the same folder were trained from is kept, and so is a run that others
+    began with.
 
     Example: minilm-cache rm notes.cache
     """
     from minilm_cache.workflows.remove import find_removal, remove  # noqa: PLC0415 - it takes seconds
 
-    removals = [find_removal(name, home()) for name in dict.fromkeys(names)]
+    removals = [find_removal(name, cache_home()) for name in dict.fromkeys(names)]
     paths = {removal.path.resolve() for removal in removals}
     for removal in removals:
         needing = [run for run in removal.needed_by if run.resolve() not in paths]

@@ -7,18 +7,18 @@ from typing import Annotated
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
-from minilm_cache.cli.environment import home
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import JsonOption
+from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.manifest import CacheManifest
 
 StoreArgument = Annotated[
-    str, typer.Argument(metavar="STORE", help="s3://, gs://, az:// or hf:// URL, or a folder")
+    str, typer.Argument(metavar="STORE", help="s3://, gs://, az:// or hf:// URL, or a folder.")
 ]
 
 
 def push(
-    cache: Annotated[Path, typer.Argument(metavar="CACHE", help="Folder of the cache")],
+    cache: Annotated[Path, typer.Argument(metavar="CACHE", help="Folder of the cache.")],
     store: StoreArgument,
     *,
     full: Annotated[
@@ -45,7 +45,7 @@ def push(
 
 
 def pull(
-    url: Annotated[str, typer.Argument(metavar="URL", help="URL of a cache, as `ls` shows it")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="URL of a cache, as `ls` shows it.")],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder of the cache [default: in the cache home]")
     ] = None,
@@ -57,7 +57,7 @@ def pull(
     """
     from minilm_cache.store.pull import pull as run_pull  # noqa: PLC0415 - importing it takes seconds
 
-    target = out or home() / "caches" / url.rstrip("/").rsplit("/", 1)[-1]
+    target = out or cache_home() / "caches" / url.rstrip("/").rsplit("/", 1)[-1]
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         done = run_pull(url, target, progress=progress, should_stop=should_stop)
     _print_shared(
@@ -66,8 +66,8 @@ def pull(
 
 
 def merge(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the cache, new or begun before")],
-    parts: Annotated[list[Path], typer.Argument(metavar="PART...", help="Folders that dumps have written")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the cache, new or begun before.")],
+    parts: Annotated[list[Path], typer.Argument(metavar="PART...", help="Folders that dumps have written.")],
     json: JsonOption = False,
 ) -> None:
     """Join the parts of a cache that several machines have dumped.

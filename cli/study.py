@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
-from minilm_cache.cli.environment import home, quiet_libraries
+from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import JsonOption
 from minilm_cache.cli.tables import print_summary
+from minilm_cache.settings import cache_home
+from minilm_cache.wording import counted
 
 if TYPE_CHECKING:
     from minilm_cache.workflows.study_spec import Study
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 def study(
     document: Annotated[
         Path,
-        typer.Argument(metavar="STUDY.yaml", help="What to compare, as in docs/chains-and-studies.md"),
+        typer.Argument(metavar="STUDY.yaml", help="What to compare, as in docs/chains-and-studies.md."),
     ],
     out: Annotated[
         Path | None,
@@ -51,7 +53,7 @@ def study(
         _preview(settings, folder, json=json)
         return
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        result = run_study(settings, folder, home=home(), progress=progress, should_stop=should_stop)
+        result = run_study(settings, folder, home=cache_home(), progress=progress, should_stop=should_stop)
     if json:
         print_json(
             {
@@ -70,7 +72,7 @@ def _preview(study: "Study", folder: Path, *, json: bool) -> None:
     """Print which caches and passes of a study are there, and which are to be made."""
     from minilm_cache.workflows.study_preview import preview_study  # noqa: PLC0415 - it takes seconds
 
-    preview = preview_study(study, folder, home())
+    preview = preview_study(study, folder, cache_home())
     if json:
         passes = [
             {"pass": planned.name, "cache": planned.cache, "students": planned.config.arch, "state": state}
@@ -83,5 +85,6 @@ def _preview(study: "Study", folder: Path, *, json: bool) -> None:
         [planned.name, ", ".join(planned.config.arch), planned.config.objective, state]
         for planned, state in preview.passes
     ]
-    title = f"{len(rows)} passes train {preview.num_students} students"
+    passes_in_words = "1 pass trains" if len(rows) == 1 else f"{len(rows)} passes train"
+    title = f"{passes_in_words} {counted(preview.num_students, 'student')}"
     print_table(title, ["pass", "students", "objective", "state"], rows)

@@ -89,8 +89,7 @@ def fidelity_table(manifest: CacheManifest, *, verbose: bool = False) -> None:
             )
     if rows:
         print_table(
-            f"Fidelity on {measured.fidelity_sequences} {manifest.measured_on} (nats); "
-            f"{measured.bytes_per_token:.1f} bytes per token",
+            f"Fidelity on {manifest.measured_on} (nats); {measured.bytes_per_token:.1f} bytes per token",
             [
                 *("relation", "KL(teacher, stored)", "CE bias"),
                 *(["KL(stored, teacher)", "mass kept"] if verbose else []),
@@ -100,17 +99,19 @@ def fidelity_table(manifest: CacheManifest, *, verbose: bool = False) -> None:
         if verdict(manifest) is not None:
             print_pairs({"verdict": verdict(manifest)})
     if measured.states:
+        errors = [_state_errors(state) for state in measured.states]
+        headings = [name for name in errors[0] if any(error[name] for error in errors)]
         print_table(
-            f"States, on {measured.fidelity_sequences} {manifest.measured_on}",
-            ["state", "bytes per token", "bytes per sequence", "relative error", "CE bias, nats", "cosine"],
+            f"States, on {manifest.measured_on}",
+            ["state", "B/token", "B/sequence", *headings],
             [
                 [
                     state.path,
                     f"{state.bytes_per_token:.1f}",
                     f"{state.bytes_per_token * manifest.num_tokens / manifest.num_sequences:,.0f}",
-                    *_state_errors(state),
+                    *(error[name] for name in headings),
                 ]
-                for state in measured.states
+                for state, error in zip(measured.states, errors, strict=True)
             ],
         )
 
@@ -126,13 +127,13 @@ def kl_infinite_because(manifest: CacheManifest) -> str | None:
     return "sampled, unbiased" if codec.select == "pps" else "infinite: largest only"
 
 
-def _state_errors(state: StateFidelity) -> list[str]:
-    """Return the error, bias and cosine of a state; empty texts where they are not measured."""
-    return [
-        "" if state.relative_error is None else f"{state.relative_error:.4f}",
-        "" if state.cross_entropy_bias is None else f"{state.cross_entropy_bias:+.4f}",
-        "" if state.cosine is None else f"{state.cosine:.5f}",
-    ]
+def _state_errors(state: StateFidelity) -> dict[str, str]:
+    """Return error, bias and cosine of a state by their headings; what is not measured is an empty text."""
+    return {
+        "relative error": "" if state.relative_error is None else f"{state.relative_error:.4f}",
+        "CE bias, nats": "" if state.cross_entropy_bias is None else f"{state.cross_entropy_bias:+.4f}",
+        "cosine": "" if state.cosine is None else f"{state.cosine:.5f}",
+    }
 
 
 def students_table(students: Sequence[StudentRecord], identity: RunIdentity) -> None:
@@ -163,20 +164,16 @@ def print_summary(summary: "pa.Table") -> None:
 
     Names that all rows share are printed once, so that both tables fit a terminal.
     """
-    from minilm_cache.report.tables import NAMES, row_names  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.report.tables import NAMES, measures, row_names  # noqa: PLC0415 - it takes seconds
 
     rows = summary.to_pylist()
     differing, shared = row_names(summary)
     if shared and rows:
         print_pairs({NAMES[name]: rows[0][name] for name in shared})
-    measured = [
-        name.removesuffix("_stddev")
-        for name in summary.column_names
-        if name.endswith("_stddev") and summary[name.removesuffix("_stddev")].null_count < len(summary)
-    ]
+    measured = measures(summary)
     headings = [NAMES[name] for name in differing]
     print_table(
-        "KL on held-out sequences, nats, mean over seeds +- standard deviation",
+        "Measured on held-out sequences: mean over seeds +- standard deviation. KLs are in nats",
         [*headings, *map(_heading, measured), "seeds"],
         [[*map(row.get, differing), *_kls(row, measured), str(row["seeds"])] for row in rows],
     )
@@ -188,7 +185,8 @@ def print_summary(summary: "pa.Table") -> None:
 
 
 def _heading(column: str) -> str:
-    return "masked tokens like the teacher" if column == "masked_agreement" else f"KL, {column[3:]}"
+    words = {"masked_agreement": "masked tokens like the teacher", "held_out_loss": "held-out loss"}
+    return words.get(column, f"KL, {column[3:]}")
 
 
 def _kls(row: dict[str, Any], measured: list[str]) -> list[str]:

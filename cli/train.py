@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_error, print_json, print_pairs
-from minilm_cache.cli.environment import chosen_cache, home, quiet_libraries
+from minilm_cache.cli.environment import chosen_cache, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, PresetOption, ResumeOption, options
 from minilm_cache.cli.tables import students_table
-from minilm_cache.settings import validated
+from minilm_cache.settings import cache_home, validated
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.presets import describe_preset, with_preset
 from minilm_cache.train.record import StudentRecord
+from minilm_cache.wording import counted
 
 if TYPE_CHECKING:
     from minilm_cache.train.run import TrainResult
@@ -28,7 +29,7 @@ def train(
     cache: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CACHE]", help="Folder or URL of the cache [default: the newest complete one]"
+            metavar="[CACHE]", help="Folder or URL of the cache. [default: the newest complete one]"
         ),
     ] = None,
     preset: PresetOption = None,
@@ -54,7 +55,7 @@ def train(
             config,
             place,
             out=out,
-            home=home(),
+            home=cache_home(),
             resume=resume,
             progress=progress,
             should_stop=should_stop,
@@ -93,17 +94,23 @@ def _print(result: "TrainResult") -> None:
         | {student.arch: _path(result, student) or "diverged" for student in record.students}
     )
     students_table(record.students, record.identity)
-    print_pairs({"next": f"minilm-cache report {shlex.quote(str(result.path))} --out report.html"})
+    if not _worse(result):
+        print_pairs({"next": f"minilm-cache report {shlex.quote(str(result.path))} --out report.html"})
+
+
+def _worse(result: "TrainResult") -> list[str]:
+    """Return the shapes of the students that ended worse than they began."""
+    return [student.arch for student in result.record.students if student.ended_worse]
 
 
 def _end_if_worse(result: "TrainResult") -> None:
     """End with exit code 1 if students ended worse than they began."""
-    worse = [student.arch for student in result.record.students if student.ended_worse]
-    if worse:
+    if worse := _worse(result):
         print_error(
-            f"{', '.join(worse)} ended worse on held-out sequences than with the weights that training began "
-            f"with. Train again with another --out and a lower --lr than {result.record.identity.lr:g}; what "
-            f"was trained is kept in {result.path}."
+            f"{', '.join(worse)} ended worse than with the weights that training began with "
+            f"({counted(result.num_held_out, 'held-out sequence')}). Train again with another --out and a "
+            f"lower --lr than {result.record.identity.lr:g}, or from more text; what was trained is kept in "
+            f"{result.path}."
         )
         raise typer.Exit(1)
 

@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
-from minilm_cache.cli.environment import home, quiet_libraries
+from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.cli.tables import fidelity_table
 from minilm_cache.dump.config import ImportConfig
-from minilm_cache.settings import validated
+from minilm_cache.settings import cache_home, validated
 
 
 def export(
@@ -27,7 +27,7 @@ def export(
 
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        result = export_vectors(cache, out, home=home(), progress=progress, should_stop=should_stop)
+        result = export_vectors(cache, out, home=cache_home(), progress=progress, should_stop=should_stop)
     if json:
         print_json({"file": str(result.path), "num_rows": result.num_rows, "width": result.width})
     else:
@@ -53,7 +53,9 @@ def import_file(
     config = validated(ImportConfig, {**given, "vectors": vectors})
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        result = import_vectors(config, out=out, home=home(), progress=progress, should_stop=should_stop)
+        result = import_vectors(
+            config, out=out, home=cache_home(), progress=progress, should_stop=should_stop
+        )
     manifest = result.manifest
     if json:
         print_json(

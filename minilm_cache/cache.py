@@ -251,7 +251,7 @@ def open_cache(
     Args:
         place: its folder, or its URL (`s3://`, `gs://`, `az://`, `hf://`): shards are then
             downloaded when they are first read.
-        home: folder below which shards from a URL are kept. None means `~/.cache/minilm-cache`.
+        home: folder below which shards from a URL are kept. None means MINILM_CACHE_HOME.
         local_bytes: greatest total size of the shard files that are kept from a URL, bytes.
 
     Raises:
@@ -262,7 +262,7 @@ def open_cache(
         UnsupportedFormatError: a newer release wrote it.
     """
     if is_url(str(place)):
-        return Cache(MirrorReader(str(place), home or cache_home(None), local_bytes))
+        return Cache(MirrorReader(str(place), home or cache_home(), local_bytes))
     return Cache(CacheReader(Path(place)))
 
 

@@ -51,7 +51,8 @@ class ErrorKind(StrEnum):
 
 def first_line(error: Exception) -> str:
     """Return the first line of a library's error, for use within a message of this project."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(". ")
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (text.strip() or type(error).__name__).splitlines()[0].rstrip(". ")
 
 
 class MiniLMCacheError(Exception):

@@ -5,6 +5,7 @@ derive their options from these (`minilm_cache.cli.options`). The class that dec
 `--help`.
 """
 
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -89,7 +90,8 @@ class CorpusSettings(ColumnSettings):
     """Which text is read."""
 
     corpus: Annotated[str, Field(min_length=1)] = "python-docs"
-    """The text: `python-docs`, a .txt/.jsonl/.csv/.parquet file, a folder, or `hf:ID[:CONFIG][:SPLIT]`."""
+    """The text: `python-docs`, a .txt, .md, .jsonl, .csv or .parquet file, a folder, or
+    `hf:ID[:CONFIG][:SPLIT]`."""
 
 
 class SequenceSettings(CorpusSettings):
@@ -152,6 +154,7 @@ def option_words(flag: str, value: object) -> list[str]:
     return [] if value is None else [name, str(value)]
 
 
-def cache_home(override: str | None) -> Path:
-    """Return the folder of caches and runs: the override, or `~/.cache/minilm-cache` where it is None."""
-    return Path(override).expanduser() if override else Path.home() / ".cache" / "minilm-cache"
+def cache_home() -> Path:
+    """Return the folder of caches and runs: MINILM_CACHE_HOME, or `~/.cache/minilm-cache` without it."""
+    given = os.environ.get("MINILM_CACHE_HOME")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "minilm-cache"

@@ -13,6 +13,11 @@ def number_text(value: int | float | None, digits: int = 4) -> str:
     return f"{value:,.{digits}f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, which takes an s unless the number is 1."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def html_table(title: str, pairs: Mapping[str, object]) -> str:
     """Return names and values as an HTML table for notebooks; all text is escaped."""
     rows = "".join(

@@ -319,8 +319,13 @@ class CacheManifest(StoredDocument):
 
     @property
     def measured_on(self) -> str:
-        """Text that says which sequences fidelity was measured on."""
-        return "held-out sequences" if self.num_held_out else "training sequences (none is held out)"
+        """Text that says how many sequences of which kind fidelity was measured on."""
+        assert self.measured is not None
+        number = self.measured.fidelity_sequences
+        noun = "sequence" if number == 1 else "sequences"
+        if self.num_held_out:
+            return f"{number} held-out {noun}"
+        return f"{number} training {noun} (none is held out)"
 
 
 class CommitRecord(StoredDocument):

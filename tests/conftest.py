@@ -9,6 +9,7 @@ import jaxtyping
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("COLUMNS", None)  # test runners set it, and tables would be as narrow
 
 from minilm_cache.cli.main import run
 from tests.s3 import BUCKET, CREDENTIALS, s3_server

@@ -36,7 +36,8 @@ Documents = Literal["paragraphs", "lines"]
 """What is a document in .txt files."""
 PYTHON_DOCS: Final = "python-docs"
 HUB_PREFIX: Final = "hf:"
-_BUILDERS: Final = {".txt": "text", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+_BUILDERS: Final = {".txt": "text", ".md": "text", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+_TEXT: Final = (".txt", ".md")
 _NOT_DOCUMENTED: Final = frozenset(
     {"site-packages", "test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "__pycache__"}
 )
@@ -73,11 +74,11 @@ def load_corpus(name: str, text_column: str | None = None, documents: Documents 
     """Load a corpus.
 
     Args:
-        name: `python-docs`, a .txt, .jsonl, .csv or .parquet file, a folder of such files, or
+        name: `python-docs`, a .txt, .md, .jsonl, .csv or .parquet file, a folder of such files, or
             `hf:ID[:CONFIG][:SPLIT]`.
         text_column: column of the records that holds the text, or several with commas between them, whose
             texts are documents of their own. None means `text`.
-        documents: what is a document in .txt files.
+        documents: what is a document in .txt and .md files.
 
     Raises:
         CorpusError: the corpus does not exist, cannot be read, lacks the column, or holds no text.
@@ -131,7 +132,7 @@ def _groups(keys: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.int64]:
 def _load(name: str, text_column: str | None, documents: Documents) -> datasets.Dataset:
     columns = [part.strip() for part in (text_column or "text").split(",")]
     if documents == "lines" and (name == PYTHON_DOCS or name.startswith(HUB_PREFIX)):
-        raise InvalidConfigError(f"--documents lines is about .txt files, and {name} has none. Leave it out.")
+        raise InvalidConfigError(f"--documents lines is about text files, and {name} has none. Leave it out.")
     if name == PYTHON_DOCS:
         if text_column is not None:
             raise InvalidConfigError(
@@ -147,8 +148,8 @@ def _load(name: str, text_column: str | None, documents: Documents) -> datasets.
         )
     files = _files(path)
     datasets.logging.set_verbosity(CRITICAL)  # the raised error describes a broken file
-    if documents == "lines" and all(file.suffix != ".txt" for file in files):
-        raise InvalidConfigError(f"--documents lines is about .txt files, and {name} has none. Leave it out.")
+    if documents == "lines" and all(file.suffix not in _TEXT for file in files):
+        raise InvalidConfigError(f"--documents lines is about text files, and {name} has none. Leave it out.")
     parts = [_all_texts(_load_file(file, documents), str(file), columns) for file in files]
     shared = set.intersection(*(set(part.column_names) for part in parts))
     return datasets.concatenate_datasets([part.select_columns(sorted(shared)) for part in parts])
@@ -162,18 +163,28 @@ def _files(path: Path) -> list[Path]:
                 "Convert it to one of them."
             )
         return [path]
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.suffix in _BUILDERS and file.is_file() and not _is_hidden(file.relative_to(path))
-    )
+    files = [file for file in _visible(path) if _is_text(file)]
     if not files:
         raise CorpusError(f"corpus {path} is empty: no {', '.join(_BUILDERS)} file in this folder.")
     return files
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def num_skipped(name: str) -> int:
+    """Return how many files of a folder that is a corpus are not read, because they are of other kinds."""
+    return sum(not _is_text(file) for file in _visible(Path(name)))
+
+
+def _visible(folder: Path) -> list[Path]:
+    """Return the files below a folder that are not hidden, sorted."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return sorted(
+        file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )
+
+
+def _is_text(file: Path) -> bool:
+    """Return whether a file of a folder is read; a README.md describes the folder and is not."""
+    return file.suffix in _BUILDERS and file.name != "README.md"
 
 
 def _load_file(file: Path, documents: Documents) -> datasets.Dataset:
@@ -198,7 +209,7 @@ def _load_file(file: Path, documents: Documents) -> datasets.Dataset:
 
 def _format_options(file: Path, documents: Documents) -> Mapping[str, Any]:
     """Return the keyword arguments for `datasets` that describe a file's format."""
-    if file.suffix == ".txt":
+    if file.suffix in _TEXT:
         return {"sample_by": "line" if documents == "lines" else "paragraph"}
     if file.suffix != ".csv":
         return {}
@@ -338,5 +349,7 @@ def _reason(error: BaseException) -> str:
     causes: Sequence[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
         causes = [*causes, cause]
+    if isinstance(causes[-1], UnicodeDecodeError):
+        return "it is not text in UTF-8. Convert it, for example by `iconv -f latin1 -t utf-8`."
     text = str(causes[-1]).strip() or type(causes[-1]).__name__
     return text.splitlines()[0].rstrip(".") + ". Check the file or choose another --corpus."

@@ -54,7 +54,8 @@ class TextSettings(SequenceSettings):
     """How text becomes sequences."""
 
     packing: Literal["packed", "records"] = "packed"
-    """Join documents to full length (`packed`), or make one sequence of each document (`records`)."""
+    """Join documents to full length (`packed`), or make one sequence of each document (`records`, the default
+    with `--for embedding`)."""
 
 
 class CodecSettings(FrozenSettings):
@@ -66,7 +67,7 @@ class CodecSettings(FrozenSettings):
     with `--for embedding` alone it is `none`."""
     max_kl: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
-        description="Mean KL of each relation that codec `vectors` may have, nats. "
+        description="Greatest mean KL(teacher, stored) of each relation with codec `vectors`, nats. "
         f"None means {DEFAULT_MAX_KL}.",
     )
     layers: Chosen = "last"
@@ -115,7 +116,7 @@ class StateSettings(FrozenSettings):
     """Hidden states of each sequence's first token, [CLS], alone: `last`, `all`, or numbers."""
     max_error: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
-        description="Relative error that hidden states of every token may have. "
+        description="Greatest relative error of hidden states of every token, between 0 and 1. "
         f"None means {DEFAULT_MAX_ERROR}.",
     )
     labels: bool = False
@@ -125,7 +126,8 @@ class StateSettings(FrozenSettings):
     maskings: Annotated[int, Field(ge=1, le=MAX_READINGS)] | None = None
     """Masked readings of each sequence, which the epochs of a training take in turn. None means 1."""
     label_k: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None, description=f"Entries of each label. None means {DEFAULT_LABEL_K}."
+        None,
+        description=f"Tokens of the vocabulary that each soft label keeps. None means {DEFAULT_LABEL_K}.",
     )
     label_temperature: Annotated[float, Field(gt=0, le=100)] | None = None
     """What the teacher's logits are divided by before the softmax of labels. None means 1, and 2 with `--for
@@ -136,7 +138,7 @@ class StateSettings(FrozenSettings):
     """Store one vector of each sequence, as the teacher pools its last hidden states."""
     pooling: PoolingMode | None = None
     """How a teacher pools whose folder has no modules.json of sentence-transformers: `mean`, `cls` (the first
-    token), `max` or `lasttoken`. None means what its modules.json says."""
+    token), `max` or `lasttoken`. None means as the folder says."""
     min_cosine: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
         description="Least mean cosine of stored pooled vectors with the teacher's. "
@@ -185,8 +187,7 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of documents and of what codec `topk` draws."""
     rank: Annotated[int, Field(ge=0, json_schema_extra=_DETECTED)] = 0
-    """Number of this process, counted from 0: it writes the shards whose number is `rank` modulo
-    `world_size`."""
+    """Number of this process, counted from 0: of 8 processes, number 2 writes shards 2, 10, 18 and so on."""
     world_size: Annotated[int, Field(ge=1, json_schema_extra=_DETECTED)] = 1
     """Number of processes that write this cache."""
 

@@ -79,7 +79,7 @@ def import_vectors(
     Args:
         config: the file, and how students read its texts.
         out: folder of the cache. None means a folder below `home`, named by content.
-        home: folder of caches. None means `~/.cache/minilm-cache`.
+        home: folder of caches. None means MINILM_CACHE_HOME.
         progress: shows tokens done. None means that nothing is shown.
         should_stop: called before each batch; True stops and keeps what is committed.
 
@@ -103,7 +103,7 @@ def import_vectors(
     corpus = load_corpus(config.vectors, config.text_column)
     assert list(corpus.texts()) == list(known.texts), "each vector belongs to the text of its row"
     identity = identify(dump, teacher, corpus=corpus)
-    home = home or cache_home(None)
+    home = home or cache_home()
     path = out or home / "caches" / cache_name(name_labels(dump), identity)
     refuse_file(path)
     resolved = ResolvedDump(

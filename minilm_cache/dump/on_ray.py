@@ -35,7 +35,7 @@ def dump_on_ray(
         config: what to dump; its rank is ignored.
         out: folder of the cache, the same on every machine. None means a folder below `home`, named by
             content.
-        home: folder of caches. None means `~/.cache/minilm-cache`.
+        home: folder of caches. None means MINILM_CACHE_HOME.
         progress: shows ranks done. None means that nothing is shown.
         should_stop: called about once a second; True stops, and keeps what is committed.
 
@@ -57,7 +57,7 @@ def dump_on_ray(
     )
     place = None if out is None else out.resolve()
     pending = [
-        task.remote(everywhere.with_changes(rank=rank), place, (home or cache_home(None)).resolve())
+        task.remote(everywhere.with_changes(rank=rank), place, (home or cache_home()).resolve())
         for rank in range(config.world_size)
     ]
     progress.note(f"{config.world_size} ranks as tasks of Ray, each with {'a GPU' if num_gpus else 'a core'}")

@@ -26,7 +26,7 @@ from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.padding import pad
 from minilm_cache.models.pooling import MODULES
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.progress import Progress
+from minilm_cache.progress import Progress, Silent
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import POOLED, Pooling, StatesIdentity
 
@@ -163,7 +163,13 @@ def _state_differences(cache: Cache, teacher: Teacher) -> tuple[StateDifference,
     if states is None:
         return ()
     numbers = [number for sampled in _sample(cache).values() for number in sampled]
-    audited = audit_states(cache, SequenceReader.of(teacher, states), numbers=numbers, batch_size=_BATCH_SIZE)
+    audited = audit_states(
+        cache,
+        SequenceReader.of(teacher, states),
+        numbers=numbers,
+        batch_size=_BATCH_SIZE,
+        progress=Silent(),
+    )
     return tuple(
         StateDifference(path=state.path, found=state.relative_error, allowed=_bound(state.path, states))
         if state.relative_error is not None

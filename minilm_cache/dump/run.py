@@ -64,7 +64,7 @@ def dump_cache(
     Args:
         config: what to dump.
         out: folder of the cache. None means a folder below `home`, named by content.
-        home: folder of caches. None means `~/.cache/minilm-cache`.
+        home: folder of caches. None means MINILM_CACHE_HOME.
         resume: resume an unfinished dump in the same folder; if false, the folder must not exist.
         cache_store: URL of a store. A cache of the same fingerprint there is pulled instead of computed. None
             means that no store is searched.
@@ -82,7 +82,7 @@ def dump_cache(
     resolved = resolve_dump(
         config,
         out=out,
-        home=home or cache_home(None),
+        home=home or cache_home(),
         resume=resume,
         add=add,
         tokens_of=tokens_of,
@@ -246,7 +246,9 @@ def _seal(writer: CacheWriter, reader: SequenceReader, *, config: DumpConfig, pr
     teacher = reader.teacher
     cache = Cache(CacheReader(writer.root, partial=True))
     numbers = audit_sequences(cache)
-    progress.start("measure fidelity", len(numbers), "sequences")
+    identity = writer.manifest.identity
+    passes = identity.has_relations + (identity.states is not None)
+    progress.start("measure fidelity", passes * len(numbers), "sequences")
     audited = audit(
         cache.__getitem__, teacher, numbers=numbers, batch_size=config.batch_size, progress=progress
     )
@@ -256,7 +258,7 @@ def _seal(writer: CacheWriter, reader: SequenceReader, *, config: DumpConfig, pr
         total_bytes=total,
         fidelity_sequences=audited.num_sequences,
         fidelity=audited.fidelity,
-        states=audit_states(cache, reader, numbers=numbers, batch_size=config.batch_size),
+        states=audit_states(cache, reader, numbers=numbers, batch_size=config.batch_size, progress=progress),
     )
     preview = preview_table(cache, teacher.tokenizer)
     writer.seal(measured, preview)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from minilm_cache.corpus.load import Corpus, load_corpus
+from minilm_cache.corpus.load import Corpus, load_corpus, num_skipped
 from minilm_cache.dump.add import open_donor
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.identity import identify, name_labels
@@ -18,6 +18,7 @@ from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.layout import MANIFEST, cache_name
 from minilm_cache.store.reader import CacheReader, read_manifest
+from minilm_cache.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +114,10 @@ def _load(config: DumpConfig, progress: Progress) -> tuple[Teacher, Corpus]:
     progress.note(
         f"teacher {config.teacher} ({teacher.identity.model_type}, {teacher.identity.num_layers} layers, "
         f"hidden {teacher.identity.hidden_size}), corpus {config.corpus} "
-        f"({corpus.identity.num_documents} documents)"
+        f"({counted(corpus.identity.num_documents, 'document')})"
     )
+    if skipped := num_skipped(config.corpus):
+        progress.note(f"{config.corpus}: {counted(skipped, 'file')} of other kinds skipped")
     return teacher, corpus
 
 

@@ -93,7 +93,10 @@ def task_folder(data: Path, title: str) -> Path:
         CorpusError: `data` is not a folder.
     """
     if not data.is_dir():
-        raise CorpusError(f"--data {data}: no such folder. Give one in the official layout, or hf.")
+        raise CorpusError(
+            f"--data {data}: no such folder. Give a folder with the published files of {title}, as from "
+            "gluebenchmark.com, or hf, which downloads them from the Hugging Face hub."
+        )
     within = data / title
     return within if within.is_dir() else data
 

@@ -35,7 +35,7 @@ from minilm_cache.report.plots import (
 from minilm_cache.report.provenance import provenance
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.similarity import LayerSimilarity, layer_similarity
-from minilm_cache.report.tables import KL_COLUMNS, NAMES, row_names, summary_table
+from minilm_cache.report.tables import KL_COLUMNS, NAMES, measures, row_names, summary_table
 from minilm_cache.storage_schema.versions import RELEASE
 from minilm_cache.store.durable import refuse_file, storage_errors, write_file
 from minilm_cache.wording import number_text
@@ -167,6 +167,7 @@ def _student_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str,
         "shared": {NAMES[name]: summary[name][0].as_py() for name in shared if len(summary)},
         "has_agreement": summary["masked_agreement"].null_count < len(summary),
         "kinds": [kind for kind, column in KL_COLUMNS.items() if summary[column].null_count < len(summary)],
+        "has_loss": "held_out_loss" in measures(summary),
         "diverged": [row for row in students.to_pylist() if row["diverged_at"] is not None],
     }
 
@@ -176,10 +177,11 @@ def _figure_values(runs: Sequence[TrainedRun], students: pa.Table) -> dict[str, 
     identity = runs[0].reference.manifest.identity
     num_relations = 2  # attention distribution and value relation
     dense_bytes = identity.relation_heads * identity.packing.max_length * _FLOAT16_BYTES * num_relations
+    has_kls = students["kl_sum"].null_count < len(students)
     return {
         "curves": svg(curves_figure(runs), "curves"),
         "tradeoff": svg(tradeoff_figure(students), "tradeoff"),
-        "storage": svg(storage_figure(students, dense_bytes), "storage"),
+        "storage": svg(storage_figure(students, dense_bytes), "storage") if has_kls else None,
     }
 
 

@@ -19,7 +19,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from minilm_cache.report.agreement import RelationAgreement
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.similarity import LayerSimilarity
-from minilm_cache.report.tables import KL_COLUMNS, curves_table
+from minilm_cache.report.tables import KL_COLUMNS, KL_OBJECTIVES, curves_table
+from minilm_cache.train.record import StudentRecord
 
 COLOURS: Final = ("#3b82c4", "#d9622b", "#4c9a52", "#b05fc0", "#c9a227", "#5aa7a7", "#c45b7c", "#8a7a5c")
 """Colours of series, of medium lightness: they stand out on white and on black."""
@@ -72,6 +73,7 @@ def _legend(axes: Axes, title: str) -> None:
 def curves_figure(runs: Sequence[TrainedRun]) -> Figure:
     """Draw the training loss of every student; crosses are the same loss on held-out sequences."""
     figure, axes = _axes(8.5, 4.2)
+    all_kls = all(run.record.identity.objective in KL_OBJECTIVES for run in runs)
     drawn = 0
     for run in runs:
         table = curves_table(run)
@@ -93,30 +95,42 @@ def curves_figure(runs: Sequence[TrainedRun]) -> Figure:
                 lw=1.4,
                 label=label,
             )
-            held_out = logged.filter((pc.field("what") == "held_out") & (pc.field("of") == "loss"))
-            axes.plot(held_out["step"], held_out["nats"], "x", color=colour)
+            held_out = _held_out_losses(run, student, logged)
+            axes.plot(list(held_out), list(held_out.values()), "x", color=colour)
             drawn += 1
-    axes.set(xlabel="step", ylabel="loss (nats)", yscale="log")
+    axes.set(xlabel="step", ylabel="loss (nats)" if all_kls else "loss", yscale="log")
     _plain_numbers(axes.yaxis)
     _legend(axes, "student")
     return figure
 
 
+def _held_out_losses(run: TrainedRun, student: StudentRecord, logged: pa.Table) -> dict[int, float]:
+    """Return a student's losses on held-out sequences by step: before, during and after its training."""
+    looks = logged.filter((pc.field("what") == "held_out") & (pc.field("of") == "loss"))
+    ends = {0: student.loss_before, student.best_step or run.record.identity.steps: student.loss_after}
+    losses = ends | dict(zip(looks["step"].to_pylist(), looks["nats"].to_pylist(), strict=True))
+    return {step: loss for step, loss in sorted(losses.items()) if loss is not None}
+
+
 def tradeoff_figure(students: pa.Table) -> Figure:
-    """Draw speed, in multiples of the teacher's, against held-out KL; areas show numbers of parameters."""
+    """Draw speed, in multiples of the teacher's, against closeness; areas show numbers of parameters.
+
+    Closeness is the held-out KL, or where no student has one, the held-out loss of its objective.
+    """
     figure, axes = _axes(8.5, 4.2)
-    rows = _with_kl(students)
+    column = "kl_sum" if _with(students, "kl_sum") else "held_out_loss"
+    rows = _with(students, column)
     most = max((row["num_parameters"] for row in rows), default=1)
     best: dict[tuple[str, str], tuple[float, float]] = {}
     for row in rows:
         key = (row["arch"], _relations_of(row))
-        place = (row["speedup"], row["kl_sum"])
+        place = (row["speedup"], row[column])
         best[key] = min(best.get(key, place), place, key=lambda position: position[1])
     for number, cache in enumerate(dict.fromkeys(map(_cache_label, rows))):
         members = [row for row in rows if _cache_label(row) == cache]
         axes.scatter(
             [row["speedup"] for row in members],
-            [row["kl_sum"] for row in members],
+            [row[column] for row in members],
             s=[30 + 270 * row["num_parameters"] / most for row in members],
             marker=MARKERS[number % len(MARKERS)],
             color=COLOURS[number % len(COLOURS)],
@@ -127,7 +141,8 @@ def tradeoff_figure(students: pa.Table) -> Figure:
         axes.annotate(
             _literal(arch), place, xytext=(6, -10), textcoords="offset points", color=INK, fontsize=8
         )
-    axes.set(xlabel="tokens per second of inference, teacher = 1", ylabel="held-out KL, summed (nats)")
+    closeness = {"kl_sum": "held-out KL, summed (nats)", "held_out_loss": "held-out loss"}
+    axes.set(xlabel="tokens per second of inference, teacher = 1", ylabel=closeness[column])
     axes.margins(0.12)
     _legend(axes, "cache")
     return figure
@@ -141,7 +156,7 @@ def storage_figure(students: pa.Table, dense_bytes_per_token: int) -> Figure:
         dense_bytes_per_token: bytes per token of both relations in float16 without a codec, drawn as a line.
     """
     figure, axes = _axes(8.5, 4.2)
-    rows = _with_kl(students)
+    rows = _with(students, "kl_sum")
     for number, key in enumerate(dict.fromkeys(map(_line_label, rows))):
         means: dict[float, list[float]] = {}
         for row in rows:
@@ -266,7 +281,9 @@ def _cache_label(row: dict[str, Any]) -> str:
 
 
 def _sum_label(row: dict[str, Any]) -> str:
-    """Return the relations whose KLs a row sums, and the model that the KLs are to."""
+    """Return the relations whose KLs a row sums and the model that they are to, or the loss that it has."""
+    if row["kl_sum"] is None:
+        return f"loss of {row['objective']}"
     to = "" if row["kl_to"] == "teacher" else f", to {row['kl_to']}"
     return f"KL of {_relations_of(row)}{to}"
 
@@ -276,7 +293,7 @@ def _relations_of(row: dict[str, Any]) -> str:
     return " + ".join(kind for kind, column in KL_COLUMNS.items() if row[column] is not None)
 
 
-def _with_kl(students: pa.Table) -> list[dict[str, Any]]:
-    """Return the rows of students that have a KL."""
+def _with(students: pa.Table, column: str) -> list[dict[str, Any]]:
+    """Return the rows of students that have a value in a column."""
     rows: list[dict[str, Any]] = students.to_pylist()
-    return [row for row in rows if row["kl_sum"] is not None]
+    return [row for row in rows if row[column] is not None]

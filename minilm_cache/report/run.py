@@ -15,6 +15,7 @@ from minilm_cache.report.maps import MapTexts
 from minilm_cache.report.page import Report, check_page, write_report
 from minilm_cache.report.runs import open_runs
 from minilm_cache.report.tables import students_table
+from minilm_cache.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ def report_runs(
         folders: folders of runs, chains or studies.
         config: what the page shows.
         out: file of the page.
-        home: folder for local copies of caches at URLs. None means `~/.cache/minilm-cache`.
+        home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
         progress: shows what is being measured. None means that nothing is shown.
 
     Raises:
@@ -55,7 +56,7 @@ def report_runs(
     teacher = None
     if config.teacher is not None:
         teacher = Teacher(locate_teacher(config.teacher), choose_device(config.device))
-    (progress or Silent()).note(f"measuring {sum(len(run.students) for run in runs)} students")
+    (progress or Silent()).note(f"measuring {counted(sum(len(run.students) for run in runs), 'student')}")
     students = students_table(runs, teacher, device=config.device)
     report = write_report(
         out, runs, students, teacher=teacher, map_texts=map_texts, title=config.title, paths=config.paths

@@ -90,7 +90,7 @@ class TrainedRun(Described):
         Args:
             path: folder of the run.
             cache_place: folder or URL of its cache. None means the folder where it was when the run began.
-            home: folder for local copies of caches at URLs. None means `~/.cache/minilm-cache`.
+            home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
             name: name of the cache in tables. None means the last part of its path or URL.
             reference: cache whose teacher the students are compared with. None means the run's own cache.
             reference_layer: layer of that teacher. None means its last layer.
@@ -224,7 +224,7 @@ def open_runs(path: Path, *, cache_place: str | None = None, home: Path | None =
         path: folder of a run, a chain or a study.
         cache_place: folder or URL of the cache of a run, or the URL that runs of a study may name. None means
             the folders where their caches were when they began.
-        home: folder for local copies of caches at URLs. None means `~/.cache/minilm-cache`.
+        home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
 
     Raises:
         InvalidConfigError: the folder holds no run, or one folder is given for the caches of several runs.

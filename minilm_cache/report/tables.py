@@ -29,6 +29,8 @@ from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, RunIdentity, Stude
 
 _SECONDS_PER_HOUR: Final = 3600
 _SEED: Final = re.compile(r":s\d+")
+KL_OBJECTIVES: Final = ("minilm", "minilmv2")
+"""Objectives whose held-out losses are KLs of relations."""
 KL_COLUMNS: Final = {kind: f"kl_{kind}" for kind in RelationKind}
 _GROUP: Final = ["cache", "recipe", "objective", "arch", "kl_to"]
 """Columns that the seeds of a summary's row share; a recipe is that of `RunRecord`."""
@@ -64,6 +66,7 @@ STUDENTS: Final = pa.schema(
         ("kl_to", pa.string()),
         *((column, pa.float64()) for column in KL_COLUMNS.values()),
         ("kl_sum", pa.float64()),
+        ("held_out_loss", pa.float64()),
         ("masked_agreement", pa.float64()),
         ("students_in_pass", pa.int64()),
         ("bytes_read", pa.int64()),
@@ -87,9 +90,10 @@ def students_table(
 
     Columns: parameters (embedding tables, layers, all), FLOPs per token of a forward pass over a full
     sequence, tokens per second of inference and their ratio to the teacher's (both measured here in turns,
-    with random weights), held-out KL of each relation in nats and the model that it is to, bytes of shard
-    files read and seconds of the pass that the student shared, its own seconds (by FLOPs of the steps that it
-    took), and the cost of those seconds. No student's cost includes the dump of the cache.
+    with random weights), held-out KL of each relation in nats and the model that it is to, held-out loss of
+    the objective, bytes of shard files read and seconds of the pass that the student shared, its own seconds
+    (by FLOPs of the steps that it took), and the cost of those seconds. No student's cost includes the dump
+    of the cache.
 
     Args:
         runs: complete runs.
@@ -117,7 +121,7 @@ def students_table(
         for student, name, share in zip(run.record.students, names, shares, strict=True):
             own_s = None if run.record.train_s is None else run.record.train_s * share
             row = {**_run_columns(run), **_name_columns(run, student), "own_train_s": own_s}
-            row["diverged_at"] = student.diverged_at
+            row |= {"diverged_at": student.diverged_at, "held_out_loss": student.loss_after}
             if price_per_hour is not None and own_s is not None:
                 row["cost"] = own_s / _SECONDS_PER_HOUR * price_per_hour
             row |= {"inference_tokens_per_s": rates[name], "speedup": rates[name] / rates[teacher_name]}
@@ -205,7 +209,7 @@ def _held_out(
         kls = live_held_out_kl(run.reference, teacher, objective=run.objective, students=folders)
         return {student.arch: kl for student, kl in zip(comparable, kls, strict=True)}, "teacher"
     target = run.record.students[0].target
-    has_kls = run.is_compared_with_own and run.record.identity.objective in ("minilm", "minilmv2")
+    has_kls = run.is_compared_with_own and run.record.identity.objective in KL_OBJECTIVES
     recorded = {student.arch: student.held_out_after for student in run.students if has_kls}
     return recorded, target
 
@@ -237,7 +241,7 @@ def summary_table(students: pa.Table) -> pa.Table:
     standard deviation of a sample (n - 1), null for one seed.
     """
     sample = pc.VarianceOptions(ddof=1, min_count=2)
-    kls = [*KL_COLUMNS.values(), "kl_sum", "masked_agreement"]
+    kls = [*KL_COLUMNS.values(), "kl_sum", "held_out_loss", "masked_agreement"]
     means = ["speedup", "inference_tokens_per_s", "bytes_read", "train_s", "own_train_s", "cost", *kls]
     same = ["run", "codec", "init", "cache_bytes_per_token", "flops_per_token", "num_parameters"]
     same += ["embedding_parameters", "transformer_parameters"]
@@ -255,6 +259,17 @@ def summary_table(students: pa.Table) -> pa.Table:
     return grouped.rename_columns([names.get(name, name) for name in grouped.column_names])
 
 
+def measures(summary: pa.Table) -> list[str]:
+    """Return the columns of what was measured on held-out sequences, as far as they have values.
+
+    The loss of an objective is among them where a row has no KL.
+    """
+    names = [name.removesuffix("_stddev") for name in summary.column_names if name.endswith("_stddev")]
+    all_have_kls = not summary["kl_sum"].null_count
+    empty = {name for name in names if summary[name].null_count == len(summary)}
+    return [name for name in names if name not in empty and not (name == "held_out_loss" and all_have_kls)]
+
+
 def row_names(summary: pa.Table) -> tuple[list[str], list[str]]:
     """Return the columns of `NAMES` that tell the rows of a summary apart, and those that all rows share.
 
@@ -262,7 +277,8 @@ def row_names(summary: pa.Table) -> tuple[list[str], list[str]]:
     """
     shown = summary.select([name for name in NAMES if name != "run"])
     is_unique = len(shown.group_by(shown.column_names).aggregate([])) == len(shown)
-    names = [name for name in NAMES if not (is_unique and name == "run")]
+    left_out = {"run": is_unique, "kl_to": "kl_sum" not in measures(summary)}
+    names = [name for name in NAMES if not left_out.get(name)]
     differing = [name for name in names if name == "arch" or len(summary[name].unique()) > 1]
     return differing, [name for name in names if name not in differing]
 

@@ -104,7 +104,7 @@ def cache_card(manifest: CacheManifest) -> str:
             *([f"- states: {identity.states.in_words}"] if identity.states is not None else []),
             f"- fingerprint: `{manifest.fingerprint}`",
             "",
-            f"Measured on {measured.fidelity_sequences} {manifest.measured_on}, from the bytes on disk:",
+            f"Measured on {manifest.measured_on}, from the bytes on disk:",
             "",
             *_relations_table(measured),
             *_states_table(measured),

@@ -28,9 +28,13 @@ _MAX_WRITTEN_BYTES: Final = 2**31
 
 
 def cache_name(labels: Labels, identity: CacheIdentity) -> str:
-    """Return the name of a cache's folder: labels and codec for people, then 12 digits of the fingerprint."""
+    """Return the name of a cache's folder: labels and codec for people, then 12 digits of the fingerprint.
+
+    A cache without relations has `states` in place of their codec.
+    """
     words = (label.replace(":", "-").replace("/", "-") for label in (labels.teacher, labels.corpus))
-    return "-".join([*words, identity.codec.name, identity.fingerprint()[:12]])
+    stored = identity.codec.name if identity.has_relations else "states"
+    return "-".join([*words, stored, identity.fingerprint()[:12]])
 
 
 def commit_path(shard: int) -> str:

@@ -278,8 +278,9 @@ def read_manifest(root: Path) -> CacheManifest:
     """
     path = root / MANIFEST
     if not path.is_file():
+        lacking = f"{MANIFEST} is not there" if root.exists() else "there is no such folder"
         raise CacheNotFoundError(
-            f"no cache at {root}: {MANIFEST} is not there."
+            f"no cache at {root}: {lacking}."
             f"{described_otherwise(root) or ' Make one with `minilm-cache dump`, or check the path.'}"
         )
     manifest = parse(CacheManifest, read_bounded(path, MAX_MANIFEST_BYTES), str(path))

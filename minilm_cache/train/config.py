@@ -16,8 +16,9 @@ class StudentSettings(FrozenSettings):
 
     group = "Students"
     arch: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Shape of a student, `LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sSEED]`; repeat it for several students, which
-    are trained in one pass."""
+    """Shape of a student, like `3x384` or `LAYERSxHIDDEN[:ffN][:hN][:eN][:bN][:sN]`: `ff` is the size of the
+    feed-forward network, `h` the number of heads, `e` the width of the embeddings, `b` that of bottlenecks,
+    `s` a seed. Repeat it for several students, which are trained in one pass."""
 
 
 class RecipeSettings(FrozenSettings):
@@ -32,7 +33,7 @@ class RecipeSettings(FrozenSettings):
         "`--steps` is given.",
     )
     batch_size: Annotated[int, Field(ge=1)] = 16
-    """Sequences per step, summed over all processes."""
+    """Sequences per step, summed over all processes (default of `embedding`: 64)."""
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
     """Peak learning rate of AdamW."""
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -79,7 +80,7 @@ class ComputeSettings(DeviceSettings):
     streams: Annotated[int, Field(ge=1)] | None = None
     """Streams that an epoch's sequences are dealt to. None means one for each process."""
     local_bytes: Annotated[int, Field(ge=1)] = DEFAULT_LOCAL_BYTES
-    """Bytes of shards that are kept on this machine, of a cache at a URL."""
+    """Bytes of shards that are kept on this machine, of a cache at a URL; like 20G."""
 
 
 class RunSettings(FrozenSettings):

@@ -202,7 +202,8 @@ class Beginnings:
         ]
         fitted = [arch for arch, weights in self.of.items() if weights.takes_time]
         if fitted:
-            lines.append(f"fitting {', '.join(fitted)}: this takes up to a minute each, once")
+            each = " each" if len(fitted) > 1 else ""
+            lines.append(f"fitting {', '.join(fitted)}: this takes up to a minute{each}, once")
         return lines
 
 

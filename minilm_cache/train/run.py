@@ -50,8 +50,9 @@ class TrainResult:
     """Folder of the run."""
     record: RunRecord
     tokens_per_s: float | None
-    """Tokens of batches per second of training, counted once for all students. None means that no step was
-    taken."""
+    """Tokens of batches per second, counted once for all students. None means that no step was taken."""
+    num_held_out: int
+    """Held-out sequences that the students' losses before and after are those of."""
     is_first: bool = True
     """True in the process that shows the results of all processes."""
 
@@ -76,7 +77,7 @@ def train_students(
         config: settings of the training.
         cache: folder or URL of the cache.
         out: folder of the run. None means a folder below `home`, named by content.
-        home: folder of runs, and of what is kept of caches at URLs. None means `~/.cache/minilm-cache`.
+        home: folder of runs, and of what is kept of caches at URLs. None means MINILM_CACHE_HOME.
         resume: resume an unfinished run in the same folder; if false, the folder must not exist.
         progress: shows tokens done. None means that nothing is shown.
         should_stop: called before each step; True stops the run and keeps its state.
@@ -84,7 +85,7 @@ def train_students(
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; the last checkpoint is always kept.
     """
-    home = home or cache_home(None)
+    home = home or cache_home()
     opened = open_cache(cache, home=home, local_bytes=config.local_bytes)
     if config.first is not None:
         check_first(config, opened, out)
@@ -245,7 +246,7 @@ class _Run:
         if earlier is not None and earlier.complete:
             progress.note("this run is already complete: nothing to do")
             self._remove_checkpoints()
-            return TrainResult(path=folder.path, record=earlier, tokens_per_s=None, is_first=ranks.is_first)
+            return self._result(earlier, None)
         state = load_state(folder.checkpoints)
         alive = [shape for shape in ranks.mine(self.shapes) if shape.arch not in state.diverged]
         trainers = self.build(alive, ranks)
@@ -273,9 +274,13 @@ class _Run:
                 progress=progress,
             )
             tokens_per_s = loop.run(self.batches(), plan, should_stop)
-        record = self.finish(record, trainers, state)
+        return self._result(self.finish(record, trainers, state), tokens_per_s)
+
+    def _result(self, record: RunRecord, tokens_per_s: float | None) -> TrainResult:
+        path, is_first = self.folder.path, self.ranks.is_first
+        held_out = min(self.cache.manifest.num_held_out, MAX_SEQUENCES)
         return TrainResult(
-            path=folder.path, record=record, tokens_per_s=tokens_per_s, is_first=ranks.is_first
+            path=path, record=record, tokens_per_s=tokens_per_s, num_held_out=held_out, is_first=is_first
         )
 
     def build(self, shapes: Sequence[StudentShape], ranks: Ranks) -> list[StudentTrainer]:

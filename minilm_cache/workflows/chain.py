@@ -275,7 +275,7 @@ def run_chain(
     Args:
         config: what to dump and train.
         folder: folder of the chain.
-        home: folder for local copies of caches at URLs. None means `~/.cache/minilm-cache`.
+        home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
         cache_store: URL of a store to pull caches from, if they are there already. None means that every
             cache is dumped here.
         progress: shows each stage. None means that nothing is shown.

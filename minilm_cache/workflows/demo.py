@@ -83,7 +83,7 @@ def run_demo(
     """Dump, train and search; dump and training resume or reuse those of an earlier demo.
 
     Args:
-        home: folder of caches and runs. None means `~/.cache/minilm-cache`.
+        home: folder of caches and runs. None means MINILM_CACHE_HOME.
         progress: shows each task. None means that nothing is shown.
         should_stop: called between steps; True stops.
 

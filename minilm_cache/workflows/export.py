@@ -53,7 +53,7 @@ def export_vectors(
     Args:
         cache: folder or URL of a cache with pooled vectors.
         out: Parquet file, which must not exist yet.
-        home: folder for local copies of caches at URLs. None means `~/.cache/minilm-cache`.
+        home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
         progress: shows sequences done. None means that nothing is shown.
         should_stop: called before each batch; True stops, and no file is left.
 

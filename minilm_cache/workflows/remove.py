@@ -23,7 +23,8 @@ class Removal:
     num_bytes: int
     """Bytes of its files. Caches made with `--add` share some of them with others, which keep theirs."""
     needed_by: tuple[Path, ...]
-    """Runs of the home that were trained from this cache, or that began with this run's students."""
+    """Runs of the home or of the same folder that were trained from this cache, or that began with this run's
+    students."""
 
 
 def find_removal(name: str, home: Path) -> Removal:
@@ -78,8 +79,9 @@ def remove(removal: Removal) -> None:
 
 
 def _needing(path: Path, home: Path) -> Iterator[Path]:
-    """Yield the runs of the home that name a folder as their cache or as the run that they began with."""
-    for run in runs_in(home / "runs"):
+    """Yield the runs of the home, and those next to a folder, that name it as their cache or beginning."""
+    places = dict.fromkeys(folder.resolve() for folder in (home / "runs", path.parent))
+    for run in (run for place in places for run in runs_in(place)):
         if run.resolve() == path.resolve():
             continue
         try:

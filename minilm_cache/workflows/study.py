@@ -79,7 +79,7 @@ def run_study(
     Args:
         study: the study.
         folder: folder of the study.
-        home: folder for local copies of caches at URLs. None means `~/.cache/minilm-cache`.
+        home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
         progress: shows each cache and pass. None means that nothing is shown.
         should_stop: called between steps; True stops.
 
@@ -87,7 +87,7 @@ def run_study(
         MiniLMCacheError: see `minilm_cache.errors`; complete caches and runs are kept after every error.
     """
     progress = progress or Silent()
-    home = home or cache_home(None)
+    home = home or cache_home()
     check_shapes(study, home)
     places = _dump_caches(study, folder, home=home, progress=progress, should_stop=should_stop)
     runs = []

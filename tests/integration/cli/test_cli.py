@@ -270,7 +270,7 @@ def test_fidelity_is_told_of_what_it_was_measured_on(world: World, command: Comm
     world.corpus.write_text("ba be bi")
     code, out, err = command(*dump_arguments(world))
     assert code == 0, err
-    assert "Fidelity on 1 training sequences (none is held out)" in out
+    assert "Fidelity on 1 training sequence (none is held out)" in out
 
 
 def test_corpus_folder_without_text(world: World, command: Command) -> None:

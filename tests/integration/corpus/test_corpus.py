@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
-from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.load import load_corpus, num_skipped
 from minilm_cache.errors import CorpusError, InvalidConfigError
 from tests.support import write_hub
 
@@ -20,7 +20,7 @@ WITH_TEXT = [text for text in TEXTS if text.strip()]
 def write(path: Path, texts: list[str]) -> None:
     """Write texts as records in the format that the file's ending names."""
     table = pa.table({"number": list(range(len(texts))), "text": texts, "body": [text * 2 for text in texts]})
-    if path.suffix == ".txt":
+    if path.suffix in (".txt", ".md"):
         path.write_text("\n\n".join(texts))
     elif path.suffix == ".jsonl":
         Dataset(table).to_json(path)
@@ -34,12 +34,12 @@ def read(name: str | Path, column: str | None = None) -> list[str]:
     return list(load_corpus(str(name), column).texts())
 
 
-@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize("ending", [".txt", ".md", ".jsonl", ".csv", ".parquet"])
 def test_every_format_gives_what_was_written(tmp_path: Path, ending: str) -> None:
     file = tmp_path / f"c{ending}"
     write(file, TEXTS)
     assert read(file) == WITH_TEXT
-    if ending != ".txt":
+    if ending not in (".txt", ".md"):
         assert read(file, "body") == [text * 2 for text in WITH_TEXT]
 
 
@@ -51,7 +51,10 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
     (tmp_path / ".hidden.txt").write_text("neither")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git/c.txt").write_text("nor this")
-    assert read(tmp_path) == ["first", "second", "third"]
+    (tmp_path / "picture.png").write_bytes(b"nor bytes")
+    (tmp_path / "z.md").write_text("fourth")
+    assert read(tmp_path) == ["first", "second", "third", "fourth"]
+    assert num_skipped(str(tmp_path)) == 2
 
 
 def test_texts_of_csv_are_read_as_they_are(tmp_path: Path) -> None:
@@ -107,7 +110,7 @@ def test_lines_are_those_of_text_files_only(tmp_path: Path) -> None:
     file = tmp_path / "c.jsonl"
     file.write_text('{"text": "a b"}\n')
     for name in (str(file), str(tmp_path), "python-docs", "hf:some/text"):
-        with pytest.raises(InvalidConfigError, match=r"--documents lines is about \.txt files"):
+        with pytest.raises(InvalidConfigError, match=r"--documents lines is about text files"):
             load_corpus(name, documents="lines")
     (tmp_path / "d.txt").write_text("x y\nz\n")
 

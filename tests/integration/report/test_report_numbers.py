@@ -68,7 +68,10 @@ def test_crosses_are_on_the_scale_of_the_curve(words: World, tmp_path: Path) -> 
     looks = {line["step"]: line["held_out"]["2x32"] for line in lines if "held_out" in line}
 
     assert list(looks) == [2, 4]
-    for step, height in crosses(axes).items():
+    heights = crosses(axes)
+    (student,) = TrainedRun.open(tmp_path / "run").record.students
+    assert heights.pop(0) == pytest.approx(student.loss_before)
+    for step, height in heights.items():
         expected = sum(WEIGHTS[name] * looks[step][name] for name in WEIGHTS)
         assert height == pytest.approx(expected, rel=1e-6)
         assert height > 3 * sum(looks[step][name] for name in WEIGHTS)
@@ -165,7 +168,7 @@ def test_a_cache_says_whether_its_bound_holds_on_held_out_text(words: World, com
     assert said is not None
     assert manifest.kl_over_max == pytest.approx(worst / 0.1)
     assert ("above --max-kl 0.1" in said) == (worst > 0.1)
-    assert f"worst KL {worst:.4f} nats on held-out sequences" in said
+    assert f"worst KL {worst:.4f} nats on {manifest.measured_on}" in said
     _, out, _ = command("info", words.root / "cache")
     assert "worst KL" in out
     _, out, _ = command("info", words.root / "cache", "--json")
