@@ -119,7 +119,8 @@ def _print_caches(place: str, entries: "Sequence[CatalogueEntry]") -> None:
         kls = [kl for kl in described["kl_teacher_to_stored"].values() if kl is not None]
         fidelity = described["kl_infinite_because"] or " / ".join(f"{kl:.4f}" for kl in kls) or "no relations"
         rows.append([name, f"{described['tokens']:,}", decimal(described["bytes"]), fidelity])
-    print_table(f"Caches in {place}", ["cache", "tokens", "size of shards", "KL(teacher, stored), nats"], rows)
+    columns = ["cache", "tokens", "size of shards", "KL(teacher, stored), nats"]
+    print_table(f"Caches in {place}", columns, rows)
 
 
 def _print_runs(place: Path, runs: Sequence[dict[str, Any]]) -> None:
