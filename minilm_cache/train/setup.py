@@ -12,8 +12,9 @@ from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import DEFAULT_EPOCHS, TrainConfig
 from minilm_cache.train.initial import Beginnings, random_weights
+from minilm_cache.train.memory import refuse_too_large
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.trainer import StudentTrainer
+from minilm_cache.train.trainer import StudentTrainer, precision_of
 
 _FIT_SEQUENCES = 2048
 """Training sequences that objectives' own weights are fitted to."""
@@ -69,12 +70,22 @@ def build_trainers(
 
     Raises:
         InvalidConfigError: the objective or the initial weights do not fit the shape of a student.
+        DeviceError: the students are surely too large for the memory.
     """
+    manifest = cache.manifest
+    activation_bytes = 4 if precision_of(config, ranks.device) == "float32" else 2
+    refuse_too_large(
+        shapes,
+        rows=config.batch_size // (config.accumulate * ranks.num_data),
+        length=manifest.num_tokens / manifest.num_sequences,
+        bytes_each=0 if config.gradient_checkpointing else activation_bytes,
+        device=ranks.device,
+    )
     teacher_config = cache.reader.attachment(TEACHER_CONFIG)
     trainers = []
     for shape in shapes:
         seed = config.seed if shape.seed is None else shape.seed
-        model_config = student_config(shape, teacher_config, cache.manifest)
+        model_config = student_config(shape, teacher_config, manifest)
         if objective.num_classes is not None:
             model_config.num_labels = objective.num_classes
         initial = random_weights() if beginnings is None else beginnings.of[shape.arch]
