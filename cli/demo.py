@@ -67,15 +67,15 @@ def _print(result: "DemoResult") -> None:
             f"Question: {question}",
             ["model", f"the best of {result.num_documents:,} texts of Python's documentation"],
             [
-                [searcher.model, _short(answer)]
+                [searcher.model if place == 0 else "", _short(answer)]
                 for searcher in searchers
-                for answer in searcher.answers[number]
+                for place, answer in enumerate(searcher.answers[number])
             ],
             num_names=2,
         )
     print_table(
         f"The teacher's {TOP} best texts for {result.num_questions} held-out questions, and costs",
-        ["model", f"of the teacher's {TOP}", "parameters", "texts per second"],
+        ["model", f"among its own {TOP} best", "parameters", "texts per second"],
         [
             [
                 searcher.model,
