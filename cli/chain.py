@@ -40,7 +40,7 @@ def chain(
     *,
     preset: PresetOption = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of the chain [default: in the cache home]")
+        Path | None, typer.Option("--out", "-o", help="Folder of the chain. [default: in the cache home]")
     ] = None,
     cache_store: StoreOption = None,
     dry_run: Annotated[

@@ -29,7 +29,7 @@ def dump(
     given: Given,
     *,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of the cache [default: in the cache home]")
+        Path | None, typer.Option("--out", "-o", help="Folder of the cache. [default: in the cache home]")
     ] = None,
     add: Annotated[
         Path | None,

@@ -28,7 +28,7 @@ def evaluate(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder of trials [default: evaluations, in the cache home]"),
+        typer.Option("--out", "-o", help="Folder of trials. [default: evaluations, in the cache home]"),
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -245,6 +245,8 @@ def _help_text(info: FieldInfo) -> str:
         return f"{text[: unset.start()]} [default: {unset['default']}]"
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     default = extra.get("default", None if info.is_required() else info.default)
-    if default is None or default == () or isinstance(default, bool):
+    if default is None or default == () or default is False:
         return text
+    if default is True:
+        return f"{text} [default: on]"
     return f"{text} [default: {', '.join(map(str, default)) if isinstance(default, tuple) else default}]"

@@ -22,7 +22,7 @@ def push(
     store: StoreArgument,
     *,
     full: Annotated[
-        bool, typer.Option("--full", help="Read files that are already there and replace those that differ")
+        bool, typer.Option("--full", help="Read files that are already there and replace those that differ.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
@@ -47,7 +47,7 @@ def push(
 def pull(
     url: Annotated[str, typer.Argument(metavar="URL", help="URL of a cache, as `ls` shows it.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of the cache [default: in the cache home]")
+        Path | None, typer.Option("--out", "-o", help="Folder of the cache. [default: in the cache home]")
     ] = None,
     json: JsonOption = False,
 ) -> None:

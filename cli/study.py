@@ -25,12 +25,12 @@ def study(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="Folder of the study [default: next to the document, named after it]"
+            "--out", "-o", help="Folder of the study. [default: next to the document, named after it]"
         ),
     ] = None,
     *,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the document, and show what is to be made; make nothing")
+        bool, typer.Option("--dry-run", help="Check the document, and show what is to be made; make nothing.")
     ] = False,
     json: JsonOption = False,
 ) -> None:

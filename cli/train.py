@@ -34,7 +34,7 @@ def train(
     ] = None,
     preset: PresetOption = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of the run [default: in the cache home]")
+        Path | None, typer.Option("--out", "-o", help="Folder of the run. [default: in the cache home]")
     ] = None,
     resume: ResumeOption = True,
     json: JsonOption = False,

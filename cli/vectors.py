@@ -40,7 +40,7 @@ def import_file(
     *,
     vectors: Annotated[str, typer.Argument(metavar="FILE", help="Parquet file of texts and vectors.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of the cache [default: in the cache home]")
+        Path | None, typer.Option("--out", "-o", help="Folder of the cache. [default: in the cache home]")
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -22,8 +22,8 @@ class EvaluateConfig(ModelSettings):
     """Task: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, wnli, squad, squad2, xnli, xnli-translate-train or
     mlqa; may be repeated."""
     data: str
-    """Folder in the official layout, or a folder of such folders; `hf` or `hf:ID` for a repository of the
-    hub."""
+    """Folder of the task's published files, or a folder of such folders by the tasks' names. `hf` downloads
+    them from the Hugging Face hub, `hf:ID` from another repository there."""
     grid: Literal["none", "paper"] = "none"
     """Settings to try: one (`none`), or the learning rates and epochs that MiniLM searched over (`paper`)."""
     lr: tuple[Lr, ...] = ()

@@ -126,7 +126,8 @@ def tradeoff_figure(students: pa.Table) -> Figure:
         key = (row["arch"], _relations_of(row))
         place = (row["speedup"], row[column])
         best[key] = min(best.get(key, place), place, key=lambda position: position[1])
-    for number, cache in enumerate(dict.fromkeys(map(_cache_label, rows))):
+    caches = list(dict.fromkeys(map(_cache_label, rows)))
+    for number, cache in enumerate(caches):
         members = [row for row in rows if _cache_label(row) == cache]
         axes.scatter(
             [row["speedup"] for row in members],
@@ -144,7 +145,8 @@ def tradeoff_figure(students: pa.Table) -> Figure:
     closeness = {"kl_sum": "held-out KL, summed (nats)", "held_out_loss": "held-out loss"}
     axes.set(xlabel="tokens per second of inference, teacher = 1", ylabel=closeness[column])
     axes.margins(0.12)
-    _legend(axes, "cache")
+    if len(caches) > 1:
+        _legend(axes, "cache")
     return figure
 
 
