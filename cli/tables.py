@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from rich.filesize import decimal
+
 from minilm_cache.cli.console import print_pairs, print_table
 from minilm_cache.storage_schema.identity import DenseParameters, TopKParameters, VectorsParameters
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -172,15 +174,19 @@ def print_summary(summary: "pa.Table") -> None:
         print_pairs({NAMES[name]: rows[0][name] for name in shared})
     measured = measures(summary)
     headings = [NAMES[name] for name in differing]
+    priced = ["cost"] if summary["cost"].null_count < len(summary) else []
     print_table(
         "Measured on held-out sequences: mean over seeds +- standard deviation. KLs are in nats",
         [*headings, *map(_heading, measured), "seeds"],
         [[*map(row.get, differing), *_kls(row, measured), str(row["seeds"])] for row in rows],
     )
     print_table(
-        "Cost. Speed is relative to the teacher's. Seconds are a student's share of its pass",
-        [*headings, "parameters", "of layers", "MFLOPs/token", "speed", "bytes of pass", "seconds", "cost"],
-        [[*map(row.get, differing), *_costs(row)] for row in rows],
+        "Speed: of the teacher = 1. Read: by the whole pass. Seconds: a student's share of its pass",
+        [*headings, "parameters", "of layers", "MFLOPs/token", "speed", "read", "seconds", *priced],
+        [
+            [*map(row.get, differing), *_costs(row), *(number_text(row[name]) for name in priced)]
+            for row in rows
+        ],
     )
 
 
@@ -204,7 +210,6 @@ def _costs(row: dict[str, Any]) -> list[str]:
         *(number_text(row[name], 0) for name in ("num_parameters", "transformer_parameters")),
         number_text(None if flops is None else flops / 1e6, 1),
         number_text(row["speedup"], 1),
-        number_text(row["bytes_read"], 0),
+        "-" if row["bytes_read"] is None else decimal(round(row["bytes_read"])),
         number_text(row["own_train_s"], 1),
-        number_text(row["cost"]),
     ]

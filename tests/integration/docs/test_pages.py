@@ -83,7 +83,9 @@ def test_commands_do_what_the_page_says(page: Path, folder: Path, command: Comma
             given += ["--steps", "4"]
         code, _, err = command(*given)
         # A teacher with random weights and a handful of texts: students may end worse than they began.
-        assert code == 0 or "ended worse than with the weights that training began with" in err, f"{line}\n{err}"
+        assert code == 0 or "ended worse than with the weights that training began with" in err, (
+            f"{line}\n{err}"
+        )
 
 
 def test_messages_that_are_explained_exist() -> None:
