@@ -77,7 +77,8 @@ def _show_run(path: Path, *, json: bool) -> None:
         if student.begun_with is not None
     }
     print_pairs(pairs | begun)
-    students_table(record.students, identity)
+    if record.complete:
+        students_table(record.students, identity)
 
 
 def _unfinished(step: int | None, steps: int) -> str:

@@ -94,20 +94,28 @@ def _document(measured: "Plan", best: "PlannedSetting | None") -> dict[str, obje
 
 
 def _print_plan(measured: "Plan") -> None:
+    layers = [
+        ", ".join(str(layer.layer) for layer in setting.fidelity) or "none" for setting in measured.settings
+    ]
+    differ = len(set(layers)) > 1
     print_table(
-        f"{measured.num_tokens:,} tokens, estimated from a sample of {measured.sample_tokens:,}",
-        ["codec", "layers", "B/token", "all files", "KL(teacher, stored)", "dump", "pays from"],
+        f"{measured.num_tokens:,} tokens, estimated from a sample of {measured.sample_tokens:,}"
+        + ("" if differ else f"; layers: {layers[0]}"),
+        [
+            *("codec", *(["layers"] if differ else []), "B/token", "all files"),
+            *("KL(teacher, stored)", "dump", "pays from epoch"),
+        ],
         [
             [
                 setting.words,
-                ", ".join(str(layer.layer) for layer in setting.fidelity) or "none",
+                *([numbers] if differ else []),
                 f"{setting.bytes_per_token:.1f}",
                 f"{setting.total_bytes / 1e6:,.1f} MB",
                 _kls(setting.fidelity),
                 f"{setting.dump_s / 60:,.1f} min",
-                f"{setting.break_even_epochs} epochs",
+                str(setting.break_even_epochs),
             ]
-            for setting in measured.settings
+            for setting, numbers in zip(measured.settings, layers, strict=True)
         ],
     )
     states, length = measured.settings[0].states, measured.num_tokens / measured.num_sequences
@@ -125,7 +133,7 @@ def _print_plan(measured: "Plan") -> None:
         print_pairs({"teacher's weights": f"{kept / 1e6:,.1f} MB, among all files"})
     print_pairs(
         {
-            "KL": "KL of attention distribution and value relation in the worst layer, in nats; "
+            "KL": "KL of attention distribution / value relation in the worst layer, in nats; "
             "sampled rows have no KL, but are unbiased",
             "pays": "number of student-epochs from which the cache is cheaper than running the teacher in "
             "every epoch; one epoch of one student is never enough",
@@ -163,4 +171,4 @@ def _kls(layers: Sequence[LayerFidelity]) -> str:
         kls = [layer.relations[kind].kl_teacher_to_stored for layer in layers]
         known = [kl for kl in kls if kl is not None]
         texts.append(f"{max(known):.4f}" if len(known) == len(kls) else "sampled")
-    return " / ".join(texts)
+    return " / ".join(dict.fromkeys(texts) if "sampled" in texts else texts)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -12,6 +12,8 @@ from minilm_cache.storage_schema.versions import READABLE_VERSIONS
 
 Document = TypeVar("Document", bound=BaseModel)
 
+REMEDY: Final = "Fetch the cache again, or remove it and dump it again."
+"""What helps where a document of a cache is damaged."""
 _SHARD_BYTES = 52
 """Least bytes of a shard's range in JSON without spaces."""
 _FILE_BYTES = 128
@@ -62,8 +64,7 @@ def refuse_costly(document: bytes, where: str) -> None:
     else:
         return
     raise CacheCorruptError(
-        f"{where} is damaged: {problem} in {len(document)} bytes, which minilm-cache does not write. "
-        "Fetch the cache again or redo the dump."
+        f"{where} is damaged: {problem} in {len(document)} bytes, which minilm-cache does not write. {REMEDY}"
     )
 
 
@@ -93,9 +94,7 @@ def parse(model: type[Document], document: bytes, where: str) -> Document:
         shown = "; ".join(map(str, problems[:_SHOWN]))
         shown = "".join(char if char.isprintable() else " " for char in shown)
         more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
-        raise CacheCorruptError(
-            f"{where} is damaged: {shown}{more}. Fetch the cache again or redo the dump."
-        ) from error
+        raise CacheCorruptError(f"{where} is damaged: {shown}{more}. {REMEDY}") from error
 
 
 def _format_version(document: bytes) -> int | None:

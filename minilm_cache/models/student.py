@@ -15,6 +15,7 @@ from minilm_cache.models.files import model_description, out_of_bounds
 from minilm_cache.models.load import HEADS
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
+from minilm_cache.storage_schema.problems import REMEDY
 
 _FACTORISED: Final = {"bert": "electra", "electra": "electra"}
 """For each family, the family that computes the same and has a separate embedding size."""
@@ -199,9 +200,7 @@ def _model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unusable(reason: object) -> CacheCorruptError:
-    return CacheCorruptError(
-        f"{TEACHER_CONFIG} of the cache cannot be used: {reason}. Fetch the cache again or redo the dump."
-    )
+    return CacheCorruptError(f"{TEACHER_CONFIG} of the cache cannot be used: {reason}. {REMEDY}")
 
 
 def build_student(config: PreTrainedConfig, seed: int, head: Head | None = None) -> PreTrainedModel:

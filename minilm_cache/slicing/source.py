@@ -17,6 +17,7 @@ from minilm_cache.models.student import num_weights, teacher_config
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_WEIGHTS
+from minilm_cache.storage_schema.problems import REMEDY
 from minilm_cache.store.durable import new_folder
 from minilm_cache.store.fingerprint import digest_bytes
 
@@ -125,6 +126,4 @@ def _unpack(cache: Cache, folder: Path) -> None:
 
 
 def _unusable(reason: str) -> CacheCorruptError:
-    return CacheCorruptError(
-        f"{TEACHER_WEIGHTS} of the cache: the weights {reason}. Fetch the cache again or redo the dump."
-    )
+    return CacheCorruptError(f"{TEACHER_WEIGHTS} of the cache: the weights {reason}. {REMEDY}")

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError, StorageError
 from minilm_cache.progress import ShouldStop
+from minilm_cache.storage_schema.problems import REMEDY
 from minilm_cache.store.regular_files import NotRegularError, first_bytes
 
 PARTIAL = ".partial"
@@ -158,8 +159,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
         raise
     if len(content) > max_bytes:
         raise CacheCorruptError(
-            f"{path} is longer than the {max_bytes} bytes that the format allows. "
-            "Fetch the cache again or redo the dump."
+            f"{path} is longer than the {max_bytes} bytes that the format allows. {REMEDY}"
         )
     return content
 
