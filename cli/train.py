@@ -106,11 +106,12 @@ def _worse(result: "TrainResult") -> list[str]:
 def _end_if_worse(result: "TrainResult") -> None:
     """End with exit code 1 if students ended worse than they began."""
     if worse := _worse(result):
+        lr = result.record.identity.lr
         print_error(
             f"{', '.join(worse)} ended worse than with the weights that training began with "
             f"({counted(result.num_held_out, 'held-out sequence')}). Train again with another --out and a "
-            f"lower --lr than {result.record.identity.lr:g}, or from more text; what was trained is kept in "
-            f"{result.path}."
+            f"lower rate, like --lr {lr / 5:g} instead of {lr:g}, or from more text; what was trained "
+            f"is kept in {result.path}."
         )
         raise typer.Exit(1)
 
