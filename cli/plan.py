@@ -131,10 +131,13 @@ def _print_plan(measured: "Plan") -> None:
     kept = measured.settings[0].weights_bytes
     if kept is not None:
         print_pairs({"teacher's weights": f"{kept / 1e6:,.1f} MB, among all files"})
+    kl = {
+        "KL": "KL of attention distribution / value relation in the worst layer, in nats; sampled rows have no "
+        "KL, but are unbiased"
+    }
     print_pairs(
         {
-            "KL": "KL of attention distribution / value relation in the worst layer, in nats; "
-            "sampled rows have no KL, but are unbiased",
+            **(kl if any(setting.fidelity for setting in measured.settings) else {}),
             "pays": "number of student-epochs from which the cache is cheaper than running the teacher in "
             "every epoch; one epoch of one student is never enough",
         }
