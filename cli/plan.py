@@ -132,8 +132,8 @@ def _print_plan(measured: "Plan") -> None:
     if kept is not None:
         print_pairs({"teacher's weights": f"{kept / 1e6:,.1f} MB, among all files"})
     kl = {
-        "KL": "KL of attention distribution / value relation in the worst layer, in nats; sampled rows have no "
-        "KL, but are unbiased"
+        "KL": "KL of attention distribution / value relation in the worst layer, in nats; sampled rows have "
+        "no KL, but are unbiased"
     }
     print_pairs(
         {
