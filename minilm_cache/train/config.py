@@ -9,6 +9,9 @@ from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings
 
 DEFAULT_EPOCHS = 5.0
+LEAST_STEPS = 300
+"""Fewest steps of a training that is given neither steps nor epochs: students that are cut from a teacher
+first get worse, and by then they are better."""
 
 
 class StudentSettings(FrozenSettings):
@@ -29,8 +32,8 @@ class RecipeSettings(FrozenSettings):
     """Optimizer steps. None means as many as `--epochs` takes."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
         None,
-        description=f"Passes over the sequences of the cache. None means {DEFAULT_EPOCHS:g}, unless "
-        "`--steps` is given.",
+        description=f"Passes over the sequences of the cache. None means {DEFAULT_EPOCHS:g}, or more "
+        f"until there are {LEAST_STEPS} steps, unless `--steps` is given.",
     )
     batch_size: Annotated[int, Field(ge=1)] = 16
     """Sequences per step, summed over all processes (default of `embedding`: 64)."""

@@ -10,7 +10,7 @@ from minilm_cache.models.tap import TappedModel
 from minilm_cache.objectives.check import Objective
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.train.batches import BatchReader
-from minilm_cache.train.config import DEFAULT_EPOCHS, TrainConfig
+from minilm_cache.train.config import DEFAULT_EPOCHS, LEAST_STEPS, TrainConfig
 from minilm_cache.train.initial import Beginnings, random_weights
 from minilm_cache.train.memory import refuse_too_large
 from minilm_cache.train.ranks import Ranks
@@ -26,7 +26,8 @@ def num_steps(config: TrainConfig, manifest: CacheManifest) -> int:
     if config.steps is not None:
         return config.steps
     epochs = config.epochs or DEFAULT_EPOCHS
-    return max(1, math.ceil(epochs * manifest.num_train / config.batch_size))
+    least = 1 if config.epochs else LEAST_STEPS
+    return max(least, math.ceil(epochs * manifest.num_train / config.batch_size))
 
 
 def student_shapes(config: TrainConfig, objective: Objective) -> list[StudentShape]:

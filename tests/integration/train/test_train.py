@@ -28,10 +28,11 @@ from minilm_cache.objectives.relations import RelationObjective
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.batches import BatchReader
-from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.config import LEAST_STEPS, TrainConfig
 from minilm_cache.train.live import with_live_targets
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.sampler import plan_steps
+from minilm_cache.train.setup import num_steps
 from tests.support import TINY, World, save_teacher, tiny_model
 from tests.unit.models.test_tap import with_attention
 
@@ -211,6 +212,7 @@ def test_epochs_are_passes_over_the_training_sequences(world: World) -> None:
     )
 
     assert result.record.identity.steps == -(-2 * cache.manifest.num_train // 4)
+    assert num_steps(settings(steps=None), cache.manifest) == LEAST_STEPS
 
 
 def test_a_cache_of_one_sequence_has_nothing_held_out_and_says_so(world: World) -> None:
