@@ -109,9 +109,9 @@ def _end_if_worse(result: "TrainResult") -> None:
         lr = result.record.identity.lr
         print_error(
             f"{', '.join(worse)} ended worse than with the weights that training began with "
-            f"({counted(result.num_held_out, 'held-out sequence')}). Train again with another --out and a "
-            f"lower rate, like --lr {lr / 5:g} instead of {lr:g}, or from more text; what was trained "
-            f"is kept in {result.path}."
+            f"({counted(result.num_held_out, 'held-out sequence')}). Train again with another --out and "
+            f"more --steps, a lower rate, like --lr {lr / 5:g} instead of {lr:g}, or from more text; what was "
+            f"trained is kept in {result.path}."
         )
         raise typer.Exit(1)
 
