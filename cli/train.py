@@ -110,8 +110,8 @@ def _end_if_worse(result: "TrainResult") -> None:
         print_error(
             f"{', '.join(worse)} ended worse than with the weights that training began with "
             f"({counted(result.num_held_out, 'held-out sequence')}). Train again with another --out and "
-            f"more --steps, a lower rate, like --lr {lr / 5:g} instead of {lr:g}, or from more text; what was "
-            f"trained is kept in {result.path}."
+            f"more --steps, a lower rate, like --lr {lr / 5:g} instead of {lr:g}, or from more text; what "
+            f"was trained is kept in {result.path}."
         )
         raise typer.Exit(1)
 
