@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.timeout(600)
 def test_commands_do_what_the_page_says(page: Path, folder: Path, command: Command, store: str) -> None:
     words = {"mini": "small", "bert-base": "small", "RUN": "run", "CACHE": "notes.cache", "DIR": "slice"}
-    words |= {"100": "4", "150": "6"}  # steps of the tutorial
+    words |= {"300": "4", "400": "6"}  # steps of the tutorial
     commands = [line for block in blocks(page) for line in block]
     if not any("--out notes.cache" in line for line in commands):
         assert command("dump", "--teacher", "small", "--corpus", "notes.txt", "--out", "notes.cache")[0] == 0

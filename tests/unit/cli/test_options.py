@@ -62,7 +62,7 @@ def test_help_states_defaults_bounds_and_headings(command: Command) -> None:
         assert heading in headings
     for name in ("batch_size", "lr", "warmup", "buffer_shards", "checkpoint_steps", "local_bytes"):
         assert f"[default: {TrainConfig.model_fields[name].default}]" in words
-    assert "[default: 5, unless --steps is given]" in words
+    assert "[default: 5, or more until there are 300 steps, unless --steps is given]" in words
     assert "--compile" in words
     assert "--value-relation / --no-value-relation" in words
     assert "--precision float32|bfloat16" in words
