@@ -48,21 +48,15 @@ def _local_folder(text: str) -> Path:
     return Path(text)
 
 
+def _cache_argument(text: str) -> Any:  # noqa: ANN401 - typer's own, unexported class
+    return typer.Argument(metavar="[CACHE]", help=text, parser=_local_folder)
+
+
 CacheArgument = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[CACHE]",
-        help="Folder of the cache. [default: the newest complete one]",
-        parser=_local_folder,
-    ),
+    Path | None, _cache_argument("Folder of the cache. [default: the newest complete one]")
 ]
 CacheOrRunArgument = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[CACHE]",
-        help="Folder of a cache or of a run. [default: the newest complete cache]",
-        parser=_local_folder,
-    ),
+    Path | None, _cache_argument("Folder of a cache or of a run. [default: the newest complete cache]")
 ]
 ComparedModelsArgument = Annotated[
     list[str],
@@ -86,7 +80,7 @@ class GroupedCommand(TyperCommand):
     """A command whose `--help` shows options under headings."""
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - typer's own, unexported classes
-        """Run the command; a person at a terminal is told that its libraries load first, for some seconds."""
+        """Run the command; a terminal first shows that its libraries are loading, which takes seconds."""
         if sys.stderr.isatty():
             print("loading ...", end="\r", file=sys.stderr, flush=True)  # noqa: T201 - the next line covers it
         return super().invoke(ctx)

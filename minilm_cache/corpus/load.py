@@ -37,7 +37,7 @@ Documents = Literal["paragraphs", "lines"]
 PYTHON_DOCS: Final = "python-docs"
 HUB_PREFIX: Final = "hf:"
 _BUILDERS: Final = {".txt": "text", ".md": "text", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-_TEXT: Final = (".txt", ".md")
+_TEXT: Final = tuple(ending for ending, builder in _BUILDERS.items() if builder == "text")
 _NOT_DOCUMENTED: Final = frozenset(
     {"site-packages", "test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "__pycache__"}
 )

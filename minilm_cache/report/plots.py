@@ -19,7 +19,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from minilm_cache.report.agreement import RelationAgreement
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.similarity import LayerSimilarity
-from minilm_cache.report.tables import KL_COLUMNS, KL_OBJECTIVES, curves_table
+from minilm_cache.report.tables import KL_COLUMNS, curves_table
 from minilm_cache.train.record import StudentRecord
 
 COLOURS: Final = ("#3b82c4", "#d9622b", "#4c9a52", "#b05fc0", "#c9a227", "#5aa7a7", "#c45b7c", "#8a7a5c")
@@ -73,7 +73,7 @@ def _legend(axes: Axes, title: str) -> None:
 def curves_figure(runs: Sequence[TrainedRun]) -> Figure:
     """Draw the training loss of every student; crosses are the same loss on held-out sequences."""
     figure, axes = _axes(8.5, 4.2)
-    all_kls = all(run.record.identity.objective in KL_OBJECTIVES for run in runs)
+    all_kls = all(run.record.identity.spec.is_relational for run in runs)
     drawn = 0
     for run in runs:
         table = curves_table(run)

@@ -29,8 +29,6 @@ from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, RunIdentity, Stude
 
 _SECONDS_PER_HOUR: Final = 3600
 _SEED: Final = re.compile(r":s\d+")
-KL_OBJECTIVES: Final = ("minilm", "minilmv2")
-"""Objectives whose held-out losses are KLs of relations."""
 KL_COLUMNS: Final = {kind: f"kl_{kind}" for kind in RelationKind}
 _GROUP: Final = ["cache", "recipe", "objective", "arch", "kl_to"]
 """Columns that the seeds of a summary's row share; a recipe is that of `RunRecord`."""
@@ -209,7 +207,7 @@ def _held_out(
         kls = live_held_out_kl(run.reference, teacher, objective=run.objective, students=folders)
         return {student.arch: kl for student, kl in zip(comparable, kls, strict=True)}, "teacher"
     target = run.record.students[0].target
-    has_kls = run.is_compared_with_own and run.record.identity.objective in KL_OBJECTIVES
+    has_kls = run.is_compared_with_own and run.record.identity.spec.is_relational
     recorded = {student.arch: student.held_out_after for student in run.students if has_kls}
     return recorded, target
 
