@@ -236,7 +236,7 @@ def _learner(given: argparse.Namespace, cache: Cache, **settings: str) -> _Learn
         ranks=Ranks.alone(CPU),
     )
     reader = BatchReader(cache, objective.wanted, pad_token=0, device=CPU)
-    return trainer, reader.train_batches(plan_steps(config, cache.manifest), 0), config
+    return trainer, reader.train_batches(plan_steps(config, cache.reader), 0), config
 
 
 def _start(given: argparse.Namespace) -> Path:

@@ -16,6 +16,7 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.objectives.spec import OBJECTIVES, Needs
+from minilm_cache.storage_schema.arrays import codes_path
 
 MAX_TOKENS = 16_384
 ERRORS = (0.05, 0.1, 0.2)
@@ -32,7 +33,7 @@ def dumped(teacher: Path, folder: Path, add: Path | None = None, **settings: obj
 
 def states_of(cache: Cache) -> dict[str, Row]:
     """Return the measured bytes and errors of a cache's states, and the bytes of its layers' codes."""
-    measured, records = cache.manifest.measured, cache.reader.records.values()
+    measured = cache.manifest.measured
     assert measured is not None
     rows: dict[str, Row] = {
         state.path: {
@@ -42,9 +43,9 @@ def states_of(cache: Cache) -> dict[str, Row]:
         }
         for state in measured.states
     }
-    files = [item for record in records for item in record.files.items()]
+    sizes = cache.reader.records.bytes_by_name()
     for layer in cache.layers:
-        size = sum(file.size for path, file in files if path.startswith(f"vectors/{layer}/"))
+        size = sizes.get(codes_path(layer), 0)
         rows[f"vectors/{layer}"] = {"bytes_per_token": round(size / cache.manifest.num_tokens, 2)}
     return rows
 

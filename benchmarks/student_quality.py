@@ -54,7 +54,7 @@ def train_student(config: TrainConfig, cache: Cache, teacher: Teacher, *, online
     """Train the one student of a configuration from a cache, or with the teacher at every step."""
     identity, steps = cache.manifest.identity, config.steps
     assert steps is not None
-    plan = plan_steps(config, cache.manifest)
+    plan = plan_steps(config, cache.reader)
     objective = choose_objective(config, cache, arch=config.arch)
     shape = parse_arch(config.arch[0], identity.relation_heads)
     (trainer,) = build_trainers(

@@ -83,7 +83,7 @@ class Bench:
 def stream_of(cache: Cache, config: TrainConfig, wanted: WantedTargets) -> Any:  # noqa: ANN401 - a generator
     """Return the batches of a run, read from disk."""
     return BatchReader(cache, wanted, pad_token=0, device=CPU).train_batches(
-        plan_steps(config, cache.manifest), 0
+        plan_steps(config, cache.reader), 0
     )
 
 

@@ -133,7 +133,7 @@ def _print(result: "DumpResult") -> None:
             "state": "complete" if manifest.complete else "unfinished: other ranks have shards to write",
             "fingerprint": manifest.fingerprint,
             "shards": f"{result.shards_written} written, {result.shards_kept} there before, "
-            f"{len(manifest.shards)} in all",
+            f"{result.num_shards} in all",
             "tokens": f"{manifest.num_tokens:,} in {manifest.num_sequences:,} sequences, "
             f"{manifest.held_out_in_words}",
         }

@@ -42,6 +42,7 @@ def info(
         print_json(
             {
                 "cache": str(path),
+                "shards": len(reader.ranges),
                 "shards_committed": len(reader.records),
                 "kl_over_max": manifest.kl_over_max,
                 "kl_infinite_because": kl_infinite_because(manifest),
@@ -50,7 +51,7 @@ def info(
             }
         )
         return
-    print_pairs({"cache": path, **_pairs(manifest, len(reader.records))})
+    print_pairs({"cache": path, **_pairs(manifest, len(reader.records), len(reader.ranges))})
     if manifest.measured is not None:
         fidelity_table(manifest, verbose=verbose)
 
@@ -87,8 +88,8 @@ def _unfinished(step: int | None, steps: int) -> str:
     return f"unfinished, {reached}; the same `minilm-cache train` resumes it where no process is at it"
 
 
-def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
-    """Return names and values that describe a cache, given the number of its committed shards."""
+def _pairs(manifest: CacheManifest, committed: int, num_shards: int) -> dict[str, object]:
+    """Return names and values that describe a cache, given the numbers of its committed and of all shards."""
     identity = manifest.identity
     teacher = identity.teacher
     state = (
@@ -112,7 +113,7 @@ def _pairs(manifest: CacheManifest, committed: int) -> dict[str, object]:
             for name, value in identity.codec.model_dump().items()
             if value is not None
         ),
-        "shards": f"{committed} of {len(manifest.shards)} committed, {manifest.shard_tokens:,} rows each",
+        "shards": f"{committed} of {num_shards} committed, {manifest.shard_tokens:,} rows each",
     }
     if TEACHER_WEIGHTS in manifest.files:
         size = manifest.files[TEACHER_WEIGHTS].size

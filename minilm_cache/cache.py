@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from operator import index
 from pathlib import Path
 from typing import overload
@@ -23,9 +24,8 @@ from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home
 from minilm_cache.storage_schema.arrays import all_small_arrays
 from minilm_cache.storage_schema.identity import RelationKind, codec_words
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.store.layout import shard_of
 from minilm_cache.store.mirror import MirrorReader
-from minilm_cache.store.reader import CacheReader, Shard, read_manifest, read_small_array
+from minilm_cache.store.reader import CacheReader, Shard, read_manifest, small_array
 from minilm_cache.store.remote import is_url
 from minilm_cache.wording import Described
 
@@ -38,16 +38,6 @@ class Cache(Described):
     def __init__(self, reader: CacheReader) -> None:
         """Wrap the reader of a cache."""
         self.reader = reader
-        identity, calibration = reader.manifest.identity, reader.manifest.calibration
-        codes = read_codes(reader.root, reader.manifest)
-        self.codecs = {
-            layer: layer_codec(identity, calibration, layer=layer, codes=codes) for layer in identity.layers
-        }
-        self.states_codec: StatesCodec | None = None
-        """Codec of the states. None means that only relations are stored."""
-        if identity.states is not None:
-            coded = {name: codes[name.folder] for name in identity.states.coded}
-            self.states_codec = StatesCodec.of(identity, coded)
         self._shards: OrderedDict[int, Shard] = OrderedDict()
 
     def describe(self) -> dict[str, object]:
@@ -64,6 +54,36 @@ class Cache(Described):
             "bytes per token": "unknown" if measured is None else f"{measured.bytes_per_token:.1f}",
             "states": "none" if manifest.identity.states is None else manifest.identity.states.in_words,
         }
+
+    @cached_property
+    def _codes(self) -> dict[str, TransformCode]:
+        return read_codes(self.manifest, self.reader.attachment)
+
+    @cached_property
+    def codecs(self) -> dict[int, RelationCodec]:
+        """Codecs of the relations, by layer of the teacher.
+
+        Raises:
+            CacheCorruptError: their arrays are damaged.
+        """
+        identity, calibration = self.manifest.identity, self.manifest.calibration
+        return {
+            layer: layer_codec(identity, calibration, layer=layer, codes=self._codes)
+            for layer in identity.layers
+        }
+
+    @cached_property
+    def states_codec(self) -> StatesCodec | None:
+        """Codec of the states. None means that only relations are stored.
+
+        Raises:
+            CacheCorruptError: their arrays are damaged.
+        """
+        identity = self.manifest.identity
+        if identity.states is None:
+            return None
+        coded = {name: self._codes[name.folder] for name in identity.states.coded}
+        return StatesCodec.of(identity, coded)
 
     @property
     def manifest(self) -> CacheManifest:
@@ -113,7 +133,7 @@ class Cache(Described):
         if not -len(self) <= number < len(self):
             raise IndexError(f"sequence {number} of a cache of {len(self)}")
         number %= len(self)
-        rows = self._shard(shard_of(self.manifest.shards, number)).sequence(number)
+        rows = self._shard(self.reader.ranges.shard_of(number)).sequence(number)
         return CachedSequence(self, number, rows)
 
     def _shard(self, number: int) -> Shard:
@@ -230,15 +250,19 @@ def _check_rows(cache: Cache, shard: Shard) -> None:
             )
 
 
-def read_codes(root: Path, manifest: CacheManifest) -> dict[str, TransformCode]:
+def read_codes(manifest: CacheManifest, attachment: Callable[[str], bytes]) -> dict[str, TransformCode]:
     """Return the fitted codes of a cache, by the folder of their arrays; no shard is read.
+
+    Args:
+        manifest: manifest of the cache.
+        attachment: returns the checked content of a file outside the shards, given its path.
 
     Raises:
         CacheCorruptError: their arrays are damaged.
     """
     arrays: dict[str, dict[str, Tensor]] = {}
     for small in all_small_arrays(manifest.identity, manifest.calibration):
-        values = torch.from_numpy(read_small_array(root, manifest, small).copy())
+        values = torch.from_numpy(small_array(attachment(small.chunk_path), small).copy())
         arrays.setdefault(small.folder, {})[small.name] = values
     return {folder: TransformCode(**parts) for folder, parts in arrays.items()}
 

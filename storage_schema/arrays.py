@@ -4,19 +4,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from minilm_cache.storage_schema.documents import ShardRange
 from minilm_cache.storage_schema.identity import (
     CacheIdentity,
     DenseParameters,
     RelationKind,
     TopKParameters,
 )
-from minilm_cache.storage_schema.manifest import (
-    Calibration,
-    LayerCalibration,
-    ShardRange,
-    StateCalibration,
-    layer_folder,
-)
+from minilm_cache.storage_schema.manifest import Calibration, LayerCalibration, StateCalibration, layer_folder
 from minilm_cache.storage_schema.states import (
     INDEX_PATH,
     LOGITS_PATH,

@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 
 from minilm_cache.storage_schema.base import Sha256, StoredModel
 from minilm_cache.storage_schema.states import StatesIdentity
-from minilm_cache.storage_schema.versions import FORMAT_VERSION
 
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
@@ -168,7 +167,9 @@ def codec_words(codec: CodecParameters) -> str:
 class CacheIdentity(StoredModel):
     """What determines the content of a cache, and nothing else."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1] = 1
+    """Version of what determines the content. Format 2 did not change it, so a cache has the same fingerprint
+    in both formats."""
     teacher: TeacherIdentity
     tokenizer_sha256: Sha256
     corpus: CorpusIdentity

@@ -1,6 +1,6 @@
-"""The two documents of a cache: the manifest (one per cache) and the commit record (one per shard).
+"""The manifest of a cache.
 
-Both are read from disk and may be hostile, so every field is typed strictly and unknown fields are refused.
+It is read from disk and may be hostile, so every field is typed strictly and unknown fields are refused.
 """
 
 from typing import Annotated, ClassVar, Final, Literal
@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import FailFast, Field, model_validator
 
 from minilm_cache.storage_schema.base import Sha256, StoredModel
+from minilm_cache.storage_schema.documents import FileDigest, RelativePath, ShardRange, StoredDocument
 from minilm_cache.storage_schema.identity import (
     MAX_LAYERS,
     MAX_TOKENS,
@@ -15,27 +16,22 @@ from minilm_cache.storage_schema.identity import (
     Name,
     RelationKind,
     VectorsParameters,
-    canonical_sha256,
 )
 from minilm_cache.storage_schema.measured import Measured, require_both
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.storage_schema.versions import FORMAT_VERSION
 
 MAX_MANIFEST_BYTES: Final = 8 * 2**20
-"""Longest manifest: enough for about 80,000 shards. Refusing a manifest that was made to fill memory
-takes about sixty times its size."""
-MAX_RECORD_BYTES: Final = 64 * 2**10
-"""Longest commit record."""
-
-Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-RelativePath = Annotated[
-    str, Field(max_length=128, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$")
-]
-"""A path below the cache's root: no `..`, no leading slash, no hidden names, no backslash."""
+"""Longest manifest: one of format 1 may list about 80,000 shards. Refusing a manifest that was made to fill
+memory takes about sixty times its size."""
 
 _VECTORS_FOLDER: Final = "vectors"
 _SMALL_CHUNKS: Final = ("basis/c/0/0", "step/c/0", "analysis/c/0/0", "gain/c/0", "mean/c/0")
 PREVIEW: Final = "preview/sequences.parquet"
+RANGES: Final = "index/ranges.parquet"
+"""Sequences and tokens of each shard."""
+INDEX: Final = "index/shards.parquet"
+"""What each shard of a complete cache consists of."""
 TEACHER_FOLDER: Final = "teacher"
 TEACHER_CONFIG: Final = "teacher/config.json"
 TEACHER_WEIGHTS: Final = "teacher/model.safetensors"
@@ -55,43 +51,6 @@ TOKENIZER_FILES: Final = (
 def layer_folder(layer: int) -> str:
     """Return the path of the group of a layer's arrays (codec `vectors`)."""
     return f"{_VECTORS_FOLDER}/{layer}"
-
-
-class StoredDocument(StoredModel):
-    """A document that is stored in its own file, with a checksum of its content."""
-
-    checksum: Sha256 | None = None
-    """SHA-256 over the canonical JSON of all other fields; set by `to_json`. Shows damage, not tampering."""
-
-    def to_json(self) -> bytes:
-        """Return the document as it is stored, with its checksum."""
-        return self.model_copy(update={"checksum": self._checksum()}).model_dump_json(indent=1).encode()
-
-    def _checksum(self) -> str:
-        return canonical_sha256(self.model_dump(mode="json", exclude={"checksum"}))
-
-    @model_validator(mode="after")
-    def _is_as_written(self) -> "StoredDocument":
-        if self.checksum not in (None, self._checksum()):
-            raise ValueError("its content is not what `checksum` says was written")
-        return self
-
-
-class FileDigest(StoredModel):
-    """Size and hashes of one file."""
-
-    size: int = Field(ge=0, le=2**40)
-    """Size in bytes."""
-    sha256: Sha256
-    xxh3_128: Xxh3
-
-
-class ShardRange(StoredModel):
-    """Which sequences a shard holds."""
-
-    first_sequence: int = Field(ge=0, le=MAX_TOKENS)
-    num_sequences: int = Field(ge=1, le=MAX_TOKENS)
-    num_tokens: int = Field(ge=1, le=MAX_TOKENS)
 
 
 class LayerCalibration(StoredModel):
@@ -173,7 +132,7 @@ class Labels(StoredModel):
 class CacheManifest(StoredDocument):
     """All that describes a cache."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1, 2] = FORMAT_VERSION
     fingerprint: Sha256
     complete: bool
     """True only if every shard is committed."""
@@ -190,15 +149,17 @@ class CacheManifest(StoredDocument):
     means the same as `sequences`."""
     shard_tokens: int = Field(ge=64, le=2**26)
     """Rows of a shard in every array; a power of two."""
-    shards: Annotated[tuple[ShardRange, ...], FailFast(), Field(min_length=1, max_length=2**20)]
+    shards: Annotated[tuple[ShardRange, ...], FailFast(), Field(max_length=2**20)] = ()
+    """What each shard holds, in format 1. Empty in format 2, where `index/ranges.parquet` says it."""
     calibration: Calibration | None = None
     """Calibration of codec `vectors` and of coded states. None means that neither is stored."""
     files: dict[RelativePath, FileDigest]
-    """Files outside the shards: array metadata, the teacher's configuration and tokenizer, the preview."""
+    """Files outside the shards: array metadata, the teacher's configuration and tokenizer, the tables of
+    shards, the preview."""
     measured: Measured | None = None
     """What the finished dump measured. None until the cache is complete."""
 
-    sections: ClassVar[frozenset[str]] = frozenset({"held_out_by"})
+    sections: ClassVar[frozenset[str]] = frozenset({"held_out_by", "shards"})
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "CacheManifest":
@@ -208,15 +169,6 @@ class CacheManifest(StoredDocument):
             raise ValueError("shard_tokens is not a power of two")
         if self.shard_tokens < self.identity.packing.max_length:
             raise ValueError("shard_tokens is less than max_length")
-        next_sequence = 0
-        for shard in self.shards:
-            if shard.first_sequence != next_sequence:
-                raise ValueError("shards do not follow each other without gap or overlap")
-            if not shard.num_sequences <= shard.num_tokens <= self.shard_tokens:
-                raise ValueError("a shard holds more tokens than it has room for, or empty sequences")
-            next_sequence += shard.num_sequences
-        if next_sequence != self.num_sequences or self.num_tokens != sum(s.num_tokens for s in self.shards):
-            raise ValueError("the shards do not add up to the totals")
         if self.num_held_out >= self.num_sequences:
             raise ValueError("every sequence is held out")
         if self.complete != (self.measured is not None):
@@ -224,8 +176,29 @@ class CacheManifest(StoredDocument):
         return self
 
     @model_validator(mode="after")
+    def _names_its_shards(self) -> "CacheManifest":
+        lists = bool(self.shards)
+        tables = {RANGES, INDEX} & self.files.keys()
+        if lists != (self.format_version == 1):
+            raise ValueError("`shards` goes with format 1, and only with it")
+        expected = set() if lists else {RANGES, INDEX} if self.complete else {RANGES}
+        if tables != expected:
+            raise ValueError(f"{RANGES} goes with format 2, and {INDEX} with complete=true in it")
+        next_sequence = 0
+        for shard in self.shards:
+            if shard.first_sequence != next_sequence:
+                raise ValueError("shards do not follow each other without gap or overlap")
+            if not shard.num_sequences <= shard.num_tokens <= self.shard_tokens:
+                raise ValueError("a shard holds more tokens than it has room for, or empty sequences")
+            next_sequence += shard.num_sequences
+        totals = (next_sequence, sum(shard.num_tokens for shard in self.shards))
+        if lists and totals != (self.num_sequences, self.num_tokens):
+            raise ValueError("the shards do not add up to the totals")
+        return self
+
+    @model_validator(mode="after")
     def _names_no_other_file(self) -> "CacheManifest":
-        known = {TEACHER_CONFIG, TEACHER_WEIGHTS, PREVIEW}
+        known = {TEACHER_CONFIG, TEACHER_WEIGHTS, PREVIEW, RANGES, INDEX}
         known |= {f"{TEACHER_FOLDER}/{name}" for name in TOKENIZER_FILES}
         if self.calibration is not None:
             folders = [layer_folder(fitted.layer) for fitted in self.calibration.layers]
@@ -283,11 +256,6 @@ class CacheManifest(StoredDocument):
         return self
 
     @property
-    def num_shards(self) -> int:
-        """Number of shards, committed or not."""
-        return len(self.shards)
-
-    @property
     def num_train(self) -> int:
         """Number of sequences that may be trained on: those numbered 0 to num_train - 1."""
         return self.num_sequences - self.num_held_out
@@ -326,19 +294,3 @@ class CacheManifest(StoredDocument):
         if self.num_held_out:
             return f"{number} held-out {noun}"
         return f"{number} training {noun} (none is held out)"
-
-
-class CommitRecord(StoredDocument):
-    """Record of a committed shard; a shard without one does not exist."""
-
-    format_version: Literal[1] = FORMAT_VERSION
-    fingerprint: Sha256
-    shard: int = Field(ge=0, lt=2**20)
-    attempt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    """Identifies the attempt that wrote every file of this record, hexadecimal."""
-    rank: int = Field(ge=0, lt=2**20)
-    """Rank of the process that wrote the shard."""
-    range: ShardRange
-    tokens_xxh3: Xxh3
-    """XXH3-128 of the shard's token ids as the `tokens` array's dtype, little-endian, without slack."""
-    files: dict[RelativePath, FileDigest]

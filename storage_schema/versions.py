@@ -4,8 +4,8 @@ from typing import Final
 
 RELEASE = "0.1.0"
 """Version of the package."""
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 """The version that this release writes."""
 
-READABLE_VERSIONS: Final = frozenset({1})
+READABLE_VERSIONS: Final = frozenset({1, 2})
 """Every released version stays readable; `tests/golden` holds a cache of each."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from datasets import Dataset
 from pydantic import BaseModel, ValidationError
@@ -23,6 +25,7 @@ from minilm_cache.models.tap import Head
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.problems import Problem, problems_of
+from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.push import push
 
 WORDS = [
@@ -174,6 +177,31 @@ def find_problems(model: type[BaseModel], document: bytes) -> Sequence[Problem]:
 def write_document(file: Path, document: Mapping[str, Any]) -> None:
     """Write a manifest or a commit record as someone would who leaves its checksum out."""
     file.write_text(json.dumps({name: value for name, value in document.items() if name != "checksum"}))
+
+
+def change_record(cache: Path, shard: int, **changes: Any) -> None:
+    """Change what a complete cache says of a shard: in its record, in the index, and in the manifest with it.
+
+    `changes` are fields of the commit record; `files` are only the ones that change.
+    """
+    file = cache / f"commits/{shard:05d}.json"
+    record = json.loads(file.read_text())
+    files = changes.pop("files", {})
+    write_document(file, {**record, **changes, "files": {**record["files"], **files}})
+    index = cache / "index/shards.parquet"
+    table = pq.read_table(index)
+    rows = table.to_pylist()
+    if "tokens_xxh3" in changes:
+        rows[shard]["tokens_xxh3"] = bytes.fromhex(changes["tokens_xxh3"])
+    for path, digest in files.items():
+        name = path.split("/c/")[0] if "/c/" in path else "sequences"
+        for part in ("sha256", "xxh3_128"):
+            rows[shard][f"{name}/{part}"] = bytes.fromhex(digest[part])
+        rows[shard][f"{name}/size"] = digest["size"]
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), index)
+    manifest = json.loads((cache / "manifest.json").read_text())
+    manifest["files"]["index/shards.parquet"] = digest_bytes(index.read_bytes()).model_dump()
+    write_document(cache / "manifest.json", manifest)
 
 
 def dump_arguments(world: World, *more: object, k: int | None = 6) -> list[object]:

@@ -133,9 +133,9 @@ def _bias(output: MaskedSequences, stored: Sequence[MaskedSequences]) -> Tensor:
 
 def _bytes_per_token(cache: Cache, paths: Sequence[str]) -> dict[str, float]:
     """Return the bytes per token that the shard files of each array, or group of arrays, take."""
-    files = [item for record in cache.reader.records.values() for item in record.files.items()]
+    sizes = cache.reader.records.bytes_by_name().items()
     return {
-        path: sum(file.size for name, file in files if plain_path(name).startswith(f"{path}/"))
+        path: sum(size for name, size in sizes if f"{plain_path(name)}/".startswith(f"{path}/"))
         / cache.manifest.num_tokens
         for path in paths
     }

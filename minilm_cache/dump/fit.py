@@ -32,6 +32,7 @@ from minilm_cache.storage_schema.manifest import (
     layer_folder,
 )
 from minilm_cache.storage_schema.states import POOLED, StateName, StatesIdentity
+from minilm_cache.store.checked import read_checked
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import CacheReader, read_manifest
 
@@ -68,7 +69,10 @@ class _KnownCodes:
         Raises:
             CacheCorruptError: a code is damaged.
         """
-        return cls(manifest=manifest, codes=read_codes(root, manifest))
+        return cls(
+            manifest=manifest,
+            codes=read_codes(manifest, lambda path: read_checked(root, path, manifest.files.get(path))),
+        )
 
     def layer(self, layer: int) -> LayerCalibration | None:
         """Return how a layer was fitted. None means that it was not."""

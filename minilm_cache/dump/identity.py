@@ -21,6 +21,7 @@ from minilm_cache.dump.config import (
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.storage_schema.arrays import array_specs
+from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, MAX_SHARDS
 from minilm_cache.storage_schema.identity import (
     CacheIdentity,
     CodecParameters,
@@ -30,13 +31,7 @@ from minilm_cache.storage_schema.identity import (
     TopKParameters,
     VectorsParameters,
 )
-from minilm_cache.storage_schema.manifest import (
-    MAX_MANIFEST_BYTES,
-    MAX_RECORD_BYTES,
-    CacheManifest,
-    Calibration,
-    Labels,
-)
+from minilm_cache.storage_schema.manifest import RANGES, CacheManifest, Calibration, Labels
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.states import Masking, Pooling, SoftLabels, StatesIdentity
 from minilm_cache.storage_schema.versions import RELEASE
@@ -45,8 +40,8 @@ from minilm_cache.store.layout import (
     MAX_SHARD_BYTES,
     default_shard_tokens,
     shard_bytes,
-    split_into_shards,
 )
+from minilm_cache.store.ranges import ShardRanges
 from minilm_cache.wording import printable
 
 CALIBRATION_TOKENS = 2**15
@@ -56,12 +51,8 @@ STATE_CALIBRATION_TOKENS = 2**13
 CALIBRATION_SEQUENCES = 2**12
 """Sequences that the code of pooled vectors is fitted to."""
 _LEAST_CLASSES = 2
-_SHARD_BYTES = 96
-"""Most bytes that the range of a shard takes in a manifest."""
 _RECORD_FILE_BYTES = 240
 """Most bytes that the path and digest of a file take in a commit record."""
-_MANIFEST_SPARE = 2**20
-"""Bytes of a manifest that are reserved for everything except its shards."""
 
 
 def identify(
@@ -211,8 +202,8 @@ def plan_manifest(
     sequences: SequenceTable,
     attachments: Mapping[str, bytes],
     imported: bool = False,
-) -> CacheManifest:
-    """Return the manifest of a dump: everything but what is measured at its end.
+) -> tuple[CacheManifest, ShardRanges]:
+    """Return the manifest of a dump, everything but what is measured at its end, and its shards.
 
     Args:
         config: what to dump.
@@ -223,7 +214,7 @@ def plan_manifest(
         imported: whether vectors were given in a file.
 
     Raises:
-        InvalidConfigError: a shard, a manifest or a commit record would be too large.
+        InvalidConfigError: a shard or a commit record would be too large, or there would be too many shards.
     """
     shard_tokens = config.shard_tokens or default_shard_tokens(identity, calibration)
     if shard_bytes(identity, calibration, shard_tokens) > MAX_SHARD_BYTES:
@@ -231,17 +222,18 @@ def plan_manifest(
             f"a shard of {shard_tokens} tokens would decode to more than {MAX_SHARD_BYTES >> 20} MiB. "
             "Choose smaller --shard-tokens (not with --add: dump anew), or a codec that stores less."
         )
-    shards = split_into_shards(sequences.lengths, shard_tokens)
-    contents = zarr_documents(
-        identity, calibration, num_shards=len(shards), shard_tokens=shard_tokens
-    ) | dict(attachments)
-    files = {path: digest_bytes(content) for path, content in contents.items()}
-    most = (MAX_MANIFEST_BYTES - _MANIFEST_SPARE) // _SHARD_BYTES
-    if len(shards) > most:
+    ranges = ShardRanges.split(sequences.lengths, shard_tokens)
+    if len(ranges) > MAX_SHARDS:
         raise InvalidConfigError(
-            f"{len(shards)} shards of {shard_tokens} tokens are more than the {most} that a manifest can "
-            f"name. Choose --shard-tokens {2 * shard_tokens} or more."
+            f"{len(ranges):,} shards of {shard_tokens} tokens are more than the {MAX_SHARDS:,} allowed. "
+            f"Choose --shard-tokens {2 * shard_tokens} or more."
         )
+    contents = {
+        **zarr_documents(identity, calibration, num_shards=len(ranges), shard_tokens=shard_tokens),
+        RANGES: ranges.to_parquet(),
+        **attachments,
+    }
+    files = {path: digest_bytes(content) for path, content in contents.items()}
     num_files = len(array_specs(identity, calibration)) + 1
     if num_files * _RECORD_FILE_BYTES > MAX_RECORD_BYTES:
         raise InvalidConfigError(
@@ -249,7 +241,7 @@ def plan_manifest(
             f"{MAX_RECORD_BYTES // _RECORD_FILE_BYTES}, which a commit record can name. Store fewer layers, "
             "hidden states or --maskings."
         )
-    return CacheManifest(
+    manifest = CacheManifest(
         fingerprint=identity.fingerprint(),
         complete=False,
         labels=name_labels(config).model_copy(update={"imported": True} if imported else {}),
@@ -259,7 +251,7 @@ def plan_manifest(
         num_held_out=sequences.num_held_out,
         held_out_by=sequences.held_out_by,
         shard_tokens=shard_tokens,
-        shards=shards,
         calibration=calibration,
         files=files,
     )
+    return manifest, ranges

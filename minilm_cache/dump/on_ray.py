@@ -69,7 +69,8 @@ def dump_on_ray(
         path=results[0].path,
         manifest=manifest,
         shards_written=written,
-        shards_kept=manifest.num_shards - written,
+        shards_kept=results[0].num_shards - written,
+        num_shards=results[0].num_shards,
     )
 
 

@@ -216,7 +216,7 @@ def _is_alike(cache: Cache, teacher: Teacher) -> bool:
 
 def _sample(cache: Cache) -> dict[int, list[int]]:
     """Return the numbers of some sequences for some shards, spread over the cache, by shard."""
-    shards = cache.manifest.shards
+    shards = cache.reader.ranges
     chosen = np.unique(np.linspace(0, len(shards) - 1, min(len(shards), MAX_SHARDS)).round().astype(int))
     sample = {}
     for number in chosen.tolist():

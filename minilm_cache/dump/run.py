@@ -45,6 +45,8 @@ class DumpResult:
     shards_written: int
     shards_kept: int
     """Shards that other ranks or an earlier run have committed, or that were pulled."""
+    num_shards: int
+    """Shards of the whole cache."""
 
 
 def dump_cache(
@@ -153,9 +155,7 @@ def _with_weights(pulled: DumpResult, resolved: ResolvedDump) -> DumpResult:
 def _write_shards(job: ShardJob, path: Path, *, progress: Progress, should_stop: ShouldStop) -> DumpResult:
     """Write the missing and damaged shards of this rank, and seal the cache if every shard exists."""
     writer, config = job.writer, job.config
-    progress.note(
-        f"cache {path} ({writer.manifest.num_tokens:,} tokens, shards: {len(writer.manifest.shards)})"
-    )
+    progress.note(f"cache {path} ({writer.manifest.num_tokens:,} tokens, shards: {len(writer.ranges)})")
     todo = _shards_to_write(writer, config, progress)
     if writer.is_complete and not todo:
         progress.note("this cache is already complete and undamaged: nothing to do")
@@ -165,7 +165,8 @@ def _write_shards(job: ShardJob, path: Path, *, progress: Progress, should_stop:
         path=path,
         manifest=writer.manifest,
         shards_written=len(todo),
-        shards_kept=len(writer.manifest.shards) - len(todo) - len(writer.missing_shards()),
+        shards_kept=len(writer.ranges) - len(todo) - len(writer.missing_shards()),
+        num_shards=len(writer.ranges),
     )
 
 
@@ -174,7 +175,7 @@ def _begin(resolved: ResolvedDump, fitter: CodecFitter) -> ShardJob:
     identity, donor = resolved.identity, resolved.donor
     fitted = fitter.codecs(resolved.path, donor)
     attachments = resolved.teacher.attachments() | dict(fitted.attachments)
-    manifest = plan_manifest(
+    manifest, ranges = plan_manifest(
         resolved.config,
         identity,
         calibration=fitted.calibration,
@@ -183,7 +184,9 @@ def _begin(resolved: ResolvedDump, fitter: CodecFitter) -> ShardJob:
         imported=resolved.imported,
     )
     tokens = donor if resolved.tokens_of is None else CacheReader(resolved.tokens_of)
-    writer = CacheWriter(resolved.path, manifest, attachments=attachments, tokens_of=tokens, parts_of=donor)
+    writer = CacheWriter(
+        resolved.path, manifest, ranges=ranges, attachments=attachments, tokens_of=tokens, parts_of=donor
+    )
     return ShardJob(
         config=resolved.config,
         reader=fitter.reader,
@@ -219,13 +222,18 @@ def _pull_if_there(
     if url is None:
         return None
     pulled = pull(url, path, progress=progress, should_stop=should_stop)
-    kept = len(pulled.manifest.shards)
-    return DumpResult(path=path, manifest=pulled.manifest, shards_written=0, shards_kept=kept)
+    kept = pulled.shards_copied + pulled.shards_kept
+    return DumpResult(
+        path=path, manifest=pulled.manifest, shards_written=0, shards_kept=kept, num_shards=kept
+    )
 
 
 def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress) -> list[int]:
     """Return the numbers of this rank's shards that are missing or damaged; damaged shards are withdrawn."""
-    mine = range(config.rank, len(writer.manifest.shards), config.world_size)
+    if writer.has_damaged_index:
+        progress.note("the index of this cache is damaged and is written again")
+        writer.unseal()
+    mine = range(config.rank, len(writer.ranges), config.world_size)
     committed = [shard for shard in mine if writer.is_committed(shard)]
     for shard in _unsound(writer, committed, progress) if committed else ():
         progress.note(f"shard {shard} is damaged and will be written again")
@@ -236,9 +244,7 @@ def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress
 
 
 def _unsound(writer: CacheWriter, shards: Sequence[int], progress: Progress) -> list[int]:
-    return unsound_shards(
-        writer.root, writer.manifest, shards=shards, progress=progress, check_rows=row_checker
-    )
+    return unsound_shards(writer.root, shards=shards, progress=progress, check_rows=row_checker)
 
 
 def _seal(writer: CacheWriter, reader: SequenceReader, *, config: DumpConfig, progress: Progress) -> None:
@@ -252,7 +258,7 @@ def _seal(writer: CacheWriter, reader: SequenceReader, *, config: DumpConfig, pr
     audited = audit(
         cache.__getitem__, teacher, numbers=numbers, batch_size=config.batch_size, progress=progress
     )
-    total = sum(file.size for record in cache.reader.records.values() for file in record.files.values())
+    total = sum(cache.reader.records.bytes_by_name().values())
     measured = Measured(
         bytes_per_token=total / writer.manifest.num_tokens,
         total_bytes=total,

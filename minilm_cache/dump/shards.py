@@ -46,8 +46,8 @@ class ShardJob:
 
     def write(self, shards: list[int], progress: Progress, should_stop: ShouldStop) -> None:
         """Write shards; while a shard is written to disk, the teacher runs on the next one."""
-        ranges = self.writer.manifest.shards
-        progress.start("dump", sum(ranges[n].num_tokens for n in shards), "tokens")
+        ranges = self.writer.ranges
+        progress.start("dump", int(ranges.num_tokens[shards].sum()), "tokens")
         pending: Future[None] | None = None
         with ThreadPoolExecutor(max_workers=1) as disk:
             for shard in shards:
@@ -75,15 +75,15 @@ class ShardJob:
             written = self.writer.write_shard(shard, rows, table=table, rank=self.config.rank)
         finally:
             lock.release()
-        ranges = self.writer.manifest.shards
+        ranges = self.writer.ranges
         # Shards of other ranks are not counted: they may have disks of their own.
         own = range(self.config.rank, len(ranges), self.config.world_size)
-        left = sum(ranges[n].num_tokens for n in self.writer.missing_shards() if n in own)
+        left = int(ranges.num_tokens[[n for n in self.writer.missing_shards() if n in own]].sum())
         expected = round(written / ranges[shard].num_tokens * left)
         refuse_full_disk(self.writer.root, expected, "dump the shards that are left into")
 
     def _interrupted(self) -> InterruptedRunError:
-        total = len(self.writer.manifest.shards)
+        total = len(self.writer.ranges)
         return InterruptedRunError(
             f"interrupted: {total - len(self.writer.missing_shards())} of {total} shards of "
             f"{self.writer.root} are committed. Run the same command again to go on."
@@ -94,7 +94,7 @@ class ShardJob:
     ) -> tuple[_Rows, pa.Table] | None:
         """Return the rows and the sequence table of a shard. None means that a stop was requested."""
         manifest = self.writer.manifest
-        part = manifest.shards[shard]
+        part = self.writer.ranges[shard]
         tokens = self.sequences.read(part.first_sequence, part.first_sequence + part.num_sequences)
         lengths = np.asarray([len(ids) for ids in tokens.ids])
         starts = np.cumsum(lengths) - lengths

@@ -13,7 +13,7 @@ from typing import Any, Final
 from minilm_cache.errors import MiniLMCacheError, TeacherError, first_line
 from minilm_cache.store.fingerprint import sha256_files
 from minilm_cache.store.folders import described_otherwise
-from minilm_cache.store.regular_files import first_bytes
+from minilm_cache.store.regular_files import regular_bytes
 
 CONFIG: Final = "config.json"
 _WEIGHTS: Final = "model.safetensors"
@@ -137,7 +137,7 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:  # noqa: ANN401 - what
         TeacherError: it is too long, not a regular file, or not a JSON object or list.
     """
     try:
-        content = first_bytes(path, _MAX_JSON_BYTES + 1, follow_links=True)
+        content = regular_bytes(path, _MAX_JSON_BYTES + 1, follow_links=True)
         if len(content) > _MAX_JSON_BYTES:
             raise TeacherError(f"{path} is longer than {_MAX_JSON_BYTES >> 20} MiB. Give another model.")
         document = json.loads(content)

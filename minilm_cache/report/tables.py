@@ -23,7 +23,7 @@ from minilm_cache.report.compare import is_teacher_of, live_held_out_kl
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
 from minilm_cache.storage_schema.problems import refuse_costly
-from minilm_cache.store.regular_files import first_bytes
+from minilm_cache.store.regular_files import regular_bytes
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, RunIdentity, StudentRecord
 
@@ -290,7 +290,7 @@ def curves_table(run: TrainedRun) -> pa.Table:
     file = RunFolder(path=run.path).log
     rows = []
     try:
-        for text in first_bytes(file, MAX_LOG_BYTES).splitlines():
+        for text in regular_bytes(file, MAX_LOG_BYTES).splitlines():
             refuse_costly(text, str(file))
             line = LogLine.model_validate_json(text)
             for what, students in (("students", line.students), ("held_out", line.held_out)):

@@ -44,7 +44,7 @@ def of_cache(cache: Cache, most: int) -> list[Int[Tensor, " _"]]:
 def _first_sequences(cache: Cache, most: int) -> Iterator[Int[Tensor, " _"]]:
     """Yield the first training sequences of a cache until they have `most` tokens."""
     yielded = 0
-    for number in range(cache.manifest.num_shards):
+    for number in range(len(cache.reader.ranges)):
         shard = cache.reader.shard(number, paths=())
         last = min(shard.first_sequence + len(shard.lengths), cache.manifest.num_train)
         for sequence in range(shard.first_sequence, last):

@@ -5,10 +5,10 @@ from pathlib import Path
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.card import cache_card
+from minilm_cache.store.checked import read_checked
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import CARD, MANIFEST, below
-from minilm_cache.store.reader import read_checked
 
 
 def attach(root: Path, manifest: CacheManifest, *, path: str, content: bytes) -> CacheManifest:

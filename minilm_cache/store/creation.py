@@ -64,16 +64,13 @@ def creating(root: Path, progress: Progress, should_stop: ShouldStop) -> Iterato
 def differing_fields(existing: CacheManifest, expected: CacheManifest) -> list[str]:
     """Return where two manifests differ that would have to describe the same cache.
 
-    The texts are those of `differing_values`, or name the shards. Empty means that the cache is the same.
+    The texts are those of `differing_values`. Empty means that only the sequences of its shards can differ.
     """
     pairs = [
         (existing.identity.model_dump(mode="json"), expected.identity.model_dump(mode="json")),
         ({"shard_tokens": existing.shard_tokens}, {"shard_tokens": expected.shard_tokens}),
     ]
-    differing = [text for left, right in pairs for text in differing_values(left, right)]
-    if not differing and existing.shards != expected.shards:
-        differing.append("the sequences of its shards")
-    return differing
+    return [text for left, right in pairs for text in differing_values(left, right)]
 
 
 def differing_values(

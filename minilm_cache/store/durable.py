@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError, StorageError
 from minilm_cache.progress import ShouldStop
 from minilm_cache.storage_schema.problems import REMEDY
-from minilm_cache.store.regular_files import NotRegularError, first_bytes
+from minilm_cache.store.regular_files import NotRegularError, regular_bytes
 
 PARTIAL = ".partial"
 """Suffix of files that are being written, by this project or by zarr."""
@@ -93,11 +93,18 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file durably: completely or not at all. An older file is replaced."""
-    with _temporary(path, content) as temporary:
+def write_file(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Write a file completely or not at all, and replace an older one.
+
+    Args:
+        path: path of the file.
+        content: its new content.
+        durable: flush it to disk. Without that, a crash of the machine can leave an empty file.
+    """
+    with _temporary(path, content, durable=durable) as temporary:
         temporary.replace(path)
-    sync_directories([path.parent])
+    if durable:
+        sync_directories([path.parent])
 
 
 def create_file(path: Path, content: bytes) -> None:
@@ -150,7 +157,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     """
     try:
         with storage_errors("read", path):
-            content = first_bytes(path, max_bytes + 1)
+            content = regular_bytes(path, max_bytes + 1)
     except StorageError as error:
         if isinstance(error.__cause__, NotRegularError):
             raise CacheCorruptError(
@@ -219,14 +226,15 @@ def _temporary_name(path: Path) -> Path:
 
 
 @contextmanager
-def _temporary(path: Path, content: bytes) -> Iterator[Path]:
+def _temporary(path: Path, content: bytes, *, durable: bool = True) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_name(path)
     try:
         with temporary.open("xb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)

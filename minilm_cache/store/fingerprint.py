@@ -6,7 +6,7 @@ from pathlib import Path
 
 import xxhash
 
-from minilm_cache.storage_schema.manifest import FileDigest
+from minilm_cache.storage_schema.documents import FileDigest
 
 
 def sha256_file(path: Path) -> str:
@@ -41,6 +41,15 @@ def sha256_texts(texts: Iterable[str]) -> str:
 def xxh3(content: bytes | memoryview) -> str:
     """Return the XXH3-128 (hex) of bytes: fast enough to check every read, but not safe against tampering."""
     return xxhash.xxh3_128_hexdigest(content)
+
+
+def digest_file(path: Path) -> FileDigest:
+    """Return size and both hashes of a file, which need not fit into memory."""
+    hasher = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while part := file.read(2**22):
+            hasher.update(part)
+    return FileDigest(size=path.stat().st_size, sha256=sha256_file(path), xxh3_128=hasher.hexdigest())
 
 
 def digest_bytes(content: bytes) -> FileDigest:

@@ -1,16 +1,12 @@
-"""Paths below a cache's root, and the split of sequences into shards. Does no I/O but `below`."""
+"""Paths below a cache's root, and sizes of shards. Does no I/O but `below`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
-
-import numpy as np
-import numpy.typing as npt
 
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.identity import CacheIdentity
-from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, Labels, ShardRange
+from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, Labels
 
 MANIFEST: Final = "manifest.json"
 CARD: Final = "README.md"
@@ -56,33 +52,6 @@ def shard_files(manifest: CacheManifest, shard: int) -> tuple[str, ...]:
     """Return the paths of a shard's files: exactly those that its commit record must list."""
     arrays = tuple(spec.shard_path(shard) for spec in array_specs(manifest.identity, manifest.calibration))
     return (*arrays, sequences_path(shard))
-
-
-def split_into_shards(lengths: npt.NDArray[np.int64], shard_tokens: int) -> tuple[ShardRange, ...]:
-    """Split sequences into shards: each shard is filled with whole sequences, in order.
-
-    Args:
-        lengths: tokens of each sequence, `(sequences,)`, each at most `shard_tokens`.
-        shard_tokens: rows of a shard.
-
-    Returns:
-        Ranges that cover every sequence once.
-    """
-    ends = np.cumsum(lengths)
-    ranges = []
-    first, taken = 0, 0
-    while first < len(lengths):
-        last = int(np.searchsorted(ends, taken + shard_tokens, side="right"))
-        num_tokens = int(ends[last - 1]) - taken
-        ranges.append(ShardRange(first_sequence=first, num_sequences=last - first, num_tokens=num_tokens))
-        first, taken = last, taken + num_tokens
-    return tuple(ranges)
-
-
-def shard_of(shards: Sequence[ShardRange], sequence: int) -> int:
-    """Return the number of the shard that holds a sequence."""
-    firsts = np.asarray([shard.first_sequence for shard in shards])
-    return int(np.searchsorted(firsts, sequence, side="right")) - 1
 
 
 def shard_bytes(identity: CacheIdentity, calibration: Calibration | None, shard_tokens: int) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.storage_schema.manifest import PREVIEW, FileDigest
+from minilm_cache.storage_schema.documents import FileDigest
+from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, RANGES
 from minilm_cache.store.creation import differing_fields
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
@@ -44,12 +45,14 @@ def merge(parts: Sequence[Path], out: Path, *, progress: Progress, should_stop: 
     owners = _owners(readers)
     first = readers[0]
     files = _begun_with(first)
-    attachments = {path: first.attachment(path) for path in files if not path.endswith("zarr.json")}
+    attachments = {
+        path: first.attachment(path) for path in files if path != RANGES and not path.endswith("zarr.json")
+    }
     changes = {"complete": False, "measured": None, "files": files}
     manifest = first.manifest.model_copy(update=changes)
-    writer = CacheWriter(out, manifest, attachments=attachments)
+    writer = CacheWriter(out, manifest, ranges=first.ranges, attachments=attachments)
     todo = [shard for shard in sorted(owners) if not writer.is_committed(shard)]
-    sizes = {shard: sum(file.size for file in owners[shard].records[shard].files.values()) for shard in todo}
+    sizes = {shard: owners[shard].records[shard].num_bytes for shard in todo}
     progress.start("merge", sum(sizes.values()), "bytes")
     for shard in todo:
         if should_stop():
@@ -60,12 +63,14 @@ def merge(parts: Sequence[Path], out: Path, *, progress: Progress, should_stop: 
             writer.copy_shard(shard, owners[shard])
         progress.advance(sizes[shard])
     missing = len(writer.missing_shards())
-    num_shards = len(manifest.shards)
+    num_shards = len(first.ranges)
     return Merged(path=out, num_shards=num_shards, shards_copied=len(todo), shards_missing=missing)
 
 
 def _check_same(first: CacheReader, second: CacheReader) -> None:
     differing = differing_fields(second.manifest, first.manifest)
+    if not differing and second.ranges != first.ranges:
+        differing = ["the sequences of their shards"]
     if differing:
         raise IdentityMismatchError(
             f"{second.root} and {first.root} are not parts of one cache: they differ in "
@@ -79,8 +84,9 @@ def _check_same(first: CacheReader, second: CacheReader) -> None:
 
 
 def _begun_with(reader: CacheReader) -> dict[str, FileDigest]:
-    """Return the files outside the shards that a dump writes first: all but the preview."""
-    return {path: digest for path, digest in reader.manifest.files.items() if path != PREVIEW}
+    """Return the files outside the shards that a dump writes first: all but the preview and the index."""
+    files = reader.manifest.files.items()
+    return {path: digest for path, digest in files if path not in {PREVIEW, INDEX}}
 
 
 def _owners(readers: Sequence[CacheReader]) -> dict[int, CacheReader]:

@@ -1,34 +1,45 @@
-"""Read a cache from its URL: shards are fetched when needed, checked, and kept up to a size limit."""
+"""Read a cache from its URL: shards are fetched when needed, checked, and kept up to a size limit.
 
-from collections import OrderedDict
+All processes of a machine share what is kept: each shard has a lock file, which whoever fetches or removes
+the shard holds, and whose time says when the shard was used last.
+"""
+
+import os
+import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
+from typing import Final
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
-from minilm_cache.progress import Silent, never_stop
-from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS
+from minilm_cache.errors import CacheCorruptError
+from minilm_cache.progress import never_stop
 from minilm_cache.store.catalogue import named_manifest
+from minilm_cache.store.checked import READ_REMEDY
 from minilm_cache.store.durable import storage_errors
-from minilm_cache.store.layout import MANIFEST, below, sequences_path
+from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.layout import LOCKS, MANIFEST, below, lock_path, sequences_path, shard_files
 from minilm_cache.store.pull import Fetcher
 from minilm_cache.store.reader import CacheReader, Shard
 from minilm_cache.store.remote import open_store
 
-_WAIT_S = 86_400.0
+_WAIT_S: Final = 86_400.0
 """Longest wait, in seconds, for a shard that another reader is fetching."""
+_REQUESTS: Final = 16
+"""Most requests of a reader at the same time."""
+_EVICTION_LOCK: Final = f"{LOCKS}/eviction.lock"
 
 
 class MirrorReader(CacheReader):
-    """Reader of a cache at a URL. Threads may share it.
+    """Reader of a cache at a URL. Threads and processes may share it.
 
-    Its local folder holds all files outside the shards, and the shards that were used last.
+    Its local folder holds the files outside the shards that were needed, and the shards that were used last.
     """
 
     def __init__(self, url: str, home: Path, max_bytes: int) -> None:
-        """Open a complete cache.
+        """Open a complete cache. The manifest and the tables of shards are all that is fetched.
 
         Args:
             url: URL of the cache.
@@ -43,71 +54,96 @@ class MirrorReader(CacheReader):
         source = open_store(url)
         manifest = named_manifest(source)
         folder = home / "mirrors" / manifest.fingerprint
-        self._fetcher = Fetcher(source, folder, manifest)
-        self._fetcher.records(never_stop)
-        self._fetcher.attachments(Silent(), later=[TEACHER_WEIGHTS])
+        self._fetcher = Fetcher(source, folder, manifest, durable=False)
+        self._fetcher.shards(never_stop)
         self._fetcher.write(MANIFEST, manifest.to_json())
         self._max_bytes = max_bytes
-        self._lock = Lock()
-        self._used: OrderedDict[int, None] = OrderedDict()
-        self._busy: dict[int, int] = {}
+        self._requests = ThreadPoolExecutor(_REQUESTS)
         super().__init__(folder)
-        for number in self.records:  # shards that an earlier run has fetched
-            if self._num_bytes(number):
-                self._used[number] = None
+
+    def _check_metadata(self) -> None:
+        """Compare the metadata that the manifest implies with its digests; no file is needed for that."""
+        for path, content in self._documents().items():
+            if self.manifest.files.get(path) != digest_bytes(content):
+                raise CacheCorruptError(
+                    f"{path} is not the metadata that the manifest of this cache implies. {READ_REMEDY}"
+                )
 
     def attachment(self, path: str) -> bytes:
         """Return the checked content of a file outside the shards, fetched first if it is not here yet."""
         if path in self.manifest.files:
-            with self._fetch_lock():
-                self._fetcher.attachment(path)
+            self._fetcher.attachment(path)
         return super().attachment(path)
 
     def shard(self, number: int, paths: Collection[str] | None = None) -> Shard:
         """Read one shard, after fetching those of its files that are not on this machine yet."""
-        with self._fetch_lock(), self._using(number):
-            for path, expected in self._require(number).files.items():
-                array = path.split("/c/")[0]
-                is_read = paths is None or array in paths or array == "tokens"
-                if is_read or path == sequences_path(number):
-                    self._fetcher.fetch(path, expected)
-            return super().shard(number, paths)
-
-    def _fetch_lock(self) -> FileLock:
-        """Return the lock that keeps other readers, in any process, from removing what this one fetches."""
-        return FileLock(self.root / "mirror.lock", timeout=_WAIT_S, poll_interval=0.01)
+        with self._in_use(number):
+            try:
+                return super().shard(number, paths)
+            except CacheCorruptError:  # not here yet, or damaged here
+                wanted = {
+                    file: digest
+                    for file, digest in self._require(number).files.items()
+                    if paths is None
+                    or file.split("/c/")[0] in {"tokens", *paths}
+                    or file == sequences_path(number)
+                }
+                self._fetcher.fetch_all(wanted, self._requests)
+                shard = super().shard(number, paths)
+        self._remove_oldest()
+        return shard
 
     @contextmanager
-    def _using(self, number: int) -> Iterator[None]:
-        """Keep a shard from being removed while the block runs, and remove the oldest shards afterwards."""
-        with self._lock:
-            self._busy[number] = self._busy.get(number, 0) + 1
-            self._used[number] = None
-            self._used.move_to_end(number)
+    def _in_use(self, number: int) -> Iterator[None]:
+        """Hold the lock on a shard, so that nobody else fetches or removes it, and note the time."""
+        path = below(self.root, lock_path(number))
+        lock = FileLock(path, timeout=_WAIT_S, poll_interval=0.01)
+        with storage_errors("lock", path):
+            path.parent.mkdir(exist_ok=True)
+            lock.acquire()
+            used_at = time.time_ns()
+            os.utime(path, ns=(used_at, used_at))
         try:
             yield
         finally:
-            with self._lock:
-                self._busy[number] -= 1
-                self._remove_oldest()
+            lock.release()
 
     def _remove_oldest(self) -> None:
-        sizes = {number: self._num_bytes(number) for number in self._used}
-        total = sum(sizes.values())
-        for number in list(self._used):
-            if total <= self._max_bytes:
-                return
-            if not self._busy.get(number):
-                self._remove(number)
-                total -= sizes[number]
+        """Remove the shards that were used least recently, until the rest keeps to the limit."""
+        with suppress(Timeout), FileLock(below(self.root, _EVICTION_LOCK), timeout=0):
+            kept = sorted(self._kept())
+            total = sum(size for _, _, size in kept)
+            for _, number, size in kept:
+                if total <= self._max_bytes:
+                    return
+                if self._remove(number):
+                    total -= size
 
-    def _remove(self, number: int) -> None:
-        for path in self.records[number].files:
-            file = below(self.root, path)
-            with storage_errors("remove", file):
-                file.unlink(missing_ok=True)
-        del self._used[number]
+    def _kept(self) -> list[tuple[int, int, int]]:
+        """Return time of last use (nanoseconds), number and bytes of every shard that is on this machine."""
+        kept = []
+        with storage_errors("list", self.root):
+            for lock in below(self.root, LOCKS).glob("[0-9]*.lock"):
+                used_at = lock.stat().st_mtime_ns
+                files = (below(self.root, path) for path in shard_files(self.manifest, int(lock.stem)))
+                size = sum(file.stat().st_size for file in files if file.is_file()) if used_at else 0
+                if size:
+                    kept.append((used_at, int(lock.stem), size))
+        return kept
 
-    def _num_bytes(self, number: int) -> int:
-        files = (below(self.root, path) for path in self.records[number].files)
-        return sum(file.stat().st_size for file in files if file.is_file())
+    def _remove(self, number: int) -> bool:
+        """Remove a shard unless it is in use, and return whether it was removed."""
+        path = below(self.root, lock_path(number))
+        lock = FileLock(path, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            return False
+        try:
+            with storage_errors("remove", path):
+                for file in shard_files(self.manifest, number):
+                    below(self.root, file).unlink(missing_ok=True)
+                os.utime(path, ns=(0, 0))  # so that nobody looks for its files
+        finally:
+            lock.release()
+        return True

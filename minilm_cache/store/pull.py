@@ -1,7 +1,8 @@
 """Copy a cache from a store, and check every file as it arrives."""
 
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -15,16 +16,11 @@ from minilm_cache.errors import (
 )
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.storage_schema.arrays import array_specs
-from minilm_cache.storage_schema.manifest import (
-    MAX_RECORD_BYTES,
-    TEACHER_WEIGHTS,
-    CacheManifest,
-    CommitRecord,
-    FileDigest,
-)
-from minilm_cache.storage_schema.problems import parse
+from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, FileDigest
+from minilm_cache.storage_schema.manifest import INDEX, RANGES, TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import named_manifest
+from minilm_cache.store.checked import read_checked
 from minilm_cache.store.durable import (
     is_vacant,
     refuse_full_disk,
@@ -34,8 +30,10 @@ from minilm_cache.store.durable import (
     write_file,
 )
 from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.index import CommittedShards, open_shards, parse_record, refuse_large_index
 from minilm_cache.store.layout import CARD, MANIFEST, below, commit_path
-from minilm_cache.store.reader import check_record, read_checked, read_manifest, read_record
+from minilm_cache.store.ranges import ShardRanges, read_ranges
+from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.transfer import TransferResult, for_each, num_bytes
 
@@ -43,6 +41,8 @@ _TABLE_ROW_BYTES: Final = 64
 """Most bytes that a row of a sequence table takes."""
 _MAX_ATTACHMENT_BYTES: Final = 2**27
 """Most bytes of a file outside the shards; the largest one is that of a tokenizer."""
+_PART_BYTES: Final = 2**23
+"""Most bytes of a request of `Fetcher.fetch_all`."""
 _MAX_WEIGHTS_BYTES: Final = 2**34
 """Most bytes of a teacher's weights: an encoder of 8 billion weights in float16."""
 
@@ -67,29 +67,30 @@ def pull(url: str, out: Path, *, progress: Progress, should_stop: ShouldStop) ->
 def _pull(
     source: RemoteFolder, manifest: CacheManifest, *, out: Path, progress: Progress, should_stop: ShouldStop
 ) -> TransferResult:
-    num_shards = len(manifest.shards)
     if (out / MANIFEST).is_file():
         existing = read_manifest(out)
         if existing.fingerprint != manifest.fingerprint:
             raise IdentityMismatchError(f"{out} holds another cache. Choose another --out.")
-        if not (existing.complete and all(_is_sound(out, existing, shard) for shard in range(num_shards))):
+        if not (existing.complete and _is_sound(out)):
             raise IdentityMismatchError(
                 f"{out} holds this cache, but unfinished or damaged. Repeat its `minilm-cache dump` command, "
                 "or choose another --out."
             )
         progress.note(f"{out} holds this cache already: nothing to do")
+        num_shards = len(read_ranges(out, existing))
         return TransferResult(place=str(out), manifest=manifest, shards_copied=0, shards_kept=num_shards)
     if out.exists() and not (out.is_dir() and is_vacant(out)):
         raise IdentityMismatchError(f"{out} is not empty and is not a cache. Choose another --out.")
     arriving = out.with_name(f".{out.name}.{manifest.fingerprint[:12]}.arriving")
     fetcher = Fetcher(source, arriving, manifest)
-    records = fetcher.records(should_stop)
-    for record in records:
+    ranges, records = fetcher.shards(should_stop)
+    num_shards = len(ranges)
+    size = num_bytes(manifest, records)
+    arrived = fetcher.bytes_arrived(manifest.files)
+    for record in records.values():
         for path, expected in record.files.items():
             fetcher.refuse_claim(path, expected)
-    size = num_bytes(manifest, records)
-    paths = [*manifest.files, *(path for record in records for path in record.files)]
-    arrived = sum(below(arriving, path).stat().st_size for path in paths if below(arriving, path).is_file())
+        arrived += fetcher.bytes_arrived(record.files)
     refuse_full_disk(out, size - arrived, "pull a cache into")
     progress.start("pull", size, "bytes")
 
@@ -114,11 +115,12 @@ def _pull(
     )
 
 
-def _is_sound(root: Path, manifest: CacheManifest, shard: int) -> bool:
-    """Return whether the record and all files of a shard match what was committed (XXH3-128)."""
+def _is_sound(root: Path) -> bool:
+    """Return whether every file of a complete cache matches what was committed (XXH3-128)."""
     try:
-        for path, expected in read_record(root, manifest, shard).files.items():
-            read_checked(root, path, expected)
+        for shard in CacheReader(root).records.values():
+            for path, expected in shard.files.items():
+                read_checked(root, path, expected)
     except MiniLMCacheError:
         return False
     return True
@@ -144,40 +146,60 @@ def _pull_lock(out: Path, should_stop: ShouldStop) -> Iterator[None]:
 class Fetcher:
     """Fetches files of a cache into a folder; each is checked against its record before it is written."""
 
-    def __init__(self, source: RemoteFolder, folder: Path, manifest: CacheManifest) -> None:
-        """Prepare to fetch from `source` into `folder`."""
+    def __init__(
+        self, source: RemoteFolder, folder: Path, manifest: CacheManifest, *, durable: bool = True
+    ) -> None:
+        """Prepare to fetch from `source` into `folder`.
+
+        Args:
+            source: folder of the cache in a store.
+            folder: folder that the files are written into.
+            manifest: manifest of the cache.
+            durable: flush every file to disk. False where a file that is lost can be fetched again.
+        """
+        self._durable = durable
         self._source = source
         self._folder = folder
         self._manifest = manifest
         specs = array_specs(manifest.identity, manifest.calibration)
         self._row_bytes = {spec.path: spec.row_bytes for spec in specs}
 
-    def records(self, should_stop: ShouldStop) -> list[CommitRecord]:
-        """Fetch every shard's commit record.
+    def shards(self, should_stop: ShouldStop) -> tuple[ShardRanges, CommittedShards]:
+        """Fetch what the shards of the cache hold and consist of.
 
         Raises:
-            CacheCorruptError: a record is damaged, or belongs to another cache or shard.
+            CacheCorruptError: the index or a commit record is damaged, or belongs to another cache.
+            InterruptedRunError: a stop was requested.
         """
+        manifest = self._manifest
+        if not manifest.shards:
+            self.attachment(RANGES)
+        ranges = read_ranges(self._folder, manifest)
+        if not manifest.shards:
+            refuse_large_index(manifest, len(ranges), f"{self._source.url}/{INDEX}")
+            self.fetch(INDEX, manifest.files[INDEX], manifest.files[INDEX].size)
+        else:
+            self._records(ranges, should_stop)
+        return ranges, open_shards(self._folder, manifest, ranges)
 
-        def fetch(shard: int) -> CommitRecord:
+    def _records(self, ranges: ShardRanges, should_stop: ShouldStop) -> None:
+        """Fetch every shard's commit record, in format 1."""
+
+        def fetch(shard: int) -> None:
             path = commit_path(shard)
             content = self._source.read(path, MAX_RECORD_BYTES)
-            place = f"{self._source.url}/{path}"
-            record = parse(CommitRecord, content, place)
-            check_record(record, self._manifest, shard=shard, place=place)
+            where = f"{self._source.url}/{path}"
+            parse_record(content, self._manifest, ranges=ranges, shard=shard, where=where)
             self.write(path, content)
-            return record
 
-        return for_each(
-            fetch, range(len(self._manifest.shards)), should_stop=should_stop, place=self._source.url
-        )
+        for_each(fetch, range(len(ranges)), should_stop=should_stop, place=self._source.url)
 
-    def attachments(self, progress: Progress, *, later: Collection[str] = ()) -> None:
-        """Fetch the files outside the shards, apart from those that are fetched later, if they are read."""
+    def attachments(self, progress: Progress) -> None:
+        """Fetch the files outside the shards, but for the index, which `shards` fetches."""
         for path, expected in self._manifest.files.items():
-            if path not in later:
+            if path != INDEX:
                 self.attachment(path)
-                progress.advance(expected.size)
+            progress.advance(expected.size)
 
     def attachment(self, path: str) -> None:
         """Fetch one file outside the shards."""
@@ -199,21 +221,63 @@ class Fetcher:
             CacheCorruptError: a fetched file differs from what was committed.
         """
         self.refuse_claim(path, expected, max_bytes)
-        if below(self._folder, path).is_file():
-            try:
-                read_checked(self._folder, path, expected)
-            except CacheCorruptError:
-                pass  # truncated by a kill of an older release, or damaged since: fetch it again
-            else:
-                return False
-        content = self._source.read(path, expected.size)
+        if self._has(path, expected):
+            return False
+        self._keep(path, self._source.read(path, expected.size), expected)
+        return True
+
+    def fetch_all(self, files: Mapping[str, FileDigest], requests: ThreadPoolExecutor) -> None:
+        """Fetch files of a shard, unless they are in the folder already: all at the same time, in parts.
+
+        Args:
+            files: what is expected of each file, by its path below the cache's root.
+            requests: makes the requests, of at most 8 MiB each.
+
+        Raises:
+            CacheCorruptError: a fetched file differs from what was committed.
+        """
+        for path, expected in files.items():
+            self.refuse_claim(path, expected)
+        missing = {path: expected for path, expected in files.items() if not self._has(path, expected)}
+        places = [
+            (path, first)
+            for path, expected in missing.items()
+            for first in range(0, expected.size, _PART_BYTES)
+        ]
+
+        def fetch_part(place: tuple[str, int]) -> bytes:
+            path, first = place
+            return self._source.read_range(path, first, min(_PART_BYTES, missing[path].size - first))
+
+        parts: dict[str, list[bytes]] = {path: [] for path in missing}
+        for (path, _), part in zip(places, requests.map(fetch_part, places), strict=True):
+            parts[path].append(part)
+        for path, expected in missing.items():
+            self._keep(path, b"".join(parts[path]), expected)
+
+    def bytes_arrived(self, paths: Iterable[str]) -> int:
+        """Return the bytes of those files that are in the folder already."""
+        files = (below(self._folder, path) for path in paths)
+        return sum(file.stat().st_size for file in files if file.is_file())
+
+    def _has(self, path: str, expected: FileDigest) -> bool:
+        """Return whether a file is in the folder, as it was committed."""
+        if not below(self._folder, path).is_file():
+            return False
+        try:
+            read_checked(self._folder, path, expected)
+        except CacheCorruptError:
+            return False  # truncated by a crash, or damaged since: it is fetched again
+        return True
+
+    def _keep(self, path: str, content: bytes, expected: FileDigest) -> None:
+        """Write a fetched file into the folder if it is what was committed, else raise CacheCorruptError."""
         if digest_bytes(content) != expected:
             raise CacheCorruptError(
                 f"{self._source.url}/{path} is not what was committed. Run the same command again; if that "
                 "fails too, the store's copy is damaged: ask its publisher to run `minilm-cache push --full`."
             )
         self.write(path, content)
-        return True
 
     def refuse_claim(self, path: str, expected: FileDigest, max_bytes: int | None = None) -> None:
         """Raise CacheCorruptError for a file that is said to be larger than it can be.
@@ -236,7 +300,7 @@ class Fetcher:
         return decoded + decoded // 8 + 2**20
 
     def write(self, path: str, content: bytes) -> None:
-        """Write a file into the folder durably."""
+        """Write a file into the folder, completely or not at all."""
         file = below(self._folder, path)
         with storage_errors("write", file):
-            write_file(file, content)
+            write_file(file, content, durable=self._durable)

@@ -1,28 +1,24 @@
 """Copy a cache into a store.
 
-The commit record of a shard is sent first, and only if the store has none. It claims the shard, so that two
-dumps with the same fingerprint, whose bytes may differ, never mix. The manifest is sent last and makes the
-cache exist.
+The index is sent first, and only if the store has none. It claims the place, so that two dumps with the same
+fingerprint, whose bytes may differ, never mix. The manifest is sent last and makes the cache exist. A cache
+of format 1 has no index; the commit record of a shard is sent before its files, and claims the shard.
 """
 
 from pathlib import Path
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, MiniLMCacheError
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.storage_schema.manifest import (
-    MAX_MANIFEST_BYTES,
-    MAX_RECORD_BYTES,
-    CacheManifest,
-    CommitRecord,
-    FileDigest,
-)
+from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, CommitRecord, FileDigest
+from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import remote_manifest
+from minilm_cache.store.checked import read_checked
 from minilm_cache.store.durable import read_bounded
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import CARD, MANIFEST, below, cache_name, commit_path
-from minilm_cache.store.reader import CacheReader, read_checked
+from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.transfer import TransferResult, for_each, num_bytes
 
@@ -48,19 +44,19 @@ def push(
     """
     reader = CacheReader(root)
     manifest = reader.manifest
-    num_shards = len(manifest.shards)
+    num_shards = len(reader.ranges)
     target = open_store(store_url).below(cache_name(manifest.labels, manifest.identity))
     sender = _Sender(reader, target, progress, full=full)
+    existing = _complete_manifest(target)
     try:
-        sender.claim(0)
+        sender.claim(existing)
     except IdentityMismatchError:
-        existing = _complete_manifest(target)
         if full or existing is None or existing.fingerprint != manifest.fingerprint:
             raise
         progress.note(f"{target.url} holds this cache already, from another dump with an equal fingerprint")
         return TransferResult(place=target.url, manifest=existing, shards_copied=0, shards_kept=num_shards)
 
-    progress.start("push", num_bytes(manifest, list(reader.records.values())), "bytes")
+    progress.start("push", num_bytes(manifest, reader.records), "bytes")
     sent = [sender.send(path, digest) for path, digest in manifest.files.items()]
     copied = sum(for_each(sender.send_shard, range(num_shards), should_stop=should_stop, place=target.url))
     content = read_bounded(root / MANIFEST, MAX_MANIFEST_BYTES)
@@ -91,8 +87,34 @@ class _Sender:
         self._full = full
         self._sizes = target.sizes()
 
-    def claim(self, shard: int) -> bool:
-        """Send a shard's record if the store has none, and return whether it was sent.
+    def claim(self, existing: CacheManifest | None) -> None:
+        """Claim the place of the cache in the store.
+
+        Args:
+            existing: manifest of the complete cache that the store has there. None means that it has none.
+
+        Raises:
+            IdentityMismatchError: the store holds another dump there.
+        """
+        if INDEX not in self._reader.manifest.files:
+            if existing is not None and INDEX in existing.files:
+                raise self._other_dump()
+            self._claim_shard(0)
+            return
+        ours = self._reader.manifest.files[INDEX]
+        if existing is not None:
+            if existing.files.get(INDEX) != ours:
+                raise self._other_dump()
+            return  # a damaged index there is replaced like any other file
+        content = read_checked(self._reader.root, INDEX, ours)
+        if (
+            not self._target.create(INDEX, content)
+            and self._target.read_range(INDEX, 0, ours.size + 1) != content
+        ):
+            raise self._other_dump()
+
+    def _claim_shard(self, shard: int) -> bool:
+        """Send a shard's record, in format 1, if the store has none, and return whether it was sent.
 
         Raises:
             IdentityMismatchError: the record in the store lists other files.
@@ -101,24 +123,23 @@ class _Sender:
         content = read_bounded(below(self._reader.root, path), MAX_RECORD_BYTES)
         if self._target.create(path, content):
             return True
+        stored = self._target.read(path, MAX_RECORD_BYTES)
         try:
-            existing = parse(
-                CommitRecord, self._target.read(path, MAX_RECORD_BYTES), f"{self._target.url}/{path}"
-            )
+            record = parse(CommitRecord, stored, f"{self._target.url}/{path}")
         except CacheCorruptError:
             self._target.write(path, content)
             return True
-        ours = self._reader.records[shard]
-        if (existing.fingerprint, existing.shard, existing.files) != (
-            ours.fingerprint,
-            ours.shard,
-            ours.files,
-        ):
-            raise IdentityMismatchError(
-                f"{self._target.url} holds shards of another dump of the same fingerprint, which only a "
-                "push of that dump can finish or repair. Delete it, or choose another store."
-            )
+        fingerprint = self._reader.manifest.fingerprint
+        ours = (fingerprint, shard, self._reader.records[shard].files)
+        if (record.fingerprint, record.shard, record.files) != ours:
+            raise self._other_dump()
         return False
+
+    def _other_dump(self) -> IdentityMismatchError:
+        return IdentityMismatchError(
+            f"{self._target.url} holds shards of another dump of the same fingerprint, which only a "
+            "push of that dump can finish or repair. Delete it, or choose another store."
+        )
 
     def send(self, path: str, expected: FileDigest) -> bool:
         """Send a file unless the store has it, and return whether it was sent."""
@@ -134,8 +155,8 @@ class _Sender:
         return not self._full or digest_bytes(self._target.read(path, expected.size)) == expected
 
     def send_shard(self, shard: int) -> bool:
-        """Send a shard's record and files unless the store has them, and return whether any was sent."""
-        sent = self.claim(shard)
+        """Send a shard's files, and its record in format 1, and return whether the store lacked any."""
+        sent = self._reader.manifest.format_version == 1 and self._claim_shard(shard)
         for path, expected in self._reader.records[shard].files.items():
             sent = self.send(path, expected) or sent
         return sent

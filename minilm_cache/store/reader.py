@@ -1,10 +1,10 @@
-"""Read a cache: whole shards, whose bytes are checked against the commit record before they are decoded.
+"""Read a cache: whole shards, whose bytes are checked against what was committed before they are decoded.
 
-The records, not the directory, define what the cache holds. A listed file that is missing, short or changed
-is an error that names the file and the remedy; nothing is ever filled in.
+The index (the commit records, before a cache is complete), not the directory, defines what a cache holds. A
+listed file that is missing, short or changed is an error that names the file and the remedy; nothing is ever
+filled in.
 """
 
-import io
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,43 +14,21 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from minilm_cache.errors import CacheCorruptError, CacheIncompleteError, CacheNotFoundError, first_line
+from minilm_cache.errors import CacheCorruptError, CacheIncompleteError, CacheNotFoundError
 from minilm_cache.storage_schema.arrays import ArraySpec, SmallArray, array_specs
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.manifest import (
-    MAX_MANIFEST_BYTES,
-    MAX_RECORD_BYTES,
-    CacheManifest,
-    CommitRecord,
-    FileDigest,
-)
+from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import entropy_column, sequence_columns
-from minilm_cache.store.durable import read_bounded, storage_errors
-from minilm_cache.store.fingerprint import xxh3
+from minilm_cache.store.checked import READ_REMEDY, not_a_table, open_table, read_checked
+from minilm_cache.store.durable import read_bounded
 from minilm_cache.store.folders import described_otherwise
-from minilm_cache.store.layout import (
-    MANIFEST,
-    MAX_SHARD_BYTES,
-    below,
-    commit_path,
-    sequences_path,
-    shard_bytes,
-    shard_files,
-)
+from minilm_cache.store.index import CommittedShard, committed_shards, open_shards
+from minilm_cache.store.layout import MANIFEST, MAX_SHARD_BYTES, commit_path, sequences_path, shard_bytes
+from minilm_cache.store.ranges import read_ranges
 from minilm_cache.store.shards import decode_shard
-
-_MAX_VALUE_BYTES = 32
-"""Most decompressed bytes of a sequence table for each value."""
-_MAX_TABLE_HEADERS = 2**20
-"""Most decompressed bytes of a sequence table in addition to its values."""
-_REMEDY = (
-    "Run `minilm-cache verify --full` for the extent of the damage, then `minilm-cache dump --resume` "
-    "with the settings of the first dump to write damaged shards again, or fetch the cache again."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,40 +81,46 @@ class CacheReader:
     `bytes_read` counts the compressed bytes of all shard files that were read, each as often as it was read.
     """
 
-    def __init__(self, root: Path, *, partial: bool = False, shards: Sequence[int] | None = None) -> None:
+    def __init__(self, root: Path, *, partial: bool = False) -> None:
         """Open a cache.
 
         Args:
             root: folder of the cache.
             partial: also open a cache whose dump has not finished; only committed shards can be read.
-            shards: numbers of the shards that will be read. None means all.
 
         Raises:
             CacheNotFoundError: there is no cache.
             CacheIncompleteError: the dump has not finished, and `partial` is false.
-            CacheCorruptError: the manifest, metadata or commit records are damaged.
+            CacheCorruptError: the manifest, metadata or tables of shards are damaged.
             UnsupportedFormatError: a newer release wrote the cache.
         """
         self.root = root
         self.bytes_read = 0
         self._counting = Lock()
         self.manifest = read_manifest(root)
+        self.ranges = read_ranges(root, self.manifest)
         if not (self.manifest.complete or partial):
-            committed = sum(below(root, commit_path(n)).is_file() for n in range(len(self.manifest.shards)))
+            committed = len(committed_shards(root, len(self.ranges)))
             raise CacheIncompleteError(
-                f"{root} is unfinished: {committed} of {len(self.manifest.shards)} shards are committed. "
+                f"{root} is unfinished: {committed} of {len(self.ranges)} shards are committed. "
                 "Finish it with the same `minilm-cache dump` command; it resumes. If it is one machine's "
                 "part, join all parts with `minilm-cache merge`."
             )
         self._check_metadata()
-        self.records = self._read_records(range(len(self.manifest.shards)) if shards is None else shards)
+        self.records = open_shards(root, self.manifest, self.ranges)
+        """Committed shards, by number."""
+        if self.manifest.complete and not partial and len(self.records) < len(self.ranges):
+            shard = next(number for number in range(len(self.ranges)) if number not in self.records)
+            raise CacheCorruptError(
+                f"{root / commit_path(shard)} is missing: shard {shard} was committed once. {READ_REMEDY}"
+            )
 
     def _check_metadata(self) -> None:
         for path, expected in self._documents().items():
             content = read_checked(self.root, path, self.manifest.files.get(path))
             if content != expected:
                 raise CacheCorruptError(
-                    f"{self.root / path} is not the metadata that the manifest implies. {_REMEDY}"
+                    f"{self.root / path} is not the metadata that the manifest implies. {READ_REMEDY}"
                 )
 
     @property
@@ -149,19 +133,9 @@ class CacheReader:
         return zarr_documents(
             manifest.identity,
             manifest.calibration,
-            num_shards=manifest.num_shards,
+            num_shards=len(self.ranges),
             shard_tokens=manifest.shard_tokens,
         )
-
-    def _read_records(self, shards: Sequence[int]) -> dict[int, CommitRecord]:
-        records = {}
-        for shard in shards:
-            path = below(self.root, commit_path(shard))
-            if path.is_file():
-                records[shard] = read_record(self.root, self.manifest, shard)
-            elif self.manifest.complete:
-                raise CacheCorruptError(f"{path} is missing: shard {shard} was committed once. {_REMEDY}")
-        return records
 
     def attachment(self, path: str) -> bytes:
         """Return the checked content of a file outside the shards, such as `teacher/config.json`."""
@@ -185,11 +159,11 @@ class CacheReader:
         self._count(number, [sequences_path(number), *(spec.shard_path(number) for spec in specs)])
         if int(rows["tokens"].max()) >= self.manifest.identity.teacher.vocab_size:
             raise CacheCorruptError(
-                f"shard {number} of {self.root} holds token ids outside the vocabulary. {_REMEDY}"
+                f"shard {number} of {self.root} holds token ids outside the vocabulary. {READ_REMEDY}"
             )
         return Shard(
             number=number,
-            first_sequence=self.manifest.shards[number].first_sequence,
+            first_sequence=self.ranges[number].first_sequence,
             rows=rows,
             by_sequence=frozenset(spec.path for spec in specs if spec.by_sequence),
             starts=table["offset"].to_numpy() - number * size,
@@ -207,37 +181,29 @@ class CacheReader:
         path = spec.shard_path(number)
         content = read_checked(self.root, path, self._require(number).files[path])
         try:
-            num_rows = spec.num_rows(self.manifest.shards[number])
+            num_rows = spec.num_rows(self.ranges[number])
             return decode_shard(content, spec, shard_tokens=self.manifest.shard_tokens, num_rows=num_rows)
         except CacheCorruptError as error:
-            raise CacheCorruptError(f"{self.root / path} is damaged: {error}. {_REMEDY}") from error
+            raise CacheCorruptError(f"{self.root / path} is damaged: {error}. {READ_REMEDY}") from error
 
     def table(self, number: int) -> pa.Table:
         """Read the sequence table of a shard, and check that it describes the shard that was committed."""
-        record = self._require(number)
         path = sequences_path(number)
-        content = read_checked(self.root, path, record.files[path])
+        content = read_checked(self.root, path, self._require(number).files[path])
         columns = sequence_columns(self.manifest.identity.relations)
-        expected_types = {name: str(pa.type_for_alias(kind)) for name, kind in columns.items()}
+        types = {name: pa.type_for_alias(kind) for name, kind in columns.items()}
+        num_rows = self.ranges[number].num_sequences
+        exactly = range(num_rows, num_rows + 1)
+        file = open_table(content, types, num_rows=exactly, where=self.root / path)
         try:
-            file = pq.ParquetFile(io.BytesIO(content))
-            types = {field.name: str(field.type) for field in file.schema_arrow}
-            fits = types == expected_types and _has_rows(file.metadata, record.range.num_sequences)
-            table = file.read() if fits else None
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # names may not be UTF-8
-            reason = first_line(error)  # Arrow appends its own stack trace
-            raise CacheCorruptError(
-                f"{self.root / path} is not a Parquet file: {reason}. {_REMEDY}"
-            ) from error
-        if table is None:
-            raise CacheCorruptError(
-                f"{self.root / path} has other rows or columns than the format. {_REMEDY}"
-            )
+            table = file.read()
+        except (pa.ArrowException, OSError) as error:
+            raise not_a_table(self.root / path, error) from error
         self._check_table(table, number)
         return table
 
     def _check_table(self, table: pa.Table, number: int) -> None:
-        expected = self.manifest.shards[number]
+        expected = self.ranges[number]
         lengths = table["length"].to_numpy().astype(np.int64)
         offsets = number * self.manifest.shard_tokens + np.cumsum(lengths) - lengths
         first = expected.first_sequence
@@ -256,10 +222,10 @@ class CacheReader:
         )
         if not valid:
             raise CacheCorruptError(
-                f"{self.root / sequences_path(number)} does not describe shard {number}. {_REMEDY}"
+                f"{self.root / sequences_path(number)} does not describe shard {number}. {READ_REMEDY}"
             )
 
-    def _require(self, number: int) -> CommitRecord:
+    def _require(self, number: int) -> CommittedShard:
         if number not in self.records:
             raise CacheIncompleteError(
                 f"shard {number} of {self.root} is not committed. "
@@ -297,68 +263,14 @@ def check_size(manifest: CacheManifest, place: str) -> None:
         )
 
 
-def read_record(root: Path, manifest: CacheManifest, shard: int) -> CommitRecord:
-    """Read a shard's commit record and check that it belongs to this cache and this shard."""
-    path = below(root, commit_path(shard))
-    record = parse(CommitRecord, read_bounded(path, MAX_RECORD_BYTES), str(path))
-    check_record(record, manifest, shard=shard, place=str(path))
-    return record
-
-
-def check_record(record: CommitRecord, manifest: CacheManifest, *, shard: int, place: str) -> None:
-    """Raise CacheCorruptError if a record belongs to another cache or shard."""
-    belongs = (
-        record.fingerprint == manifest.fingerprint
-        and record.shard == shard
-        and record.range == manifest.shards[shard]
-        and set(record.files) == set(shard_files(manifest, shard))
-    )
-    if not belongs:
-        raise CacheCorruptError(f"{place} is the record of another cache or shard. {_REMEDY}")
-
-
-def read_checked(root: Path, path: str, expected: FileDigest | None) -> bytes:
-    """Read a whole file, and compare its size (before reading) and its XXH3-128 with what was committed.
-
-    Raises:
-        CacheCorruptError: the file is not listed, missing, not a regular file, or differs.
-    """
-    file = below(root, path)
-    if expected is None:
-        raise CacheCorruptError(f"{file} is not listed in the cache. {_REMEDY}")
-    if file.is_symlink() or not file.is_file():
-        raise CacheCorruptError(f"{file} is missing. {_REMEDY}")
-    with storage_errors("read", file):
-        size = file.stat().st_size
-    if size != expected.size:
-        raise CacheCorruptError(f"{file} is damaged: {size} bytes, committed {expected.size}. {_REMEDY}")
-    content = read_bounded(file, expected.size)
-    if xxh3(content) != expected.xxh3_128:
-        raise CacheCorruptError(f"{file} is damaged: its bytes are not those committed. {_REMEDY}")
-    return content
-
-
-def _has_rows(metadata: pq.FileMetaData, num_rows: int) -> bool:
-    """Return whether all row counts of a table are `num_rows`, and its bytes no more than these rows need."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    return bool(
-        metadata.num_rows == sum(group.num_rows for group in groups) == num_rows
-        and sum(column.num_values for column in columns) == num_rows * metadata.num_columns
-        and sum(column.total_uncompressed_size for column in columns)
-        <= num_rows * metadata.num_columns * _MAX_VALUE_BYTES + _MAX_TABLE_HEADERS
-    )
-
-
-def read_small_array(root: Path, manifest: CacheManifest, small: SmallArray) -> npt.NDArray[np.generic]:
-    """Return an array that applies to all tokens, in the shape of `small`.
+def small_array(content: bytes, small: SmallArray) -> npt.NDArray[np.generic]:
+    """Return an array that applies to all tokens, in the shape of `small`, from the bytes of its file.
 
     Raises:
         CacheCorruptError: the array is damaged.
     """
-    content = read_checked(root, small.chunk_path, manifest.files.get(small.chunk_path))
     dtype = np.dtype(small.dtype).newbyteorder("<")
     values = np.frombuffer(content, dtype) if len(content) % dtype.itemsize == 0 else np.empty(0)
     if values.size != math.prod(small.shape) or not np.isfinite(values).all():
-        raise CacheCorruptError(f"{root / small.chunk_path} is not the array it should be. {_REMEDY}")
+        raise CacheCorruptError(f"{small.chunk_path} is not the array it should be. {READ_REMEDY}")
     return values.reshape(small.shape)

@@ -9,12 +9,13 @@ class NotRegularError(OSError):
     """A link, a pipe, a device or a folder where a file should be."""
 
 
-def first_bytes(path: Path, num_bytes: int, *, follow_links: bool = False) -> bytes:
-    """Return the first bytes of a regular file, without waiting for a pipe.
+def regular_bytes(path: Path, num_bytes: int, *, first: int = 0, follow_links: bool = False) -> bytes:
+    """Return bytes of a regular file, without waiting for a pipe.
 
     Args:
         path: path of the file.
         num_bytes: most bytes to read.
+        first: first byte to read, counted from 0.
         follow_links: whether a symbolic link to a regular file is accepted.
 
     Raises:
@@ -29,6 +30,7 @@ def first_bytes(path: Path, num_bytes: int, *, follow_links: bool = False) -> by
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise NotRegularError(None, "it is not a regular file", str(path))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
+            file.seek(first)
             return file.read(num_bytes)
     finally:
         os.close(descriptor)

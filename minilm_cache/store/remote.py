@@ -28,7 +28,7 @@ from minilm_cache.errors import (
     first_line,
 )
 from minilm_cache.store.durable import create_file, write_file
-from minilm_cache.store.regular_files import NotRegularError, first_bytes
+from minilm_cache.store.regular_files import NotRegularError, regular_bytes
 
 Result = TypeVar("Result")
 
@@ -111,18 +111,18 @@ class _ObjectStore:
 
     store: ObjectStore
 
-    def read(self, path: str, num_bytes: int) -> bytes:
-        """Return the first `num_bytes` bytes of a file, or all if it is shorter."""
+    def read(self, path: str, num_bytes: int, first: int = 0) -> bytes:
+        """Return `num_bytes` bytes of a file from the `first`-th on, or fewer if it ends before."""
 
-        def first_bytes() -> bytes:
+        def bytes_there() -> bytes:
             try:
-                return bytes(obstore.get_range(self.store, path, start=0, length=num_bytes))
+                return bytes(obstore.get_range(self.store, path, start=first, length=num_bytes))
             except obstore.exceptions.GenericError as error:
-                if "416 Range" in str(error):  # the file is empty: no range of it is valid
+                if "416 Range" in str(error):  # the file ends before: no range from there on is valid
                     return b""
                 raise
 
-        return _with_retries(first_bytes, "body")
+        return _with_retries(bytes_there, "body")
 
     def write(self, path: str, content: bytes) -> None:
         """Write a whole file, replacing an older one."""
@@ -156,11 +156,11 @@ class _FileSystem:
 
     filesystem: AbstractFileSystem
 
-    def read(self, path: str, num_bytes: int) -> bytes:
-        """Return the first `num_bytes` bytes of a file, or all if it is shorter."""
+    def read(self, path: str, num_bytes: int, first: int = 0) -> bytes:
+        """Return `num_bytes` bytes of a file from the `first`-th on, or fewer if it ends before."""
         if isinstance(self.filesystem, LocalFileSystem):
-            return first_bytes(Path(path), num_bytes)
-        return bytes(self.filesystem.cat_file(path, start=0, end=num_bytes))
+            return regular_bytes(Path(path), num_bytes, first=first)
+        return bytes(self.filesystem.cat_file(path, start=first, end=first + num_bytes))
 
     def write(self, path: str, content: bytes) -> None:
         """Write a whole file, replacing an older one."""
@@ -230,19 +230,28 @@ class RemoteFolder:
             CacheCorruptError: the file is longer than `max_bytes`.
             StorageError: the store refused, or cannot be reached.
         """
-        try:
-            with _remote_errors("read", f"{self.url}/{name}"):
-                content = self.files.read(self._place(name), max_bytes + 1)
-        except StorageError as error:
-            if isinstance(error.__cause__, _MISSING):
-                raise CacheNotFoundError(f"{self.url}/{name} is not there. Check the URL.") from error
-            raise
+        content = self.read_range(name, 0, max_bytes + 1)
         if len(content) > max_bytes:
             raise CacheCorruptError(
                 f"{self.url}/{name} is longer than the {max_bytes} bytes it should have. "
                 "Ask its publisher to push it again."
             )
         return content
+
+    def read_range(self, name: str, first: int, num_bytes: int) -> bytes:
+        """Return bytes of a file from the `first`-th on, counted from 0: fewer if the file ends before.
+
+        Raises:
+            CacheNotFoundError: there is no such file.
+            StorageError: the store refused, or cannot be reached.
+        """
+        try:
+            with _remote_errors("read", f"{self.url}/{name}"):
+                return self.files.read(self._place(name), num_bytes, first)
+        except StorageError as error:
+            if isinstance(error.__cause__, _MISSING):
+                raise CacheNotFoundError(f"{self.url}/{name} is not there. Check the URL.") from error
+            raise
 
     def read_if_there(self, name: str, max_bytes: int) -> bytes | None:
         """Return the content of a file like `read`, or None if the file does not exist."""

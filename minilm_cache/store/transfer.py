@@ -5,14 +5,15 @@ the manifest, as a reader does. In both directions the manifest is copied last, 
 never mistaken for a cache. Files that have arrived are not copied again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.progress import ShouldStop
-from minilm_cache.storage_schema.manifest import CacheManifest, CommitRecord
+from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.store.index import CommittedShards
 
 Result = TypeVar("Result")
 
@@ -33,10 +34,9 @@ class TransferResult:
     """Shards that were there already."""
 
 
-def num_bytes(manifest: CacheManifest, records: Sequence[CommitRecord]) -> int:
+def num_bytes(manifest: CacheManifest, shards: CommittedShards) -> int:
     """Return the total size, in bytes, of a cache's files that have a hash."""
-    shards = sum(digest.size for record in records for digest in record.files.values())
-    return shards + sum(digest.size for digest in manifest.files.values())
+    return sum(shards.bytes_by_name().values()) + sum(digest.size for digest in manifest.files.values())
 
 
 def for_each(

@@ -15,10 +15,13 @@ import numpy as np
 
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, MiniLMCacheError
 from minilm_cache.progress import Progress
-from minilm_cache.storage_schema.manifest import CacheManifest, FileDigest
+from minilm_cache.storage_schema.documents import FileDigest
+from minilm_cache.storage_schema.manifest import INDEX, RANGES, CacheManifest
 from minilm_cache.store.fingerprint import sha256_file, xxh3
+from minilm_cache.store.index import open_shards
 from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path
-from minilm_cache.store.reader import CacheReader, Shard, read_manifest, read_record
+from minilm_cache.store.ranges import read_ranges
+from minilm_cache.store.reader import CacheReader, Shard, read_manifest
 
 CheckRows = Callable[[CacheReader], Callable[[Shard], None]]
 """Returns, for a reader, a function that checks the rows of a shard and raises CacheCorruptError."""
@@ -73,20 +76,7 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, chec
             raise
         manifest_damage = Damage(path=MANIFEST, shard=None, reason=str(error))
         return Verdict(complete=None, num_files=0, num_bytes=0, damage=(manifest_damage,))
-    files: list[_ListedFile] = [(path, None, digest) for path, digest in manifest.files.items()]
-    damaged: list[Damage] = []
-    for shard in range(len(manifest.shards)):
-        path = commit_path(shard)
-        try:
-            if not below(root, path).is_file():
-                if manifest.complete:
-                    damaged.append(Damage(path=path, shard=shard, reason="missing"))
-                continue
-            record = read_record(root, manifest, shard)
-        except MiniLMCacheError as error:
-            damaged.append(Damage(path=path, shard=shard, reason=str(error)))
-            continue
-        files += [(path, shard, digest) for path, digest in record.files.items()]
+    files, damaged = _listed_files(root, manifest)
     num_bytes = sum(digest.size for _, _, digest in files)
     progress.start("verify", num_bytes, "bytes")
 
@@ -109,6 +99,32 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, chec
     )
 
 
+def _listed_files(root: Path, manifest: CacheManifest) -> tuple[list[_ListedFile], list[Damage]]:
+    """Return every file of a cache, without those that cannot be listed, and what keeps them from it."""
+    files: list[_ListedFile] = [
+        (path, None, digest) for path, digest in manifest.files.items() if path not in {RANGES, INDEX}
+    ]
+    damaged: list[Damage] = []
+    path = RANGES
+    try:
+        ranges = read_ranges(root, manifest)
+        path = INDEX
+        shards = open_shards(root, manifest, ranges)
+    except MiniLMCacheError as error:
+        return files, [Damage(path=path, shard=None, reason=str(error))]
+    files += [(path, None, manifest.files[path]) for path in (RANGES, INDEX) if path in manifest.files]
+    for number in range(len(ranges)):
+        if number not in shards:
+            if manifest.complete:
+                damaged.append(Damage(path=commit_path(number), shard=number, reason="missing"))
+            continue
+        try:
+            files += [(path, number, digest) for path, digest in shards[number].files.items()]
+        except MiniLMCacheError as error:
+            damaged.append(Damage(path=commit_path(number), shard=number, reason=str(error)))
+    return files, damaged
+
+
 def default_threads() -> int:
     """Return twice the number of cores, since reading and decoding wait for each other.
 
@@ -118,31 +134,17 @@ def default_threads() -> int:
 
 
 def unsound_shards(
-    root: Path, manifest: CacheManifest, *, shards: Sequence[int], progress: Progress, check_rows: CheckRows
+    root: Path, *, shards: Sequence[int], progress: Progress, check_rows: CheckRows
 ) -> list[int]:
     """Return those of the given committed shards whose record, files (XXH3-128) or content are damaged.
 
     Raises:
         CacheCorruptError: a file outside the shards is damaged.
     """
-    readable = [shard for shard in shards if _has_record(root, manifest, shard)]
-    reader = CacheReader(root, partial=True, shards=readable)
-    progress.start("check", sum(manifest.shards[shard].num_tokens for shard in readable), "tokens")
-    damaged = {
-        damage.shard
-        for damage in _damaged_contents(
-            reader, default_threads(), progress=progress, check_shard=check_rows(reader)
-        )
-    }
-    return [shard for shard in shards if shard not in readable or shard in damaged]
-
-
-def _has_record(root: Path, manifest: CacheManifest, shard: int) -> bool:
-    try:
-        read_record(root, manifest, shard)
-    except MiniLMCacheError:
-        return False
-    return True
+    reader = CacheReader(root, partial=True)
+    progress.start("check", int(reader.ranges.num_tokens[list(shards)].sum()), "tokens")
+    check = _ShardCheck(reader, progress, check_rows(reader))
+    return [damage.shard for damage in check.damage(shards, default_threads()) if damage.shard is not None]
 
 
 def _file_damage(file: Path, expected: FileDigest, *, full: bool) -> str | None:
@@ -166,30 +168,37 @@ def _content_damage(
     except CacheCorruptError as error:
         yield Damage(path=MANIFEST, shard=None, reason=str(error))
         return
-    progress.start("decode", sum(reader.manifest.shards[n].num_tokens for n in reader.records), "tokens")
-    yield from _damaged_contents(reader, num_threads, progress=progress, check_shard=check_shard)
+    progress.start("decode", int(reader.ranges.num_tokens[list(reader.records)].sum()), "tokens")
+    yield from _ShardCheck(reader, progress, check_shard).damage(list(reader.records), num_threads)
 
 
-def _damaged_contents(
-    reader: CacheReader, num_threads: int, *, progress: Progress, check_shard: Callable[[Shard], None]
-) -> Iterator[Damage]:
-    def examine(number: int) -> Damage | None:
-        reason = _shard_damage(reader, number, check_shard)
-        progress.advance(reader.manifest.shards[number].num_tokens)
-        return None if reason is None else Damage(path=commit_path(number), shard=number, reason=reason)
+@dataclass(frozen=True, slots=True)
+class _ShardCheck:
+    """Checks the content of shards."""
 
-    with ThreadPoolExecutor(num_threads) as threads:
-        yield from filter(None, threads.map(examine, reader.records))
+    reader: CacheReader
+    progress: Progress
+    check_rows: Callable[[Shard], None]
 
+    def damage(self, shards: Sequence[int], num_threads: int) -> Iterator[Damage]:
+        """Yield the damage of those of the given shards that are damaged, several being read at a time."""
+        with ThreadPoolExecutor(num_threads) as threads:
+            yield from filter(None, threads.map(self._examine, shards))
 
-def _shard_damage(reader: CacheReader, number: int, check_shard: Callable[[Shard], None]) -> str | None:
-    """Return the reason why a shard whose files have the committed bytes is damaged, or None if it is not."""
-    try:
-        shard = reader.shard(number)
-        check_shard(shard)
-    except MiniLMCacheError as error:
-        return str(error)
-    tokens = np.ascontiguousarray(shard.rows["tokens"])
-    if xxh3(tokens.data.cast("B")) != reader.records[number].tokens_xxh3:
-        return "the token ids are not those committed"
-    return None
+    def _examine(self, number: int) -> Damage | None:
+        reason = self._reason(number)
+        self.progress.advance(self.reader.ranges[number].num_tokens)
+        path = INDEX if INDEX in self.reader.manifest.files else commit_path(number)
+        return None if reason is None else Damage(path=path, shard=number, reason=reason)
+
+    def _reason(self, number: int) -> str | None:
+        """Return the reason why a shard is damaged, or None if it is not."""
+        try:
+            shard = self.reader.shard(number)
+            self.check_rows(shard)
+            committed = self.reader.records[number].tokens_xxh3
+        except MiniLMCacheError as error:
+            return str(error)
+        tokens = np.ascontiguousarray(shard.rows["tokens"])
+        same = xxh3(tokens.data.cast("B")) == committed
+        return None if same else "the token ids are not those committed"

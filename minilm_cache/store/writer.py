@@ -8,7 +8,7 @@ interrupted attempt left behind are written again, never reused.
 import io
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,23 +20,26 @@ from filelock import FileLock, Timeout
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, ShardBusyError, StorageError
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs
-from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest, CommitRecord, FileDigest
+from minilm_cache.storage_schema.documents import CommitRecord, FileDigest
+from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, PREVIEW, RANGES, CacheManifest
 from minilm_cache.storage_schema.measured import Measured
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import sequence_columns
+from minilm_cache.store.attach import is_damaged
+from minilm_cache.store.checked import read_checked
 from minilm_cache.store.creation import differing_fields, prepare_root
 from minilm_cache.store.durable import (
     PARTIAL,
     create_file,
-    link_file,
     read_bounded,
     storage_errors,
     sync_directories,
     sync_file,
     write_file,
 )
-from minilm_cache.store.fingerprint import digest_bytes, xxh3
+from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.index import IndexedShards, RecordedShards, committed_shards, write_index
 from minilm_cache.store.layout import (
     MANIFEST,
     SEAL_LOCK,
@@ -45,8 +48,16 @@ from minilm_cache.store.layout import (
     lock_path,
     sequences_path,
 )
+from minilm_cache.store.linking import (
+    link_tokens,
+    refuse_incompatible,
+    refuse_other_tokens,
+    take_over,
+    tokens_hash,
+)
 from minilm_cache.store.preview import seal_with_preview
-from minilm_cache.store.reader import CacheReader, read_checked
+from minilm_cache.store.ranges import ShardRanges, read_ranges
+from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.shards import encode_pcodec_shard
 
 
@@ -58,6 +69,7 @@ class CacheWriter:
         root: Path,
         manifest: CacheManifest,
         *,
+        ranges: ShardRanges,
         attachments: Mapping[str, bytes],
         tokens_of: CacheReader | None = None,
         parts_of: CacheReader | None = None,
@@ -67,7 +79,8 @@ class CacheWriter:
         Args:
             root: folder of the cache.
             manifest: manifest of the new cache, with complete=False; its `files` are exactly the array
-                metadata and the attachments.
+                metadata, the table of ranges and the attachments.
+            ranges: sequences and tokens of each shard.
             attachments: content of files outside the arrays: path below the root to bytes.
             tokens_of: another cache, whose token files are linked instead of written where they are the same.
                 None means that all token files are written.
@@ -80,21 +93,24 @@ class CacheWriter:
         """
         self.root = root
         self.manifest = manifest
+        self.ranges = ranges
         self._tokens_of = tokens_of
         self._parts_of = parts_of
         self._taken_paths = {spec.path for spec in parts_of.specs} if parts_of is not None else set()
         if parts_of is not None:
-            _refuse_incompatible(parts_of, manifest)
+            refuse_incompatible(parts_of, manifest, ranges)
         with storage_errors("create the cache", root):
             self._create_or_resume()
             metadata = zarr_documents(
                 manifest.identity,
                 manifest.calibration,
-                num_shards=manifest.num_shards,
+                num_shards=len(ranges),
                 shard_tokens=manifest.shard_tokens,
             )
             for path, content in (metadata | dict(attachments)).items():
                 self._put(path, content)
+            if RANGES in self.manifest.files and is_damaged(root, self.manifest, RANGES):
+                self._put(RANGES, ranges.to_parquet())
             with zarr.config.set({"array.write_empty_chunks": True}):
                 self._arrays = {
                     spec.path: zarr.open_array(str(root), path=spec.path, mode="r+", zarr_format=3)
@@ -114,6 +130,9 @@ class CacheWriter:
                 return
         existing = self._read_manifest()
         differing = differing_fields(existing, self.manifest)
+        names_ranges = bool(existing.shards) or not is_damaged(self.root, existing, RANGES)
+        if not differing and names_ranges and read_ranges(self.root, existing) != self.ranges:
+            differing = ["the sequences of its shards"]
         if differing:
             raise IdentityMismatchError(
                 f"{self.root} holds another cache, which differs in {', '.join(differing)}. "
@@ -144,11 +163,14 @@ class CacheWriter:
 
     def is_committed(self, shard: int) -> bool:
         """Return whether a shard is committed."""
-        return below(self.root, commit_path(shard)).is_file()
+        return INDEX in self.manifest.files or below(self.root, commit_path(shard)).is_file()
 
     def missing_shards(self) -> list[int]:
         """Return the shards that are not committed yet."""
-        return [shard for shard in range(len(self.manifest.shards)) if not self.is_committed(shard)]
+        if INDEX in self.manifest.files:
+            return []
+        committed = set(committed_shards(self.root, len(self.ranges)))
+        return [shard for shard in range(len(self.ranges)) if shard not in committed]
 
     def claim(self, shard: int) -> FileLock:
         """Acquire and return the lock on a shard; the caller releases it, in any thread.
@@ -173,10 +195,48 @@ class CacheWriter:
 
     def withdraw(self, shard: int) -> None:
         """Remove a damaged shard's commit record, so that it is written again; the caller holds its claim."""
+        self.unseal(without=shard)
         path = below(self.root, commit_path(shard))
         with storage_errors("remove", path):
-            path.unlink()
+            path.unlink(missing_ok=True)
             sync_directories([path.parent])
+
+    def unseal(self, without: int | None = None) -> None:
+        """Make a complete cache an unfinished one again, whose shards are those that have commit records.
+
+        A cache that was pulled has none: they are written from its index, if that is sound.
+
+        Args:
+            without: number of a shard whose record is not written. None means that all are.
+        """
+        with self._seal_lock():
+            self.manifest = self._read_manifest()
+            if INDEX not in self.manifest.files:
+                return
+            if not is_damaged(self.root, self.manifest, INDEX):
+                self._write_records(IndexedShards(self.root, self.manifest, len(self.ranges)), without)
+            left = self.manifest.files.items()
+            files = {path: digest for path, digest in left if path not in {INDEX, PREVIEW}}
+            changes = {"complete": False, "measured": None, "files": files}
+            self.manifest = self.manifest.model_copy(update=changes)
+            with storage_errors("write", self.root):
+                write_file(self.root / MANIFEST, self.manifest.to_json())
+
+    def _write_records(self, shards: IndexedShards, without: int | None) -> None:
+        """Write the commit records that are missing or damaged."""
+        recorded = RecordedShards(self.root, self.manifest, self.ranges)
+        for number, shard in shards.items():
+            with suppress(KeyError, CacheCorruptError):
+                if recorded[number] == shard:
+                    continue
+            below(self.root, commit_path(number)).unlink(missing_ok=True)
+            if number != without:
+                self._commit(number, shard.tokens_xxh3, shard.files, rank=0)
+
+    @property
+    def has_damaged_index(self) -> bool:
+        """Whether the cache is complete, but its index is missing or damaged."""
+        return INDEX in self.manifest.files and is_damaged(self.root, self.manifest, INDEX)
 
     def write_shard(
         self, shard: int, rows: Mapping[str, npt.NDArray[np.generic]], *, table: pa.Table, rank: int = 0
@@ -199,39 +259,48 @@ class CacheWriter:
         if self.is_committed(shard):
             raise ShardBusyError(f"shard {shard} of {self.root} is committed already. Use one writer for it.")
         if self._parts_of is not None:
-            self._refuse_other_tokens(self._parts_of, shard, rows["tokens"])
+            refuse_other_tokens(self._parts_of, shard, rows["tokens"])
         with storage_errors("write", self.root):
             files = [
-                self._take_over(spec.shard_path(shard), shard)
-                if self.takes_over(spec)
+                take_over(self._parts_of, self.root, path=spec.shard_path(shard), shard=shard)
+                if self._parts_of is not None and self.takes_over(spec)
                 else self._write_rows(spec, shard, rows[spec.path])
                 for spec in array_specs(self.manifest.identity, self.manifest.calibration)
             ]
-            takes_table = self._parts_of is not None
-            table_path = sequences_path(shard)
             files.append(
-                self._take_over(table_path, shard) if takes_table else self._write_table(shard, table)
+                self._write_table(shard, table)
+                if self._parts_of is None
+                else take_over(self._parts_of, self.root, path=sequences_path(shard), shard=shard)
             )
             self._make_durable(files)
-            record = CommitRecord(
-                fingerprint=self.manifest.fingerprint,
-                shard=shard,
-                attempt=uuid.uuid4().hex,
-                rank=rank,
-                range=self.manifest.shards[shard],
-                tokens_xxh3=tokens_hash(rows["tokens"]),
-                files={path: self._digest(path) for path in files},
-            )
-            path = below(self.root, commit_path(shard))
+            digests = {path: self._digest(path) for path in files}
             try:
-                create_file(path, record.to_json())
+                self._commit(shard, tokens_hash(rows["tokens"]), digests, rank=rank)
             except FileExistsError:
                 raise ShardBusyError(
-                    f"{path} appeared while the shard was being written: the lock is not honoured by "
-                    "this file system. Run `minilm-cache verify --full` and use one writer."
+                    f"{self.root / commit_path(shard)} appeared while the shard was being written: the lock "
+                    "is not honoured by this file system. Run `minilm-cache verify --full`, with one writer."
                 ) from None
         written = [path for path in files if below(self.root, path).stat().st_nlink == 1]
-        return sum(record.files[path].size for path in written)
+        return sum(digests[path].size for path in written)
+
+    def _commit(self, shard: int, tokens_xxh3: str, files: Mapping[str, FileDigest], *, rank: int) -> None:
+        """Create the commit record of a shard, whose files are durable.
+
+        Raises:
+            FileExistsError: it has one already.
+        """
+        record = CommitRecord(
+            format_version=self.manifest.format_version,
+            fingerprint=self.manifest.fingerprint,
+            shard=shard,
+            attempt=uuid.uuid4().hex,
+            rank=rank,
+            range=self.ranges[shard],
+            tokens_xxh3=tokens_xxh3,
+            files=dict(files),
+        )
+        create_file(below(self.root, commit_path(shard)), record.to_json())
 
     def takes_over(self, spec: ArraySpec) -> bool:
         """Return whether an array's files are taken from the cache that this cache adds to."""
@@ -247,34 +316,12 @@ class CacheWriter:
         """
         if self.is_committed(shard):
             raise ShardBusyError(f"shard {shard} of {self.root} was committed meanwhile by another process.")
-        record = reader.records[shard]
+        copied = reader.records[shard]
         with storage_errors("write", self.root):
-            for path, expected in record.files.items():
+            for path, expected in copied.files.items():
                 write_file(below(self.root, path), read_checked(reader.root, path, expected))
-            self._make_durable(list(record.files))
-            create_file(below(self.root, commit_path(shard)), record.to_json())
-
-    def _refuse_other_tokens(self, parts: CacheReader, shard: int, tokens: npt.NDArray[np.generic]) -> None:
-        if parts.records[shard].tokens_xxh3 != tokens_hash(tokens):
-            raise IdentityMismatchError(
-                f"shard {shard} of {parts.root} holds other tokens than the corpus gives now. Dump "
-                "without --add."
-            )
-
-    def _take_over(self, path: str, shard: int) -> str:
-        """Link or copy a file of the cache that this cache adds to, and return its path.
-
-        Raises:
-            CacheCorruptError: the file is damaged in that cache.
-        """
-        parts = self._parts_of
-        assert parts is not None
-        content = read_checked(parts.root, path, parts.records[shard].files[path])
-        try:
-            link_file(below(parts.root, path), below(self.root, path))
-        except OSError:  # on another file system, or on one without hard links
-            write_file(below(self.root, path), content)
-        return path
+            self._make_durable(list(copied.files))
+            self._commit(shard, copied.tokens_xxh3, copied.files, rank=0)
 
     def _write_rows(self, spec: ArraySpec, shard: int, rows: npt.NDArray[np.generic]) -> str:
         size = self.manifest.shard_tokens
@@ -282,8 +329,11 @@ class CacheWriter:
             content = encode_pcodec_shard(rows, spec, size)
             write_file(below(self.root, spec.shard_path(shard)), content)
             return spec.shard_path(shard)
-        if spec.path == "tokens" and self._link_tokens(spec, shard, rows):
-            return spec.shard_path(shard)
+        donor = self._tokens_of
+        path = spec.shard_path(shard)
+        is_shared = donor is not None and spec.path == "tokens" and self._has_layout_of(donor)
+        if donor and is_shared and link_tokens(donor, self.root, path=path, shard=shard, tokens=rows):
+            return path
         array = self._arrays[spec.path]
         whole = np.full((size, *spec.row_shape), array.fill_value, dtype=spec.dtype)
         whole[: len(rows)] = rows
@@ -292,25 +342,11 @@ class CacheWriter:
         array[shard * size : (shard + 1) * size] = whole
         return spec.shard_path(shard)
 
-    def _link_tokens(self, spec: ArraySpec, shard: int, rows: npt.NDArray[np.generic]) -> bool:
-        """Link the file of another cache if it holds the same tokens, and return whether it was linked.
-
-        Files of a cache are replaced, never changed in place, so neither cache can damage the other.
-        """
-        donor = self._tokens_of
-        if donor is None or shard not in donor.records:
-            return False
-        if not _has_same_token_layout(donor.manifest, self.manifest):
-            return False
-        record, path = donor.records[shard], spec.shard_path(shard)
-        if record.tokens_xxh3 != tokens_hash(rows):
-            return False
-        try:
-            read_checked(donor.root, path, record.files[path])
-            link_file(below(donor.root, path), below(self.root, path))
-        except (CacheCorruptError, OSError):  # damaged, on another file system, or no hard links
-            return False
-        return True
+    def _has_layout_of(self, donor: CacheReader) -> bool:
+        """Return whether another cache stores its tokens in the same layout."""
+        metadata = "tokens/zarr.json"
+        same_metadata = donor.manifest.files.get(metadata) == self.manifest.files.get(metadata)
+        return same_metadata and donor.ranges == self.ranges
 
     def _write_table(self, shard: int, table: pa.Table) -> str:
         fields = sequence_columns(self.manifest.identity.relations).items()
@@ -335,21 +371,28 @@ class CacheWriter:
         return digest_bytes(below(self.root, path).read_bytes())
 
     @contextmanager
-    def sealing(self) -> Iterator[bool]:
-        """Hold the lock on sealing, and yield whether the cache can and must still be sealed."""
+    def _seal_lock(self) -> Iterator[None]:
         path = below(self.root, SEAL_LOCK)
         lock = FileLock(path)
         with storage_errors("lock", path):
             path.parent.mkdir(exist_ok=True)
             lock.acquire()
         try:
-            self.manifest = self._read_manifest()
-            yield not self.manifest.complete and not self.missing_shards()
+            yield
         finally:
             lock.release()
 
+    @contextmanager
+    def sealing(self) -> Iterator[bool]:
+        """Hold the lock on sealing, and yield whether the cache can and must still be sealed."""
+        with self._seal_lock():
+            self.manifest = self._read_manifest()
+            yield not self.manifest.complete and not self.missing_shards()
+
     def seal(self, measured: Measured, preview: pa.Table) -> None:
-        """Mark the cache as complete; the manifest is written last.
+        """Write the index and mark the cache as complete; the manifest is written last.
+
+        The commit records stay: from them an index that is damaged later can be written again.
 
         Raises:
             StorageError: a shard is missing, or the file system refused.
@@ -359,32 +402,11 @@ class CacheWriter:
             raise StorageError(f"{self.root} cannot be sealed: shards {missing} are not committed.")
         complete = self.manifest.model_copy(update={"complete": True, "measured": measured})
         with storage_errors("seal the cache", self.root):
+            if not complete.shards:
+                shards = RecordedShards(self.root, self.manifest, self.ranges)
+                index = {INDEX: write_index(self.root, self.manifest, shards)}
+                complete = complete.model_copy(update={"files": complete.files | index})
             self.manifest = seal_with_preview(self.root, complete, preview)
             # Every shard is committed, so no process writes any more, and leftovers of kills can be removed.
             for leftover in (*(self.root / "locks").glob("[0-9]*.lock"), *self.root.rglob(f"*{PARTIAL}")):
                 leftover.unlink(missing_ok=True)
-
-
-def tokens_hash(tokens: npt.NDArray[np.generic]) -> str:
-    """Return the hash of a shard's token ids, `(tokens,)`, as its commit record holds it."""
-    return xxh3(np.ascontiguousarray(tokens).data.cast("B"))
-
-
-def _has_same_token_layout(donor: CacheManifest, manifest: CacheManifest) -> bool:
-    """Return whether two caches store their tokens in the same layout."""
-    metadata = "tokens/zarr.json"
-    return donor.shards == manifest.shards and donor.files.get(metadata) == manifest.files.get(metadata)
-
-
-def _refuse_incompatible(parts: CacheReader, manifest: CacheManifest) -> None:
-    """Raise IdentityMismatchError if files of `parts` cannot be used here: other codes, or other shards."""
-    theirs, ours = parts.manifest.files, manifest.files
-    differing = [
-        path for path in theirs if path in ours and theirs[path] != ours[path] and path != "zarr.json"
-    ]
-    if parts.manifest.shards != manifest.shards or differing:
-        what = differing[0] if differing else "its shards"
-        raise IdentityMismatchError(
-            f"{parts.root} cannot be added to here: {what} differs, so the two were begun separately. "
-            "Choose another --out, or leave out --add."
-        )

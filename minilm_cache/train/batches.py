@@ -24,7 +24,6 @@ from minilm_cache.relations.states import States
 from minilm_cache.storage_schema.arrays import not_chosen
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import READ_PATH
-from minilm_cache.store.layout import shard_of
 from minilm_cache.store.reader import Shard
 from minilm_cache.train.sampler import Buffer, StepPlan
 
@@ -132,11 +131,10 @@ class BatchReader:
 
     def batches_of(self, sequences: range, batch_size: int) -> Iterator[StudentBatch]:
         """Yield sequences in order, as the first epoch reads them."""
-        manifest = self._cache.manifest
         shards: dict[int, Shard] = {}
         for first in range(sequences.start, sequences.stop, batch_size):
             numbers = np.arange(first, min(first + batch_size, sequences.stop))
-            shard_numbers = {shard_of(manifest.shards, number) for number in numbers.tolist()}
+            shard_numbers = {self._cache.reader.ranges.shard_of(number) for number in numbers.tolist()}
             shards = {n: shards.get(n) or self._read(n) for n in shard_numbers}
             stored = _gather([(shards, numbers, 0)], self._read_plan)
             yield self._decode(stored, part=0, step_counts=stored.counts, ends_step=True)

@@ -15,7 +15,7 @@ from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.problems import refuse_costly
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.folders import described_otherwise
-from minilm_cache.store.regular_files import first_bytes
+from minilm_cache.store.regular_files import regular_bytes
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, arch_slug, is_run
 from minilm_cache.train.sampler import StepPlan
@@ -288,7 +288,7 @@ def load_record(folder: Path) -> RunRecord:
             f"{described_otherwise(folder) or ' Give a folder that train made.'}"
         )
     try:
-        content = first_bytes(file, _MAX_RECORD_BYTES + 1)
+        content = regular_bytes(file, _MAX_RECORD_BYTES + 1)
         refuse_costly(content, str(file))
         return RunRecord.model_validate_json(content)
     except CacheCorruptError as error:
@@ -305,7 +305,7 @@ def load_record(folder: Path) -> RunRecord:
 def last_logged_step(folder: Path) -> int | None:
     """Return the last step in the log of a run, which another process may be writing. None means no step."""
     try:
-        content = first_bytes(RunFolder(path=folder).log, MAX_LOG_BYTES)
+        content = regular_bytes(RunFolder(path=folder).log, MAX_LOG_BYTES)
     except OSError:
         return None
     steps = [_step_of(line) for line in content.decode(errors="replace").splitlines()]

@@ -144,7 +144,7 @@ def _train(
         raise InvalidConfigError(
             "--eval-steps: the cache has no held-out sequences to evaluate on. Leave it out."
         )
-    plan = plan_steps(config, manifest, num_ranks=ranks.num_data, rank=ranks.data_number)
+    plan = plan_steps(config, cache.reader, num_ranks=ranks.num_data, rank=ranks.data_number)
     beginnings = initial_weights(config, cache, shapes=shapes, head=objective.head, home=home)
     identity = RunIdentity.of(
         config,

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.storage_schema.manifest import CacheManifest, ShardRange
+from minilm_cache.store.ranges import ShardRanges
+from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.config import TrainConfig
 
 _POOL_BATCHES = 32
@@ -69,7 +70,8 @@ class Buffer:
 class SequenceOrder:
     """The order of the sequences of one stream. Held-out sequences are never taken."""
 
-    shards: tuple[ShardRange, ...]
+    ranges: ShardRanges
+    """Sequences of each shard."""
     num_train: int
     """Number of training sequences; sequences from this number on are held out."""
     seed: int
@@ -89,26 +91,24 @@ class SequenceOrder:
         first, last = self.stream_number, self.stream_number + num_epochs
         return last * self.num_train // self.num_streams - first * self.num_train // self.num_streams
 
-    def epoch(self, epoch: int) -> list[Buffer]:
-        """Return this stream's buffers of an epoch; all streams together have each training sequence once."""
+    def epoch(self, epoch: int) -> Iterator[Buffer]:
+        """Yield this stream's buffers of an epoch; all streams together have each training sequence once."""
         generator = np.random.default_rng([self.seed, epoch, 0])
-        order = generator.permutation(self._trainable).tolist()
+        order = generator.permutation(self._num_trainable).tolist()
         if self.stream_number:  # all streams have the same order of shards; the rest is drawn for each stream
             generator = np.random.default_rng([self.seed, epoch, self.stream_number])
         spans = list(self._own_spans(order, (self.stream_number + epoch) % self.num_streams))
-        buffers = []
         for at in range(0, len(spans), self.buffer_shards):
             buffered = spans[at : at + self.buffer_shards]
             sequences = np.concatenate([np.arange(first, last) for _, first, last in buffered])
             shards = tuple(shard for shard, _, _ in buffered)
             order_within = generator.permutation(sequences)
-            buffers.append(Buffer(shards=shards, sequences=order_within, epoch=epoch))
-        return buffers
+            yield Buffer(shards=shards, sequences=order_within, epoch=epoch)
 
     @property
-    def _trainable(self) -> list[int]:
-        """Numbers of the shards that have training sequences."""
-        return [n for n, shard in enumerate(self.shards) if shard.first_sequence < self.num_train]
+    def _num_trainable(self) -> int:
+        """Number of shards that have training sequences, which are the first ones."""
+        return int(np.searchsorted(self.ranges.first_sequences, self.num_train))
 
     def _own_spans(self, order: Sequence[int], place: int) -> Iterator[tuple[int, int, int]]:
         """Yield the shards to read, in order, each with its first and its last sequence (exclusive) to take.
@@ -120,9 +120,10 @@ class SequenceOrder:
         begin = place * self.num_train // self.num_streams
         end = (place + 1) * self.num_train // self.num_streams
         before = 0
+        firsts, counts = self.ranges.first_sequences.tolist(), self.ranges.num_sequences.tolist()
         for number in order:
-            first = self.shards[number].first_sequence
-            last = min(first + self.shards[number].num_sequences, self.num_train)
+            first = firsts[number]
+            last = min(first + counts[number], self.num_train)
             span = (max(first, first + begin - before), min(last, first + end - before))
             if span[0] < span[1]:
                 yield number, *span
@@ -189,14 +190,13 @@ def check_parts(config: TrainConfig, num_ranks: int = 1) -> None:
         )
 
 
-def plan_steps(
-    config: TrainConfig, manifest: CacheManifest, *, num_ranks: int = 1, rank: int = 0
-) -> StepPlan:
+def plan_steps(config: TrainConfig, reader: CacheReader, *, num_ranks: int = 1, rank: int = 0) -> StepPlan:
     """Return what process `rank` of `num_ranks` takes at each step.
 
     Raises:
         InvalidConfigError: parts, streams and batch size do not divide, or the sequences are too few.
     """
+    manifest = reader.manifest
     num_parts = config.accumulate * num_ranks
     num_streams = num_ranks if config.streams is None else config.streams
     if num_streams > manifest.num_train:
@@ -218,7 +218,7 @@ def plan_steps(
         )
     streams = tuple(
         SequenceOrder(
-            shards=manifest.shards,
+            ranges=reader.ranges,
             num_train=manifest.num_train,
             seed=config.seed,
             buffer_shards=config.buffer_shards,

@@ -145,7 +145,7 @@ class _Library:
     def of(cls, cache: Cache) -> "_Library":
         """Return documents of the cache's text, and questions from those that are held out."""
         manifest = cache.manifest
-        shards = range(manifest.num_shards)
+        shards = range(len(cache.reader.ranges))
         numbers = np.concatenate([cache.reader.table(shard)["document"].to_numpy() for shard in shards])
         documents = load_corpus(PYTHON_DOCS).documents
         texts = [documents[int(number)]["text"] for number in numbers]

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from minilm_cache.store.layout import MANIFEST, commit_path
+from minilm_cache.store.index import committed_shards
+from minilm_cache.store.layout import MANIFEST
+from minilm_cache.store.ranges import read_ranges
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.folder import is_run
 from minilm_cache.train.record import load_record
@@ -20,8 +22,10 @@ def cache_state(path: Path) -> str:
     if not (path / MANIFEST).is_file():
         return TO_DO
     manifest = read_manifest(path)
-    committed = sum((path / commit_path(shard)).is_file() for shard in range(manifest.num_shards))
-    return COMPLETE if manifest.complete else f"unfinished: {committed} of {manifest.num_shards} shards"
+    if manifest.complete:
+        return COMPLETE
+    num_shards = len(read_ranges(path, manifest))
+    return f"unfinished: {len(committed_shards(path, num_shards))} of {num_shards} shards"
 
 
 def run_state(path: Path) -> str:

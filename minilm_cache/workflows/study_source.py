@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from minilm_cache.errors import InvalidConfigError, first_line
 from minilm_cache.settings import Settings, first_problem
-from minilm_cache.store.regular_files import first_bytes
+from minilm_cache.store.regular_files import regular_bytes
 
 _MAX_BYTES: Final = 2**20
 Location = tuple[str | int, ...]
@@ -27,7 +27,7 @@ class Source:
         """
         self.path = path
         try:
-            content = first_bytes(path, _MAX_BYTES + 1, follow_links=True)
+            content = regular_bytes(path, _MAX_BYTES + 1, follow_links=True)
             text = content.decode("utf-8") if len(content) <= _MAX_BYTES else ""
             _refuse_costly(path, text, len(content))
             root = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -1,4 +1,4 @@
-"""Write what format 1 looks like: its JSON Schema, a cache, and codec bytes. Never part of a test run.
+"""Write what the format looks like: its JSON Schema, a cache, and codec bytes. Never part of a test run.
 
 Run it by hand, from the repository's root, when a new format version is released, into a folder of that
 version; what an earlier version wrote stays as it is:
@@ -53,24 +53,12 @@ def write_codec_bytes() -> None:
         (folder / f"{name}.json").write_text(json.dumps(codec.parameters.model_dump(mode="json")) + "\n")
 
 
-CACHES: dict[str, dict[str, Any]] = {
-    "v1": {"k": 4},
-    "v1-vectors": {"codec": "vectors", "max_kl": 0.1},
-    "v1-states": {
-        "k": 1,
-        "shard_tokens": 512,
-        "hidden": (0, 3),
-        "masked_hidden": "last",
-        "first_hidden": (2,),
-        "max_error": 0.2,
-        "labels": True,
-        "label_k": 4,
-    },
-}
+CACHES: dict[str, dict[str, Any]] = {"v2": {"k": 4}}
+"""Format 2 changed how shards are listed, not what they hold: one cache shows it. Format 1 has three."""
 
 
 def write_cache(name: str, settings: dict[str, Any]) -> None:
-    """Write a cache of format 1 and what it says of its sequences."""
+    """Write a cache and what it says of its sequences."""
     with TemporaryDirectory() as folder:
         root = Path(folder)
         world = World(
@@ -109,7 +97,7 @@ def states_of(sequence: CachedSequence) -> dict[str, Any]:
 def write_schema() -> None:
     """Write the JSON Schema of the manifest."""
     schema = json.dumps(CacheManifest.model_json_schema(), indent=1)
-    (HERE.parents[1] / "storage_schema/v1.schema.json").write_text(schema + "\n")
+    (HERE.parents[1] / "storage_schema/manifest.schema.json").write_text(schema + "\n")
 
 
 if __name__ == "__main__":

@@ -350,7 +350,9 @@ def test_damaged_shards(world: World, command: Command, damage: str) -> None:
         command.fails("verify", cache, code=3, says="relations/attention/gap/c/1/0/0")
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "zarr.json", "commits/00000.json", "teacher/config.json"])
+@pytest.mark.parametrize(
+    "file", ["manifest.json", "zarr.json", "index/shards.parquet", "teacher/config.json"]
+)
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"[" * 100_000, b"\xff"])
 def test_damaged_documents(world: World, command: Command, file: str, content: bytes | None) -> None:
     cache = world.dump().path
@@ -365,8 +367,8 @@ def test_damaged_documents(world: World, command: Command, file: str, content: b
 def test_a_newer_format_is_told_apart_from_damage(world: World, command: Command) -> None:
     cache = world.dump().path
     manifest = json.loads((cache / "manifest.json").read_text())
-    (cache / "manifest.json").write_text(json.dumps({**manifest, "format_version": 2}))
-    command.fails("info", cache, code=1, says=("format version 2", "Install a newer minilm-cache"))
+    (cache / "manifest.json").write_text(json.dumps({**manifest, "format_version": 3}))
+    command.fails("info", cache, code=1, says=("format version 3", "Install a newer minilm-cache"))
 
 
 def test_output_folder_below_a_file(world: World, command: Command) -> None:

@@ -36,6 +36,7 @@ from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
 from tests.integration.store.test_hostile import replace_in_manifest, replace_in_shard, shard_file
 from tests.integration.train.test_train import settings as train_settings
 from tests.support import World, save_teacher, write_corpus
+from tests.unit.store.support import keep_shards
 
 KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)
 
@@ -160,7 +161,7 @@ def test_a_kl_that_cannot_be_reached_is_refused(world: World) -> None:
 def test_a_missing_record_is_repaired_with_the_same_codec(world: World) -> None:
     path = world.dump(codec="vectors").path
     expected = arrays_of(path)
-    (path / "commits/00002.json").unlink()
+    keep_shards(path, {0, 1, 3, 4, 5})
     world.dump(codec="vectors", batch_size=3)
     basis = "vectors/2/basis/c/0/0"
 
@@ -295,7 +296,7 @@ def test_damage_to_basis_and_codes_is_an_error(world: World) -> None:
     basis = (cache / "vectors/2/basis/c/0/0").read_bytes()
     replace_in_manifest(cache, "vectors/2/basis/c/0/0", basis[:-2] + b"\xff\x7f")
     with pytest.raises(CacheCorruptError, match="is not the array it should be"):
-        open_cache(cache)
+        open_cache(cache)[0].relation("attention")
 
 
 def always(content: bytes) -> Callable[[bytes], bytes]:

@@ -43,7 +43,7 @@ def test_epochs_take_the_masked_readings_in_turn(tmp_path: Path) -> None:
     wanted = choose_objective(config, cache, arch=config.arch).wanted
     num_train = cache.manifest.num_train
     stream = BatchReader(cache, wanted, pad_token=0, device=CPU).train_batches(
-        plan_steps(config, cache.manifest), 0
+        plan_steps(config, cache.reader), 0
     )
     seen: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     with closing(stream):
@@ -76,7 +76,7 @@ def test_an_epoch_reads_its_own_reading_alone(tmp_path: Path) -> None:
     cache.reader.shard = reading  # type: ignore[method-assign]
     wanted = choose_objective(config, cache, arch=config.arch).wanted
     stream = BatchReader(cache, wanted, pad_token=0, device=CPU).train_batches(
-        plan_steps(config, cache.manifest), 0
+        plan_steps(config, cache.reader), 0
     )
     with closing(stream):
         for _ in islice(stream, 3 * cache.manifest.num_train):

@@ -25,6 +25,7 @@ from minilm_cache.errors import (
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
 from tests.support import World, save_teacher, write_corpus
 
@@ -126,11 +127,11 @@ def test_a_finished_dump_has_nothing_left_to_do(world: World) -> None:
     before = {file: file.stat().st_mtime_ns for file in path.rglob("*") if "locks" not in file.parts}
     result = world.dump()
 
-    assert (result.shards_written, result.shards_kept) == (0, len(manifest_of(path).shards))
+    assert (result.shards_written, result.shards_kept) == (0, len(CacheReader(path).ranges))
     assert {file: file.stat().st_mtime_ns for file in before} == before
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "record"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 def test_repeating_a_dump_repairs_damaged_shards(world: World, damage: str) -> None:
     path = world.dump().path
     expected = arrays_of(path)
@@ -141,10 +142,8 @@ def test_repeating_a_dump_repairs_damaged_shards(world: World, damage: str) -> N
         file.write_bytes(content)
     elif damage == "truncate":
         file.write_bytes(file.read_bytes()[:-10])
-    elif damage == "delete":
-        file.unlink()
     else:
-        (path / "commits/00001.json").write_text("{}")
+        file.unlink()
     result = world.dump()
 
     assert result.shards_written == 1
@@ -175,7 +174,8 @@ def test_a_shard_has_one_writer(world: World) -> None:
     config = world.config()
     manifest = manifest_of(path)
     attachments = {name: (path / name).read_bytes() for name in manifest.files if name.startswith("teacher/")}
-    writer = CacheWriter(path, manifest, attachments=attachments)
+    ranges = CacheReader(path, partial=True).ranges
+    writer = CacheWriter(path, manifest, ranges=ranges, attachments=attachments)
     lock = writer.claim(0)
     try:
         with pytest.raises(ShardBusyError, match=r"shard 0 .* is being written by another process"):

@@ -14,6 +14,7 @@ from minilm_cache import open_cache
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.shards import encode_pcodec_shard
 from minilm_cache.train.run import train_students
 from tests.conftest import Command
@@ -165,7 +166,7 @@ def test_codes_that_are_none_are_found_in_every_layer(world: World, command: Com
     assert manifest.calibration is not None
     components = manifest.calibration.layers[0].components
     spec = next(one for one in open_cache(path).reader.specs if one.path == codes_path(0))
-    poison = np.full((manifest.shards[1].num_tokens, components), spec.fill_value, dtype=np.int16)
+    poison = np.full((CacheReader(path).ranges[1].num_tokens, components), spec.fill_value, dtype=np.int16)
     content = encode_pcodec_shard(poison, spec, manifest.shard_tokens)
     replace_in_shard(path, f"{codes_path(0)}/c/1/0", always(content))
     command.fails("verify", "--full", path, code=3, says="a stored token has no codes")

@@ -321,7 +321,7 @@ def test_parts_of_a_step_are_the_step(classes: World, records: World, objective:
         for module in trainer.model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
-        plan = plan_steps(config, cache.manifest)
+        plan = plan_steps(config, cache.reader)
         reader = BatchReader(
             cache, choose_objective(config, cache, arch=config.arch).wanted, pad_token=0, device=CPU
         )

@@ -22,7 +22,7 @@ from minilm_cache.errors import CacheCorruptError, InvalidConfigError, MiniLMCac
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.report.provenance import provenance
 from minilm_cache.report.runs import TrainedRun
-from minilm_cache.storage_schema.manifest import CommitRecord
+from minilm_cache.storage_schema.documents import CommitRecord
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.pull import Fetcher, pull
 from minilm_cache.store.push import push
@@ -188,7 +188,7 @@ def test_4_a_preview_is_what_was_committed(world: World, command: Command) -> No
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("path", ["README.md", "manifest.json", "tokens/c/0", "commits/00000.json"])
+@pytest.mark.parametrize("path", ["README.md", "manifest.json", "tokens/c/0", "index/shards.parquet"])
 def test_5_pipes_do_not_hang(world: World, command: Command, path: str) -> None:
     world.dump()
     url = Path(pushed(world, str(world.root / "store")))

@@ -31,12 +31,14 @@ from minilm_cache.store.writer import CacheWriter
 from minilm_cache.train.config import TrainConfig
 from tests.conftest import Command
 from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
-from tests.support import World, save_teacher, write_corpus, write_document
+from tests.support import World, change_record, save_teacher, write_corpus
+from tests.unit.store.support import keep_shards
 
 KINDS = {
     "shard": ("relations/attention/gap/c/1/0/0", "relations/attention/gap/c/2/0/0"),
     "sequence table": ("sequences/part-00001.parquet", "sequences/part-00002.parquet"),
-    "commit record": ("commits/00001.json", "commits/00002.json"),
+    "ranges": ("index/ranges.parquet", "sequences/part-00001.parquet"),
+    "index": ("index/shards.parquet", "sequences/part-00001.parquet"),
     "manifest": ("manifest.json", "commits/00001.json"),
     "array metadata": ("relations/attention/gap/zarr.json", "relations/attention/weight/zarr.json"),
     "group metadata": ("zarr.json", "relations/zarr.json"),
@@ -145,7 +147,7 @@ def read_everything(path: Path) -> None:
     cache = open_cache(path)
     for name in cache.manifest.files:
         cache.reader.attachment(name)
-    for number in range(len(cache.manifest.shards)):
+    for number in range(len(cache.reader.ranges)):
         cache.reader.shard(number)
 
 
@@ -156,9 +158,7 @@ def test_a_record_that_lies_about_its_tokens_is_redone(
     world, sound, _ = two_dumps
     cache = tmp_path / "cache"
     shutil.copytree(sound, cache)
-    record = json.loads((cache / "commits/00001.json").read_text())
-    record["tokens_xxh3"] = "0" * len(record["tokens_xxh3"])
-    write_document(cache / "commits/00001.json", record)
+    change_record(cache, 1, tokens_xxh3="0" * 32)
     code, out, _ = command("verify", "--full", cache, "--json")
     assert (code, json.loads(out)["shards_to_redo"]) == (3, [1])
     assert dump_cache(world.config(), out=cache, home=world.home).shards_written == 1
@@ -219,7 +219,7 @@ def test_a_reader_during_a_dump_sees_committed_shards_only(world: World) -> None
                 open_cache(path)
             reader = CacheReader(path, partial=True)
             seen.append(len(reader.records))
-            for number in range(len(reader.manifest.shards)):
+            for number in range(len(reader.ranges)):
                 if number not in reader.records:
                     with pytest.raises(CacheIncompleteError, match=f"shard {number} .*not committed"):
                         reader.shard(number)
@@ -229,7 +229,7 @@ def test_a_reader_during_a_dump_sees_committed_shards_only(world: World) -> None
         return False
 
     dump_cache(world.config(), out=path, home=world.home, should_stop=look)
-    assert set(seen) >= set(range(5))
+    assert len(set(seen)) > 2  # one shard is written while the teacher runs on the next
 
 
 # Known failures of others.
@@ -239,10 +239,10 @@ def test_files_of_a_shard_without_its_record_are_written_again(world: World) -> 
     """Resuming by the existence of files would adopt what a crash left half-written."""
     path = world.dump().path
     expected = arrays_of(path)
-    (path / "commits/00002.json").unlink()
+    keep_shards(path, {0, 1, 3, 4, 5})
     for name in ("relations/value/gap/c/2/0/0", "sequences/part-00002.parquet"):
         (path / name).write_bytes(b"left by a crash")
-    with pytest.raises(CacheCorruptError, match="shard 2 was committed once"):
+    with pytest.raises(CacheIncompleteError, match="5 of 6 shards are committed"):
         open_cache(path)
     assert world.dump().shards_written == 1
     assert arrays_of(path) == expected
@@ -340,9 +340,7 @@ def test_a_table_that_is_a_bomb_is_refused(world: World) -> None:
     content[at + 1 : at + 1 + len(padded)] = padded
     assert pq.ParquetFile(io.BytesIO(content)).metadata.num_rows == table.num_rows
     (cache / path).write_bytes(content)
-    record = json.loads((cache / "commits/00001.json").read_text())
-    record["files"][path] = digest_bytes(bytes(content)).model_dump()
-    write_document(cache / "commits/00001.json", record)
+    change_record(cache, 1, files={path: digest_bytes(bytes(content)).model_dump()})
     with pytest.raises(CacheCorruptError, match="has other rows or columns than the format"):
         CacheReader(cache).table(1)
 

@@ -125,7 +125,7 @@ def read_all(path: Path) -> list[torch.Tensor]:
     """Return what a cache says of a sequence of each shard."""
     cache = open_cache(path)
     found = []
-    for shard in cache.manifest.shards:
+    for shard in cache.reader.ranges:
         sequence = cache[shard.first_sequence]
         found.append(sequence.input_ids)
         for layer in cache.layers[-1:]:

@@ -24,19 +24,16 @@ from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.push import push
 from minilm_cache.store.reader import read_manifest
 from tests.conftest import Command
-from tests.support import World, write_document
+from tests.support import World, change_record, write_document
 
 WEIGHT = "relations/value/weight/c/1/0/0"
 
 
 def replace_in_shard(cache: Path, path: str, change: Callable[[bytes], bytes], shard: int = 1) -> None:
-    """Change a file of a shard, and its commit record with it."""
+    """Change a file of a shard, and what the cache says of it."""
     content = change((cache / path).read_bytes())
     (cache / path).write_bytes(content)
-    record_path = cache / f"commits/{shard:05d}.json"
-    record = json.loads(record_path.read_text())
-    record["files"][path] = digest_bytes(content).model_dump()
-    write_document(record_path, record)
+    change_record(cache, shard, files={path: digest_bytes(content).model_dump()})
 
 
 def replace_in_manifest(cache: Path, path: str, content: bytes) -> None:
@@ -216,7 +213,7 @@ def test_a_link_out_of_the_cache_is_not_followed(world: World) -> None:
         open_cache(cache).reader.shard(1)
 
 
-@pytest.mark.parametrize("linked", ["sequences", "commits", "README.md", "relations/value"])
+@pytest.mark.parametrize("linked", ["sequences", "index", "README.md", "relations/value"])
 def test_a_linked_folder_is_neither_read_nor_written_nor_pushed(world: World, linked: str) -> None:
     cache = world.dump().path
     outside = world.root / "outside"
@@ -246,7 +243,7 @@ def test_shards_that_would_fill_memory_are_refused(world: World) -> None:
 
 def test_a_neighbour_that_cannot_be_read_does_not_stand_in_the_way(world: World) -> None:
     good = world.dump(str(world.home / "caches/good")).path
-    for name, content in {"newer": b'{"format_version": 2}', "broken": b"{"}.items():
+    for name, content in {"newer": b'{"format_version": 3}', "broken": b"{"}.items():
         (world.home / "caches" / name).mkdir()
         (world.home / "caches" / name / "manifest.json").write_bytes(content)
 

@@ -1,6 +1,5 @@
 """Pushes that are cut off, that meet another dump, or that find damage in the store."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -17,14 +16,15 @@ from minilm_cache.errors import (
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store.catalogue import catalogue
 from minilm_cache.store.fingerprint import digest_bytes
-from minilm_cache.store.layout import cache_name, commit_path
+from minilm_cache.store.layout import cache_name
 from minilm_cache.store.pull import pull
 from minilm_cache.store.push import push
+from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.remote import RemoteFolder, open_store
 from tests.conftest import Command
 from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
 from tests.s3 import BUCKET, tamper
-from tests.support import World, pushed, write_document
+from tests.support import World, change_record, pushed
 
 
 def test_a_push_that_is_cut_off_is_no_cache_and_goes_on(world: World, store: str) -> None:
@@ -57,11 +57,9 @@ def other_dump(world: World) -> Path:
     cache = world.dump("other").path
     part = cache / "sequences/part-00000.parquet"
     pq.write_table(pq.read_table(part), part, compression="none", write_page_checksum=True)
-    record = json.loads((cache / commit_path(0)).read_text())
     digest = digest_bytes(part.read_bytes())
-    assert record["files"]["sequences/part-00000.parquet"] != digest.model_dump()
-    record["files"]["sequences/part-00000.parquet"] = digest.model_dump()
-    write_document(cache / commit_path(0), record)
+    assert CacheReader(cache).records[0].files["sequences/part-00000.parquet"] != digest
+    change_record(cache, 0, files={"sequences/part-00000.parquet": digest.model_dump()})
     return cache
 
 
@@ -107,7 +105,7 @@ def test_two_dumps_pushed_at_once_do_not_mix(
 
 
 @pytest.mark.parametrize(
-    "path", ["relations/value/gap/c/3/0/0", "commits/00003.json", "manifest.json", "teacher/tokenizer.json"]
+    "path", ["relations/value/gap/c/3/0/0", "index/shards.parquet", "manifest.json", "teacher/tokenizer.json"]
 )
 def test_another_push_mends_what_was_damaged_in_the_store(
     world: World, command: Command, server: str, store: str, path: str
@@ -119,7 +117,7 @@ def test_another_push_mends_what_was_damaged_in_the_store(
         tamper(server, f"{url}/{path}", damaged)
         code, out, err = command("push", cache, store, *options)
         assert code == 0, err
-        assert ("0 copied, 6 were there" in out) == ("00003" not in path and "/3/" not in path)
+        assert ("0 copied, 6 were there" in out) == ("/3/" not in path)
         assert open_store(url).read(path, 2**20) == content
     assert "nothing to do" in command("push", cache, store, "--full")[2]
 

@@ -278,7 +278,7 @@ def test_targets_from_the_cache_are_those_of_the_live_teacher(world: World) -> N
     cache = open_cache(world.dump(codec="dense", packing="records").path)
     device = torch.device("cpu")
     teacher = Teacher(TeacherSource(name="t", folder=world.teacher), device)
-    plan = plan_steps(settings(batch_size=6), cache.manifest)
+    plan = plan_steps(settings(batch_size=6), cache.reader)
     stored = BatchReader(cache, WantedTargets(kinds=KINDS), pad_token=0, device=device).train_batches(plan, 0)
     tokens = BatchReader(cache, WantedTargets(kinds=()), pad_token=0, device=device).train_batches(plan, 0)
     live = with_live_targets(tokens, teacher, WantedTargets(kinds=KINDS))

@@ -345,9 +345,9 @@ def test_every_preset_is_a_valid_setting(name: str) -> None:
     ],
 )
 def test_parts_that_do_not_fit_are_refused(shared_world: World, changes: dict[str, int], says: str) -> None:
-    manifest = open_cache(shared_world.root / "cache").manifest
+    reader = open_cache(shared_world.root / "cache").reader
     with pytest.raises(InvalidConfigError, match=says):
-        plan_steps(settings(**changes), manifest)
+        plan_steps(settings(**changes), reader)
 
 
 @pytest.mark.parametrize(("accumulate", "num_ranks"), [(4, 1), (2, 2), (1, 4)])
@@ -355,9 +355,9 @@ def test_the_parts_of_a_step_are_the_same_whoever_does_them(
     shared_world: World, accumulate: int, num_ranks: int
 ) -> None:
     """All processes' parts together are all parts, each once, and from the same streams."""
-    manifest = open_cache(shared_world.root / "cache").manifest
+    reader = open_cache(shared_world.root / "cache").reader
     config = settings(batch_size=8, accumulate=accumulate, streams=2)
-    plans = [plan_steps(config, manifest, num_ranks=num_ranks, rank=rank) for rank in range(num_ranks)]
+    plans = [plan_steps(config, reader, num_ranks=num_ranks, rank=rank) for rank in range(num_ranks)]
 
     assert sorted(part for plan in plans for part in plan.own_parts) == [0, 1, 2, 3]
     assert all(plan.streams == plans[0].streams and plan.part_size == 2 for plan in plans)

@@ -29,8 +29,9 @@ from minilm_cache.storage_schema.arrays import (
     state_small_arrays,
     token_dtype,
 )
+from minilm_cache.storage_schema.documents import RelativePath
 from minilm_cache.storage_schema.identity import CacheIdentity, DenseParameters, RelationKind, TopKParameters
-from minilm_cache.storage_schema.manifest import Calibration, RelativePath
+from minilm_cache.storage_schema.manifest import Calibration
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from tests.unit.storage_schema.test_base import Content, as_json, with_value, without
 from tests.unit.storage_schema.test_identity import (

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
 from minilm_cache.storage_schema.arrays import INNER_CHUNK_BYTES, array_specs
+from minilm_cache.storage_schema.documents import CommitRecord
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.manifest import CacheManifest, CommitRecord
+from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import sequence_columns
@@ -39,7 +40,7 @@ def changed(document: bytes, path: str, value: object) -> bytes:
 
 def test_the_json_schema_is_that_of_the_manifest() -> None:
     """Regenerate with `python -m tests.golden.regenerate` when a format version is added."""
-    published = json.loads((ROOT / "storage_schema/v1.schema.json").read_text())
+    published = json.loads((ROOT / "storage_schema/manifest.schema.json").read_text())
 
     assert published == CacheManifest.model_json_schema()
 
@@ -51,7 +52,7 @@ def test_the_golden_fingerprint_is_that_of_its_identity() -> None:
 def test_metadata_on_disk_is_what_the_manifest_implies() -> None:
     manifest = golden()
     documents = zarr_documents(
-        manifest.identity, None, num_shards=manifest.num_shards, shard_tokens=manifest.shard_tokens
+        manifest.identity, None, num_shards=len(manifest.shards), shard_tokens=manifest.shard_tokens
     )
     for path, content in documents.items():
         assert (GOLDEN / path).read_bytes() == content
@@ -114,8 +115,8 @@ def test_every_problem_is_found_at_once() -> None:
 
 
 def test_a_newer_version_is_told_before_anything_else() -> None:
-    with pytest.raises(UnsupportedFormatError, match="format version 2"):
-        parse(CacheManifest, b'{"format_version": 2, "anything": "else"}', "x")
+    with pytest.raises(UnsupportedFormatError, match="format version 3"):
+        parse(CacheManifest, b'{"format_version": 3, "anything": "else"}', "x")
 
 
 @given(st.binary(max_size=200))

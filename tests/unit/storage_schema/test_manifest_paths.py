@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from minilm_cache.storage_schema.manifest import (
-    TOKENIZER_FILES,
-    CacheManifest,
-    CommitRecord,
-    FileDigest,
-    RelativePath,
-)
+from minilm_cache.storage_schema.documents import CommitRecord, FileDigest, RelativePath
+from minilm_cache.storage_schema.manifest import TOKENIZER_FILES, CacheManifest
 from tests.unit.storage_schema.test_base import (
     Content,
     as_json,

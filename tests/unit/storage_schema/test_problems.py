@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
-from minilm_cache.storage_schema.manifest import CacheManifest, CommitRecord, ShardRange
+from minilm_cache.storage_schema.documents import CommitRecord, ShardRange
+from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.problems import Problem, parse, refuse_costly
 from minilm_cache.storage_schema.versions import FORMAT_VERSION, READABLE_VERSIONS
 from tests.support import find_problems
@@ -122,11 +123,11 @@ def test_this_release_reads_what_it_writes() -> None:
 @pytest.mark.parametrize(
     "document",
     [
-        b'{"format_version": 2}',
+        b'{"format_version": 3}',
         b'{"format_version":0}',
         b'{"format_version" :\n\t999999999 , "x": 1}',
         b'{"x": {"format_version": 7}}',
-        MANIFEST.replace(b'"format_version": 1', b'"format_version": 2', 1),
+        MANIFEST.replace(b'"format_version": 1', b'"format_version": 3', 1),
     ],
     ids=lambda document: repr(document[:24]),
 )
@@ -154,9 +155,9 @@ def test_a_name_that_looks_like_a_version_is_none() -> None:
 
 def test_a_second_version_does_not_pass_for_the_first() -> None:
     """The last key counts, as with plain JSON."""
-    document = MANIFEST.rstrip()[:-1] + b', "format_version": 2}'
+    document = MANIFEST.rstrip()[:-1] + b', "format_version": 3}'
 
-    assert json.loads(document)["format_version"] == 2
+    assert json.loads(document)["format_version"] == 3
     with pytest.raises((CacheCorruptError, UnsupportedFormatError)):
         parse(CacheManifest, document, "x")
 

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zarr
 
-from minilm_cache.storage_schema.manifest import PREVIEW, CacheManifest
+from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, RANGES, CacheManifest
+from minilm_cache.store.ranges import read_ranges
 from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.writer import CacheWriter
 
@@ -47,7 +48,7 @@ class Recorder:
 
 def unfinished(manifest: CacheManifest) -> CacheManifest:
     """Return the manifest that the dump of a complete cache began with."""
-    files = {path: digest for path, digest in manifest.files.items() if path != PREVIEW}
+    files = {path: digest for path, digest in manifest.files.items() if path not in {PREVIEW, INDEX}}
     return manifest.model_copy(update={"complete": False, "measured": None, "files": files})
 
 
@@ -55,19 +56,18 @@ def begin(source: Path, out: Path, **options: Any) -> CacheWriter:
     """Begin a cache that is to become a copy of a complete one."""
     reader = CacheReader(source)
     manifest = unfinished(reader.manifest)
-    names = [path for path in manifest.files if not path.endswith("zarr.json")]
-    return CacheWriter(
-        out, manifest, attachments={path: reader.attachment(path) for path in names}, **options
-    )
+    names = [path for path in manifest.files if path != RANGES and not path.endswith("zarr.json")]
+    attachments = {path: reader.attachment(path) for path in names}
+    return CacheWriter(out, manifest, ranges=reader.ranges, attachments=attachments, **options)
 
 
 def keep_shards(cache: Path, shards: Collection[int]) -> Path:
     """Make of a complete cache an unfinished one with these shards committed; return it."""
     manifest = read_manifest(cache)
     (cache / "manifest.json").write_bytes(unfinished(manifest).to_json())
-    for shard in range(len(manifest.shards)):
+    for shard in range(len(read_ranges(cache, manifest))):
         if shard not in shards:
-            (cache / f"commits/{shard:05d}.json").unlink()
+            (cache / f"commits/{shard:05d}.json").unlink(missing_ok=True)
     return cache
 
 
@@ -80,8 +80,8 @@ def plain_rows(cache: Path, path: str, first: int, num_rows: int) -> npt.NDArray
 
 def plain_shard(cache: Path, number: int) -> dict[str, npt.NDArray[Any]]:
     """Return the rows of a shard as plain zarr reads them: array path to rows."""
-    reader = CacheReader(cache, partial=True, shards=())
-    size, num_tokens = reader.manifest.shard_tokens, reader.manifest.shards[number].num_tokens
+    reader = CacheReader(cache, partial=True)
+    size, num_tokens = reader.manifest.shard_tokens, reader.ranges[number].num_tokens
     return {spec.path: plain_rows(cache, spec.path, number * size, num_tokens) for spec in reader.specs}
 
 
@@ -104,6 +104,11 @@ def files_below(folder: Path) -> dict[str, bytes]:
         for file in folder.rglob("*")
         if file.is_file() and file.suffix != ".lock"
     }
+
+
+def shared_files(cache: Path) -> dict[str, bytes]:
+    """Return the files of a complete cache that a copy of it has, too: path to content."""
+    return {path: content for path, content in files_below(cache).items() if not path.startswith("commits/")}
 
 
 def partials(folder: Path) -> list[Path]:

@@ -41,7 +41,7 @@ def plant(folder: Path, state: str) -> Path:
         content = {
             "incomplete": unfinished(manifest).to_json(),
             "damaged": manifest.to_json().replace(b'"complete": true', b'"complete": false'),
-            "newer": b'{"format_version": 2}',
+            "newer": b'{"format_version": 3}',
         }[state]
         (folder / "manifest.json").write_bytes(content)
     return folder

@@ -19,10 +19,9 @@ from minilm_cache.store.layout import (
     sequences_path,
     shard_bytes,
     shard_files,
-    shard_of,
-    split_into_shards,
 )
-from minilm_cache.store.reader import read_manifest
+from minilm_cache.store.ranges import ShardRanges
+from minilm_cache.store.reader import CacheReader, read_manifest
 from tests.unit.store.support import GOLDEN, VECTORS, plain_row_bytes
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=200)
@@ -37,7 +36,7 @@ def test_shards_are_filled_with_whole_sequences_in_order(lengths: list[int], sha
         if sum(expected[-1]) + length > shard_tokens:
             expected.append([])
         expected[-1].append(length)
-    ranges = split_into_shards(np.asarray(lengths), shard_tokens)
+    ranges = ShardRanges.split(np.asarray(lengths), shard_tokens)
 
     assert [(r.num_sequences, r.num_tokens) for r in ranges] == [(len(e), sum(e)) for e in expected]
     assert [r.first_sequence for r in ranges] == [sum(map(len, expected[:n])) for n in range(len(expected))]
@@ -46,14 +45,14 @@ def test_shards_are_filled_with_whole_sequences_in_order(lengths: list[int], sha
 @settings(max_examples=50, deadline=None)
 @given(LENGTHS)
 def test_every_sequence_is_in_the_shard_that_is_named_for_it(lengths: list[int]) -> None:
-    ranges = split_into_shards(np.asarray(lengths), 64)
+    ranges = ShardRanges.split(np.asarray(lengths), 64)
     expected = [number for number, r in enumerate(ranges) for _ in range(r.num_sequences)]
 
-    assert [shard_of(ranges, sequence) for sequence in range(len(lengths))] == expected
+    assert [ranges.shard_of(sequence) for sequence in range(len(lengths))] == expected
 
 
 def test_no_sequences_make_no_shards() -> None:
-    assert split_into_shards(np.zeros(0, np.int64), 64) == ()
+    assert len(ShardRanges.split(np.zeros(0, np.int64), 64)) == 0
 
 
 @settings(max_examples=50, deadline=None)
@@ -75,11 +74,11 @@ def test_paths_of_a_shard_hold_its_number_and_stay_below_the_root(shard: int) ->
         assert len(path.parts) == 2
 
 
-@pytest.mark.parametrize("name", ["v1", "v1-vectors", "v1-states"])
+@pytest.mark.parametrize("name", ["v1", "v1-vectors", "v1-states", "v2"])
 def test_the_layout_names_every_file_of_a_cache_and_no_other(name: str) -> None:
     root = GOLDEN / name
     manifest = read_manifest(root)
-    shards = range(len(manifest.shards))
+    shards = range(len(CacheReader(root).ranges))
     expected = {path for shard in shards for path in (*shard_files(manifest, shard), commit_path(shard))}
     expected |= {"manifest.json", "README.md", PREVIEW, *manifest.files}  # these name no preview yet
     on_disk = {file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file()}

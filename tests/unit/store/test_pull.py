@@ -1,5 +1,6 @@
 """A cache that arrives: each file checked before it is written, the folder there only when it is whole."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,10 @@ import pytest
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store.fingerprint import digest_bytes
-from minilm_cache.store.layout import commit_path, shard_files
 from minilm_cache.store.pull import Fetcher, pull
-from minilm_cache.store.reader import read_manifest, read_record
+from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.remote import open_store
-from tests.unit.store.support import Recorder, files_below
+from tests.unit.store.support import GOLDEN, Recorder, files_below, shared_files
 
 
 def fetcher_into(source: Path, folder: Path) -> Fetcher:
@@ -24,13 +24,15 @@ def test_a_pulled_cache_is_the_same_to_the_byte_and_nothing_lies_beside_it(
     progress = Recorder()
     result = pull(str(complete), tmp_path / "out", progress=progress, should_stop=never_stop)
 
-    assert files_below(tmp_path / "out") == files_below(complete)
+    assert files_below(tmp_path / "out") == shared_files(complete)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (result.shards_copied, result.shards_kept) == (6, 0)
     assert progress.done == progress.totals
 
 
-@pytest.mark.parametrize("path", ["tokens/c/4", "teacher/config.json", commit_path(2), "manifest.json"])
+@pytest.mark.parametrize(
+    "path", ["tokens/c/4", "teacher/config.json", "index/shards.parquet", "manifest.json"]
+)
 def test_a_cache_that_is_damaged_where_it_is_never_appears(cache: Path, tmp_path: Path, path: str) -> None:
     content = (cache / path).read_bytes()
     (cache / path).write_bytes(content[:-2] + b"!!")
@@ -41,11 +43,11 @@ def test_a_cache_that_is_damaged_where_it_is_never_appears(cache: Path, tmp_path
     (cache / path).write_bytes(content)
     pull(str(cache), out, progress=Silent(), should_stop=never_stop)
 
-    assert files_below(out) == files_below(cache)
+    assert files_below(out) == shared_files(cache)
 
 
 def test_an_interrupted_pull_is_no_cache_and_goes_on(complete: Path, tmp_path: Path) -> None:
-    asked = iter([False] * 9)  # the six records, and some of the shards
+    asked = iter([False] * 3)  # some of the shards
     with pytest.raises(InterruptedRunError):
         pull(str(complete), tmp_path / "out", progress=Silent(), should_stop=lambda: next(asked, True))
     assert not (tmp_path / "out").exists()
@@ -53,7 +55,7 @@ def test_an_interrupted_pull_is_no_cache_and_goes_on(complete: Path, tmp_path: P
     result = pull(str(complete), tmp_path / "out", progress=Silent(), should_stop=never_stop)
 
     assert (result.shards_copied, result.shards_kept) == (3, 3)
-    assert files_below(tmp_path / "out") == files_below(complete)
+    assert files_below(tmp_path / "out") == shared_files(complete)
 
 
 def test_a_folder_of_other_things_is_left_alone_and_a_vacant_one_taken(
@@ -68,12 +70,12 @@ def test_a_folder_of_other_things_is_left_alone_and_a_vacant_one_taken(
     pull(str(complete), tmp_path / "vacant", progress=Silent(), should_stop=never_stop)
 
     assert files_below(tmp_path / "taken") == {"notes.txt": b"mine"}
-    assert files_below(tmp_path / "vacant") == files_below(complete)
+    assert files_below(tmp_path / "vacant") == shared_files(complete)
 
 
 def test_a_file_is_fetched_once_and_again_only_if_it_is_damaged_here(complete: Path, tmp_path: Path) -> None:
-    fetcher, manifest = fetcher_into(complete, tmp_path), read_manifest(complete)
-    for path, digest in read_record(complete, manifest, 3).files.items():
+    fetcher = fetcher_into(complete, tmp_path)
+    for path, digest in CacheReader(complete).records[3].files.items():
         assert fetcher.fetch(path, digest)
         assert not fetcher.fetch(path, digest)
         (tmp_path / path).write_bytes(b"damaged")
@@ -94,14 +96,19 @@ def test_a_file_is_as_long_as_its_array_can_need_or_is_not_asked_for(complete: P
     assert not (tmp_path / "out").exists()
 
 
-def test_records_are_those_of_the_cache_and_are_kept(cache: Path, tmp_path: Path) -> None:
-    manifest = read_manifest(cache)
-    records = fetcher_into(cache, tmp_path / "out").records(never_stop)
-    assert [set(record.files) for record in records] == [set(shard_files(manifest, n)) for n in range(6)]
-    assert all((tmp_path / "out" / commit_path(n)).is_file() for n in range(6))
-    (cache / commit_path(1)).write_bytes((cache / commit_path(2)).read_bytes())
-    with pytest.raises(CacheCorruptError):
-        fetcher_into(cache, tmp_path / "again").records(never_stop)
+@pytest.mark.parametrize("name", ["v1", "v2"])
+def test_shards_are_those_of_the_cache_and_are_kept(tmp_path: Path, name: str) -> None:
+    cache = Path(shutil.copytree(GOLDEN / name, tmp_path / "cache"))
+    reader = CacheReader(cache)
+    ranges, shards = fetcher_into(cache, tmp_path / "out").shards(never_stop)
+    assert ranges == reader.ranges
+    assert dict(shards.items()) == dict(reader.records.items())
+    tables = ["commits/00001.json"] if name == "v1" else ["index/ranges.parquet", "index/shards.parquet"]
+    for number, path in enumerate(tables):
+        assert (tmp_path / "out" / path).read_bytes() == (cache / path).read_bytes()
+        (cache / path).write_bytes((cache / path).read_bytes()[:-1] + b"?")
+        with pytest.raises(CacheCorruptError):
+            fetcher_into(cache, tmp_path / f"again {number}").shards(never_stop)
 
 
 def test_a_link_here_is_not_written_through(complete: Path, tmp_path: Path) -> None:

@@ -1,21 +1,24 @@
 """The order in which a cache arrives in a store: claims first, the manifest last."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, StorageError
 from minilm_cache.progress import never_stop
-from minilm_cache.storage_schema.manifest import CommitRecord
+from minilm_cache.storage_schema.documents import CommitRecord
 from minilm_cache.store.layout import commit_path
+from minilm_cache.store.pull import pull
 from minilm_cache.store.push import push
-from minilm_cache.store.reader import read_manifest
+from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.remote import RemoteFolder
 from minilm_cache.store.transfer import num_bytes
-from tests.unit.store.support import Recorder, files_below
+from tests.support import change_record
+from tests.unit.store.support import GOLDEN, Recorder, files_below, shared_files
 
 
-def test_a_claim_goes_before_the_files_of_its_shard_and_the_manifest_last(
+def test_the_index_goes_first_and_the_manifest_last(
     complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -33,13 +36,10 @@ def test_a_claim_goes_before_the_files_of_its_shard_and_the_manifest_last(
     monkeypatch.setattr(RemoteFolder, "create", recording_create)
     result = push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop)
 
-    assert order[0] == commit_path(0)
+    assert order[0] == "index/shards.parquet"
     assert order[-1] == "manifest.json"
-    for shard in range(6):
-        record = CommitRecord.model_validate_json((complete / commit_path(shard)).read_bytes())
-        assert all(order.index(commit_path(shard)) < order.index(path) for path in record.files)
-    assert files_below(Path(result.place)) == files_below(complete)
-    assert len(set(order)) == len(files_below(complete))
+    assert files_below(Path(result.place)) == shared_files(complete)
+    assert set(order) == shared_files(complete).keys()
 
 
 def test_what_is_there_is_not_sent_again_unless_it_has_another_size(complete: Path, tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_what_is_there_is_not_sent_again_unless_it_has_another_size(complete: Pa
 
     assert (result.shards_copied, result.shards_kept) == (2, 4)
     assert changed == {"tokens/c/3", "sequences/part-00004.parquet"}
-    assert files_below(place) == files_below(complete)
+    assert files_below(place) == shared_files(complete)
     assert progress.done == progress.totals
 
 
@@ -77,32 +77,58 @@ def test_a_push_that_fails_at_any_file_is_no_cache_and_goes_on(
     assert not list(tmp_path.rglob("manifest.json"))
     result = push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop)
 
-    assert files_below(Path(result.place)) == files_below(complete)
+    assert files_below(Path(result.place)) == shared_files(complete)
 
 
 def test_an_interrupted_push_is_no_cache(complete: Path, tmp_path: Path) -> None:
     with pytest.raises(InterruptedRunError):
         push(complete, str(tmp_path), progress=Recorder(), should_stop=lambda: True)
 
-    assert list(tmp_path.rglob("commits/*")) != []
+    assert list(tmp_path.rglob("index/*")) != []
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def test_a_claim_of_another_dump_is_respected_and_a_damaged_one_replaced(
-    complete: Path, tmp_path: Path
-) -> None:
+def test_a_claim_of_another_dump_is_respected(complete: Path, cache: Path, tmp_path: Path) -> None:
+    change_record(cache, 2, tokens_xxh3="0" * 32)
+    claim = (cache / "index/shards.parquet").read_bytes()
     place = Path(push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop).place)
+    manifest = (place / "manifest.json").read_bytes()
+    (place / "index/shards.parquet").write_bytes(claim)
+    result = push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop)
+    assert (result.shards_copied, files_below(place)) == (0, shared_files(complete))  # it was damage
+    (place / "manifest.json").unlink()
+    (place / "index/shards.parquet").write_bytes(claim)
+    with pytest.raises(IdentityMismatchError):
+        push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop)
+    assert (place / "index/shards.parquet").read_bytes() == claim
+    assert not (place / "manifest.json").exists()
+    (place / "manifest.json").write_bytes(manifest)
+    with pytest.raises(IdentityMismatchError):
+        push(cache, str(tmp_path), progress=Recorder(), should_stop=never_stop, full=True)
+    assert push(cache, str(tmp_path), progress=Recorder(), should_stop=never_stop).shards_copied == 0
+
+
+@pytest.mark.parametrize("name", ["v1", "v1-vectors"])
+def test_a_cache_of_format_1_is_pushed_as_it_is_and_claims_shard_by_shard(tmp_path: Path, name: str) -> None:
+    cache = Path(shutil.copytree(GOLDEN / name, tmp_path / "cache"))
+    place = Path(push(cache, str(tmp_path / "a"), progress=Recorder(), should_stop=never_stop).place)
+    pull(str(place), tmp_path / "pulled", progress=Recorder(), should_stop=never_stop)
+    for copy in (place, tmp_path / "pulled"):  # a pull adds the checksum that the first releases left out
+        copied, original = files_below(copy), files_below(cache)
+        assert original.keys() - copied.keys() <= {"preview/sequences.parquet"}  # nor did they list it
+        differing = {path for path, content in copied.items() if original[path] != content}
+        assert differing <= {"README.md", "manifest.json"}
     (place / "manifest.json").unlink()
     (place / commit_path(2)).write_bytes(b"{")
-    push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop)
-    assert files_below(place) == files_below(complete)
-    record = CommitRecord.model_validate_json((complete / commit_path(2)).read_bytes())
+    push(cache, str(tmp_path / "a"), progress=Recorder(), should_stop=never_stop)
+    assert (place / commit_path(2)).read_bytes() == (cache / commit_path(2)).read_bytes()
+    record = CommitRecord.model_validate_json((cache / commit_path(2)).read_bytes())
     files = {path: digest.model_copy(update={"sha256": "0" * 64}) for path, digest in record.files.items()}
     claim = record.model_copy(update={"files": files}).to_json()
     (place / commit_path(2)).write_bytes(claim)
     (place / "manifest.json").unlink()
     with pytest.raises(IdentityMismatchError):
-        push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop)
+        push(cache, str(tmp_path / "a"), progress=Recorder(), should_stop=never_stop)
 
     assert (place / commit_path(2)).read_bytes() == claim
     assert not (place / "manifest.json").exists()
@@ -111,9 +137,7 @@ def test_a_claim_of_another_dump_is_respected_and_a_damaged_one_replaced(
 def test_progress_of_a_push_is_the_bytes_of_the_cache(complete: Path, tmp_path: Path) -> None:
     progress, manifest = Recorder(), read_manifest(complete)
     push(complete, str(tmp_path), progress=progress, should_stop=never_stop)
-    records = [
-        CommitRecord.model_validate_json((complete / commit_path(shard)).read_bytes()) for shard in range(6)
-    ]
+    expected = num_bytes(manifest, CacheReader(complete).records)
 
-    assert list(progress.done.values()) == [num_bytes(manifest, records)]
+    assert list(progress.done.values()) == [expected]
     assert progress.done == progress.totals

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +22,21 @@ from minilm_cache.errors import (
     UnsupportedFormatError,
 )
 from minilm_cache.storage_schema.arrays import all_small_arrays
+from minilm_cache.storage_schema.documents import CommitRecord
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CommitRecord
+from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES
+from minilm_cache.store.checked import read_checked
 from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.index import parse_record, read_record
 from minilm_cache.store.layout import commit_path, shard_files
-from minilm_cache.store.reader import (
-    CacheReader,
-    check_record,
-    check_size,
-    read_checked,
-    read_manifest,
-    read_record,
-    read_small_array,
-)
+from minilm_cache.store.reader import CacheReader, check_size, read_manifest, small_array
 from tests.support import write_document
 from tests.unit.store.support import GOLDEN, VECTORS, keep_shards, plain_row_bytes, plain_shard, plain_table
 
 
 def test_shards_hold_what_plain_zarr_and_pyarrow_read(complete: Path) -> None:
     reader = CacheReader(complete)
-    for number in range(len(reader.manifest.shards)):
+    for number in range(len(reader.ranges)):
         shard, rows, table = (
             reader.shard(number),
             plain_shard(complete, number),
@@ -151,17 +148,25 @@ def test_an_unfinished_cache_opens_only_where_that_is_asked_for(cache: Path) -> 
             read(0)  # its files are all there, but no record says so
 
 
-@pytest.mark.parametrize("partial", [False, True])
-def test_a_lost_record_of_a_complete_cache_is_damage(cache: Path, partial: bool) -> None:
-    (cache / commit_path(3)).unlink()
-    with pytest.raises(CacheCorruptError, match=r"00003\.json"):
-        CacheReader(cache, partial=partial)
+def test_a_lost_record_of_a_complete_cache_of_format_1_is_damage(tmp_path: Path) -> None:
+    cache = Path(shutil.copytree(GOLDEN / "v1", tmp_path / "cache"))
+    (cache / commit_path(1)).unlink()
+    with pytest.raises(CacheCorruptError, match=r"00001\.json"):
+        CacheReader(cache)
+    assert sorted(CacheReader(cache, partial=True).records) == [0, 2]
+
+
+def test_a_complete_cache_is_read_without_its_records(cache: Path) -> None:
+    shutil.rmtree(cache / "commits")
+
+    assert CacheReader(cache).shard(3).number == 3
 
 
 def test_shards_that_nobody_reads_may_be_damaged(cache: Path) -> None:
+    keep_shards(cache, {1, 2, 3})
     (cache / commit_path(3)).write_bytes(b"{")
     (cache / "tokens/c/2").unlink()
-    reader = CacheReader(cache, shards=[1, 2])
+    reader = CacheReader(cache, partial=True)
 
     assert reader.shard(1).number == 1
     with pytest.raises(CacheCorruptError, match="tokens/c/2"):
@@ -169,7 +174,7 @@ def test_shards_that_nobody_reads_may_be_damaged(cache: Path) -> None:
     with pytest.raises(CacheIncompleteError):
         reader.shard(0)
     with pytest.raises(CacheCorruptError, match=r"00003\.json"):
-        CacheReader(cache, shards=[3])
+        reader.shard(3)
 
 
 def test_damage_in_an_array_that_nobody_reads_is_no_hindrance(cache: Path) -> None:
@@ -199,7 +204,7 @@ def test_manifests_that_are_not_there_too_new_or_too_long(tmp_path: Path) -> Non
     file = tmp_path / "manifest.json"
     with pytest.raises(CacheNotFoundError):
         read_manifest(tmp_path)
-    file.write_bytes(b'{"format_version": 2}')
+    file.write_bytes(b'{"format_version": 3}')
     with pytest.raises(UnsupportedFormatError):
         read_manifest(tmp_path)
     with file.open("wb") as opened:
@@ -220,6 +225,7 @@ def test_a_manifest_that_is_a_link_or_a_pipe_is_not_read(tmp_path: Path) -> None
 
 
 CHANGES: dict[str, Callable[[CommitRecord], dict[str, Any]]] = {
+    "nothing": lambda record: {},
     "fingerprint": lambda record: {"fingerprint": "0" * 64},
     "shard": lambda record: {"shard": 2},
     "range": lambda record: {"range": record.range.model_copy(update={"num_tokens": 1})},
@@ -230,11 +236,11 @@ CHANGES: dict[str, Callable[[CommitRecord], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_record_must_be_of_this_cache_and_this_shard(complete: Path, change: str) -> None:
-    manifest = read_manifest(complete)
-    record = read_record(complete, manifest, 1)
-    check_record(record, manifest, shard=1, place="here")
-    with pytest.raises(CacheCorruptError):
-        check_record(record.model_copy(update=CHANGES[change](record)), manifest, shard=1, place="here")
+    reader = CacheReader(complete)
+    record = read_record(complete, reader.manifest, ranges=reader.ranges, shard=1)
+    changed = record.model_copy(update=CHANGES[change](record))
+    with nullcontext() if changed == record else pytest.raises(CacheCorruptError):
+        parse_record(changed.to_json(), reader.manifest, ranges=reader.ranges, shard=1, where="here")
 
 
 @settings(max_examples=50, deadline=None)
@@ -253,11 +259,13 @@ def test_small_arrays_are_what_plain_zarr_reads() -> None:
     for small in all_small_arrays(manifest.identity, manifest.calibration):
         array = zarr.open_group(VECTORS, mode="r", zarr_format=3)[small.path]
         assert isinstance(array, zarr.Array)
-        np.testing.assert_array_equal(read_small_array(VECTORS, manifest, small), np.asarray(array[:]))
+        np.testing.assert_array_equal(
+            small_array((VECTORS / small.chunk_path).read_bytes(), small), np.asarray(array[:])
+        )
 
 
 @pytest.mark.parametrize("damage", ["not finite", "short", "no whole values"])
-def test_a_small_array_that_is_none_is_refused_whatever_its_digest(tmp_path: Path, damage: str) -> None:
+def test_a_small_array_that_is_none_is_refused_whatever_its_digest(damage: str) -> None:
     manifest = read_manifest(VECTORS)
     small = all_small_arrays(manifest.identity, manifest.calibration)[1]
     content = (VECTORS / small.chunk_path).read_bytes()
@@ -267,8 +275,5 @@ def test_a_small_array_that_is_none_is_refused_whatever_its_digest(tmp_path: Pat
         "no whole values": content[:-1],
     }[damage]
     assert small.dtype == "float32"
-    (tmp_path / small.chunk_path).parent.mkdir(parents=True)
-    (tmp_path / small.chunk_path).write_bytes(changed)
-    files = manifest.files | {small.chunk_path: digest_bytes(changed)}
-    with pytest.raises(CacheCorruptError):
-        read_small_array(tmp_path, manifest.model_copy(update={"files": files}), small)
+    with pytest.raises(CacheCorruptError, match=small.chunk_path):
+        small_array(changed, small)

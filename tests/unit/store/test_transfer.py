@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from minilm_cache.errors import InterruptedRunError, StorageError
 from minilm_cache.progress import never_stop
+from minilm_cache.store.index import RecordedShards
 from minilm_cache.store.layout import commit_path
-from minilm_cache.store.reader import read_manifest, read_record
+from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.transfer import TRANSFERS, for_each, num_bytes
 
 
@@ -88,11 +89,13 @@ def test_whoever_asks_to_stop_is_obeyed_before_more_is_begun(allowed: int) -> No
 
 
 def test_bytes_are_those_of_all_files_with_a_hash(complete: Path) -> None:
-    manifest = read_manifest(complete)
-    records = [read_record(complete, manifest, shard) for shard in range(6)]
+    reader = CacheReader(complete)
     listed = [*json.loads((complete / "manifest.json").read_text())["files"]]
     for shard in range(6):
         listed += json.loads((complete / commit_path(shard)).read_text())["files"]
 
-    assert num_bytes(manifest, records) == sum((complete / path).stat().st_size for path in listed)
-    assert num_bytes(manifest, []) == sum(digest.size for digest in manifest.files.values())
+    records = RecordedShards(complete, reader.manifest, reader.ranges)
+    assert len(records) == len(reader.records) == 6
+    for shards in (records, reader.records):
+        size = sum((complete / path).stat().st_size for path in listed)
+        assert num_bytes(reader.manifest, shards) == size

@@ -1,19 +1,21 @@
 """Audits: every file is looked at, each damage is named once, and sums are those of the disk."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError
 from minilm_cache.progress import Silent
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import commit_path
-from minilm_cache.store.reader import CacheReader, Shard, read_manifest
+from minilm_cache.store.reader import CacheReader, Shard
 from minilm_cache.store.verify import Verdict, default_threads, unsound_shards, verify
-from tests.support import write_document
-from tests.unit.store.support import Recorder, keep_shards
+from tests.support import change_record, write_document
+from tests.unit.store.support import GOLDEN, Recorder, keep_shards
 
 
 def accept(reader: CacheReader) -> Callable[[Shard], None]:
@@ -27,7 +29,8 @@ def audit(cache: Path, *, full: bool) -> Verdict:
 
 def listed_files(cache: Path) -> dict[str, int | None]:
     """Return, by plain JSON, every file that a document lists, and its shard."""
-    listed: dict[str, int | None] = dict.fromkeys(json.loads((cache / "manifest.json").read_text())["files"])
+    manifest = json.loads((cache / "manifest.json").read_text())
+    listed: dict[str, int | None] = dict.fromkeys(manifest["files"])
     for record in sorted((cache / "commits").glob("*.json")):
         content = json.loads(record.read_text())
         listed |= dict.fromkeys(content["files"], content["shard"])
@@ -44,7 +47,7 @@ def test_files_and_bytes_are_those_on_disk_and_progress_reaches_its_end(
     progress = Recorder()
     verdict = verify(cache, full=full, num_threads=3, progress=progress, check_rows=accept)
     sizes = [(cache / path).stat().st_size for path in listed_files(cache)]
-    ranges = json.loads((cache / "manifest.json").read_text())["shards"]
+    ranges = pq.read_table(cache / "index/ranges.parquet").to_pylist()
 
     assert verdict == Verdict(complete=len(kept) == 6, num_files=len(sizes), num_bytes=sum(sizes), damage=())
     expected = {"verify": sum(sizes)}
@@ -70,21 +73,21 @@ def test_damage_of_each_single_file_is_named_and_nothing_else(cache: Path, damag
 
         assert [(one.path, one.shard) for one in verdicts[True].damage] == [(path, shard)]
         quick = [(one.path, one.shard) for one in verdicts[False].damage]
-        assert quick == ([] if damage == "changed" else [(path, shard)])
+        needs_reading = damage == "changed" and not path.startswith("index/")  # the index is always read
+        assert quick == ([] if needs_reading else [(path, shard)])
 
 
-@pytest.mark.parametrize("kept", [range(6), (1, 3)])
-def test_a_missing_record_is_damage_of_a_complete_cache_only(cache: Path, kept: tuple[int, ...]) -> None:
-    if len(kept) < 6:
-        keep_shards(cache, kept)
-    (cache / commit_path(3)).unlink()
-    named = [(one.path, one.shard) for one in audit(cache, full=True).damage]
+def test_a_missing_record_is_damage_of_a_complete_cache_of_format_1_only(cache: Path, tmp_path: Path) -> None:
+    old = Path(shutil.copytree(GOLDEN / "v1", tmp_path / "old"))
+    for place in (cache, old):
+        (place / commit_path(2)).unlink()
 
-    assert named == ([(commit_path(3), 3)] if len(kept) == 6 else [])
+    assert [(one.path, one.shard) for one in audit(old, full=True).damage] == [(commit_path(2), 2)]
+    assert audit(cache, full=True).damage == audit(keep_shards(cache, {0, 1, 2}), full=True).damage == ()
 
 
 def test_every_damaged_file_is_named_and_not_only_the_first(cache: Path) -> None:
-    damaged = ["teacher/config.json", "tokens/c/0", "tokens/c/4", commit_path(2), "relations/zarr.json"]
+    damaged = ["teacher/config.json", "tokens/c/0", "tokens/c/4", "relations/zarr.json"]
     for path in damaged:
         (cache / path).write_bytes(b"")
 
@@ -105,12 +108,11 @@ def test_a_damaged_manifest_is_all_that_can_be_said(cache: Path, tmp_path: Path)
 
 def test_token_ids_must_be_those_that_the_record_hashes(cache: Path) -> None:
     """Every file has the committed bytes, but the record says other tokens."""
-    record = json.loads((cache / commit_path(2)).read_text())
-    record["tokens_xxh3"] = "0" * 32
-    write_document(cache / commit_path(2), record)
+    change_record(cache, 2, tokens_xxh3="0" * 32)
 
     assert audit(cache, full=False).damage == ()
-    assert [(one.path, one.shard) for one in audit(cache, full=True).damage] == [(commit_path(2), 2)]
+    named = [(one.path, one.shard) for one in audit(cache, full=True).damage]
+    assert named == [("index/shards.parquet", 2)]
 
 
 def refuse(*numbers: int) -> Callable[[CacheReader], Callable[[Shard], None]]:
@@ -130,13 +132,14 @@ def test_rows_are_judged_by_whoever_knows_codecs(complete: Path) -> None:
 
 
 def test_unsound_shards_are_those_of_the_ones_asked_about(cache: Path) -> None:
+    keep_shards(cache, range(6))
     (cache / commit_path(0)).write_bytes(b"{")
     (cache / "tokens/c/2").unlink()
     (cache / "relations/value/gap/c/3/0/0").write_bytes(b"")
-    manifest, progress = read_manifest(cache), Recorder()
+    progress = Recorder()
 
     def ask(*shards: int) -> list[int]:
-        return unsound_shards(cache, manifest, shards=shards, progress=progress, check_rows=refuse(5))
+        return unsound_shards(cache, shards=shards, progress=progress, check_rows=refuse(5))
 
     assert ask(5, 4, 3, 2, 1, 0) == [5, 3, 2, 0]
     assert ask(1, 4) == []
@@ -150,7 +153,7 @@ def test_damage_outside_the_shards_is_not_laid_on_them(cache: Path) -> None:
     manifest["files"]["tokens/zarr.json"] = digest_bytes(content).model_dump()
     write_document(cache / "manifest.json", manifest)
     with pytest.raises(CacheCorruptError):
-        unsound_shards(cache, read_manifest(cache), shards=[0], progress=Silent(), check_rows=accept)
+        unsound_shards(cache, shards=[0], progress=Silent(), check_rows=accept)
     assert [one.path for one in audit(cache, full=True).damage] == ["manifest.json"]
 
 
@@ -160,7 +163,7 @@ def test_there_are_one_to_eight_threads(monkeypatch: pytest.MonkeyPatch) -> None
         assert default_threads() == expected
 
 
-@pytest.mark.parametrize("path", ["tokens/c/1", "commits/00001.json", "teacher/config.json"])
+@pytest.mark.parametrize("path", ["tokens/c/1", "index/shards.parquet", "teacher/config.json"])
 def test_a_link_is_damage_like_any_other(cache: Path, tmp_path: Path, path: str) -> None:
     (cache / path).rename(tmp_path / "outside")
     (cache / path).symlink_to(tmp_path / "outside")

@@ -7,19 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minilm_cache.storage_schema.manifest import ShardRange
+from minilm_cache.store.ranges import ShardRanges
 from minilm_cache.train.sampler import Buffer, SequenceOrder
 
 
 def order_of(*sizes: int, held_out: int = 0, seed: int = 0, buffer_shards: int = 2) -> SequenceOrder:
     """Return the order of shards of so many sequences, the last ones held out."""
-    firsts = np.cumsum([0, *sizes]).tolist()
-    shards = tuple(
-        ShardRange(first_sequence=first, num_sequences=size, num_tokens=size)
-        for first, size in zip(firsts, sizes, strict=False)
-    )
+    ranges = ShardRanges(np.asarray(sizes), np.asarray(sizes))
     return SequenceOrder(
-        shards=shards, num_train=sum(sizes) - held_out, seed=seed, buffer_shards=buffer_shards
+        ranges=ranges, num_train=sum(sizes) - held_out, seed=seed, buffer_shards=buffer_shards
     )
 
 
@@ -43,8 +39,8 @@ def test_a_buffer_names_exactly_the_shards_of_its_sequences() -> None:
             number
             for shard in buffer.shards
             for number in range(
-                order.shards[shard].first_sequence,
-                order.shards[shard].first_sequence + order.shards[shard].num_sequences,
+                order.ranges[shard].first_sequence,
+                order.ranges[shard].first_sequence + order.ranges[shard].num_sequences,
             )
         }
 

@@ -1,0 +1,90 @@
+"""Read files of a cache as untrusted input: whole files against their hashes, and Parquet tables."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from minilm_cache.errors import CacheCorruptError, first_line
+from minilm_cache.storage_schema.documents import FileDigest
+from minilm_cache.store.durable import read_bounded, storage_errors
+from minilm_cache.store.fingerprint import xxh3
+from minilm_cache.store.layout import below
+
+READ_REMEDY: Final = (
+    "Run `minilm-cache verify --full` for the extent of the damage, then `minilm-cache dump --resume` "
+    "with the settings of the first dump to write damaged shards again, or fetch the cache again."
+)
+"""What helps where a file of a cache is damaged."""
+_MAX_VALUE_BYTES = 64
+"""Most decompressed bytes of a table for each value, headers of its pages included."""
+_MAX_TABLE_HEADERS = 2**20
+"""Most decompressed bytes of a table in addition to its values."""
+
+
+def read_checked(root: Path, path: str, expected: FileDigest | None) -> bytes:
+    """Read a whole file, and compare its size (before reading) and its XXH3-128 with what was committed.
+
+    Raises:
+        CacheCorruptError: the file is not listed, missing, not a regular file, or differs.
+    """
+    file = below(root, path)
+    if expected is None:
+        raise CacheCorruptError(f"{file} is not listed in the cache. {READ_REMEDY}")
+    if file.is_symlink() or not file.is_file():
+        raise CacheCorruptError(f"{file} is missing. {READ_REMEDY}")
+    with storage_errors("read", file):
+        size = file.stat().st_size
+    if size != expected.size:
+        raise CacheCorruptError(f"{file} is damaged: {size} bytes, committed {expected.size}. {READ_REMEDY}")
+    content = read_bounded(file, expected.size)
+    if xxh3(content) != expected.xxh3_128:
+        raise CacheCorruptError(f"{file} is damaged: its bytes are not those committed. {READ_REMEDY}")
+    return content
+
+
+def open_table(
+    content: bytes, types: Mapping[str, pa.DataType], *, num_rows: range, where: Path
+) -> pq.ParquetFile:
+    """Open a Parquet file without reading its rows.
+
+    Args:
+        content: bytes of the file.
+        types: columns that it must have, in order, with their types.
+        num_rows: numbers of rows that it may have.
+        where: path of the file, for messages.
+
+    Raises:
+        CacheCorruptError: it is no Parquet file, has other columns or rows, or would decompress to more bytes
+            than its rows can take.
+    """
+    try:
+        file = pq.ParquetFile(pa.BufferReader(content))
+        schema = {field.name: field.type for field in file.schema_arrow}
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # names may not be UTF-8
+        raise not_a_table(where, error) from error
+    if list(schema.items()) != list(types.items()) or not _has_rows(file.metadata, num_rows):
+        raise CacheCorruptError(f"{where} has other rows or columns than the format. {READ_REMEDY}")
+    return file
+
+
+def not_a_table(where: Path, error: Exception) -> CacheCorruptError:
+    """Return the error for a file that Arrow cannot read."""
+    reason = first_line(error)  # Arrow appends its own stack trace
+    return CacheCorruptError(f"{where} is not a Parquet file: {reason}. {READ_REMEDY}")
+
+
+def _has_rows(metadata: pq.FileMetaData, allowed: range) -> bool:
+    """Return whether a table's row counts agree and are allowed, and its bytes no more than its rows need."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    num_values = metadata.num_rows * metadata.num_columns
+    return bool(
+        metadata.num_rows in allowed
+        and metadata.num_rows == sum(group.num_rows for group in groups)
+        and sum(column.num_values for column in columns) == num_values
+        and sum(column.total_uncompressed_size for column in columns)
+        <= num_values * _MAX_VALUE_BYTES + _MAX_TABLE_HEADERS
+    )

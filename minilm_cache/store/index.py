@@ -1,0 +1,295 @@
+"""What the shards of a cache consist of: an index of all shards once a cache is complete, records before.
+
+A dump commits each shard by a small record, which it creates only if there is none. Sealing the cache writes
+them all into one Parquet file, whose hash the manifest holds. A reader opens that file alone, and reads the
+rows that it needs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from minilm_cache.errors import CacheCorruptError
+from minilm_cache.storage_schema.arrays import array_specs
+from minilm_cache.storage_schema.documents import MAX_FILE_BYTES, MAX_RECORD_BYTES, CommitRecord, FileDigest
+from minilm_cache.storage_schema.manifest import INDEX, CacheManifest
+from minilm_cache.storage_schema.problems import parse
+from minilm_cache.store.checked import READ_REMEDY, not_a_table, open_table, read_checked
+from minilm_cache.store.durable import new_file, read_bounded, storage_errors
+from minilm_cache.store.fingerprint import digest_file
+from minilm_cache.store.layout import COMMITS, below, commit_path, shard_files
+from minilm_cache.store.ranges import ShardRanges
+
+_GROUP_SHARDS: Final = 1024
+"""Shards of a row group of the index; a reader reads whole row groups."""
+_GROUPS_KEPT: Final = 16
+_RECORDS_KEPT: Final = 64
+_SEQUENCES: Final = "sequences"
+"""What the index calls the sequence table of a shard; it calls an array's file by the array's path."""
+_SHARD_BYTES: Final = 64
+_FILE_BYTES: Final = 72
+"""Most bytes that a shard and a file of it take in the index."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedShard:
+    """What a committed shard consists of."""
+
+    tokens_xxh3: str
+    """XXH3-128 of the shard's token ids, as `CommitRecord` has it."""
+    files: Mapping[str, FileDigest]
+    """Digests of its files, by their paths below the cache's root."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(digest.size for digest in self.files.values())
+
+
+class CommittedShards(ABC):
+    """Committed shards of a cache, by number. What is said of a shard is read when it is needed."""
+
+    numbers: Collection[int]
+    """Numbers of the committed shards, in order."""
+
+    def __len__(self) -> int:
+        """Return the number of committed shards."""
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the numbers of the committed shards, in order."""
+        return iter(self.numbers)
+
+    def __contains__(self, shard: object) -> bool:
+        """Return whether a shard is committed."""
+        return shard in self.numbers
+
+    def items(self) -> Iterator[tuple[int, CommittedShard]]:
+        """Yield the number of every committed shard and what it consists of."""
+        return ((shard, self[shard]) for shard in self.numbers)
+
+    def values(self) -> Iterator[CommittedShard]:
+        """Yield what every committed shard consists of, in order."""
+        return (self[shard] for shard in self.numbers)
+
+    @abstractmethod
+    def __getitem__(self, shard: int) -> CommittedShard:
+        """Return what a committed shard consists of.
+
+        Raises:
+            KeyError: the shard is not committed.
+            CacheCorruptError: the index, or the shard's record, is damaged.
+        """
+
+    @abstractmethod
+    def bytes_by_name(self) -> dict[str, int]:
+        """Return the bytes of all committed shards' files, by the path of their array, or `sequences`."""
+
+
+class RecordedShards(CommittedShards):
+    """Committed shards of a cache that is not complete, or is one of format 1, from their commit records."""
+
+    def __init__(self, root: Path, manifest: CacheManifest, ranges: ShardRanges) -> None:
+        """List the records of a cache."""
+        self._root, self._manifest, self._ranges = root, manifest, ranges
+        self.numbers = dict.fromkeys(sorted(committed_shards(root, len(ranges))))
+        self._read = lru_cache(_RECORDS_KEPT)(self._read_record)
+
+    def __getitem__(self, shard: int) -> CommittedShard:
+        """Return what a committed shard consists of; errors: see `CommittedShards`."""
+        if shard not in self.numbers:
+            raise KeyError(shard)
+        return self._read(shard)
+
+    def bytes_by_name(self) -> dict[str, int]:
+        """Return the bytes of all committed shards' files; see `CommittedShards`."""
+        names = _file_names(self._manifest)
+        totals = dict.fromkeys(names, 0)
+        for number, shard in self.items():
+            for name, path in zip(names, shard_files(self._manifest, number), strict=True):
+                totals[name] += shard.files[path].size
+        return totals
+
+    def _read_record(self, shard: int) -> CommittedShard:
+        record = read_record(self._root, self._manifest, ranges=self._ranges, shard=shard)
+        return CommittedShard(record.tokens_xxh3, record.files)
+
+
+class IndexedShards(CommittedShards):
+    """All shards of a complete cache, from its index. Threads may share it."""
+
+    def __init__(self, root: Path, manifest: CacheManifest, num_shards: int) -> None:
+        """Open the index.
+
+        Raises:
+            CacheCorruptError: the index is damaged.
+        """
+        refuse_large_index(manifest, num_shards, root / INDEX)
+        content = read_checked(root, INDEX, manifest.files.get(INDEX))
+        self._where = root / INDEX
+        self._manifest = manifest
+        allowed = range(num_shards, num_shards + 1)
+        self._file = open_table(content, _columns(manifest), num_rows=allowed, where=self._where)
+        sizes = [self._file.metadata.row_group(n).num_rows for n in range(self._file.num_row_groups)]
+        if any(size != _GROUP_SHARDS for size in sizes[:-1]):
+            raise CacheCorruptError(f"{self._where} has other row groups than the format. {READ_REMEDY}")
+        self.numbers = range(num_shards)
+        self._lock = Lock()
+        self._rows_of = lru_cache(_GROUPS_KEPT)(self._read_group)
+
+    def __getitem__(self, shard: int) -> CommittedShard:
+        """Return what a shard consists of; errors: see `CommittedShards`."""
+        if shard not in self.numbers:
+            raise KeyError(shard)
+        with self._lock:
+            group = self._rows_of(shard // _GROUP_SHARDS)
+        row = shard % _GROUP_SHARDS
+
+        def value(name: str) -> bytes:
+            return bytes(group[name][row].as_py())
+
+        files = {
+            path: FileDigest(
+                size=group[f"{name}/size"][row].as_py(),
+                sha256=value(f"{name}/sha256").hex(),
+                xxh3_128=value(f"{name}/xxh3_128").hex(),
+            )
+            for name, path in zip(
+                _file_names(self._manifest), shard_files(self._manifest, shard), strict=True
+            )
+        }
+        return CommittedShard(value("tokens_xxh3").hex(), files)
+
+    def _read_group(self, number: int) -> Mapping[str, pa.ChunkedArray]:
+        table = self._read(lambda: self._file.read_row_group(number))
+        return dict(zip(table.column_names, table.columns, strict=True))
+
+    def bytes_by_name(self) -> dict[str, int]:
+        """Return the bytes of all shards' files; see `CommittedShards`."""
+        names = _file_names(self._manifest)
+        with self._lock:
+            table = self._read(lambda: self._file.read([f"{name}/size" for name in names]))
+        return {name: int(pc.sum(table[f"{name}/size"]).as_py()) for name in names}
+
+    def _read(self, reading: Callable[[], pa.Table]) -> pa.Table:
+        try:
+            table = reading()
+        except (pa.ArrowException, OSError) as error:
+            raise not_a_table(self._where, error) from error
+        bounds = [pc.min_max(table[name]).as_py() for name in table.column_names if name.endswith("/size")]
+        sane = all(0 <= bound["min"] <= bound["max"] <= MAX_FILE_BYTES for bound in bounds)
+        if not sane or any(column.null_count for column in table.columns):
+            raise CacheCorruptError(f"{self._where} holds what no cache has. {READ_REMEDY}")
+        return table
+
+
+def open_shards(root: Path, manifest: CacheManifest, ranges: ShardRanges) -> CommittedShards:
+    """Return the committed shards of a cache, by number.
+
+    Raises:
+        CacheCorruptError: the index is damaged.
+    """
+    if INDEX in manifest.files:
+        return IndexedShards(root, manifest, len(ranges))
+    return RecordedShards(root, manifest, ranges)
+
+
+def committed_shards(root: Path, num_shards: int) -> list[int]:
+    """Return the numbers of the shards that have a commit record, in no order."""
+    folder = below(root, COMMITS)
+    if not folder.is_dir():
+        return []
+    with storage_errors("list", folder):
+        numbers = [int(file.stem) for file in folder.glob("[0-9]*.json") if file.stem.isdigit()]
+    return [number for number in numbers if number < num_shards]
+
+
+def read_record(root: Path, manifest: CacheManifest, *, ranges: ShardRanges, shard: int) -> CommitRecord:
+    """Read a shard's commit record and check that it belongs to this cache and this shard.
+
+    Raises:
+        CacheCorruptError: the record is damaged, or belongs to another cache or shard.
+    """
+    path = below(root, commit_path(shard))
+    content = read_bounded(path, MAX_RECORD_BYTES)
+    return parse_record(content, manifest, ranges=ranges, shard=shard, where=str(path))
+
+
+def parse_record(
+    content: bytes, manifest: CacheManifest, *, ranges: ShardRanges, shard: int, where: str
+) -> CommitRecord:
+    """Parse a shard's commit record; arguments and errors: see `read_record`."""
+    record = parse(CommitRecord, content, where)
+    belongs = (
+        record.fingerprint == manifest.fingerprint
+        and record.shard == shard
+        and record.range == ranges[shard]
+        and set(record.files) == set(shard_files(manifest, shard))
+    )
+    if not belongs:
+        raise CacheCorruptError(f"{where} is the record of another cache or shard. {READ_REMEDY}")
+    return record
+
+
+def write_index(root: Path, manifest: CacheManifest, shards: CommittedShards) -> FileDigest:
+    """Write the index of a cache whose shards are all committed, and return its digest.
+
+    Raises:
+        CacheCorruptError: a commit record is damaged.
+        StorageError: the file system refused.
+    """
+    path = below(root, INDEX)
+    columns = _columns(manifest)
+    schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])
+    options = {"compression": "zstd", "use_dictionary": False, "write_statistics": False}
+    with (
+        storage_errors("write", path),
+        new_file(path) as file,
+        pq.ParquetWriter(file, schema, write_page_checksum=True, **options) as writer,
+    ):
+        for first in range(0, len(shards), _GROUP_SHARDS):
+            numbers = range(first, min(first + _GROUP_SHARDS, len(shards)))
+            rows = [_row(manifest, number, shards[number]) for number in numbers]
+            writer.write_table(pa.Table.from_pylist(rows, schema), row_group_size=_GROUP_SHARDS)
+    return digest_file(path)
+
+
+def _row(manifest: CacheManifest, number: int, shard: CommittedShard) -> dict[str, object]:
+    row: dict[str, object] = {"tokens_xxh3": bytes.fromhex(shard.tokens_xxh3)}
+    for name, path in zip(_file_names(manifest), shard_files(manifest, number), strict=True):
+        digest = shard.files[path]
+        row[f"{name}/size"] = digest.size
+        row[f"{name}/sha256"] = bytes.fromhex(digest.sha256)
+        row[f"{name}/xxh3_128"] = bytes.fromhex(digest.xxh3_128)
+    return row
+
+
+def _columns(manifest: CacheManifest) -> dict[str, pa.DataType]:
+    digest = {"size": pa.int64(), "sha256": pa.binary(32), "xxh3_128": pa.binary(16)}
+    columns = {f"{name}/{part}": kind for name in _file_names(manifest) for part, kind in digest.items()}
+    return {"tokens_xxh3": pa.binary(16), **columns}
+
+
+def _file_names(manifest: CacheManifest) -> Sequence[str]:
+    """Return what the index calls the files of a shard, in the order of `shard_files`."""
+    specs = array_specs(manifest.identity, manifest.calibration)
+    return [*(spec.path for spec in specs), _SEQUENCES]
+
+
+def refuse_large_index(manifest: CacheManifest, num_shards: int, where: Path | str) -> None:
+    """Raise CacheCorruptError for an index that is said to be larger than its shards account for."""
+    most = num_shards * (_SHARD_BYTES + _FILE_BYTES * len(_file_names(manifest))) + 2**20
+    digest = manifest.files.get(INDEX)
+    if digest is not None and digest.size > most:
+        raise CacheCorruptError(
+            f"{where} claims {digest.size} bytes, more than it can need. "
+            "It was not written by `minilm-cache dump`."
+        )

@@ -1,0 +1,74 @@
+"""Take files of another cache over into a new one, by hard links where the file system has them."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError
+from minilm_cache.storage_schema.manifest import INDEX, RANGES, CacheManifest
+from minilm_cache.store.checked import read_checked
+from minilm_cache.store.durable import link_file, write_file
+from minilm_cache.store.fingerprint import xxh3
+from minilm_cache.store.layout import below
+from minilm_cache.store.ranges import ShardRanges
+from minilm_cache.store.reader import CacheReader
+
+_OF_ONE_CACHE = {"zarr.json", RANGES, INDEX}
+"""Files that two caches of the same shards need not share."""
+
+
+def tokens_hash(tokens: npt.NDArray[np.generic]) -> str:
+    """Return the hash of a shard's token ids, `(tokens,)`, as its commit record holds it."""
+    return xxh3(np.ascontiguousarray(tokens).data.cast("B"))
+
+
+def refuse_incompatible(parts: CacheReader, manifest: CacheManifest, ranges: ShardRanges) -> None:
+    """Raise IdentityMismatchError if a new cache cannot use files of `parts`: other codes or shards."""
+    theirs, ours = parts.manifest.files, manifest.files
+    differing = [path for path in theirs.keys() & ours.keys() - _OF_ONE_CACHE if theirs[path] != ours[path]]
+    if parts.ranges != ranges or differing:
+        what = min(differing) if differing else "its shards"
+        raise IdentityMismatchError(
+            f"{parts.root} cannot be added to here: {what} differs, so the two were begun separately. "
+            "Choose another --out, or leave out --add."
+        )
+
+
+def refuse_other_tokens(parts: CacheReader, shard: int, tokens: npt.NDArray[np.generic]) -> None:
+    """Raise IdentityMismatchError if a shard of `parts` holds other token ids."""
+    if parts.records[shard].tokens_xxh3 != tokens_hash(tokens):
+        raise IdentityMismatchError(
+            f"shard {shard} of {parts.root} holds other tokens than the corpus gives now. Dump without --add."
+        )
+
+
+def take_over(parts: CacheReader, root: Path, *, path: str, shard: int) -> str:
+    """Link or copy a file of a shard of `parts` into the cache at `root`, and return its path.
+
+    Raises:
+        CacheCorruptError: the file is damaged in `parts`.
+    """
+    content = read_checked(parts.root, path, parts.records[shard].files[path])
+    try:
+        link_file(below(parts.root, path), below(root, path))
+    except OSError:  # on another file system, or on one without hard links
+        write_file(below(root, path), content)
+    return path
+
+
+def link_tokens(
+    donor: CacheReader, root: Path, *, path: str, shard: int, tokens: npt.NDArray[np.generic]
+) -> bool:
+    """Link the file of another cache if it holds the same tokens, and return whether it was linked.
+
+    Files of a cache are replaced, never changed in place, so neither cache can damage the other.
+    """
+    if shard not in donor.records or donor.records[shard].tokens_xxh3 != tokens_hash(tokens):
+        return False
+    try:
+        read_checked(donor.root, path, donor.records[shard].files[path])
+        link_file(below(donor.root, path), below(root, path))
+    except (CacheCorruptError, OSError):  # damaged, on another file system, or no hard links
+        return False
+    return True
