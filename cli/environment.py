@@ -18,7 +18,7 @@ _RANKS = (
 
 def chosen_cache(cache: Path | None, progress: Progress) -> Path:
     """Return the given cache. None means the newest complete one, which is then shown."""
-    from minilm_cache.cache import newest_cache  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.store.catalogue import newest_cache  # noqa: PLC0415 - importing it takes seconds
 
     if cache is not None:
         return cache

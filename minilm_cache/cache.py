@@ -17,7 +17,6 @@ from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.build import layer_codec
 from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.codecs.transform import TransformCode
-from minilm_cache.errors import CacheIncompleteError, MiniLMCacheError
 from minilm_cache.relations.rows import RowTargets, WantedRelations, to_dense
 from minilm_cache.relations.states import States
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home
@@ -25,7 +24,7 @@ from minilm_cache.storage_schema.arrays import all_small_arrays
 from minilm_cache.storage_schema.identity import RelationKind, codec_words
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.mirror import MirrorReader
-from minilm_cache.store.reader import CacheReader, Shard, read_manifest, small_array
+from minilm_cache.store.reader import CacheReader, Shard, small_array
 from minilm_cache.store.remote import is_url
 from minilm_cache.wording import Described
 
@@ -288,24 +287,3 @@ def open_cache(
     if is_url(str(place)):
         return Cache(MirrorReader(str(place), home or cache_home(), local_bytes))
     return Cache(CacheReader(Path(place)))
-
-
-def newest_cache(home: Path) -> Path:
-    """Return the complete cache below `home` that was finished last.
-
-    Raises:
-        CacheIncompleteError: there is no complete cache.
-    """
-    finished = []
-    for manifest in home.glob("caches/*/manifest.json"):
-        try:
-            if read_manifest(manifest.parent).complete:
-                finished.append((manifest.stat().st_mtime, manifest.parent))
-        except MiniLMCacheError:  # damaged, or newer than this release: not a cache to choose by default
-            continue
-    if not finished:
-        raise CacheIncompleteError(
-            f"no complete cache in {home / 'caches'}. Make one with `minilm-cache dump`, or name one by "
-            "its folder or URL."
-        )
-    return max(finished)[1]

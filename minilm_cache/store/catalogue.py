@@ -1,8 +1,9 @@
-"""List the caches of a store."""
+"""List the caches of a store or of a home."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import Final
 
@@ -10,7 +11,7 @@ from minilm_cache.errors import CacheIncompleteError, CacheNotFoundError, MiniLM
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.layout import MANIFEST
-from minilm_cache.store.reader import check_size
+from minilm_cache.store.reader import check_size, read_manifest
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.transfer import TRANSFERS
 
@@ -128,3 +129,24 @@ def remote_manifest(
             f"{folder.url} is unfinished. Finish its dump; push it again if this is a copy."
         )
     return manifest
+
+
+def newest_cache(home: Path) -> Path:
+    """Return the complete cache below `home` that was finished last.
+
+    Raises:
+        CacheIncompleteError: there is no complete cache.
+    """
+    finished = []
+    for manifest in home.glob("caches/*/manifest.json"):
+        try:
+            if read_manifest(manifest.parent).complete:
+                finished.append((manifest.stat().st_mtime, manifest.parent))
+        except MiniLMCacheError:  # damaged, or newer than this release: not a cache to choose by default
+            continue
+    if not finished:
+        raise CacheIncompleteError(
+            f"no complete cache in {home / 'caches'}. Make one with `minilm-cache dump`, or name one by "
+            "its folder or URL."
+        )
+    return max(finished)[1]

@@ -14,12 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from numcodecs.zstd import compress
 
-from minilm_cache.cache import newest_cache, open_cache
+from minilm_cache.cache import open_cache
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.card import cache_card
+from minilm_cache.store.catalogue import newest_cache
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.push import push
 from minilm_cache.store.reader import read_manifest
