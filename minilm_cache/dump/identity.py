@@ -234,13 +234,7 @@ def plan_manifest(
         **attachments,
     }
     files = {path: digest_bytes(content) for path, content in contents.items()}
-    num_files = len(array_specs(identity, calibration)) + 1
-    if num_files * _RECORD_FILE_BYTES > MAX_RECORD_BYTES:
-        raise InvalidConfigError(
-            f"each shard would have {num_files} files, more than "
-            f"{MAX_RECORD_BYTES // _RECORD_FILE_BYTES}, which a commit record can name. Store fewer layers, "
-            "hidden states or --maskings."
-        )
+    _refuse_many_files(len(array_specs(identity, calibration)) + 1)
     manifest = CacheManifest(
         fingerprint=identity.fingerprint(),
         complete=False,
@@ -255,3 +249,13 @@ def plan_manifest(
         files=files,
     )
     return manifest, ranges
+
+
+def _refuse_many_files(num_files: int) -> None:
+    """Raise InvalidConfigError if a shard has more files than its commit record can name."""
+    if num_files * _RECORD_FILE_BYTES > MAX_RECORD_BYTES:
+        raise InvalidConfigError(
+            f"each shard would have {num_files} files, more than "
+            f"{MAX_RECORD_BYTES // _RECORD_FILE_BYTES}, which a commit record can name. Store fewer layers, "
+            "hidden states or --maskings."
+        )

@@ -5,8 +5,10 @@ them all into one Parquet file, whose hash the manifest holds. A reader opens th
 rows that it needs.
 """
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,19 +21,25 @@ import pyarrow.parquet as pq
 
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.arrays import array_specs
-from minilm_cache.storage_schema.documents import MAX_FILE_BYTES, MAX_RECORD_BYTES, CommitRecord, FileDigest
-from minilm_cache.storage_schema.manifest import INDEX, CacheManifest
+from minilm_cache.storage_schema.documents import (
+    MAX_FILE_BYTES,
+    MAX_RECORD_BYTES,
+    CommitRecord,
+    FileDigest,
+    ShardRange,
+)
+from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, CacheManifest
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.checked import READ_REMEDY, not_a_table, open_table, read_checked
-from minilm_cache.store.durable import new_file, read_bounded, storage_errors
+from minilm_cache.store.durable import create_file, new_file, read_bounded, storage_errors, write_file
 from minilm_cache.store.fingerprint import digest_file
-from minilm_cache.store.layout import COMMITS, below, commit_path, shard_files
+from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path, shard_files
 from minilm_cache.store.ranges import ShardRanges
 
 _GROUP_SHARDS: Final = 1024
 """Shards of a row group of the index; a reader reads whole row groups."""
 _GROUPS_KEPT: Final = 16
-_RECORDS_KEPT: Final = 64
+_RECORDS_KEPT: Final = 256
 _SEQUENCES: Final = "sequences"
 """What the index calls the sequence table of a shard; it calls an array's file by the array's path."""
 _SHARD_BYTES: Final = 64
@@ -144,11 +152,15 @@ class IndexedShards(CommittedShards):
         self.numbers = range(num_shards)
         self._lock = Lock()
         self._rows_of = lru_cache(_GROUPS_KEPT)(self._read_group)
+        self._committed = lru_cache(_RECORDS_KEPT)(self._read_row)
 
     def __getitem__(self, shard: int) -> CommittedShard:
         """Return what a shard consists of; errors: see `CommittedShards`."""
         if shard not in self.numbers:
             raise KeyError(shard)
+        return self._committed(shard)
+
+    def _read_row(self, shard: int) -> CommittedShard:
         with self._lock:
             group = self._rows_of(shard // _GROUP_SHARDS)
         row = shard % _GROUP_SHARDS
@@ -185,8 +197,8 @@ class IndexedShards(CommittedShards):
         except (pa.ArrowException, OSError) as error:
             raise not_a_table(self._where, error) from error
         bounds = [pc.min_max(table[name]).as_py() for name in table.column_names if name.endswith("/size")]
-        sane = all(0 <= bound["min"] <= bound["max"] <= MAX_FILE_BYTES for bound in bounds)
-        if not sane or any(column.null_count for column in table.columns):
+        missing = any(column.null_count for column in table.columns)
+        if missing or any(bound["min"] < 0 or bound["max"] > MAX_FILE_BYTES for bound in bounds):
             raise CacheCorruptError(f"{self._where} holds what no cache has. {READ_REMEDY}")
         return table
 
@@ -210,6 +222,41 @@ def committed_shards(root: Path, num_shards: int) -> list[int]:
     with storage_errors("list", folder):
         numbers = [int(file.stem) for file in folder.glob("[0-9]*.json") if file.stem.isdigit()]
     return [number for number in numbers if number < num_shards]
+
+
+def commit(
+    root: Path,
+    manifest: CacheManifest,
+    shard: CommittedShard,
+    *,
+    part: ShardRange,
+    number: int,
+    rank: int = 0,
+) -> None:
+    """Create the commit record of a shard, whose files are durable.
+
+    Args:
+        root: folder of the cache.
+        manifest: manifest of the cache.
+        shard: what the shard consists of.
+        part: which sequences it holds.
+        number: number of the shard.
+        rank: rank of the process that has written it.
+
+    Raises:
+        FileExistsError: it has one already.
+    """
+    record = CommitRecord(
+        format_version=manifest.format_version,
+        fingerprint=manifest.fingerprint,
+        shard=number,
+        attempt=uuid.uuid4().hex,
+        rank=rank,
+        range=part,
+        tokens_xxh3=shard.tokens_xxh3,
+        files=dict(shard.files),
+    )
+    create_file(below(root, commit_path(number)), record.to_json())
 
 
 def read_record(root: Path, manifest: CacheManifest, *, ranges: ShardRanges, shard: int) -> CommitRecord:
@@ -237,6 +284,44 @@ def parse_record(
     if not belongs:
         raise CacheCorruptError(f"{where} is the record of another cache or shard. {READ_REMEDY}")
     return record
+
+
+def unseal(root: Path, manifest: CacheManifest, ranges: ShardRanges, *, without: int | None) -> CacheManifest:
+    """Make a complete cache an unfinished one again; the caller holds the lock on sealing.
+
+    Records that are missing or damaged are first written from the index, if that is sound. A cache that was
+    pulled has none.
+
+    Args:
+        root: folder of the cache.
+        manifest: its manifest.
+        ranges: sequences and tokens of each shard.
+        without: number of a shard that gets no record. None means that all do.
+
+    Returns:
+        The manifest as it is now.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    if INDEX not in manifest.files:
+        return manifest
+    with suppress(CacheCorruptError):
+        indexed = IndexedShards(root, manifest, len(ranges))
+        recorded = RecordedShards(root, manifest, ranges)
+        for number, shard in indexed.items():
+            with suppress(KeyError, CacheCorruptError):
+                if recorded[number] == shard:
+                    continue
+            below(root, commit_path(number)).unlink(missing_ok=True)
+            if number != without:
+                commit(root, manifest, shard, part=ranges[number], number=number)
+    files = {path: digest for path, digest in manifest.files.items() if path not in {INDEX, PREVIEW}}
+    changes = {"complete": False, "measured": None, "files": files}
+    unfinished = manifest.model_copy(update=changes)
+    with storage_errors("write", root):
+        write_file(root / MANIFEST, unfinished.to_json())
+    return unfinished
 
 
 def write_index(root: Path, manifest: CacheManifest, shards: CommittedShards) -> FileDigest:

@@ -27,8 +27,10 @@ from minilm_cache.store.remote import open_store
 
 _WAIT_S: Final = 86_400.0
 """Longest wait, in seconds, for a shard that another reader is fetching."""
-_REQUESTS: Final = 16
+_REQUESTS: Final = 64
 """Most requests of a reader at the same time."""
+_SHARERS: Final = 8
+"""Processes that may fetch as many bytes as this one until it counts again."""
 _EVICTION_LOCK: Final = f"{LOCKS}/eviction.lock"
 
 
@@ -37,6 +39,9 @@ class MirrorReader(CacheReader):
 
     Its local folder holds the files outside the shards that were needed, and the shards that were used last.
     """
+
+    reads_at_once = 16
+    bytes_ahead = 2**29
 
     def __init__(self, url: str, home: Path, max_bytes: int) -> None:
         """Open a complete cache. The manifest and the tables of shards are all that is fetched.
@@ -58,6 +63,8 @@ class MirrorReader(CacheReader):
         self._fetcher.shards(never_stop)
         self._fetcher.write(MANIFEST, manifest.to_json())
         self._max_bytes = max_bytes
+        self._room = 0
+        """Bytes that may still be fetched before what is kept has to be counted."""
         self._requests = ThreadPoolExecutor(_REQUESTS)
         super().__init__(folder)
 
@@ -90,7 +97,7 @@ class MirrorReader(CacheReader):
                 }
                 self._fetcher.fetch_all(wanted, self._requests)
                 shard = super().shard(number, paths)
-        self._remove_oldest()
+        self._make_room(sum(digest.size for digest in wanted.values()))
         return shard
 
     @contextmanager
@@ -108,16 +115,22 @@ class MirrorReader(CacheReader):
         finally:
             lock.release()
 
-    def _remove_oldest(self) -> None:
-        """Remove the shards that were used least recently, until the rest keeps to the limit."""
+    def _make_room(self, fetched: int) -> None:
+        """Remove the shards that were used least recently, if those that are kept may exceed the limit.
+
+        Args:
+            fetched: bytes that were fetched since the last call.
+        """
+        self._room -= _SHARERS * fetched
+        if self._room > 0:
+            return
         with suppress(Timeout), FileLock(below(self.root, _EVICTION_LOCK), timeout=0):
             kept = sorted(self._kept())
             total = sum(size for _, _, size in kept)
             for _, number, size in kept:
-                if total <= self._max_bytes:
-                    return
-                if self._remove(number):
+                if total > self._max_bytes and self._remove(number):
                     total -= size
+            self._room = self._max_bytes - total
 
     def _kept(self) -> list[tuple[int, int, int]]:
         """Return time of last use (nanoseconds), number and bytes of every shard that is on this machine."""

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +81,11 @@ class CacheReader:
 
     `bytes_read` counts the compressed bytes of all shard files that were read, each as often as it was read.
     """
+
+    reads_at_once: ClassVar[int] = 2
+    """Shards that are best read at the same time."""
+    bytes_ahead: ClassVar[int] = 0
+    """Decoded bytes that are best read ahead of use, where the next buffer of shards has fewer."""
 
     def __init__(self, root: Path, *, partial: bool = False) -> None:
         """Open a cache.

@@ -6,9 +6,8 @@ interrupted attempt left behind are written again, never reused.
 """
 
 import io
-import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,10 @@ import pyarrow.parquet as pq
 import zarr
 from filelock import FileLock, Timeout
 
-from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, ShardBusyError, StorageError
+from minilm_cache.errors import IdentityMismatchError, ShardBusyError, StorageError
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs
-from minilm_cache.storage_schema.documents import CommitRecord, FileDigest
-from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, PREVIEW, RANGES, CacheManifest
+from minilm_cache.storage_schema.documents import FileDigest
+from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, RANGES, CacheManifest
 from minilm_cache.storage_schema.measured import Measured
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.problems import parse
@@ -39,7 +38,14 @@ from minilm_cache.store.durable import (
     write_file,
 )
 from minilm_cache.store.fingerprint import digest_bytes
-from minilm_cache.store.index import IndexedShards, RecordedShards, committed_shards, write_index
+from minilm_cache.store.index import (
+    CommittedShard,
+    RecordedShards,
+    commit,
+    committed_shards,
+    unseal,
+    write_index,
+)
 from minilm_cache.store.layout import (
     MANIFEST,
     SEAL_LOCK,
@@ -202,36 +208,13 @@ class CacheWriter:
             sync_directories([path.parent])
 
     def unseal(self, without: int | None = None) -> None:
-        """Make a complete cache an unfinished one again, whose shards are those that have commit records.
-
-        A cache that was pulled has none: they are written from its index, if that is sound.
+        """Make a complete cache an unfinished one again, so that damaged shards can be written anew.
 
         Args:
-            without: number of a shard whose record is not written. None means that all are.
+            without: number of a shard that then does not exist. None means that all shards exist that did.
         """
         with self._seal_lock():
-            self.manifest = self._read_manifest()
-            if INDEX not in self.manifest.files:
-                return
-            if not is_damaged(self.root, self.manifest, INDEX):
-                self._write_records(IndexedShards(self.root, self.manifest, len(self.ranges)), without)
-            left = self.manifest.files.items()
-            files = {path: digest for path, digest in left if path not in {INDEX, PREVIEW}}
-            changes = {"complete": False, "measured": None, "files": files}
-            self.manifest = self.manifest.model_copy(update=changes)
-            with storage_errors("write", self.root):
-                write_file(self.root / MANIFEST, self.manifest.to_json())
-
-    def _write_records(self, shards: IndexedShards, without: int | None) -> None:
-        """Write the commit records that are missing or damaged."""
-        recorded = RecordedShards(self.root, self.manifest, self.ranges)
-        for number, shard in shards.items():
-            with suppress(KeyError, CacheCorruptError):
-                if recorded[number] == shard:
-                    continue
-            below(self.root, commit_path(number)).unlink(missing_ok=True)
-            if number != without:
-                self._commit(number, shard.tokens_xxh3, shard.files, rank=0)
+            self.manifest = unseal(self.root, self._read_manifest(), self.ranges, without=without)
 
     @property
     def has_damaged_index(self) -> bool:
@@ -275,7 +258,8 @@ class CacheWriter:
             self._make_durable(files)
             digests = {path: self._digest(path) for path in files}
             try:
-                self._commit(shard, tokens_hash(rows["tokens"]), digests, rank=rank)
+                committed = CommittedShard(tokens_hash(rows["tokens"]), digests)
+                commit(self.root, self.manifest, committed, part=self.ranges[shard], number=shard, rank=rank)
             except FileExistsError:
                 raise ShardBusyError(
                     f"{self.root / commit_path(shard)} appeared while the shard was being written: the lock "
@@ -283,24 +267,6 @@ class CacheWriter:
                 ) from None
         written = [path for path in files if below(self.root, path).stat().st_nlink == 1]
         return sum(digests[path].size for path in written)
-
-    def _commit(self, shard: int, tokens_xxh3: str, files: Mapping[str, FileDigest], *, rank: int) -> None:
-        """Create the commit record of a shard, whose files are durable.
-
-        Raises:
-            FileExistsError: it has one already.
-        """
-        record = CommitRecord(
-            format_version=self.manifest.format_version,
-            fingerprint=self.manifest.fingerprint,
-            shard=shard,
-            attempt=uuid.uuid4().hex,
-            rank=rank,
-            range=self.ranges[shard],
-            tokens_xxh3=tokens_xxh3,
-            files=dict(files),
-        )
-        create_file(below(self.root, commit_path(shard)), record.to_json())
 
     def takes_over(self, spec: ArraySpec) -> bool:
         """Return whether an array's files are taken from the cache that this cache adds to."""
@@ -321,7 +287,7 @@ class CacheWriter:
             for path, expected in copied.files.items():
                 write_file(below(self.root, path), read_checked(reader.root, path, expected))
             self._make_durable(list(copied.files))
-            self._commit(shard, copied.tokens_xxh3, copied.files, rank=0)
+            commit(self.root, self.manifest, copied, part=self.ranges[shard], number=shard)
 
     def _write_rows(self, spec: ArraySpec, shard: int, rows: npt.NDArray[np.generic]) -> str:
         size = self.manifest.shard_tokens

@@ -1,9 +1,11 @@
 """Makes batches for students from a cache's shards: read ahead in threads, decoded once for all students."""
 
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +29,8 @@ from minilm_cache.storage_schema.states import READ_PATH
 from minilm_cache.store.reader import Shard
 from minilm_cache.train.sampler import Buffer, StepPlan
 
-_READ_THREADS = 2
+_LEAST_BUFFERS = 2
+"""Buffers that are in memory: the one in use, and the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +112,7 @@ class BatchReader:
             streams: dict[int, Iterator[list[_Piece]]] = {}
             for number in {part % len(plan.streams) for part in plan.own_parts}:
                 position = first_step * plan.batch_size // len(plan.streams)
-                buffers = stack.enter_context(
-                    closing(self._buffers_with_shards(plan.streams[number].stream(position)))
-                )
+                buffers = stack.enter_context(closing(self.shards_of(plan.streams[number].stream(position))))
                 streams[number] = _pieces(buffers, plan.part_size, by_length=plan.by_length)
             ahead = stack.enter_context(ThreadPoolExecutor(max_workers=1))
             pending = ahead.submit(_gather_step, streams, plan, self._read_plan)
@@ -139,23 +140,26 @@ class BatchReader:
             stored = _gather([(shards, numbers, 0)], self._read_plan)
             yield self._decode(stored, part=0, step_counts=stored.counts, ends_step=True)
 
-    def _buffers_with_shards(
-        self, buffers: Iterator[Buffer]
-    ) -> Generator[tuple[Mapping[int, Shard], Buffer]]:
-        """Yield each buffer with its shards, while the shards of the next buffer are read."""
-        with ThreadPoolExecutor(_READ_THREADS) as threads:
-
-            def read(buffer: Buffer, known: _Reads) -> _Reads:
-                keys = [(n, buffer.epoch % len(self._read_plan.readings)) for n in buffer.shards]
-                return {key: known.get(key) or threads.submit(self._read, *key) for key in keys}
-
-            current = next(buffers)
-            reads = read(current, {})
+    def shards_of(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Shard], Buffer]]:
+        """Yield each buffer with its shards, while the shards of the buffers after it are read."""
+        reader, ahead = self._cache.reader, deque[tuple[Buffer, _Reads]]()
+        with ThreadPoolExecutor(reader.reads_at_once) as threads:
+            reads: _Reads = {}
             while True:
-                upcoming = next(buffers)
-                upcoming_reads = read(upcoming, reads)
-                yield {n: future.result() for (n, _), future in reads.items()}, current
-                current, reads = upcoming, upcoming_reads
+                while len(ahead) < _LEAST_BUFFERS or self._num_bytes(ahead) < reader.bytes_ahead:
+                    buffer = next(buffers)
+                    keys = [(n, buffer.epoch % len(self._read_plan.readings)) for n in buffer.shards]
+                    reads = {key: reads.get(key) or threads.submit(self._read, *key) for key in keys}
+                    ahead.append((buffer, reads))
+                current, current_reads = ahead.popleft()
+                yield {n: future.result() for (n, _), future in current_reads.items()}, current
+
+    def _num_bytes(self, ahead: Iterable[tuple[Buffer, object]]) -> int:
+        """Return the decoded bytes of all buffers but the first, which is about to be used."""
+        reader, paths = self._cache.reader, {"tokens", *self._read_plan.paths}
+        row_bytes = sum(spec.row_bytes for spec in reader.specs if spec.path in paths)
+        shards = [shard for buffer, _ in islice(ahead, 1, None) for shard in buffer.shards]
+        return row_bytes * int(reader.ranges.num_tokens[shards].sum())
 
     def _read(self, number: int, reading: int = 0) -> Shard:
         paths = [self._read_plan.path_in(reading, path) for path in self._read_plan.paths]
