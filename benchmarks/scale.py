@@ -12,7 +12,6 @@ import argparse
 import io
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -230,11 +230,12 @@ def _run(command: list[str]) -> str:
 
 def _opened(path: Path) -> dict[str, Any]:
     """Return seconds and memory of opening a cache, of a sequence, and of the first batch of a training."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    process = psutil.Process()
+    before = process.memory_info().rss
     started = time.perf_counter()
     cache = open_cache(path)
     opened = time.perf_counter() - started
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    memory = process.memory_info().rss - before
     started = time.perf_counter()
     batches = BatchReader(cache, _WANTED, pad_token=0, device=torch.device("cpu"))
     next(iter(batches.train_batches(plan_steps(_config(), cache.reader), 0)))
@@ -242,7 +243,7 @@ def _opened(path: Path) -> dict[str, Any]:
     times = sorted(_sequence_times(path))
     return {
         "open_s": round(opened, 3),
-        "open_mib": round(memory / 2**10, 1),
+        "open_mib": round(memory / 2**20, 1),
         "first_batch_s": round(first_batch, 3),
         "sequence_ms": round(1000 * times[len(times) // 2], 3),
     }

@@ -159,13 +159,13 @@ def _write_shards(job: ShardJob, path: Path, *, progress: Progress, should_stop:
     todo = _shards_to_write(writer, config, progress)
     if writer.is_complete and not todo:
         progress.note("this cache is already complete and undamaged: nothing to do")
-    job.write(todo, progress, should_stop)
+    written = job.write(todo, progress, should_stop)
     _finish(job, progress)
     return DumpResult(
         path=path,
         manifest=writer.manifest,
-        shards_written=len(todo),
-        shards_kept=len(writer.ranges) - len(todo) - len(writer.missing_shards()),
+        shards_written=written,
+        shards_kept=len(writer.ranges) - written - len(writer.missing_shards()),
         num_shards=len(writer.ranges),
     )
 

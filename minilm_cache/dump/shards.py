@@ -1,6 +1,6 @@
 """Write shards: the teacher runs on one shard while the shard before it is written to disk."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from minilm_cache.codecs.base import RelationCodec, Rows
 from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.dump.claims import Claim, Claims
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.reading import SequenceReader, sequences_at_once
 from minilm_cache.errors import InterruptedRunError
@@ -44,31 +45,37 @@ class ShardJob:
     sequences: SequenceTable
     writer: CacheWriter
 
-    def write(self, shards: list[int], progress: Progress, should_stop: ShouldStop) -> None:
-        """Write shards; while a shard is written to disk, the teacher runs on the next one."""
-        ranges = self.writer.ranges
-        progress.start("dump", int(ranges.num_tokens[shards].sum()), "tokens")
+    def write(self, shards: list[int], progress: Progress, should_stop: ShouldStop) -> int:
+        """Write this rank's shards, then those that other ranks have left, and return how many it wrote.
+
+        While a shard is written to disk, the teacher runs on the next one.
+        """
+        claims = Claims(writer=self.writer, config=self.config, progress=progress, should_stop=should_stop)
+        progress.start("dump", int(self.writer.ranges.num_tokens[shards].sum()), "tokens")
+        written = self._write_claimed(claims.own(shards), progress, should_stop)
+        return written + self._write_claimed(claims.others(), progress, should_stop)
+
+    def _write_claimed(self, claims: Iterator[Claim], progress: Progress, should_stop: ShouldStop) -> int:
+        written = 0
         pending: Future[None] | None = None
         with ThreadPoolExecutor(max_workers=1) as disk:
-            for shard in shards:
-                lock = self.writer.claim(shard)
-                if self.writer.is_committed(shard):  # by another process in the meantime
-                    lock.release()
-                    continue
+            for claim in claims:
                 try:
-                    encoded = self._encode(shard, progress, should_stop)
+                    encoded = self._encode(claim.shard, progress, should_stop)
                     if pending is not None:
                         pending.result()
                 except BaseException:
-                    lock.release()  # whoever keeps the error keeps this frame, and the lock with it
+                    claim.lock.release()  # whoever keeps the error keeps this frame, and the lock with it
                     raise
                 if encoded is None:
-                    lock.release()
+                    claim.lock.release()
                     raise self._interrupted()
                 rows, table = encoded
-                pending = disk.submit(self._write, shard, rows, table=table, lock=lock)
+                pending = disk.submit(self._write, claim.shard, rows, table=table, lock=claim.lock)
+                written += 1
             if pending is not None:
                 pending.result()
+        return written
 
     def _write(self, shard: int, rows: _Rows, *, table: pa.Table, lock: FileLock) -> None:
         try:

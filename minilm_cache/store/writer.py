@@ -63,6 +63,7 @@ from minilm_cache.store.linking import (
 )
 from minilm_cache.store.preview import seal_with_preview
 from minilm_cache.store.ranges import ShardRanges, read_ranges
+from minilm_cache.store.ranks import forget_ranks
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.shards import encode_pcodec_shard
 
@@ -376,3 +377,4 @@ class CacheWriter:
             # Every shard is committed, so no process writes any more, and leftovers of kills can be removed.
             for leftover in (*(self.root / "locks").glob("[0-9]*.lock"), *self.root.rglob(f"*{PARTIAL}")):
                 leftover.unlink(missing_ok=True)
+            forget_ranks(self.root)

@@ -25,6 +25,7 @@ from minilm_cache.errors import (
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.store.ranks import forget_ranks
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
 from tests.support import World, save_teacher, write_corpus
@@ -210,6 +211,7 @@ class _Overtaken:
         if not self.overtaken:
             self.overtaken = True
             for rank in range(1, 4):
+                forget_ranks(self._path)  # each believes to be in a folder of its own
                 dump_cache(
                     self._world.config(rank=2 * rank, world_size=8), out=self._path, home=self._world.home
                 )

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import psutil
 import pytest
 
 from minilm_cache.cache import row_checker
+from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError, ShardBusyError
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store.merge import merge
+from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.verify import unsound_shards
 from tests.conftest import Command
 from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
@@ -78,6 +81,51 @@ def test_codecs_that_were_fitted_apart_are_not_mixed(world: World, monkeypatch: 
     assert manifest_of(one).files != manifest_of(other).files
     with pytest.raises(IdentityMismatchError, match="their codecs were fitted on each machine"):
         merge([one, other], world.root / "merged", progress=Silent(), should_stop=never_stop)
+
+
+def test_ranks_take_what_slow_killed_and_late_ranks_leave(world: World) -> None:
+    """Four ranks: one takes five times as long, one was killed after it had begun, one comes late."""
+    expected = arrays_of(world.dump("whole", shard_tokens=64).path)
+    out, written = world.root / "together", dict.fromkeys(range(3), 0)
+    config = world.config(shard_tokens=64, world_size=4)
+
+    def run(rank: int, delay_s: float, pause_s: float) -> None:
+        time.sleep(delay_s)
+
+        def pause() -> bool:
+            time.sleep(pause_s)
+            return False
+
+        own = config.with_changes(rank=rank)
+        written[rank] = dump_cache(own, out=out, home=world.home, should_stop=pause).shards_written
+
+    killed = config.with_changes(rank=3)
+    with pytest.raises(InterruptedRunError):
+        dump_cache(killed, out=out, home=world.home, should_stop=stop_after(2))
+    ranks = [
+        threading.Thread(target=run, args=arguments)
+        for arguments in ((0, 0.0, 0.05), (1, 0.0, 0.25), (2, 1.0, 0.05))
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+
+    assert arrays_of(out) == expected
+    num_shards = len(CacheReader(out).ranges)
+    assert sum(written.values()) >= num_shards - 2  # the killed rank had committed at most two
+    assert 0 < written[1] < written[0]
+    assert not list((out / "locks").glob("rank-*"))
+
+
+def test_a_rank_in_a_folder_of_its_own_writes_its_own_shards_alone(world: World) -> None:
+    one = world.dump("part0", rank=0, world_size=2).path
+    begun = Path(shutil.copytree(one, world.root / "part1"))
+    shutil.rmtree(begun / "commits")
+    world.dump("part1", rank=1, world_size=2)
+
+    assert sorted(CacheReader(one, partial=True).records) == [0, 2, 4]
+    assert sorted(CacheReader(begun, partial=True).records) == [1, 3, 5]
 
 
 def test_an_interrupted_merge_goes_on(world: World) -> None:
