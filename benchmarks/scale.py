@@ -2,15 +2,18 @@
 
     python -m benchmarks.scale --shards 1000 --shards 10000 --shards 100000
     python -m benchmarks.scale --part remote
+    python -m benchmarks.scale --part ranks
 
 Each cache is a small dump of `mini` whose first shard is listed again and again, with a commit record for
 each shard, and then sealed. Files exist only for the shards that are read: opening a cache looks at none.
-Part `remote` reads a cache from a folder that answers each request after 0.2 seconds.
+Part `remote` reads a cache from a folder that answers each request after 0.2 seconds. Part `ranks` dumps with
+eight ranks, which are threads here that wait before each shard: one is stopped, one slow, one late.
 """
 
 import argparse
 import io
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -18,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ import torch
 from benchmarks.report import read_result, write_result
 from minilm_cache import DumpConfig, TrainConfig, dump_cache, open_cache
 from minilm_cache.cache import Cache
+from minilm_cache.errors import InterruptedRunError
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.storage_schema.documents import CommitRecord, FileDigest
 from minilm_cache.storage_schema.identity import RelationKind
@@ -62,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--home", type=Path, default=Path("scale"))
     parser.add_argument("--shards", type=int, action="append", default=[])
-    parser.add_argument("--part", choices=["shards", "remote"], default="shards")
+    parser.add_argument("--part", choices=["shards", "remote", "ranks"], default="shards")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child is not None:
@@ -70,6 +74,9 @@ def main() -> None:
         return
     if given.part == "remote":
         _write(remote=_remote(given.home))
+        return
+    if given.part == "ranks":
+        _write(ranks=_ranks(given.home))
         return
     place = given.home / "dump"
     config = DumpConfig(teacher="mini", codec="topk", max_tokens=20_000, shard_tokens=SHARD_TOKENS)
@@ -84,7 +91,9 @@ def main() -> None:
 
 
 def _write(**parts: object) -> None:
-    earlier = {name: value for name, value in read_result("scale").items() if name in {"shards", "remote"}}
+    earlier = {
+        name: value for name, value in read_result("scale").items() if name in {"shards", "remote", "ranks"}
+    }
     write_result("scale", {**earlier, **parts})
 
 
@@ -332,6 +341,69 @@ def _epoch(place: Path, home: Path) -> dict[str, Any]:
             taken += consuming
     share = waited / (waited + taken)
     return {"requests": len(folder.requests), "buffers": num_buffers, "share_waiting": round(share, 4)}
+
+
+@dataclass
+class _Rank:
+    """A rank that waits before each batch, and notes when it began."""
+
+    number: int
+    pace_s: float = 0.5
+    late_s: float = 0.0
+    stops_after_s: float = math.inf
+    began: float = math.inf
+
+    def should_stop(self) -> bool:
+        self.began = min(self.began, time.time())
+        time.sleep(self.pace_s)
+        return time.time() - self.began > self.stops_after_s
+
+    def capacity(self, until: float) -> float:
+        """Return the shards that this rank can write until a time."""
+        return max(0.0, min(until - self.began, self.stops_after_s)) / self.pace_s
+
+
+def _ranks(home: Path) -> dict[str, Any]:
+    """Return how long eight uneven ranks take together, over what their speeds allow."""
+    config = DumpConfig(
+        teacher="mini", codec="topk", max_length=64, max_tokens=2**15, shard_tokens=128, batch_size=64
+    )
+    out, alone = home / "together", home / "one"
+    for folder in (out, alone):
+        shutil.rmtree(folder, ignore_errors=True)
+    dump_cache(config, out=alone, home=home)
+    ranks = [_Rank(number) for number in range(5)]
+    ranks += [_Rank(5, pace_s=2.5), _Rank(6, late_s=5.0), _Rank(7, stops_after_s=5.0)]
+
+    def dump(rank: _Rank) -> None:
+        time.sleep(rank.late_s)
+        own = config.with_changes(rank=rank.number, world_size=len(ranks))
+        with suppress(InterruptedRunError):
+            dump_cache(own, out=out, home=home, should_stop=rank.should_stop)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(dump, ranks))
+    num_shards = len(CacheReader(out).ranges)
+    began = min(rank.began for rank in ranks)
+    took = max(file.stat().st_mtime for file in (out / "commits").iterdir()) - began
+    moments = np.arange(0, took, 0.01)
+    ideal = next(t for t in moments if sum(rank.capacity(began + t) for rank in ranks) >= num_shards)
+    files = {file.relative_to(alone) for file in alone.rglob("*") if file.is_file()}
+    same = all(
+        (alone / file).read_bytes() == (out / file).read_bytes()
+        for file in files
+        if file.parts[0] not in {"commits", "locks"}
+    )
+    slowest = num_shards / len(ranks) * max(rank.pace_s for rank in ranks)
+    return {
+        "ranks": len(ranks),
+        "shards": num_shards,
+        "took_s": round(took, 2),
+        "ideal_s": round(float(ideal), 2),
+        "over_ideal": round(took / float(ideal), 3),
+        "fixed_shares_s": round(slowest, 2),
+        "as_one_rank": same,
+    }
 
 
 if __name__ == "__main__":

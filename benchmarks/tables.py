@@ -74,6 +74,59 @@ def many_epochs() -> str:
     return _table(head, rows)
 
 
+def many_shards() -> str:
+    """Return what opening and reading caches of many shards takes."""
+    rows = [
+        [
+            f"{row['shards']:,}",
+            f"{row['index_bytes'] / 1e6:,.1f} MB",
+            f"{row['open_s']:.3f} s",
+            f"{row['open_mib']:,.0f} MiB",
+            f"{row['info_s']:.1f} s ({row['info_of_a_small_cache_s']:.1f} s)",
+            f"{row['first_batch_s']:.2f} s",
+            f"{row['sequence_ms']:.2f} ms",
+            f"{row['plan_s']:.2f} s",
+            f"{row['seal_s']:,.1f} s",
+        ]
+        for row in _read("scale")["shards"]
+    ]
+    head = [
+        "shards",
+        "index",
+        "open",
+        "memory of that",
+        "`info` (of a small cache)",
+        "first batch of a training",
+    ]
+    return _table([*head, "what a sequence's shard is", "plan", "seal"], rows)
+
+
+def far_and_together() -> str:
+    """Return what reading from a slow store costs, and how long uneven ranks take together."""
+    result = _read("scale")
+    remote, ranks = result["remote"], result["ranks"]
+    rows = [
+        ["requests that open a cache in a store", f"{remote['requests_to_open']}"],
+        [
+            "16 shards, one thread over four threads",
+            f"{remote['threads_1_s']:.2f} s / {remote['threads_4_s']:.2f} s = {remote['ratio']:.2f}",
+        ],
+        [
+            "requests for the whole cache: two processes at once, one process",
+            f"{remote['requests_of_two_processes']}, {remote['requests_of_one_process']}",
+        ],
+        [
+            "an epoch for a consumer of a million tokens a second: share of its time that it waits",
+            f"{100 * remote['epoch']['share_waiting']:.1f} %",
+        ],
+        [
+            f"{ranks['ranks']} ranks, {ranks['shards']} shards, over what their speeds allow",
+            f"{ranks['took_s']:.1f} s / {ranks['ideal_s']:.1f} s = {ranks['over_ideal']:.2f}",
+        ],
+    ]
+    return _table(["", "measured"], rows)
+
+
 def steps() -> str:
     """Return tokens per second of training steps, and their ratios to other ways of training."""
     rows = []
@@ -330,6 +383,8 @@ def codecs() -> str:
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "students": students,
     "many_epochs": many_epochs,
+    "many_shards": many_shards,
+    "far_and_together": far_and_together,
     "steps": steps,
     "scores": scores,
     "objective_bytes": objective_bytes,

@@ -147,7 +147,7 @@ class World:
         return self.root / "home"
 
     def config(self, **changes: Any) -> DumpConfig:
-        """Return settings of a small dump: sequences of 32 tokens in shards of 256."""
+        """Return settings of a small dump: sequences of 32 tokens in shards of 256; resuming checks all."""
         settings: dict[str, Any] = {
             "teacher": str(self.teacher),
             "corpus": str(self.corpus),
@@ -155,6 +155,7 @@ class World:
             "shard_tokens": 256,
             "batch_size": 8,
             "device": "cpu",
+            "check": "full",
         }
         if changes.get("codec", "topk") == "topk":
             settings["k"] = 6

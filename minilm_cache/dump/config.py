@@ -190,6 +190,9 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings):
     """Number of this process, counted from 0: of 8 processes, number 2 writes shards 2, 10, 18 and so on."""
     world_size: Annotated[int, Field(ge=1, json_schema_extra=_DETECTED)] = 1
     """Number of processes that write this cache."""
+    check: Literal["sizes", "full"] = "sizes"
+    """What is checked of the shards that are there when a dump is resumed: the sizes of their files, or
+    every byte and row. Shards that do not pass are written again."""
 
     @property
     def needs_vectors(self) -> bool:

@@ -32,7 +32,7 @@ from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.preview import has_damaged_preview, seal_with_preview
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.verify import unsound_shards
+from minilm_cache.store.verify import shards_of_other_sizes, unsound_shards
 from minilm_cache.store.writer import CacheWriter
 
 
@@ -235,12 +235,17 @@ def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress
         writer.unseal()
     mine = range(config.rank, len(writer.ranges), config.world_size)
     committed = [shard for shard in mine if writer.is_committed(shard)]
-    for shard in _unsound(writer, committed, progress) if committed else ():
+    unsound = _unsound if config.check == "full" else _incomplete
+    for shard in unsound(writer, committed, progress) if committed else ():
         progress.note(f"shard {shard} is damaged and will be written again")
         with writer.claim(shard):
-            if _unsound(writer, [shard], Silent()):  # no other process has written it again
+            if unsound(writer, [shard], Silent()):  # no other process has written it again
                 writer.withdraw(shard)
     return [shard for shard in mine if not writer.is_committed(shard)]
+
+
+def _incomplete(writer: CacheWriter, shards: Sequence[int], _: Progress) -> list[int]:
+    return shards_of_other_sizes(writer.root, shards)
 
 
 def _unsound(writer: CacheWriter, shards: Sequence[int], progress: Progress) -> list[int]:

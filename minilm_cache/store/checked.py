@@ -14,8 +14,8 @@ from minilm_cache.store.fingerprint import xxh3
 from minilm_cache.store.layout import below
 
 READ_REMEDY: Final = (
-    "Run `minilm-cache verify --full` for the extent of the damage, then `minilm-cache dump --resume` "
-    "with the settings of the first dump to write damaged shards again, or fetch the cache again."
+    "Run `minilm-cache verify --full` for the extent of the damage, then the `minilm-cache dump` command of "
+    "this cache with `--check full` to write damaged shards again, or fetch the cache again."
 )
 """What helps where a file of a cache is damaged."""
 _MAX_VALUE_BYTES = 64

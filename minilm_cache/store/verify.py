@@ -133,6 +133,24 @@ def default_threads() -> int:
     return min(2 * (os.cpu_count() or 1), 8)
 
 
+def shards_of_other_sizes(root: Path, shards: Sequence[int]) -> list[int]:
+    """Return those of the given committed shards that have files of another size than was committed, or none.
+
+    Raises:
+        CacheCorruptError: a file outside the shards is damaged.
+    """
+    reader = CacheReader(root, partial=True)
+
+    def differs(number: int) -> bool:
+        try:
+            files = reader.records[number].files.items()
+            return any(_file_damage(below(root, path), digest, full=False) for path, digest in files)
+        except MiniLMCacheError:  # of the record, or a symbolic link
+            return True
+
+    return [number for number in shards if differs(number)]
+
+
 def unsound_shards(
     root: Path, *, shards: Sequence[int], progress: Progress, check_rows: CheckRows
 ) -> list[int]:

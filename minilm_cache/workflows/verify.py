@@ -54,7 +54,10 @@ class Verification:
         shards = self.shards_to_redo
         listed = ", ".join(map(str, shards[:_LISTED])) + (", ..." if len(shards) > _LISTED else "")
         redo = f", which writes shard {listed} again" if shards else ""
-        return f"Repeat the `minilm-cache dump` command of this cache{redo}, or fetch the cache again."
+        return (
+            f"Repeat the `minilm-cache dump` command of this cache with `--check full`{redo}, or fetch the "
+            "cache again."
+        )
 
 
 def verify_cache(

@@ -15,6 +15,7 @@ from minilm_cache import open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import (
+    CacheCorruptError,
     CacheIncompleteError,
     IdentityMismatchError,
     InterruptedRunError,
@@ -148,6 +149,21 @@ def test_repeating_a_dump_repairs_damaged_shards(world: World, damage: str) -> N
     result = world.dump()
 
     assert result.shards_written == 1
+    assert arrays_of(path) == expected
+
+
+def test_resuming_compares_sizes_unless_it_is_asked_for_more(world: World) -> None:
+    path = world.dump().path
+    expected = arrays_of(path)
+    flipped, short = path / "relations/value/weight/c/1/0/0", path / "relations/value/weight/c/2/0/0"
+    content = flipped.read_bytes()
+    flipped.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    short.write_bytes(short.read_bytes()[:-1])
+
+    assert world.dump(check="sizes").shards_written == 1
+    with pytest.raises(CacheCorruptError, match=r"c/1/0/0 is damaged.*--check full"):
+        open_cache(path).reader.shard(1)
+    assert world.dump(check="full").shards_written == 1
     assert arrays_of(path) == expected
 
 
