@@ -348,7 +348,7 @@ class _Rank:
     """A rank that waits before each batch, and notes when it began."""
 
     number: int
-    pace_s: float = 0.5
+    pace_s: float = 1.0
     late_s: float = 0.0
     stops_after_s: float = math.inf
     began: float = math.inf
@@ -373,7 +373,7 @@ def _ranks(home: Path) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
     dump_cache(config, out=alone, home=home)
     ranks = [_Rank(number) for number in range(5)]
-    ranks += [_Rank(5, pace_s=2.5), _Rank(6, late_s=5.0), _Rank(7, stops_after_s=5.0)]
+    ranks += [_Rank(5, pace_s=5.0), _Rank(6, late_s=10.0), _Rank(7, stops_after_s=10.0)]
 
     def dump(rank: _Rank) -> None:
         time.sleep(rank.late_s)

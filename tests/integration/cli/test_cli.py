@@ -340,7 +340,7 @@ def test_damaged_shards(world: World, command: Command, damage: str) -> None:
     command.fails(
         *("train", cache, "--arch", "1x32", "--steps", 50, "--batch-size", 4),
         code=1,
-        says=(str(file), "minilm-cache dump --resume"),
+        says=(str(file), "--check full"),
     )
     line = command.fails(
         *("verify", "--full", cache), code=3, says="relations/attention/gap/c/1/0/0 of shard 1"
