@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from filelock import FileLock
 
 from minilm_cache.dump.config import DumpConfig
-from minilm_cache.errors import ShardBusyError
+from minilm_cache.errors import InterruptedRunError, ShardBusyError
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.store.ranks import announce_rank, other_ranks
 from minilm_cache.store.writer import CacheWriter
+from minilm_cache.wording import counted
 
 _POLL_S = 0.5
 """Seconds between two looks at shards that other ranks are writing."""
@@ -59,6 +60,9 @@ class Claims:
         """Yield claims on shards that nobody writes, the last ones first, until every shard is committed.
 
         Yields none where no other rank has announced itself: then it has a folder of its own.
+
+        Raises:
+            InterruptedRunError: a stop was requested while other ranks wrote what was left.
         """
         if self.config.world_size == 1 or not other_ranks(self.writer.root, self.config.rank):
             return
@@ -73,9 +77,14 @@ class Claims:
                 yield claim
                 continue
             if self.should_stop():
-                return
+                raise InterruptedRunError(
+                    f"interrupted: other ranks are writing {counted(len(missing), 'shard')} of "
+                    f"{self.writer.root}, and this one has nothing left to write."
+                )
             if not waits:
-                self.progress.note(f"waiting for {len(missing)} shards that other ranks are writing")
+                self.progress.note(
+                    f"waiting for {counted(len(missing), 'shard')} that other ranks are writing"
+                )
                 waits = True
             time.sleep(_POLL_S)
 

@@ -187,7 +187,8 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of documents and of what codec `topk` draws."""
     rank: Annotated[int, Field(ge=0, json_schema_extra=_DETECTED)] = 0
-    """Number of this process, counted from 0: of 8 processes, number 2 writes shards 2, 10, 18 and so on."""
+    """Number of this process, counted from 0: of 8 processes, number 2 writes shards 2, 10, 18 and so on,
+    then those that other processes of the same folder have not begun."""
     world_size: Annotated[int, Field(ge=1, json_schema_extra=_DETECTED)] = 1
     """Number of processes that write this cache."""
     check: Literal["sizes", "full"] = "sizes"

@@ -12,18 +12,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 
 from minilm_cache.cache import row_checker
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError, ShardBusyError
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store.merge import merge
+from minilm_cache.store.ranks import announce_rank
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.verify import unsound_shards
 from tests.conftest import Command
 from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
 from tests.processes import CommandProcess
 from tests.support import World, dump_arguments, write_document
+from tests.unit.store.support import Recorder
 
 
 def parts_of(world: World, world_size: int = 2, **changes: object) -> list[Path]:
@@ -116,6 +119,23 @@ def test_ranks_take_what_slow_killed_and_late_ranks_leave(world: World) -> None:
     assert sum(written.values()) >= num_shards - 2  # the killed rank had committed at most two
     assert 0 < written[1] < written[0]
     assert not list((out / "locks").glob("rank-*"))
+
+
+def test_a_rank_waits_for_what_others_write_and_can_be_interrupted_then(world: World) -> None:
+    out = world.dump(rank=0, world_size=2).path
+    announce_rank(out, 1)
+    notes = Recorder()
+    with FileLock(out / "locks/00003.lock"), pytest.raises(InterruptedRunError, match="writing 1 shard of"):
+        dump_cache(
+            world.config(rank=0, world_size=2),
+            out=out,
+            home=world.home,
+            progress=notes,
+            should_stop=lambda: bool(notes.notes) and notes.notes[-1].startswith("waiting for 1 shard"),
+        )
+
+    assert sorted(CacheReader(out, partial=True).records) == [0, 1, 2, 4, 5]
+    assert world.dump(rank=0, world_size=2).manifest.complete
 
 
 def test_a_rank_in_a_folder_of_its_own_writes_its_own_shards_alone(world: World) -> None:
