@@ -47,6 +47,7 @@ from minilm_cache.store.index import RecordedShards, write_index
 from minilm_cache.store.layout import commit_path, sequences_path
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.ranges import ShardRanges
+from minilm_cache.store.ranges_table import encode_ranges
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.train.batches import BatchReader
@@ -137,7 +138,7 @@ def _begun(source: CacheReader, path: Path, ranges: ShardRanges) -> CacheManifes
             num_shards=len(ranges),
             shard_tokens=manifest.shard_tokens,
         ),
-        RANGES: ranges.to_parquet(),
+        RANGES: encode_ranges(ranges),
     }
     for name, content in contents.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -63,7 +63,7 @@ class ShardRange(StoredModel):
 
 
 class CommitRecord(StoredDocument):
-    """Record of a committed shard; a shard without one does not exist."""
+    """Record of a committed shard. Before a cache is complete, a shard without one does not exist."""
 
     format_version: Literal[1, 2] = FORMAT_VERSION
     fingerprint: Sha256

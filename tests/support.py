@@ -24,6 +24,7 @@ from minilm_cache.models.load import HEADS
 from minilm_cache.models.tap import Head
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.settings import validated
+from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.problems import Problem, problems_of
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.push import push
@@ -202,7 +203,8 @@ def change_record(cache: Path, shard: int, **changes: Any) -> None:
     pq.write_table(pa.Table.from_pylist(rows, table.schema), index)
     manifest = json.loads((cache / "manifest.json").read_text())
     manifest["files"]["index/shards.parquet"] = digest_bytes(index.read_bytes()).model_dump()
-    write_document(cache / "manifest.json", manifest)
+    named = CacheManifest.model_validate_json(json.dumps(manifest | {"checksum": None}))
+    (cache / "manifest.json").write_bytes(named.to_json())
 
 
 def dump_arguments(world: World, *more: object, k: int | None = 6) -> list[object]:

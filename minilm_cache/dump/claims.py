@@ -13,7 +13,7 @@ from filelock import FileLock
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InterruptedRunError, ShardBusyError
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.store.ranks import announce_rank, other_ranks
+from minilm_cache.store.ranks import announce_rank, announced_ranks
 from minilm_cache.store.writer import CacheWriter
 from minilm_cache.wording import counted
 
@@ -39,10 +39,11 @@ class Claims:
     should_stop: ShouldStop
 
     def own(self, shards: list[int]) -> Iterator[Claim]:
-        """Yield claims on those of this rank's shards that are not committed.
+        """Announce this rank to others, and yield claims on those of its shards that are not committed.
 
         Raises:
             ShardBusyError: another process holds one, and this rank is alone.
+            StorageError: the file system refused.
         """
         if self.config.world_size > 1:
             announce_rank(self.writer.root, self.config.rank)
@@ -57,36 +58,44 @@ class Claims:
                 yield claim
 
     def others(self) -> Iterator[Claim]:
-        """Yield claims on shards that nobody writes, the last ones first, until every shard is committed.
+        """Yield claims on what other ranks of this folder have not begun, until all of theirs is committed.
 
-        Yields none where no other rank has announced itself: then it has a folder of its own.
+        Their last shards come first. Shards of ranks that have not announced themselves here are left: those
+        ranks come later, or write into another folder.
 
         Raises:
             InterruptedRunError: a stop was requested while other ranks wrote what was left.
         """
-        if self.config.world_size == 1 or not other_ranks(self.writer.root, self.config.rank):
-            return
-        helps = waits = False
-        while missing := self.writer.missing_shards():
-            claim = next(filter(None, map(self._claim_if_free, reversed(missing))), None)
-            if claim is not None:
-                if not helps:
-                    num_tokens = int(self.writer.ranges.num_tokens[missing].sum())
-                    self.progress.start("dump for other ranks", num_tokens, "tokens")
-                    helps = True
-                yield claim
+        waits = False
+        while missing := self._left():
+            helps = False
+            for shard in reversed(missing):
+                claim = self._claim_if_free(shard)
+                if claim is not None:
+                    if not helps:
+                        num_tokens = int(self.writer.ranges.num_tokens[missing].sum())
+                        self.progress.start("dump for other ranks", num_tokens, "tokens")
+                        helps = True
+                    yield claim
+            if helps:
                 continue
+            left = counted(len(missing), "shard")
             if self.should_stop():
                 raise InterruptedRunError(
-                    f"interrupted: other ranks are writing {counted(len(missing), 'shard')} of "
-                    f"{self.writer.root}, and this one has nothing left to write."
+                    f"interrupted: other ranks are writing {left} of {self.writer.root}, and this one has "
+                    "nothing left to write."
                 )
             if not waits:
-                self.progress.note(
-                    f"waiting for {counted(len(missing), 'shard')} that other ranks are writing"
-                )
+                self.progress.note(f"waiting for {left} that other ranks are writing")
                 waits = True
             time.sleep(_POLL_S)
+
+    def _left(self) -> list[int]:
+        """Return the shards of this folder's ranks that are not committed."""
+        if self.config.world_size == 1:
+            return []
+        ranks = {self.config.rank, *announced_ranks(self.writer.root)}
+        return [shard for shard in self.writer.missing_shards() if shard % self.config.world_size in ranks]
 
     def _claim_if_free(self, shard: int) -> Claim | None:
         try:

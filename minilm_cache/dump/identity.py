@@ -42,6 +42,7 @@ from minilm_cache.store.layout import (
     shard_bytes,
 )
 from minilm_cache.store.ranges import ShardRanges
+from minilm_cache.store.ranges_table import encode_ranges
 from minilm_cache.wording import printable
 
 CALIBRATION_TOKENS = 2**15
@@ -230,7 +231,7 @@ def plan_manifest(
         )
     contents = {
         **zarr_documents(identity, calibration, num_shards=len(ranges), shard_tokens=shard_tokens),
-        RANGES: ranges.to_parquet(),
+        RANGES: encode_ranges(ranges),
         **attachments,
     }
     files = {path: digest_bytes(content) for path, content in contents.items()}

@@ -20,14 +20,16 @@ from minilm_cache.dump.preview import preview_table
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.dump.setup import ResolvedDump, resolve_dump
 from minilm_cache.dump.shards import ShardJob
+from minilm_cache.errors import CacheCorruptError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.identity import CacheIdentity
-from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest
+from minilm_cache.storage_schema.manifest import INDEX, TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.storage_schema.measured import Measured
 from minilm_cache.store.attach import attach
 from minilm_cache.store.catalogue import find_cache
 from minilm_cache.store.creation import creating
+from minilm_cache.store.index import committed_shards
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.preview import has_damaged_preview, seal_with_preview
 from minilm_cache.store.pull import pull
@@ -231,8 +233,7 @@ def _pull_if_there(
 def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress) -> list[int]:
     """Return the numbers of this rank's shards that are missing or damaged; damaged shards are withdrawn."""
     if writer.has_damaged_index:
-        progress.note("the index of this cache is damaged and is written again")
-        writer.unseal()
+        _unseal_by_records(writer, progress)
     mine = range(config.rank, len(writer.ranges), config.world_size)
     committed = [shard for shard in mine if writer.is_committed(shard)]
     unsound = _unsound if config.check == "full" else _incomplete
@@ -242,6 +243,21 @@ def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress
             if unsound(writer, [shard], Silent()):  # no other process has written it again
                 writer.withdraw(shard)
     return [shard for shard in mine if not writer.is_committed(shard)]
+
+
+def _unseal_by_records(writer: CacheWriter, progress: Progress) -> None:
+    """Make a cache whose index is damaged an unfinished one, whose shards are those with commit records.
+
+    Raises:
+        CacheCorruptError: it has no records, since it is a copy.
+    """
+    if not committed_shards(writer.root, len(writer.ranges)):
+        raise CacheCorruptError(
+            f"{writer.root / INDEX} is damaged, and a copy of a cache has no commit records to write it "
+            "from. Remove the folder and fetch the cache again, or choose another --out."
+        )
+    progress.note("the index of this cache is damaged and is written again")
+    writer.unseal()
 
 
 def _incomplete(writer: CacheWriter, shards: Sequence[int], _: Progress) -> list[int]:

@@ -51,11 +51,15 @@ class ShardJob:
         While a shard is written to disk, the teacher runs on the next one.
         """
         claims = Claims(writer=self.writer, config=self.config, progress=progress, should_stop=should_stop)
-        progress.start("dump", int(self.writer.ranges.num_tokens[shards].sum()), "tokens")
-        written = self._write_claimed(claims.own(shards), progress, should_stop)
-        return written + self._write_claimed(claims.others(), progress, should_stop)
+        left = int(self.writer.ranges.num_tokens[shards].sum())
+        progress.start("dump", left, "tokens")
+        written = self._write_claimed(claims.own(shards), progress, should_stop=should_stop, left=left)
+        return written + self._write_claimed(claims.others(), progress, should_stop=should_stop, left=0)
 
-    def _write_claimed(self, claims: Iterator[Claim], progress: Progress, should_stop: ShouldStop) -> int:
+    def _write_claimed(
+        self, claims: Iterator[Claim], progress: Progress, *, should_stop: ShouldStop, left: int
+    ) -> int:
+        """Write claimed shards, of `left` tokens together, and return how many they are."""
         written = 0
         pending: Future[None] | None = None
         with ThreadPoolExecutor(max_workers=1) as disk:
@@ -71,22 +75,21 @@ class ShardJob:
                     claim.lock.release()
                     raise self._interrupted()
                 rows, table = encoded
-                pending = disk.submit(self._write, claim.shard, rows, table=table, lock=claim.lock)
+                left = max(0, left - self.writer.ranges[claim.shard].num_tokens)
+                pending = disk.submit(self._write, claim.shard, rows, table=table, lock=claim.lock, left=left)
                 written += 1
             if pending is not None:
                 pending.result()
         return written
 
-    def _write(self, shard: int, rows: _Rows, *, table: pa.Table, lock: FileLock) -> None:
+    def _write(self, shard: int, rows: _Rows, *, table: pa.Table, lock: FileLock, left: int) -> None:
+        """Write a shard, and check that the disk has room for `left` tokens more."""
         try:
             written = self.writer.write_shard(shard, rows, table=table, rank=self.config.rank)
         finally:
             lock.release()
-        ranges = self.writer.ranges
         # Shards of other ranks are not counted: they may have disks of their own.
-        own = range(self.config.rank, len(ranges), self.config.world_size)
-        left = int(ranges.num_tokens[[n for n in self.writer.missing_shards() if n in own]].sum())
-        expected = round(written / ranges[shard].num_tokens * left)
+        expected = round(written / self.writer.ranges[shard].num_tokens * left)
         refuse_full_disk(self.writer.root, expected, "dump the shards that are left into")
 
     def _interrupted(self) -> InterruptedRunError:

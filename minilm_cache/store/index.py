@@ -31,7 +31,14 @@ from minilm_cache.storage_schema.documents import (
 from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, CacheManifest
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.checked import READ_REMEDY, not_a_table, open_table, read_checked
-from minilm_cache.store.durable import create_file, new_file, read_bounded, storage_errors, write_file
+from minilm_cache.store.durable import (
+    create_file,
+    new_file,
+    read_bounded,
+    storage_errors,
+    sync_directories,
+    write_file,
+)
 from minilm_cache.store.fingerprint import digest_file
 from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path, shard_files
 from minilm_cache.store.ranges import ShardRanges
@@ -147,7 +154,7 @@ class IndexedShards(CommittedShards):
         allowed = range(num_shards, num_shards + 1)
         self._file = open_table(content, _columns(manifest), num_rows=allowed, where=self._where)
         sizes = [self._file.metadata.row_group(n).num_rows for n in range(self._file.num_row_groups)]
-        if any(size != _GROUP_SHARDS for size in sizes[:-1]):
+        if any(size != _GROUP_SHARDS for size in sizes[:-1]) or sizes[-1] > _GROUP_SHARDS:
             raise CacheCorruptError(f"{self._where} has other row groups than the format. {READ_REMEDY}")
         self.numbers = range(num_shards)
         self._lock = Lock()
@@ -306,22 +313,32 @@ def unseal(root: Path, manifest: CacheManifest, ranges: ShardRanges, *, without:
     """
     if INDEX not in manifest.files:
         return manifest
-    with suppress(CacheCorruptError):
-        indexed = IndexedShards(root, manifest, len(ranges))
-        recorded = RecordedShards(root, manifest, ranges)
-        for number, shard in indexed.items():
-            with suppress(KeyError, CacheCorruptError):
-                if recorded[number] == shard:
-                    continue
-            below(root, commit_path(number)).unlink(missing_ok=True)
-            if number != without:
-                commit(root, manifest, shard, part=ranges[number], number=number)
+    with storage_errors("write", root):
+        _write_records(root, manifest, ranges, without=without)
     files = {path: digest for path, digest in manifest.files.items() if path not in {INDEX, PREVIEW}}
     changes = {"complete": False, "measured": None, "files": files}
     unfinished = manifest.model_copy(update=changes)
     with storage_errors("write", root):
         write_file(root / MANIFEST, unfinished.to_json())
     return unfinished
+
+
+def _write_records(root: Path, manifest: CacheManifest, ranges: ShardRanges, *, without: int | None) -> None:
+    """Write the commit records that are missing or damaged from the index, if that is sound."""
+    try:
+        indexed = IndexedShards(root, manifest, len(ranges))
+    except CacheCorruptError:
+        return
+    recorded = RecordedShards(root, manifest, ranges)
+    below(root, COMMITS).mkdir(exist_ok=True)
+    for number, shard in indexed.items():
+        with suppress(KeyError, CacheCorruptError):
+            if recorded[number] == shard and number != without:
+                continue
+        below(root, commit_path(number)).unlink(missing_ok=True)
+        if number != without:
+            commit(root, manifest, shard, part=ranges[number], number=number)
+    sync_directories([below(root, COMMITS)])
 
 
 def write_index(root: Path, manifest: CacheManifest, shards: CommittedShards) -> FileDigest:

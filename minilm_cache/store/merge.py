@@ -7,7 +7,7 @@ from pathlib import Path
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.storage_schema.documents import FileDigest
-from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, RANGES
+from minilm_cache.storage_schema.manifest import INDEX, PREVIEW
 from minilm_cache.store.creation import differing_fields
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
@@ -45,9 +45,7 @@ def merge(parts: Sequence[Path], out: Path, *, progress: Progress, should_stop: 
     owners = _owners(readers)
     first = readers[0]
     files = _begun_with(first)
-    attachments = {
-        path: first.attachment(path) for path in files if path != RANGES and not path.endswith("zarr.json")
-    }
+    attachments = {path: first.attachment(path) for path in files if not path.endswith("zarr.json")}
     changes = {"complete": False, "measured": None, "files": files}
     manifest = first.manifest.model_copy(update=changes)
     writer = CacheWriter(out, manifest, ranges=first.ranges, attachments=attachments)
@@ -75,6 +73,10 @@ def _check_same(first: CacheReader, second: CacheReader) -> None:
         raise IdentityMismatchError(
             f"{second.root} and {first.root} are not parts of one cache: they differ in "
             f"{', '.join(differing)}."
+        )
+    if second.manifest.format_version != first.manifest.format_version:
+        raise IdentityMismatchError(
+            f"{second.root} and {first.root} are of different formats. Dump all parts with one release."
         )
     if _begun_with(second) != _begun_with(first):
         raise IdentityMismatchError(

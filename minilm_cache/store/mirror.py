@@ -8,13 +8,13 @@ import os
 import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from filelock import FileLock, Timeout
 
-from minilm_cache.errors import CacheCorruptError
+from minilm_cache.errors import CacheCorruptError, StorageError
 from minilm_cache.progress import never_stop
 from minilm_cache.store.catalogue import named_manifest
 from minilm_cache.store.checked import READ_REMEDY
@@ -65,8 +65,8 @@ class MirrorReader(CacheReader):
         self._max_bytes = max_bytes
         self._room = 0
         """Bytes that may still be fetched before what is kept has to be counted."""
-        self._requests = ThreadPoolExecutor(_REQUESTS)
         super().__init__(folder)
+        self._requests = ThreadPoolExecutor(_REQUESTS)
 
     def _check_metadata(self) -> None:
         """Compare the metadata that the manifest implies with its digests; no file is needed for that."""
@@ -124,39 +124,56 @@ class MirrorReader(CacheReader):
         self._room -= _SHARERS * fetched
         if self._room > 0:
             return
-        with suppress(Timeout), FileLock(below(self.root, _EVICTION_LOCK), timeout=0):
+        lock = _lock_if_free(below(self.root, _EVICTION_LOCK))
+        if lock is None:  # another process is at it
+            return
+        try:
             kept = sorted(self._kept())
             total = sum(size for _, _, size in kept)
             for _, number, size in kept:
                 if total > self._max_bytes and self._remove(number):
                     total -= size
             self._room = self._max_bytes - total
+        finally:
+            lock.release()
 
     def _kept(self) -> list[tuple[int, int, int]]:
         """Return time of last use (nanoseconds), number and bytes of every shard that is on this machine."""
         kept = []
         with storage_errors("list", self.root):
-            for lock in below(self.root, LOCKS).glob("[0-9]*.lock"):
-                used_at = lock.stat().st_mtime_ns
-                files = (below(self.root, path) for path in shard_files(self.manifest, int(lock.stem)))
-                size = sum(file.stat().st_size for file in files if file.is_file()) if used_at else 0
+            locks = {int(lock.stem): lock for lock in below(self.root, LOCKS).glob("[0-9]*.lock")}
+            tables = below(self.root, sequences_path(0)).parent.glob("part-*.parquet")
+            # An earlier release kept shards without a lock each.
+            for number in locks.keys() | {int(table.stem.removeprefix("part-")) for table in tables}:
+                used_at = locks[number].stat().st_mtime_ns if number in locks else 0
+                files = (below(self.root, path) for path in shard_files(self.manifest, number))
+                size = sum(file.stat().st_size for file in files if file.is_file())
                 if size:
-                    kept.append((used_at, int(lock.stem), size))
+                    kept.append((used_at, number, size))
         return kept
 
     def _remove(self, number: int) -> bool:
         """Remove a shard unless it is in use, and return whether it was removed."""
         path = below(self.root, lock_path(number))
-        lock = FileLock(path, timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
+        lock = _lock_if_free(path)
+        if lock is None:
             return False
         try:
             with storage_errors("remove", path):
                 for file in shard_files(self.manifest, number):
                     below(self.root, file).unlink(missing_ok=True)
-                os.utime(path, ns=(0, 0))  # so that nobody looks for its files
         finally:
             lock.release()
         return True
+
+
+def _lock_if_free(path: Path) -> FileLock | None:
+    """Acquire and return a lock. None means that somebody holds it."""
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        return None
+    except OSError as error:
+        raise StorageError(f"cannot lock {path}: {error.strerror}. Check the disk.") from error
+    return lock

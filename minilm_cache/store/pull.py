@@ -32,7 +32,8 @@ from minilm_cache.store.durable import (
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.index import CommittedShards, open_shards, parse_record, refuse_large_index
 from minilm_cache.store.layout import CARD, MANIFEST, below, commit_path
-from minilm_cache.store.ranges import ShardRanges, read_ranges
+from minilm_cache.store.ranges import ShardRanges
+from minilm_cache.store.ranges_table import read_ranges
 from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.transfer import TransferResult, for_each, num_bytes

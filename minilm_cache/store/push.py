@@ -7,7 +7,12 @@ of format 1 has no index; the commit record of a shard is sent before its files,
 
 from pathlib import Path
 
-from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, MiniLMCacheError
+from minilm_cache.errors import (
+    CacheCorruptError,
+    CacheIncompleteError,
+    CacheNotFoundError,
+    IdentityMismatchError,
+)
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, CommitRecord, FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, CacheManifest
@@ -73,7 +78,7 @@ def push(
 def _complete_manifest(target: RemoteFolder) -> CacheManifest | None:
     try:
         return remote_manifest(target)
-    except MiniLMCacheError:
+    except (CacheNotFoundError, CacheIncompleteError, CacheCorruptError):
         return None
 
 
@@ -96,6 +101,9 @@ class _Sender:
         Raises:
             IdentityMismatchError: the store holds another dump there.
         """
+        others_claim = commit_path(0) if INDEX in self._reader.manifest.files else INDEX
+        if existing is None and others_claim in self._sizes:
+            raise self._other_dump()
         if INDEX not in self._reader.manifest.files:
             if existing is not None and INDEX in existing.files:
                 raise self._other_dump()

@@ -1,20 +1,11 @@
-"""Which sequences each shard holds: a table of its own, since a large cache has many shards."""
+"""Which sequences each shard holds, as arrays, since a large cache has many shards."""
 
-import io
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from minilm_cache.errors import CacheCorruptError
-from minilm_cache.storage_schema.documents import MAX_SHARDS, ShardRange
-from minilm_cache.storage_schema.manifest import RANGES, CacheManifest
-from minilm_cache.store.checked import READ_REMEDY, not_a_table, open_table, read_checked
-
-_COLUMNS = {"num_sequences": pa.int64(), "num_tokens": pa.int64()}
+from minilm_cache.storage_schema.documents import ShardRange
 
 
 class ShardRanges:
@@ -75,47 +66,3 @@ class ShardRanges:
     def shard_of(self, sequence: int) -> int:
         """Return the number of the shard that holds a sequence."""
         return int(np.searchsorted(self.first_sequences, sequence, side="right")) - 1
-
-    def to_parquet(self) -> bytes:
-        """Return the table as it is stored: a row per shard, in order."""
-        table = pa.table({name: getattr(self, name) for name in _COLUMNS}, schema=pa.schema(_COLUMNS.items()))
-        buffer = io.BytesIO()
-        pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
-        return buffer.getvalue()
-
-
-def read_ranges(root: Path, manifest: CacheManifest) -> ShardRanges:
-    """Read which sequences each shard of a cache holds.
-
-    Raises:
-        CacheCorruptError: the table is damaged, or its shards are not those of the manifest.
-    """
-    if manifest.shards:
-        sequences = np.asarray([shard.num_sequences for shard in manifest.shards], dtype=np.int64)
-        tokens = np.asarray([shard.num_tokens for shard in manifest.shards], dtype=np.int64)
-        return ShardRanges(sequences, tokens)
-    content = read_checked(root, RANGES, manifest.files.get(RANGES))
-    allowed = range(1, min(manifest.num_sequences, MAX_SHARDS) + 1)
-    file = open_table(content, _COLUMNS, num_rows=allowed, where=root / RANGES)
-    try:
-        table = file.read()
-    except (pa.ArrowException, OSError) as error:
-        raise not_a_table(root / RANGES, error) from error
-    if any(column.null_count for column in table.columns):
-        raise CacheCorruptError(f"{root / RANGES} leaves out numbers. {READ_REMEDY}")
-    ranges = ShardRanges(*(column.to_numpy() for column in table.columns))
-    _check(ranges, manifest, root / RANGES)
-    return ranges
-
-
-def _check(ranges: ShardRanges, manifest: CacheManifest, where: Path) -> None:
-    sequences, tokens = ranges.num_sequences, ranges.num_tokens
-    fits = (
-        bool((sequences >= 1).all() and (sequences <= tokens).all())
-        and int(tokens.max()) <= manifest.shard_tokens
-        # Neither sum can overflow: tokens are at most 2**26 in each of at most 2**24 shards.
-        and int(sequences.sum()) == manifest.num_sequences
-        and int(tokens.sum()) == manifest.num_tokens
-    )
-    if not fits:
-        raise CacheCorruptError(f"{where} does not describe the shards of the manifest. {READ_REMEDY}")

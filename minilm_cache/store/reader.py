@@ -28,7 +28,7 @@ from minilm_cache.store.durable import read_bounded
 from minilm_cache.store.folders import described_otherwise
 from minilm_cache.store.index import CommittedShard, committed_shards, open_shards
 from minilm_cache.store.layout import MANIFEST, MAX_SHARD_BYTES, commit_path, sequences_path, shard_bytes
-from minilm_cache.store.ranges import read_ranges
+from minilm_cache.store.ranges_table import read_ranges
 from minilm_cache.store.shards import decode_shard
 
 

@@ -1,8 +1,8 @@
 """Functions that push and pull share.
 
-Every file is bound by hashes: a pull checks each file against the commit records, and the records against
-the manifest, as a reader does. In both directions the manifest is copied last, so that an unfinished copy is
-never mistaken for a cache. Files that have arrived are not copied again.
+Every file is bound by hashes: a pull checks each file against the index (in format 1, the commit records),
+and that against the manifest, as a reader does. In both directions the manifest is copied last, so that an
+unfinished copy is never mistaken for a cache. Files that have arrived are not copied again.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
 """Verify a cache without a model: compare its files with what was committed.
 
-`quick` checks the manifest, the metadata, every commit record and the size of every file. `full` also
-compares every file's SHA-256, decodes every array (which checks the crc32c of each chunk), compares the
-token ids with the hash in the record and checks the sequence tables.
+`quick` checks the manifest, the metadata, the index (or every commit record) and the size of every file.
+`full` also compares every file's SHA-256, decodes every array (which checks the crc32c of each chunk),
+compares the token ids with the hash that was committed and checks the sequence tables.
 """
 
 import os
@@ -20,7 +20,7 @@ from minilm_cache.storage_schema.manifest import INDEX, RANGES, CacheManifest
 from minilm_cache.store.fingerprint import sha256_file, xxh3
 from minilm_cache.store.index import open_shards
 from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path
-from minilm_cache.store.ranges import read_ranges
+from minilm_cache.store.ranges_table import read_ranges
 from minilm_cache.store.reader import CacheReader, Shard, read_manifest
 
 CheckRows = Callable[[CacheReader], Callable[[Shard], None]]

@@ -1,4 +1,4 @@
-"""Write a cache: its identity first, then shard by shard. A shard exists once its commit record does.
+"""Write a cache: its identity first, then shard by shard, and an index of all shards at the end.
 
 Order of writes for a shard: array files and sequence table, fsync of files and directories, then the record,
 which is created only if it does not exist yet. All files of a shard come from one attempt; files that an
@@ -62,7 +62,8 @@ from minilm_cache.store.linking import (
     tokens_hash,
 )
 from minilm_cache.store.preview import seal_with_preview
-from minilm_cache.store.ranges import ShardRanges, read_ranges
+from minilm_cache.store.ranges import ShardRanges
+from minilm_cache.store.ranges_table import encode_ranges, read_ranges
 from minilm_cache.store.ranks import forget_ranks
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.shards import encode_pcodec_shard
@@ -117,7 +118,7 @@ class CacheWriter:
             for path, content in (metadata | dict(attachments)).items():
                 self._put(path, content)
             if RANGES in self.manifest.files and is_damaged(root, self.manifest, RANGES):
-                self._put(RANGES, ranges.to_parquet())
+                self._put(RANGES, encode_ranges(ranges))
             with zarr.config.set({"array.write_empty_chunks": True}):
                 self._arrays = {
                     spec.path: zarr.open_array(str(root), path=spec.path, mode="r+", zarr_format=3)
@@ -158,7 +159,8 @@ class CacheWriter:
         if digest_bytes(content) != expected:
             raise IdentityMismatchError(
                 f"{path} of {self.root} would differ from the one that its manifest names. "
-                "Use the release of minilm-cache and transformers that began this dump, or another --out."
+                "Use the releases of minilm-cache, transformers and pyarrow that began this dump, or another "
+                "--out."
             )
         if not (target.is_file() and digest_bytes(target.read_bytes()) == expected):
             write_file(target, content)
@@ -205,8 +207,9 @@ class CacheWriter:
         self.unseal(without=shard)
         path = below(self.root, commit_path(shard))
         with storage_errors("remove", path):
-            path.unlink(missing_ok=True)
-            sync_directories([path.parent])
+            if path.parent.is_dir():
+                path.unlink(missing_ok=True)
+                sync_directories([path.parent])
 
     def unseal(self, without: int | None = None) -> None:
         """Make a complete cache an unfinished one again, so that damaged shards can be written anew.
@@ -282,7 +285,10 @@ class CacheWriter:
             StorageError: the file system refused; the shard is not committed.
         """
         if self.is_committed(shard):
-            raise ShardBusyError(f"shard {shard} of {self.root} was committed meanwhile by another process.")
+            raise ShardBusyError(
+                f"shard {shard} of {self.root} was committed meanwhile by another process. Run the same "
+                "command again."
+            )
         copied = reader.records[shard]
         with storage_errors("write", self.root):
             for path, expected in copied.files.items():

@@ -9,13 +9,14 @@ and the numbers of times that two training sequences have been seen differ by on
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.ranges import ShardRanges
-from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.config import TrainConfig
 
 _POOL_BATCHES = 32
@@ -190,7 +191,20 @@ def check_parts(config: TrainConfig, num_ranks: int = 1) -> None:
         )
 
 
-def plan_steps(config: TrainConfig, reader: CacheReader, *, num_ranks: int = 1, rank: int = 0) -> StepPlan:
+@runtime_checkable
+class Planned(Protocol):
+    """What a plan needs of the reader of a cache."""
+
+    @property
+    def manifest(self) -> CacheManifest:
+        """The manifest of the cache."""
+
+    @property
+    def ranges(self) -> ShardRanges:
+        """Sequences and tokens of each shard."""
+
+
+def plan_steps(config: TrainConfig, reader: Planned, *, num_ranks: int = 1, rank: int = 0) -> StepPlan:
     """Return what process `rank` of `num_ranks` takes at each step.
 
     Raises:

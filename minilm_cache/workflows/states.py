@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from minilm_cache.errors import CacheCorruptError
 from minilm_cache.store.index import committed_shards
 from minilm_cache.store.layout import MANIFEST
-from minilm_cache.store.ranges import read_ranges
+from minilm_cache.store.ranges_table import read_ranges
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.folder import is_run
 from minilm_cache.train.record import load_record
@@ -24,7 +25,10 @@ def cache_state(path: Path) -> str:
     manifest = read_manifest(path)
     if manifest.complete:
         return COMPLETE
-    num_shards = len(read_ranges(path, manifest))
+    try:
+        num_shards = len(read_ranges(path, manifest))
+    except CacheCorruptError:  # the dump was killed before it wrote them, and writes them when it resumes
+        return "unfinished"
     return f"unfinished: {len(committed_shards(path, num_shards))} of {num_shards} shards"
 
 

@@ -24,14 +24,16 @@ from minilm_cache.errors import (
     ShardBusyError,
     StorageError,
 )
+from minilm_cache.progress import Silent, never_stop
 from minilm_cache.storage_schema.identity import DenseParameters, TopKParameters, VectorsParameters
 from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
 from minilm_cache.train.config import TrainConfig
 from tests.conftest import Command
 from tests.integration.dump.test_dump import arrays_of, manifest_of, stop_after
-from tests.support import World, change_record, save_teacher, write_corpus
+from tests.support import World, change_record, pushed, save_teacher, write_corpus
 from tests.unit.store.support import keep_shards
 
 KINDS = {
@@ -352,3 +354,28 @@ def varint(number: int) -> bytes:
         coded.append(number & 0x7F | 0x80)
         number >>= 7
     return bytes([*coded, number])
+
+
+def test_a_copy_whose_index_is_damaged_is_not_dumped_anew_unasked(world: World, command: Command) -> None:
+    """Without records, nothing says which of its shards are sound."""
+    world.dump()
+    url = pushed(world, str(world.root / "store"))
+    copy = pull(url, world.root / "copy", progress=Silent(), should_stop=never_stop).place
+    before = arrays_of(Path(copy))
+    flip(Path(copy, "index/shards.parquet"), 0.5)
+    with pytest.raises(CacheCorruptError, match=r"index/shards\.parquet is damaged.*fetch the cache again"):
+        world.dump("copy")
+    after = arrays_of(Path(copy))
+
+    assert {path for path in before if after[path] != before[path]} == {"index/shards.parquet"}
+
+
+@pytest.mark.parametrize("damage", ["shard", "table"])
+def test_a_copy_with_a_damaged_shard_is_repaired_by_a_dump(world: World, damage: str) -> None:
+    expected = arrays_of(world.dump().path)
+    url = pushed(world, str(world.root / "store"))
+    copy = Path(pull(url, world.root / "copy", progress=Silent(), should_stop=never_stop).place)
+    flip(copy / ("tokens/c/2" if damage == "shard" else "sequences/part-00002.parquet"), 0.5)
+    assert world.dump("copy").shards_written == 1
+    assert arrays_of(copy) == expected
+    assert len(list((copy / "commits").iterdir())) == 6

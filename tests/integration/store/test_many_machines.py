@@ -125,27 +125,36 @@ def test_a_rank_waits_for_what_others_write_and_can_be_interrupted_then(world: W
     out = world.dump(rank=0, world_size=2).path
     announce_rank(out, 1)
     notes = Recorder()
-    with FileLock(out / "locks/00003.lock"), pytest.raises(InterruptedRunError, match="writing 1 shard of"):
+    with (
+        FileLock(out / "locks/00003.lock"),
+        pytest.raises(InterruptedRunError, match="other ranks are writing"),
+    ):
         dump_cache(
             world.config(rank=0, world_size=2),
             out=out,
             home=world.home,
             progress=notes,
-            should_stop=lambda: bool(notes.notes) and notes.notes[-1].startswith("waiting for 1 shard"),
+            should_stop=lambda: bool(notes.notes) and notes.notes[-1].startswith("waiting for"),
         )
 
     assert sorted(CacheReader(out, partial=True).records) == [0, 1, 2, 4, 5]
     assert world.dump(rank=0, world_size=2).manifest.complete
 
 
-def test_a_rank_in_a_folder_of_its_own_writes_its_own_shards_alone(world: World) -> None:
-    one = world.dump("part0", rank=0, world_size=2).path
-    begun = Path(shutil.copytree(one, world.root / "part1"))
+def test_ranks_help_those_of_their_own_folder_alone(world: World) -> None:
+    """Two machines, of which one began with a copy of the other's folder: each has two of four ranks."""
+    one = world.dump("one", rank=0, world_size=4).path
+    begun = Path(shutil.copytree(one, world.root / "two"))
     shutil.rmtree(begun / "commits")
-    world.dump("part1", rank=1, world_size=2)
+    announce_rank(one, 1)  # killed before its first shard
+    world.dump("one", rank=0, world_size=4)
+    announce_rank(begun, 3)
+    world.dump("two", rank=2, world_size=4)
 
-    assert sorted(CacheReader(one, partial=True).records) == [0, 2, 4]
-    assert sorted(CacheReader(begun, partial=True).records) == [1, 3, 5]
+    assert sorted(CacheReader(one, partial=True).records) == [0, 1, 4, 5]
+    assert sorted(CacheReader(begun, partial=True).records) == [2, 3]
+    merged = merge([one, begun], world.root / "merged", progress=Silent(), should_stop=never_stop)
+    assert merged.shards_missing == 0
 
 
 def test_an_interrupted_merge_goes_on(world: World) -> None:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import zarr
 
 from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, RANGES, CacheManifest
-from minilm_cache.store.ranges import read_ranges
+from minilm_cache.store.ranges_table import read_ranges
 from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.writer import CacheWriter
 

@@ -168,6 +168,18 @@ def test_an_index_that_lies_is_refused_whatever_its_digest(cache: Path, lie: str
         CacheReader(cache).shard(0)
 
 
+def test_an_index_in_one_row_group_is_not_read_at_once(complete: Path, tmp_path: Path) -> None:
+    """Equal values are few bytes of Parquet: all rows together could take thousands of times as much."""
+    reader = CacheReader(complete)
+    write_index(tmp_path, reader.manifest, Made(reader, 1025))
+    content = rewritten(pq.read_table(tmp_path / INDEX), row_group_size=2000)
+    (tmp_path / INDEX).write_bytes(content)
+    manifest = reader.manifest.model_copy(update={"files": {INDEX: digest_bytes(content)}})
+    ones = np.ones(1025, np.int64)
+    with pytest.raises(CacheCorruptError, match="other row groups"):
+        open_shards(tmp_path, manifest, ShardRanges(ones, ones))
+
+
 def test_an_index_that_claims_more_than_it_can_need_is_not_read(cache: Path) -> None:
     manifest = json.loads((cache / "manifest.json").read_text())
     manifest["files"][INDEX]["size"] = 2**39
