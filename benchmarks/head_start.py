@@ -36,11 +36,11 @@ from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import LogLine
 
 SHAPES = ("2x96", "3x192", "4x192", "6x192", "3x384", "4x312:ff1200", "3x384:e128")
-TWO = ("3x192", "3x384")
-"""Shapes that also begin with embeddings alone."""
+FINE_TUNED = ("3x192", "3x384")
+"""Shapes that are fine-tuned."""
 FULL_WIDTH = ("3x384",)
 """Shapes that can begin with whole layers of the teacher, width 384."""
-STARTS = {"random": SHAPES, "embeddings": TWO, "teacher-layers": FULL_WIDTH, "slice": SHAPES}
+STARTS = {"random": SHAPES, "embeddings": SHAPES, "teacher-layers": FULL_WIDTH, "slice": SHAPES}
 RECIPES: dict[str, Recipe] = {
     "all of it": Recipe(),
     "values: directions of the output": Recipe(keeps_values=False),
@@ -193,7 +193,7 @@ def _tasks(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Return scores of students of relations, fine-tuned on 2,000 examples, by start."""
     folders = []
     for start in ("random", "slice"):
-        for shape in TWO:  # folders of names that tell them apart in tables
+        for shape in FINE_TUNED:  # folders of names that tell them apart in tables
             folder = given.home / "models" / f"{start}-{shape}"
             student = given.home / "runs" / f"{start}-{given.steps}-0" / "students" / shape
             shutil.copytree(student, folder, dirs_exist_ok=True)
