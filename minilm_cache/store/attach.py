@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.card import cache_card
-from minilm_cache.store.checked import read_checked
+from minilm_cache.store.checked import is_sound
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import CARD, MANIFEST, below
@@ -39,8 +38,4 @@ def attach(root: Path, manifest: CacheManifest, *, path: str, content: bytes) ->
 
 def is_damaged(root: Path, manifest: CacheManifest, path: str) -> bool:
     """Return whether a file that a manifest names is missing or damaged."""
-    try:
-        read_checked(root, path, manifest.files[path])
-    except CacheCorruptError:
-        return True
-    return False
+    return not is_sound(root, path, manifest.files[path])

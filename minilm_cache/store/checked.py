@@ -45,6 +45,15 @@ def read_checked(root: Path, path: str, expected: FileDigest | None) -> bytes:
     return content
 
 
+def is_sound(root: Path, path: str, expected: FileDigest | None) -> bool:
+    """Return whether a file is there as it was committed; see `read_checked`."""
+    try:
+        read_checked(root, path, expected)
+    except CacheCorruptError:
+        return False
+    return True
+
+
 def open_table(
     content: bytes, types: Mapping[str, pa.DataType], *, num_rows: range, where: Path
 ) -> pq.ParquetFile:

@@ -77,6 +77,22 @@ def wait_for(lock: FileLock, should_stop: ShouldStop, interrupted: str) -> None:
                 raise InterruptedRunError(interrupted) from None
 
 
+def lock_if_free(path: Path) -> FileLock | None:
+    """Acquire and return a lock, which any thread may release. None means that somebody holds it.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    lock = FileLock(path, timeout=0, thread_local=False)
+    with storage_errors("lock", path):
+        path.parent.mkdir(exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            return None
+    return lock
+
+
 def sync_directories(paths: Iterable[Path]) -> None:
     """Flush the entries of directories to disk."""
     for path in sorted(set(paths)):

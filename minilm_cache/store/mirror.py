@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
-from minilm_cache.errors import CacheCorruptError, StorageError
+from minilm_cache.errors import CacheCorruptError
 from minilm_cache.progress import never_stop
 from minilm_cache.store.catalogue import named_manifest
 from minilm_cache.store.checked import READ_REMEDY
-from minilm_cache.store.durable import storage_errors
+from minilm_cache.store.durable import lock_if_free, storage_errors
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import LOCKS, MANIFEST, below, lock_path, sequences_path, shard_files
 from minilm_cache.store.pull import Fetcher
@@ -60,7 +60,7 @@ class MirrorReader(CacheReader):
         manifest = named_manifest(source)
         folder = home / "mirrors" / manifest.fingerprint
         self._fetcher = Fetcher(source, folder, manifest, durable=False)
-        self._fetcher.shards(never_stop)
+        self._fetcher.tables(never_stop)
         self._fetcher.write(MANIFEST, manifest.to_json())
         self._max_bytes = max_bytes
         self._room = 0
@@ -124,7 +124,7 @@ class MirrorReader(CacheReader):
         self._room -= _SHARERS * fetched
         if self._room > 0:
             return
-        lock = _lock_if_free(below(self.root, _EVICTION_LOCK))
+        lock = lock_if_free(below(self.root, _EVICTION_LOCK))
         if lock is None:  # another process is at it
             return
         try:
@@ -155,7 +155,7 @@ class MirrorReader(CacheReader):
     def _remove(self, number: int) -> bool:
         """Remove a shard unless it is in use, and return whether it was removed."""
         path = below(self.root, lock_path(number))
-        lock = _lock_if_free(path)
+        lock = lock_if_free(path)
         if lock is None:
             return False
         try:
@@ -165,15 +165,3 @@ class MirrorReader(CacheReader):
         finally:
             lock.release()
         return True
-
-
-def _lock_if_free(path: Path) -> FileLock | None:
-    """Acquire and return a lock. None means that somebody holds it."""
-    lock = FileLock(path, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        return None
-    except OSError as error:
-        raise StorageError(f"cannot lock {path}: {error.strerror}. Check the disk.") from error
-    return lock

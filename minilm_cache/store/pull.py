@@ -20,7 +20,7 @@ from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import named_manifest
-from minilm_cache.store.checked import read_checked
+from minilm_cache.store.checked import is_sound, read_checked
 from minilm_cache.store.durable import (
     is_vacant,
     refuse_full_disk,
@@ -30,7 +30,7 @@ from minilm_cache.store.durable import (
     write_file,
 )
 from minilm_cache.store.fingerprint import digest_bytes
-from minilm_cache.store.index import CommittedShards, open_shards, parse_record, refuse_large_index
+from minilm_cache.store.index import open_shards, parse_record, refuse_large_index
 from minilm_cache.store.layout import CARD, MANIFEST, below, commit_path
 from minilm_cache.store.ranges import ShardRanges
 from minilm_cache.store.ranges_table import read_ranges
@@ -84,8 +84,8 @@ def _pull(
         raise IdentityMismatchError(f"{out} is not empty and is not a cache. Choose another --out.")
     arriving = out.with_name(f".{out.name}.{manifest.fingerprint[:12]}.arriving")
     fetcher = Fetcher(source, arriving, manifest)
-    ranges, records = fetcher.shards(should_stop)
-    num_shards = len(ranges)
+    ranges = fetcher.tables(should_stop)
+    num_shards, records = len(ranges), open_shards(arriving, manifest, ranges)
     size = num_bytes(manifest, records)
     arrived = fetcher.bytes_arrived(manifest.files)
     for record in records.values():
@@ -165,8 +165,8 @@ class Fetcher:
         specs = array_specs(manifest.identity, manifest.calibration)
         self._row_bytes = {spec.path: spec.row_bytes for spec in specs}
 
-    def shards(self, should_stop: ShouldStop) -> tuple[ShardRanges, CommittedShards]:
-        """Fetch what the shards of the cache hold and consist of.
+    def tables(self, should_stop: ShouldStop) -> ShardRanges:
+        """Fetch what says what the shards hold and consist of, and return the former.
 
         Raises:
             CacheCorruptError: the index or a commit record is damaged, or belongs to another cache.
@@ -181,7 +181,7 @@ class Fetcher:
             self.fetch(INDEX, manifest.files[INDEX], manifest.files[INDEX].size)
         else:
             self._records(ranges, should_stop)
-        return ranges, open_shards(self._folder, manifest, ranges)
+        return ranges
 
     def _records(self, ranges: ShardRanges, should_stop: ShouldStop) -> None:
         """Fetch every shard's commit record, in format 1."""
@@ -196,7 +196,7 @@ class Fetcher:
         for_each(fetch, range(len(ranges)), should_stop=should_stop, place=self._source.url)
 
     def attachments(self, progress: Progress) -> None:
-        """Fetch the files outside the shards, but for the index, which `shards` fetches."""
+        """Fetch the files outside the shards, but for the index, which `tables` fetches."""
         for path, expected in self._manifest.files.items():
             if path != INDEX:
                 self.attachment(path)
@@ -263,13 +263,7 @@ class Fetcher:
 
     def _has(self, path: str, expected: FileDigest) -> bool:
         """Return whether a file is in the folder, as it was committed."""
-        if not below(self._folder, path).is_file():
-            return False
-        try:
-            read_checked(self._folder, path, expected)
-        except CacheCorruptError:
-            return False  # truncated by a crash, or damaged since: it is fetched again
-        return True
+        return below(self._folder, path).is_file() and is_sound(self._folder, path, expected)
 
     def _keep(self, path: str, content: bytes, expected: FileDigest) -> None:
         """Write a fetched file into the folder if it is what was committed, else raise CacheCorruptError."""

@@ -11,15 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, MiniLMCacheError
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, CacheManifest
-from minilm_cache.store.fingerprint import sha256_file, xxh3
+from minilm_cache.store.fingerprint import sha256_file
 from minilm_cache.store.index import open_shards
 from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path
+from minilm_cache.store.linking import tokens_hash
 from minilm_cache.store.ranges_table import read_ranges
 from minilm_cache.store.reader import CacheReader, Shard, read_manifest
 
@@ -217,6 +216,5 @@ class _ShardCheck:
             committed = self.reader.records[number].tokens_xxh3
         except MiniLMCacheError as error:
             return str(error)
-        tokens = np.ascontiguousarray(shard.rows["tokens"])
-        same = xxh3(tokens.data.cast("B")) == committed
+        same = tokens_hash(shard.rows["tokens"]) == committed
         return None if same else "the token ids are not those committed"

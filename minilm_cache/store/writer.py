@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zarr
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from minilm_cache.errors import IdentityMismatchError, ShardBusyError, StorageError
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs
@@ -31,6 +31,7 @@ from minilm_cache.store.creation import differing_fields, prepare_root
 from minilm_cache.store.durable import (
     PARTIAL,
     create_file,
+    lock_if_free,
     read_bounded,
     storage_errors,
     sync_directories,
@@ -190,16 +191,12 @@ class CacheWriter:
             ShardBusyError: another process holds it.
         """
         path = below(self.root, lock_path(shard))
-        with storage_errors("lock", path):
-            path.parent.mkdir(exist_ok=True)
-            lock = FileLock(path, timeout=0, thread_local=False)
-            try:
-                lock.acquire()
-            except Timeout:
-                raise ShardBusyError(
-                    f"shard {shard} of {self.root} is being written by another process. "
-                    "Wait for it, or give each process its own --rank."
-                ) from None
+        lock = lock_if_free(path)
+        if lock is None:
+            raise ShardBusyError(
+                f"shard {shard} of {self.root} is being written by another process. "
+                "Wait for it, or give each process its own --rank."
+            )
         return lock
 
     def withdraw(self, shard: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.index import open_shards
 from minilm_cache.store.pull import Fetcher, pull
 from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.remote import open_store
@@ -100,7 +101,8 @@ def test_a_file_is_as_long_as_its_array_can_need_or_is_not_asked_for(complete: P
 def test_shards_are_those_of_the_cache_and_are_kept(tmp_path: Path, name: str) -> None:
     cache = Path(shutil.copytree(GOLDEN / name, tmp_path / "cache"))
     reader = CacheReader(cache)
-    ranges, shards = fetcher_into(cache, tmp_path / "out").shards(never_stop)
+    ranges = fetcher_into(cache, tmp_path / "out").tables(never_stop)
+    shards = open_shards(tmp_path / "out", reader.manifest, ranges)
     assert ranges == reader.ranges
     assert dict(shards.items()) == dict(reader.records.items())
     tables = ["commits/00001.json"] if name == "v1" else ["index/ranges.parquet", "index/shards.parquet"]
@@ -108,7 +110,7 @@ def test_shards_are_those_of_the_cache_and_are_kept(tmp_path: Path, name: str) -
         assert (tmp_path / "out" / path).read_bytes() == (cache / path).read_bytes()
         (cache / path).write_bytes((cache / path).read_bytes()[:-1] + b"?")
         with pytest.raises(CacheCorruptError):
-            fetcher_into(cache, tmp_path / f"again {number}").shards(never_stop)
+            fetcher_into(cache, tmp_path / f"again {number}").tables(never_stop)
 
 
 def test_a_link_here_is_not_written_through(complete: Path, tmp_path: Path) -> None:
