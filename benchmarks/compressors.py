@@ -18,6 +18,7 @@ from minilm_cache.codecs.fit_vectors import calibrate
 from minilm_cache.codecs.topk import TopKCodec
 from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.scores import TeacherSignal
 from minilm_cache.storage_schema.identity import Packing
@@ -73,7 +74,7 @@ def code_sizes(codes: Array) -> dict[str, int]:
 def mini_codes(teacher: Teacher) -> Array:
     """Return codes of codec `vectors` for tokens that it was not fitted to."""
     packing = Packing(mode="packed", max_length=128, max_tokens=None, seed=0)
-    sequences = SequenceTable(load_corpus(PYTHON_DOCS), teacher.tokenizer, packing)
+    sequences = SequenceTable(tokenise(load_corpus(PYTHON_DOCS), teacher.tokenizer), packing)
 
     def signals(first: int, last: int) -> list[TeacherSignal]:
         batches = []

@@ -18,6 +18,7 @@ from minilm_cache.codecs.build import build_codec
 from minilm_cache.codecs.fit_vectors import calibrate
 from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.identity import codec_parameters
 from minilm_cache.relations.scores import mean_row_entropy
@@ -33,7 +34,7 @@ def main() -> None:
     teacher = mini_teacher()
     plain = AutoModel.from_pretrained(teacher.folder).eval()
     packing = Packing(mode="packed", max_length=LENGTH, max_tokens=None, seed=0)
-    sequences = SequenceTable(load_corpus(PYTHON_DOCS), teacher.tokenizer, packing)
+    sequences = SequenceTable(tokenise(load_corpus(PYTHON_DOCS), teacher.tokenizer), packing)
 
     def batch(number: int) -> torch.Tensor:
         rows = sequences.read(number * BATCH, (number + 1) * BATCH).ids

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.models.load import MINI, locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.storage_schema.identity import Packing, RelationKind
@@ -25,7 +26,7 @@ def mini_relations(
     A relation has the shape `(sequences, heads, length, length)`; lengths are in tokens.
     """
     packing = Packing(mode="packed", max_length=length, max_tokens=num_tokens, seed=0)
-    sequences = SequenceTable(load_corpus(PYTHON_DOCS), teacher.tokenizer, packing)
+    sequences = SequenceTable(tokenise(load_corpus(PYTHON_DOCS), teacher.tokenizer), packing)
     batch = sequences.read(0, num_tokens // length)
     ids = torch.stack([torch.from_numpy(row) for row in batch.ids])
     lengths = torch.full((len(ids),), length)

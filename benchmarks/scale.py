@@ -28,6 +28,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -98,15 +99,31 @@ def _write(**parts: object) -> None:
     write_result("scale", {**earlier, **parts})
 
 
+class _Repeated:
+    """The sequences of one shard, many times."""
+
+    def __init__(self, lengths: npt.NDArray[np.int64], num_shards: int) -> None:
+        self._ends = np.cumsum(np.tile(lengths, num_shards))
+        self.num_sequences = len(self._ends)
+
+    def tokens_before(self, number: int) -> int:
+        """Return the number of tokens of the first sequences."""
+        return int(self._ends[number - 1]) if number else 0
+
+    def sequences_within(self, num_tokens: int) -> int:
+        """Return how many first sequences have at most so many tokens."""
+        return int(np.searchsorted(self._ends, num_tokens, side="right"))
+
+
 def _made(source: CacheReader, path: Path, num_shards: int, *, whole: bool = False) -> dict[str, float]:
     """Make a cache of so many shards, and return the seconds that planning and sealing it took.
 
     It has files for all shards if it is `whole`, else for those that are read later.
     """
     part = source.ranges[0]
-    lengths = np.tile(source.table(0)["length"].to_numpy().astype(np.int64), num_shards)
+    sequences = _Repeated(source.table(0)["length"].to_numpy().astype(np.int64), num_shards)
     started = time.perf_counter()
-    ranges = ShardRanges.split(lengths, part.num_tokens)
+    ranges = ShardRanges.split(sequences, part.num_tokens)
     planned = time.perf_counter() - started
     assert len(ranges) == num_shards
     manifest = _begun(source, path, ranges)

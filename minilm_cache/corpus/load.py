@@ -6,60 +6,52 @@ block, that is, the text between empty lines (a line with a space is not empty),
 docstring or a topic of `pydoc`. Records of pairs give two documents each.
 """
 
-import ast
-import csv
-import json
-import re
-import sys
-import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
 from logging import CRITICAL
 from pathlib import Path
-from pydoc_data.topics import topics
-from typing import Any, Final, Literal
+from typing import Final
 
 import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import xxhash
 from datasets.exceptions import DatasetsError
 
 from minilm_cache.corpus.arrow_cache import arrow_cache
+from minilm_cache.corpus.formats import TEXT, Documents, corpus_files, load_file, reason_of
+from minilm_cache.corpus.python_docs import python_docs, python_files
+from minilm_cache.corpus.sources import Sources
 from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.storage_schema.identity import CorpusIdentity
 from minilm_cache.store.fingerprint import sha256_texts
 
-Documents = Literal["paragraphs", "lines"]
-"""What is a document in .txt files."""
 PYTHON_DOCS: Final = "python-docs"
 HUB_PREFIX: Final = "hf:"
-_BUILDERS: Final = {".txt": "text", ".md": "text", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-_TEXT: Final = tuple(ending for ending, builder in _BUILDERS.items() if builder == "text")
-_NOT_DOCUMENTED: Final = frozenset(
-    {"site-packages", "test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "__pycache__"}
-)
 COPIES_COLUMN: Final = "document"
 """Column that has equal values where records are copies of one text; `augment` writes it."""
-_COPIES: Final = "copies of"
+COPIES_OF: Final = "copies of"
+"""Column of loaded documents with the values of column `COPIES_COLUMN`."""
 _NAMES_OR_NUMBERS: Final = frozenset({"string", "large_string", "int64", "int32"})
 _BATCH: Final = 1000
 """Documents that are read at a time."""
+_NO_LINES: Final = "--documents lines is about text files, and {name} has none. Leave it out."
+_CHANGED: Final = "corpus {name} changed while it was read. Run the same command again."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
     """Documents of a corpus, without those that hold no text."""
 
-    name: str
-    documents: datasets.Dataset
-    """One column, `text`."""
-    identity: CorpusIdentity
-    groups: npt.NDArray[np.int64]
-    """Number of each document's group, `(documents,)`: equal texts, and records with the same value in column
-    `document` (as `augment` writes them), are copies of one text and form one group."""
+    def __init__(self, name: str, identity: CorpusIdentity, load: Callable[[], datasets.Dataset]) -> None:
+        """Describe a corpus; `load` reads its documents when they are first asked for."""
+        self.name, self.identity, self._load = name, identity, load
+
+    @cached_property
+    def documents(self) -> datasets.Dataset:
+        """Columns `text` and, where records say which are copies of one text, `COPIES_OF`."""
+        return self._load()
 
     def identity_for(self, split: str | None) -> CorpusIdentity:
         """Return the identity of the corpus; the copies are part of it only if the split depends on them."""
@@ -70,7 +62,13 @@ class Corpus:
         return _texts(self.documents)
 
 
-def load_corpus(name: str, text_column: str | None = None, documents: Documents = "paragraphs") -> Corpus:
+def load_corpus(
+    name: str,
+    text_column: str | None = None,
+    documents: Documents = "paragraphs",
+    *,
+    home: Path | None = None,
+) -> Corpus:
     """Load a corpus.
 
     Args:
@@ -79,175 +77,120 @@ def load_corpus(name: str, text_column: str | None = None, documents: Documents 
         text_column: column of the records that holds the text, or several with commas between them, whose
             texts are documents of their own. None means `text`.
         documents: what is a document in .txt and .md files.
+        home: folder of caches, runs and tokens. A text that was read before, and whose files have not
+            changed, is not read until its documents are asked for. None means that it is read now.
 
     Raises:
         CorpusError: the corpus does not exist, cannot be read, lacks the column, or holds no text.
+        StorageError: the home cannot be written to.
     """
     datasets.disable_progress_bars()
-    try:
-        loaded = _load(name, text_column, documents)
-        _refuse_missing_texts(loaded, name)
-        loaded = loaded.filter(_has_text, batched=True, load_from_cache_file=False)
-    except MiniLMCacheError:
-        raise
-    except (DatasetsError, OSError, ValueError, pa.ArrowException) as error:
-        raise CorpusError(f"cannot read corpus {name}: {_reason(error)}") from error
-    if len(loaded) == 0:
-        raise CorpusError(f"corpus {name} is empty: it holds no text. Choose another --corpus.")
-    has_copies = _COPIES in loaded.column_names
+    columns = [part.strip() for part in (text_column or "text").split(",")]
+    if documents == "lines" and (name == PYTHON_DOCS or name.startswith(HUB_PREFIX)):
+        raise InvalidConfigError(_NO_LINES.format(name=name))
+    with _corpus_errors(name):
+        hub = _load_hub(name) if name.startswith(HUB_PREFIX) else None
+        paths = _source_files(name, hub=hub, text_column=text_column, documents=documents)
+        sources = Sources.now([name, ",".join(columns), documents], paths)
+    known = None if home is None else sources.known_identity(home)
+
+    def read() -> datasets.Dataset:
+        with _corpus_errors(name):
+            return _with_text(_read(name, hub=hub, columns=columns, documents=documents), name)
+
+    if known is not None:
+        return Corpus(name, known, partial(_read_unchanged, read, sources, name))
+    loaded = read()
     identity = CorpusIdentity(
         sha256=sha256_texts(_texts(loaded)),
         num_documents=len(loaded),
-        copies_sha256=sha256_texts(_texts(loaded, _COPIES)) if has_copies else None,
+        copies_sha256=sha256_texts(_texts(loaded, COPIES_OF)) if COPIES_OF in loaded.column_names else None,
     )
-    columns = ["text", _COPIES] if has_copies else ["text"]
-    groups = _groups([_hashes(loaded, column) for column in columns])
-    return Corpus(name=name, documents=loaded.select_columns(["text"]), identity=identity, groups=groups)
+    if not sources.are_unchanged():
+        raise CorpusError(_CHANGED.format(name=name))
+    if home is not None:
+        sources.remember(home, identity)
+    return Corpus(name, identity, lambda: loaded)
 
 
-def _hashes(documents: datasets.Dataset, column: str) -> npt.NDArray[np.uint64]:
-    """Return a hash of each document's value in a column, `(documents,)`; a missing value is unique."""
-    hashes = (
-        number if value is None else xxhash.xxh3_64_intdigest(value.encode())
-        for first, values in _text_batches(documents, column)
-        for number, value in enumerate(values.to_pylist(), first)
-    )
-    return np.fromiter(hashes, dtype=np.uint64, count=len(documents))
+def _read_unchanged(read: Callable[[], datasets.Dataset], sources: Sources, name: str) -> datasets.Dataset:
+    """Read documents whose identity is known from before.
+
+    Raises:
+        CorpusError: the files are no longer the same.
+    """
+    loaded = read()
+    if not sources.are_unchanged():
+        raise CorpusError(_CHANGED.format(name=name))
+    return loaded
 
 
-def _groups(keys: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.int64]:
-    """Return group numbers: documents that share a key, directly or through others, are in one group."""
-    numbered = [np.unique(key, return_inverse=True)[1] for key in keys]
-    groups = numbered[0].astype(np.int64)
-    while True:
-        before = groups
-        for key_numbers in numbered:
-            least = np.full(int(key_numbers.max()) + 1, len(groups), dtype=np.int64)
-            np.minimum.at(least, key_numbers, groups)
-            groups = least[key_numbers]
-        if np.array_equal(groups, before):
-            return groups
+@contextmanager
+def _corpus_errors(name: str) -> Iterator[None]:
+    """Turn errors of libraries into a CorpusError."""
+    try:
+        yield
+    except MiniLMCacheError:
+        raise
+    except (DatasetsError, OSError, ValueError, pa.ArrowException) as error:
+        raise CorpusError(f"cannot read corpus {name}: {reason_of(error)}") from error
 
 
-def _load(name: str, text_column: str | None, documents: Documents) -> datasets.Dataset:
-    columns = [part.strip() for part in (text_column or "text").split(",")]
-    if documents == "lines" and (name == PYTHON_DOCS or name.startswith(HUB_PREFIX)):
-        raise InvalidConfigError(f"--documents lines is about text files, and {name} has none. Leave it out.")
+def _with_text(loaded: datasets.Dataset, name: str) -> datasets.Dataset:
+    """Return the documents that hold text.
+
+    Raises:
+        CorpusError: a record has no text, or none has.
+    """
+    _refuse_missing_texts(loaded, name)
+    has_text = [_has_text(batch["text"]) for _, batch in text_batches(loaded)]
+    chosen = np.flatnonzero(np.concatenate(has_text)) if has_text else np.zeros(0, np.int64)
+    if len(chosen) == 0:
+        raise CorpusError(f"corpus {name} is empty: it holds no text. Choose another --corpus.")
+    return loaded if len(chosen) == len(loaded) else loaded.select(chosen)
+
+
+def _source_files(
+    name: str, *, hub: datasets.Dataset | None, text_column: str | None, documents: Documents
+) -> list[Path]:
+    """Return the files that a corpus is read from.
+
+    Raises:
+        CorpusError: there is no such file.
+        InvalidConfigError: a setting does not fit them.
+    """
     if name == PYTHON_DOCS:
         if text_column is not None:
             raise InvalidConfigError(
                 f"--text-column {text_column}: {PYTHON_DOCS} has no columns. Leave it out."
             )
-        return datasets.Dataset.from_dict({"text": list(_python_docs())})
-    if name.startswith(HUB_PREFIX):
-        return _all_texts(_load_hub(name), name, columns)
+        return python_files()
+    if hub is not None:
+        return [Path(file["filename"]) for file in hub.cache_files]
     path = Path(name)
     if not path.exists():
         raise CorpusError(
             f"corpus {name} does not exist. Give a file, a folder, {HUB_PREFIX}ID, or {PYTHON_DOCS}."
         )
-    files = _files(path)
-    datasets.logging.set_verbosity(CRITICAL)  # the raised error describes a broken file
-    if documents == "lines" and all(file.suffix not in _TEXT for file in files):
-        raise InvalidConfigError(f"--documents lines is about text files, and {name} has none. Leave it out.")
-    parts = [_all_texts(_load_file(file, documents), str(file), columns) for file in files]
-    shared = set.intersection(*(set(part.column_names) for part in parts))
-    return datasets.concatenate_datasets([part.select_columns(sorted(shared)) for part in parts])
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        if path.suffix not in _BUILDERS:
-            raise CorpusError(
-                f"corpus {path} has the ending {path.suffix!r}; known are {', '.join(_BUILDERS)}. "
-                "Convert it to one of them."
-            )
-        return [path]
-    files = [file for file in _visible(path) if _is_text(file)]
-    if not files:
-        raise CorpusError(f"corpus {path} is empty: no {', '.join(_BUILDERS)} file in this folder.")
+    files = corpus_files(path)
+    if documents == "lines" and all(file.suffix not in TEXT for file in files):
+        raise InvalidConfigError(_NO_LINES.format(name=name))
     return files
 
 
-def num_skipped(name: str) -> int:
-    """Return how many files of a folder that is a corpus are not read, because they are of other kinds."""
-    return sum(not _is_text(file) for file in _visible(Path(name)))
-
-
-def _visible(folder: Path) -> list[Path]:
-    """Return the files below a folder that are not hidden, sorted."""
-    files = (file for file in folder.rglob("*") if file.is_file())
-    return sorted(
-        file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )
-
-
-def _is_text(file: Path) -> bool:
-    """Return whether a file of a folder is read; a README.md describes the folder and is not."""
-    return file.suffix in _BUILDERS and file.name != "README.md"
-
-
-def _load_file(file: Path, documents: Documents) -> datasets.Dataset:
-    if file.stat().st_size == 0:
-        raise CorpusError(f"corpus {file} is empty: the file has no bytes.")
-    # An absolute pattern is taken literally once its own special characters are escaped.
-    pattern = re.sub(r"([*?\[\]])", r"[\1]", str(file.resolve()))
-    try:
-        loaded = datasets.load_dataset(
-            _BUILDERS[file.suffix],
-            data_files={"train": pattern},
-            split="train",
-            cache_dir=arrow_cache(file),
-            **_format_options(file, documents),
-        )
-    except (DatasetsError, OSError, ValueError, csv.Error, pa.ArrowException) as error:
-        reason = _broken_line(file) or _reason(error)
-        raise CorpusError(f"cannot read corpus {file}: {reason}") from error
-    assert isinstance(loaded, datasets.Dataset)
-    return loaded
-
-
-def _format_options(file: Path, documents: Documents) -> Mapping[str, Any]:
-    """Return the keyword arguments for `datasets` that describe a file's format."""
-    if file.suffix in _TEXT:
-        return {"sample_by": "line" if documents == "lines" else "paragraph"}
-    if file.suffix != ".csv":
-        return {}
-    # By default, pandas takes surplus fields of a row as names of rows, and reads texts like "None" and
-    # "007" as a missing value and as a number.
-    header = _csv_header(file)
-    features = datasets.Features({name: datasets.Value("string") for name in header})
-    return {"index_col": False, "keep_default_na": False, "features": features}
-
-
-def _csv_header(file: Path) -> list[str]:
-    """Return the names of the columns of a .csv file, after checking that every row has as many fields."""
-    csv.field_size_limit(sys.maxsize)
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines)
-        rows = (row for row in reader if len(row) > 1 or "".join(row).strip())
-        header = next(rows, [])
-        if len(set(header)) < len(header):
-            raise CorpusError(f"corpus {file} has two columns of one name: {', '.join(header)}. Rename one.")
-        for row in rows:
-            if len(row) != len(header):
-                raise CorpusError(
-                    f"corpus {file}, line {reader.line_num}: {len(row)} fields, where the header has "
-                    f"{len(header)}. Put text with commas in quotes, or use .jsonl or .parquet."
-                )
-    return header
-
-
-def _broken_line(file: Path) -> str | None:
-    """Return which line of a .jsonl file is not JSON. None means another format or another reason."""
-    if file.suffix != ".jsonl":
-        return None
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        try:
-            _ = line.strip() and json.dumps(json.loads(line), ensure_ascii=False).encode()
-        except ValueError as error:
-            return f"line {number} is not JSON: {error}. Fix it or remove it."
-    return None
+def _read(
+    name: str, *, hub: datasets.Dataset | None, columns: Sequence[str], documents: Documents
+) -> datasets.Dataset:
+    """Return all records of a corpus, with or without text."""
+    if name == PYTHON_DOCS:
+        return datasets.Dataset.from_dict({"text": list(python_docs())})
+    if hub is not None:
+        return _all_texts(hub, name, columns)
+    datasets.logging.set_verbosity(CRITICAL)  # the raised error describes a broken file
+    files = corpus_files(Path(name))
+    parts = [_all_texts(load_file(file, documents), str(file), columns) for file in files]
+    shared = set.intersection(*(set(part.column_names) for part in parts))
+    return datasets.concatenate_datasets([part.select_columns(sorted(shared)) for part in parts])
 
 
 def _load_hub(name: str) -> datasets.Dataset:
@@ -288,7 +231,7 @@ def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Da
         texts = texts.rename_column(column, "text")
     if getattr(loaded.features.get(COPIES_COLUMN), "dtype", "") in _NAMES_OR_NUMBERS:
         copies = loaded.select_columns([COPIES_COLUMN]).cast_column(COPIES_COLUMN, datasets.Value("string"))
-        texts = datasets.concatenate_datasets([texts, copies.rename_column(COPIES_COLUMN, _COPIES)], axis=1)
+        texts = datasets.concatenate_datasets([texts, copies.rename_column(COPIES_COLUMN, COPIES_OF)], axis=1)
     kind = getattr(texts.features["text"], "dtype", "")
     if kind == "null":
         _refuse_missing_texts(texts, where)
@@ -301,7 +244,8 @@ def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Da
 
 
 def _refuse_missing_texts(documents: datasets.Dataset, where: str) -> None:
-    for first, column in _text_batches(documents):
+    for first, batch in text_batches(documents):
+        column = batch["text"]
         if column.null_count:
             at = first + pc.index(column.is_null(), True).as_py()
             raise CorpusError(
@@ -310,46 +254,23 @@ def _refuse_missing_texts(documents: datasets.Dataset, where: str) -> None:
             )
 
 
-def _text_batches(documents: datasets.Dataset, column: str = "text") -> Iterator[tuple[int, pa.ChunkedArray]]:
+def text_batches(documents: datasets.Dataset) -> Iterator[tuple[int, pa.Table]]:
+    """Yield documents, some at a time, and the number of the first of them."""
     arrow = documents.with_format("arrow")
     for first in range(0, len(documents), _BATCH):
-        yield first, arrow[first : first + _BATCH][column]
+        yield first, arrow[first : first + _BATCH]
 
 
-def _has_text(batch: Mapping[str, list[Any]]) -> list[bool]:
-    return [not text.isspace() and text != "" for text in batch["text"]]
+def _has_text(texts: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+    """Return which texts are neither empty nor only white space, `(texts,)`."""
+    # Nearly every text has such a character at its beginning; what white space is, Python decides.
+    has_text: npt.NDArray[np.bool_] = pc.match_substring_regex(texts, "[!-~]").to_numpy().copy()
+    for number in np.flatnonzero(~has_text).tolist():
+        text = texts[number].as_py()
+        has_text[number] = text != "" and not text.isspace()
+    return has_text
 
 
 def _texts(documents: datasets.Dataset, column: str = "text") -> Iterator[str]:
-    for _, values in _text_batches(documents, column):
-        yield from (value or "" for value in values.to_pylist())
-
-
-def _python_docs() -> Iterator[str]:
-    """Yield the docstrings of the standard library (parsed, not imported), then the topics of `pydoc`."""
-    root = Path(sysconfig.get_path("stdlib"))
-    for file in sorted(root.rglob("*.py")):
-        if _NOT_DOCUMENTED.isdisjoint(file.relative_to(root).parts):
-            yield from _docstrings(file)
-    for name in sorted(topics):
-        yield topics[name]
-
-
-def _docstrings(file: Path) -> Iterator[str]:
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        if isinstance(node, documented):
-            text = ast.get_docstring(node)
-            if text:
-                yield text
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of the innermost cause, which names the real problem in a file."""
-    causes: Sequence[BaseException] = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
-        causes = [*causes, cause]
-    if isinstance(causes[-1], UnicodeDecodeError):
-        return "it is not text in UTF-8. Convert it, for example by `iconv -f latin1 -t utf-8`."
-    text = str(causes[-1]).strip() or type(causes[-1]).__name__
-    return text.splitlines()[0].rstrip(".") + ". Check the file or choose another --corpus."
+    for _, batch in text_batches(documents):
+        yield from (value or "" for value in batch[column].to_pylist())

@@ -124,7 +124,7 @@ class CodecFitter:
         return self._fit(coded, known)
 
     def _fit(self, coded: Sequence[StateName], known: _KnownCodes) -> FittedCodec:
-        num_train = len(self.sequences.lengths) - self.sequences.num_held_out
+        num_train = self.sequences.num_train
         if num_train < MIN_SEQUENCES:
             what = "codec vectors is" if self.identity.vectors is not None else "codes of states are"
             raise CorpusError(
@@ -200,9 +200,9 @@ class CodecFitter:
 
     def _sample(self, num_tokens: int) -> tuple[range, range]:
         """Return the sequences to fit codes to, about so many tokens, and those to check them with."""
-        num_train = len(self.sequences.lengths) - self.sequences.num_held_out
-        ends = np.cumsum(self.sequences.lengths[:num_train])
-        return split_sample(num_train, int(np.searchsorted(ends, num_tokens)) + 1)
+        num_train = self.sequences.num_train
+        before = min(num_train, self.sequences.sequences_within(num_tokens - 1))
+        return split_sample(num_train, before + 1)
 
     def _fit_layer(
         self, layer: int, fit: range, *, check: range, max_kl: float
@@ -251,7 +251,7 @@ class CodecFitter:
         because gains are computed from the first rows.
         """
         teacher, all_numbers = self.reader.teacher, np.arange(numbers.start, numbers.stop)
-        order = all_numbers[np.argsort(self.sequences.lengths[all_numbers], kind="stable")]
+        order = all_numbers[np.argsort(self.sequences.lengths(numbers.start, numbers.stop), kind="stable")]
         starts = range(0, len(order), self.batch_size)
         for first in np.random.default_rng(0).permutation(starts).tolist():
             if self.should_stop():
@@ -294,7 +294,7 @@ class CodecFitter:
         if POOLED not in names or states.pooled is None:
             assert states.calibration_tokens is not None
             return self._sample(states.calibration_tokens)
-        num_train = len(self.sequences.lengths) - self.sequences.num_held_out
+        num_train = self.sequences.num_train
         return split_sample(num_train, states.pooled.calibration_sequences)
 
     def _state_rows(self, names: Sequence[StateName], numbers: range) -> dict[StateName, Tensor]:

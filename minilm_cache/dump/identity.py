@@ -223,7 +223,7 @@ def plan_manifest(
             f"a shard of {shard_tokens} tokens would decode to more than {MAX_SHARD_BYTES >> 20} MiB. "
             "Choose smaller --shard-tokens (not with --add: dump anew), or a codec that stores less."
         )
-    ranges = ShardRanges.split(sequences.lengths, shard_tokens)
+    ranges = ShardRanges.split(sequences, shard_tokens)
     if len(ranges) > MAX_SHARDS:
         raise InvalidConfigError(
             f"{len(ranges):,} shards of {shard_tokens} tokens are more than the {MAX_SHARDS:,} allowed. "
@@ -241,8 +241,8 @@ def plan_manifest(
         complete=False,
         labels=name_labels(config).model_copy(update={"imported": True} if imported else {}),
         identity=identity,
-        num_tokens=int(sequences.lengths.sum()),
-        num_sequences=len(sequences.lengths),
+        num_tokens=sequences.num_tokens,
+        num_sequences=sequences.num_sequences,
         num_held_out=sequences.num_held_out,
         held_out_by=sequences.held_out_by,
         shard_tokens=shard_tokens,

@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.dump.identity import identify, name_labels
 from minilm_cache.dump.reading import SequenceReader
@@ -110,19 +111,20 @@ def import_vectors(
         config=dump,
         teacher=teacher,
         corpus=corpus,
+        home=home,
         identity=identity,
         path=path,
         donor=None,
         tokens_of=None,
         imported=True,
     )
-    sequences = SequenceTable(corpus, teacher.tokenizer, identity.packing)
+    progress = progress or Silent()
+    tokens = tokenise(corpus, teacher.tokenizer, home=home, progress=progress, should_stop=should_stop)
+    sequences = SequenceTable(tokens, identity.packing)
     reader = _VectorReader(
         teacher=teacher, states=identity.states, masker=None, vectors=known.vectors, sequences=sequences
     )
-    return write_cache(
-        resolved, reader, sequences=sequences, progress=progress or Silent(), should_stop=should_stop
-    )
+    return write_cache(resolved, reader, sequences=sequences, progress=progress, should_stop=should_stop)
 
 
 _SAME_VECTOR: Final = 0.998

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.masking import SHARE, Masker, mask_token
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.tokenise import tokens_of
 from minilm_cache.dump.config import HeadConfig
 from minilm_cache.errors import CorpusError, DivergedError, InterruptedRunError, TeacherError
 from minilm_cache.models.device import choose_device
@@ -94,7 +94,8 @@ def fit_head(
     tapped = TappedModel(model).to(device)
     check_length(tapped, source.name, token=tokenizer.cls_token_id, max_length=config.max_length)
     tapped.tap((), head="tokens")
-    sequences, num_train = _load_sequences(config, tokenizer)
+    sequences = _load_sequences(config, tokenizer, progress=progress, should_stop=should_stop)
+    num_train = sequences.num_train
     masker = Masker.of(Masking(share=SHARE, mask_token=mask_token(tokenizer), seed=config.seed), tokenizer)
     reader = _MaskedReader(sequences, masker, tokenizer.pad_token_id, device)
     steps = config.epochs * (num_train // config.batch_size)
@@ -107,7 +108,7 @@ def fit_head(
         progress=progress,
         should_stop=should_stop,
     )
-    held_out = range(num_train, min(len(sequences.lengths), num_train + _MAX_CHECKED))
+    held_out = range(num_train, min(sequences.num_sequences, num_train + _MAX_CHECKED))
     cross_entropy, accuracy = _measure(
         tapped, reader, numbers=held_out or range(num_train - 1, num_train), config=config
     )
@@ -122,13 +123,18 @@ def fit_head(
     return FittedHead(path=out, steps=steps, accuracy=accuracy, cross_entropy=cross_entropy)
 
 
-def _load_sequences(config: HeadConfig, tokenizer: PreTrainedTokenizerFast) -> tuple[SequenceTable, int]:
-    """Return the corpus as packed sequences, and the number of training sequences among them.
+def _load_sequences(
+    config: HeadConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> SequenceTable:
+    """Return the corpus as packed sequences.
 
     Raises:
         CorpusError: there is too little text.
     """
-    corpus = load_corpus(config.corpus, config.text_column, config.documents)
     packing = Packing(
         mode="packed",
         max_length=config.max_length,
@@ -136,14 +142,15 @@ def _load_sequences(config: HeadConfig, tokenizer: PreTrainedTokenizerFast) -> t
         seed=config.seed,
         split="documents",
     )
-    sequences = SequenceTable(corpus, tokenizer, packing)
-    num_train = len(sequences.lengths) - sequences.num_held_out
+    tokens = tokens_of(config, tokenizer, progress=progress, should_stop=should_stop)
+    sequences = SequenceTable(tokens, packing)
+    num_train = sequences.num_train
     if num_train < config.batch_size:
         raise CorpusError(
             f"corpus {config.corpus} has {num_train} training sequences, fewer than --batch-size "
             f"{config.batch_size}. Give more text."
         )
-    return sequences, num_train
+    return sequences
 
 
 def _train(

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from minilm_cache.codecs.fit_vectors import split_sample
-from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.tokenise import tokens_of
 from minilm_cache.dump.audit import MAX_SEQUENCES
 from minilm_cache.dump.config import MIN_SHARD_TOKENS, DumpConfig
 from minilm_cache.dump.fit import MIN_SEQUENCES
@@ -122,13 +122,13 @@ def plan(
         locate_teacher(first.teacher, first.revision), choose_device(first.device), layers=layers
     )
     teacher.check_length(first.max_length)
-    sequences = _load_sequences(first, teacher)
-    num_tokens = int(sequences.lengths.sum())
+    sequences = _load_sequences(first, teacher, progress=progress, should_stop=should_stop)
+    num_tokens = sequences.num_tokens
     rate = _teacher_rate(teacher, sequences, first.batch_size)
     sample = min(max(sample_tokens, LEAST_SEQUENCES * first.max_length), num_tokens)
     sample = max(sample, first.max_length)
     settings = []
-    num_train = len(sequences.lengths) - sequences.num_held_out
+    num_train = sequences.num_train
     for config in configs:
         if config.codec == "vectors" and num_train < MIN_SEQUENCES:
             progress.note(
@@ -154,16 +154,18 @@ def plan(
         )
     return Plan(
         num_tokens=num_tokens,
-        num_sequences=len(sequences.lengths),
+        num_sequences=sequences.num_sequences,
         sample_tokens=sample,
         teacher_tokens_per_s=rate,
         settings=tuple(settings),
     )
 
 
-def _load_sequences(config: DumpConfig, teacher: Teacher) -> SequenceTable:
+def _load_sequences(
+    config: DumpConfig, teacher: Teacher, *, progress: Progress, should_stop: ShouldStop
+) -> SequenceTable:
     """Return the whole corpus as the sequences of a dump."""
-    corpus = load_corpus(config.corpus, config.text_column, config.documents)
+    tokens = tokens_of(config, teacher.tokenizer, progress=progress, should_stop=should_stop)
     packing = Packing(
         mode=config.packing,
         max_length=config.max_length,
@@ -171,7 +173,7 @@ def _load_sequences(config: DumpConfig, teacher: Teacher) -> SequenceTable:
         seed=config.seed,
         split="documents",
     )
-    return SequenceTable(corpus, teacher.tokenizer, packing)
+    return SequenceTable(tokens, packing)
 
 
 def _measure(
@@ -191,9 +193,7 @@ def _measure(
     with TemporaryDirectory() as folder:
         path = Path(folder) / "cache"
         try:
-            manifest = dump_cache(
-                sampled, out=path, home=Path(folder), progress=clock, should_stop=should_stop
-            ).manifest
+            manifest = dump_cache(sampled, out=path, progress=clock, should_stop=should_stop).manifest
         except InterruptedRunError:
             raise InterruptedRunError(
                 "interrupted: a plan keeps nothing. Run the same command again."
@@ -203,7 +203,7 @@ def _measure(
     measured = manifest.measured
     assert measured is not None
     other_bytes = whole - measured.total_bytes
-    num_tokens = int(sequences.lengths.sum())
+    num_tokens = sequences.num_tokens
     rate = manifest.num_tokens / clock.seconds["dump"]
     dump_s = num_tokens / rate + _fixed_s(manifest, clock, sequences)
     return PlannedSetting(
@@ -228,10 +228,10 @@ def _fixed_s(manifest: CacheManifest, clock: "_Clock", sequences: SequenceTable)
     seconds = clock.seconds["measure fidelity"] * audited / manifest.measured.fidelity_sequences
     if manifest.calibration is None:
         return seconds
-    num_train = len(sequences.lengths) - sequences.num_held_out
+    num_train = sequences.num_train
     is_vectors, states = bool(manifest.calibration.layers), manifest.identity.states
     tokens = CALIBRATION_TOKENS if is_vectors else STATE_CALIBRATION_TOKENS
-    num_fitted = math.ceil(tokens / float(sequences.lengths.mean()))
+    num_fitted = math.ceil(tokens * sequences.num_sequences / sequences.num_tokens)
     if states is not None and states.pooled is not None:
         num_fitted = max(num_fitted, states.pooled.calibration_sequences)
     fit, check = split_sample(num_train, num_fitted)
@@ -269,7 +269,7 @@ class _Clock(Silent):
 
 def _teacher_rate(teacher: Teacher, sequences: SequenceTable, batch_size: int) -> float:
     """Return the median tokens per second of the teacher's forward pass up to its last tapped vectors."""
-    size = min(batch_size, len(sequences.lengths))
+    size = min(batch_size, sequences.num_sequences)
     ids, lengths = pad(
         [torch.from_numpy(row) for row in sequences.read(0, size).ids], teacher.tokenizer.pad_token_id
     )

@@ -17,6 +17,7 @@ from minilm_cache.cache import Cache, CachedSequence
 from minilm_cache.codecs.fit_states import cosine_bound
 from minilm_cache.corpus.load import Corpus
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.audit import audit
 from minilm_cache.dump.audit_states import audit_states
 from minilm_cache.dump.reading import SequenceReader
@@ -136,7 +137,9 @@ def recheck(
         if corpus.identity_for(identity.packing.split) != identity.corpus:
             differing.append("the corpus")
         else:
-            sequences = SequenceTable(corpus, teacher.tokenizer, identity.packing)
+            sequences = SequenceTable(
+                tokenise(corpus, teacher.tokenizer, progress=progress), identity.packing
+            )
             wrong_tokens = tuple(
                 shard
                 for shard, numbers in _sample(cache).items()
@@ -228,7 +231,7 @@ def _sample(cache: Cache) -> dict[int, list[int]]:
 
 def _has_same_tokens(cache: Cache, sequences: SequenceTable, numbers: list[int]) -> bool:
     """Return whether sequences of the cache have the token ids of the corpus."""
-    if numbers[-1] >= len(sequences.lengths):
+    if numbers[-1] >= sequences.num_sequences:
         return False
     return all(
         torch.equal(cache[number].input_ids, torch.from_numpy(sequences.read(number, number + 1).ids[0]))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from minilm_cache.cache import Cache, row_checker
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.add import (
     layers_to_write,
     states_to_write,
@@ -99,12 +100,18 @@ def dump_cache(
         )
         if pulled is not None:
             return _with_weights(pulled, resolved)
-    # Every rank tokenises at the same time; only what one rank decides for all is done under the lock.
     teacher, identity = resolved.teacher, resolved.identity
+    tokens = tokenise(
+        resolved.corpus,
+        teacher.tokenizer,
+        home=resolved.home,
+        progress=progress,
+        should_stop=should_stop,
+    )
     return write_cache(
         resolved,
         SequenceReader.of(teacher, identity.states),
-        sequences=SequenceTable(resolved.corpus, teacher.tokenizer, identity.packing),
+        sequences=SequenceTable(tokens, identity.packing),
         progress=progress,
         should_stop=should_stop,
     )

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from minilm_cache.corpus.load import Corpus, load_corpus, num_skipped
+from minilm_cache.corpus.formats import num_skipped
+from minilm_cache.corpus.load import Corpus, load_corpus
 from minilm_cache.dump.add import open_donor
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.identity import identify, name_labels
@@ -29,6 +30,8 @@ class ResolvedDump:
     """The settings, with the shard size of the donor or of a complete cache in the folder."""
     teacher: Teacher
     corpus: Corpus
+    home: Path
+    """Folder of caches, runs and tokens."""
     identity: CacheIdentity
     path: Path
     """Folder of the cache."""
@@ -65,7 +68,7 @@ def resolve_dump(
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; nothing has been written.
     """
-    teacher, corpus = _load(config, progress)
+    teacher, corpus = _load(config, home, progress)
     identity, path = _identity_and_place(
         config, teacher, corpus=corpus, out=out, home=home, like=add or tokens_of
     )
@@ -80,6 +83,7 @@ def resolve_dump(
         config=_with_shards(config, path, donor),
         teacher=teacher,
         corpus=corpus,
+        home=home,
         identity=identity,
         path=path,
         donor=donor,
@@ -104,13 +108,13 @@ def head_for(config: DumpConfig) -> Head | None:
     return "tokens" if config.labels else None
 
 
-def _load(config: DumpConfig, progress: Progress) -> tuple[Teacher, Corpus]:
+def _load(config: DumpConfig, home: Path, progress: Progress) -> tuple[Teacher, Corpus]:
     source = locate_teacher(config.teacher, config.revision)
     teacher = Teacher(source, choose_device(config.device), layers=config.layers, head=head_for(config))
     teacher.check_length(config.max_length)
     if config.codec == "none":
         teacher.tap(())
-    corpus = load_corpus(config.corpus, config.text_column, config.documents)
+    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=home)
     progress.note(
         f"teacher {config.teacher} ({teacher.identity.model_type}, {teacher.identity.num_layers} layers, "
         f"hidden {teacher.identity.hidden_size}), corpus {config.corpus} "

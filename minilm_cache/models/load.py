@@ -5,6 +5,7 @@ Safetensors only, no code from a model's folder, fast tokenizers only (their who
 
 import copy
 import importlib.util
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from transformers import (
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.models.files import library_errors, read_config_file, weight_files
 from minilm_cache.models.tap import ATTENTION, Head
+from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.fingerprint import sha256_file
 
 TaskHead = Head | Literal["spans"]
@@ -357,3 +359,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             f"the tokenizer in {folder} has no {', '.join(missing)}. Set it and save it again."
         )
     return tokenizer
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return the SHA-256 (hex) of a tokenizer and of the special tokens that sequences are made with."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend["truncation"] = backend["padding"] = None
+    special = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id]
+    return canonical_sha256([backend, special])

@@ -15,7 +15,13 @@ from transformers import PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.files import weights_sha256
-from minilm_cache.models.load import TeacherSource, check_positions, load_model, load_tokenizer
+from minilm_cache.models.load import (
+    TeacherSource,
+    check_positions,
+    load_model,
+    load_tokenizer,
+    tokenizer_sha256,
+)
 from minilm_cache.models.pooling import SentencePooler, load_pooler
 from minilm_cache.models.tap import Head, TappedModel
 from minilm_cache.relations.scores import TeacherSignal, key_mask
@@ -118,10 +124,7 @@ class Teacher:
     @cached_property
     def tokenizer_sha256(self) -> str:
         """SHA-256 (hex) of the whole tokenizer and of the special tokens that sequences are made with."""
-        backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        backend["truncation"] = backend["padding"] = None
-        special = [self.tokenizer.cls_token_id, self.tokenizer.sep_token_id, self.tokenizer.pad_token_id]
-        return canonical_sha256([backend, special])
+        return tokenizer_sha256(self.tokenizer)
 
     def attachments(self) -> dict[str, bytes]:
         """Return the files that a student is built from: path in the cache to content. No weights."""

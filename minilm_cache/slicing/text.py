@@ -8,8 +8,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from minilm_cache.cache import Cache
-from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.tokenise import tokens_of
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.load import load_tokenizer
 from minilm_cache.slicing.config import SliceConfig
@@ -70,10 +70,8 @@ def of_corpus(config: SliceConfig, folder: Path, most: int) -> tuple[list[Tensor
         seed=0,
         split=None,
     )
-    table = SequenceTable(
-        load_corpus(config.corpus, config.text_column, config.documents), tokenizer, packing
-    )
-    ids = [torch.from_numpy(row.astype("int64")) for row in table.read(0, len(table.lengths)).ids]
+    table = SequenceTable(tokens_of(config, tokenizer), packing)
+    ids = [torch.from_numpy(row) for row in table.read(0, table.num_sequences).ids]
     num_fitted = max(1, most // config.max_length)
     return ids[:num_fitted], ids[num_fitted:]
 

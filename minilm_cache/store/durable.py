@@ -188,17 +188,24 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file to fill. It replaces `path` durably if the block succeeds, else it is removed."""
+def new_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Yield a file to fill. It replaces `path` if the block succeeds, else it is removed.
+
+    Args:
+        path: path of the file.
+        durable: flush it to disk. Without that, a crash of the machine can leave an empty file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_name(path)
     try:
         with temporary.open("xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
-        sync_directories([path.parent])
+        if durable:
+            sync_directories([path.parent])
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -1,11 +1,30 @@
 """Which sequences each shard holds, as arrays, since a large cache has many shards."""
 
 from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.storage_schema.documents import ShardRange
+
+
+@runtime_checkable
+class SequenceEnds(Protocol):
+    """Sequences in order, and where each ends; nothing is held for each one, since they may be milliards."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences."""
+        ...
+
+    def tokens_before(self, number: int) -> int:
+        """Return the number of tokens of the first `number` sequences."""
+        ...
+
+    def sequences_within(self, num_tokens: int) -> int:
+        """Return the greatest number of first sequences that have at most `num_tokens` tokens together."""
+        ...
 
 
 class ShardRanges:
@@ -19,23 +38,19 @@ class ShardRanges:
         """Number in the cache of each shard's first sequence, `(shards,)`."""
 
     @classmethod
-    def split(cls, lengths: npt.NDArray[np.int64], shard_tokens: int) -> "ShardRanges":
+    def split(cls, sequences: SequenceEnds, shard_tokens: int) -> "ShardRanges":
         """Split sequences into shards: each shard is filled with whole sequences, in order.
 
         Args:
-            lengths: tokens of each sequence, `(sequences,)`, each at most `shard_tokens`.
+            sequences: sequences, of at most `shard_tokens` tokens each.
             shard_tokens: rows of a shard.
         """
-        ends = np.cumsum(lengths)
-        firsts, tokens = [0], []
-        taken = 0
-        while firsts[-1] < len(lengths):
-            last = int(np.searchsorted(ends, taken + shard_tokens, side="right"))
-            tokens.append(int(ends[last - 1]) - taken)
-            firsts.append(last)
-            taken = int(ends[last - 1])
-        ends_at = np.asarray(firsts, dtype=np.int64)
-        return cls(ends_at[1:] - ends_at[:-1], np.asarray(tokens, dtype=np.int64))
+        lasts, ends = [0], [0]
+        while lasts[-1] < sequences.num_sequences:
+            lasts.append(sequences.sequences_within(ends[-1] + shard_tokens))
+            ends.append(sequences.tokens_before(lasts[-1]))
+        bounds = np.asarray([lasts, ends], dtype=np.int64)
+        return cls(*(bounds[:, 1:] - bounds[:, :-1]))
 
     def __len__(self) -> int:
         """Return the number of shards, committed or not."""

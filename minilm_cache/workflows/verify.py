@@ -9,6 +9,7 @@ from minilm_cache.dump.config import VerifyConfig
 from minilm_cache.dump.recheck import Recheck, recheck
 from minilm_cache.errors import VerificationError
 from minilm_cache.progress import Progress, Silent
+from minilm_cache.settings import cache_home
 from minilm_cache.store.verify import Verdict, default_threads, verify
 
 _LISTED = 10
@@ -83,7 +84,7 @@ def verify_cache(
     cache, text = open_cache(path), None
     if config.corpus is not None:
         documents = cache.manifest.labels.documents or config.documents
-        text = load_corpus(config.corpus, config.text_column, documents)
+        text = load_corpus(config.corpus, config.text_column, documents, home=cache_home())
     again = recheck(cache, config.teacher, corpus=text, device=config.device, progress=progress)
     return Verification(path=path, verdict=verdict, again=again)
 

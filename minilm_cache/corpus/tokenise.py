@@ -1,0 +1,321 @@
+"""Tokenise a corpus once, in parts: on all cores of a machine, or on those of a Ray cluster.
+
+A part is written whole or not at all, so an interrupted run resumes with the parts that are missing.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from multiprocessing import TimeoutError as PoolTimeoutError
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from filelock import FileLock
+from pydantic import ValidationError
+from transformers import PreTrainedTokenizerFast
+
+from minilm_cache.corpus.load import COPIES_OF, Corpus, load_corpus, text_batches
+from minilm_cache.corpus.tokens import (
+    COPIES,
+    ENDS,
+    LOCK,
+    MAX_PARTS,
+    TEXTS,
+    TOKENS_FILE,
+    TokenPart,
+    TokenRecord,
+    Tokens,
+    address_of,
+    block_sums,
+    part_name,
+)
+from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError
+from minilm_cache.models.load import tokenizer_sha256
+from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.settings import CorpusSettings, cache_home
+from minilm_cache.storage_schema.arrays import token_dtype
+from minilm_cache.store.durable import new_file, storage_errors, wait_for, write_file
+from minilm_cache.store.fingerprint import digest_file
+
+_PART_BYTES: Final = 2**25
+"""Bytes of text of a part, about 8 million tokens; a text of 16 GB and more has parts that are larger."""
+_POLL_S: Final = 0.5
+"""Longest wait for a part, in seconds, before `should_stop` is called again."""
+_KEYS: Final = {TEXTS: "text", COPIES: COPIES_OF}
+"""Columns that documents are hashed by, and the files of the hashes."""
+
+Engine = Literal["ray"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartJob:
+    """What it takes to tokenise one part, in any process."""
+
+    folder: Path
+    number: int
+    documents: datasets.Dataset
+    """The documents of this part."""
+    tokenizer: PreTrainedTokenizerFast
+    dtype: str
+
+    @property
+    def path(self) -> Path:
+        """Path of the part's files, without their endings."""
+        return self.folder / part_name(self.number)
+
+
+def tokenise(
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    home: Path | None = None,
+    num_processes: int | None = None,
+    engine: Engine | None = None,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = never_stop,
+) -> Tokens:
+    """Return the tokens of a corpus; what the home holds of them is reused.
+
+    Args:
+        corpus: text to tokenise.
+        tokenizer: what tokenises it.
+        home: folder of caches, runs and tokens. None means MINILM_CACHE_HOME.
+        num_processes: number of processes. None means one for each core.
+        engine: `ray` to tokenise on the cluster that RAY_ADDRESS names, or on a local one. None means this
+            machine.
+        progress: shows documents done. None means that nothing is shown.
+        should_stop: called about twice a second; True stops and keeps the parts that are done.
+
+    Raises:
+        InterruptedRunError: a stop was requested.
+        StorageError: the home cannot be written to.
+        InvalidConfigError: Ray is not installed.
+    """
+    progress = progress or Silent()
+    folder = (home or cache_home()) / "tokens" / address_of(corpus.identity, tokenizer)
+    with _building(folder, should_stop):
+        if (folder / TOKENS_FILE).is_file():
+            try:
+                return Tokens(folder, corpus.name, tokenizer)
+            except (CacheCorruptError, OSError) as error:
+                progress.note(f"{error} They are made again now.")
+                (folder / TOKENS_FILE).unlink()
+        pool = partial(_pool, engine=engine, num_processes=num_processes or os.cpu_count() or 1)
+        _write(folder, corpus, tokenizer, pool=pool, progress=progress, should_stop=should_stop)
+        return Tokens(folder, corpus.name, tokenizer)
+
+
+def tokens_of(
+    settings: CorpusSettings,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = never_stop,
+) -> Tokens:
+    """Return the tokens of the corpus that settings name; see `load_corpus` and `tokenise`."""
+    home = cache_home()
+    corpus = load_corpus(settings.corpus, settings.text_column, settings.documents, home=home)
+    return tokenise(corpus, tokenizer, home=home, progress=progress, should_stop=should_stop)
+
+
+@contextmanager
+def _building(folder: Path, should_stop: ShouldStop) -> Iterator[None]:
+    """Hold the lock on making a folder of tokens: other processes wait, and find it made."""
+    lock = FileLock(folder / LOCK)
+    with storage_errors("write", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        wait_for(lock, should_stop, "interrupted while another process tokenises this text.")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _write(
+    folder: Path,
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    pool: Callable[..., Any],
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> None:
+    """Write the parts that are missing, then what describes all of them."""
+    documents = corpus.documents
+    dtype = np.dtype(token_dtype(len(tokenizer))).newbyteorder("<").str
+    bounds = _bounds(documents)
+    jobs = [
+        _PartJob(
+            folder=folder,
+            number=number,
+            documents=documents.select(range(first, last)),
+            tokenizer=tokenizer,
+            dtype=dtype,
+        )
+        for number, (first, last) in enumerate(pairwise(bounds))
+    ]
+    todo = [job for job in jobs if _finished(job) is None]
+    progress.start("tokenise", sum(len(job.documents) for job in todo), "documents")
+    with storage_errors("write", folder):
+        if len(todo) > 1:
+            for num_documents in _in_processes(todo, pool, should_stop):
+                progress.advance(num_documents)
+        for job in todo if len(todo) == 1 else ():
+            _write_part(job, progress, should_stop)
+        _seal(folder, corpus, tokenizer, jobs=jobs)
+
+
+def _in_processes(jobs: list[_PartJob], pool: Callable[..., Any], should_stop: ShouldStop) -> Iterator[int]:
+    """Write parts in a pool of processes, and yield the number of documents of each that is done."""
+    with pool(len(jobs)) as workers:
+        results = workers.imap_unordered(_write_part, jobs)
+        left = len(jobs)
+        while left:
+            try:
+                yield results.next(_POLL_S)
+                left -= 1
+            except PoolTimeoutError:
+                if should_stop():
+                    raise _interrupted() from None
+
+
+def _pool(num_jobs: int, *, engine: Engine | None, num_processes: int) -> Any:  # noqa: ANN401 - two libraries
+    """Return a pool of processes of this machine, or of a Ray cluster, each of which uses one core."""
+    if engine is None:
+        size = min(num_processes, num_jobs)
+        return get_context("spawn").Pool(size, initializer=_use_one_core)
+    try:
+        from ray.util.multiprocessing import Pool  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise InvalidConfigError("Ray is not installed. Run: pip install 'minilm-cache[ray]'") from error
+    return Pool(initializer=_use_one_core)
+
+
+def _use_one_core() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _bounds(documents: datasets.Dataset) -> list[int]:
+    """Return the numbers of the documents that parts begin with, and the number of all documents."""
+    num_bytes = documents.data.nbytes * len(documents) / max(1, documents.data.num_rows)
+    num_parts = min(max(1, round(num_bytes / _PART_BYTES)), MAX_PARTS, len(documents))
+    return [round(len(documents) * part / num_parts) for part in range(num_parts + 1)]
+
+
+def _write_part(job: _PartJob, progress: Progress | None = None, should_stop: ShouldStop = never_stop) -> int:
+    """Write one part, its checksums and its documents' hashes and ends; return the number of documents."""
+    keys: dict[str, list[npt.NDArray[np.uint64]]] = {
+        file: [] for file, column in _KEYS.items() if column in job.documents.column_names
+    }
+    counts = []
+    with new_file(job.path.with_suffix(".ids"), durable=False) as ids:
+        for first, batch in text_batches(job.documents):
+            if should_stop():
+                raise _interrupted()
+            tokenised = _token_ids(batch["text"].to_pylist(), job.tokenizer)
+            counts.append(np.asarray([len(row) for row in tokenised], dtype="<i8"))
+            ids.write(np.concatenate([np.asarray(row, dtype=job.dtype) for row in tokenised]).tobytes())
+            for file, hashes in keys.items():
+                hashes.append(_hashes(batch[_KEYS[file]].to_pylist(), job.number, first))
+            if progress is not None:
+                progress.advance(len(tokenised))
+    columns = {ENDS: np.cumsum(np.concatenate(counts)), **{f: np.concatenate(h) for f, h in keys.items()}}
+    content = np.fromfile(job.path.with_suffix(".ids"), dtype=np.uint8)
+    for name, values in {**columns, "sums": block_sums(content)}.items():
+        write_file(job.path.with_suffix(f".{name}"), values.tobytes(), durable=False)
+    part = TokenPart(
+        num_documents=len(job.documents),
+        num_tokens=int(columns[ENDS][-1]),
+        sums=digest_file(job.path.with_suffix(".sums")),
+    )
+    write_file(job.path.with_suffix(".json"), part.model_dump_json().encode(), durable=False)
+    return len(job.documents)
+
+
+def _finished(job: _PartJob) -> TokenPart | None:
+    """Return what is written of a part. None means that it is not written, or not as it should be."""
+    try:
+        part = TokenPart.model_validate_json(job.path.with_suffix(".json").read_bytes())
+        content = np.fromfile(job.path.with_suffix(".ids"), dtype=np.uint8)
+        sums = np.fromfile(job.path.with_suffix(".sums"), dtype="<u8")
+        sizes = {path.stat().st_size for path in (job.path.with_suffix(f".{name}") for name in _columns(job))}
+    except (OSError, ValidationError):
+        return None
+    is_whole = (
+        part.num_documents == len(job.documents)
+        and sizes == {8 * part.num_documents}
+        and np.array_equal(block_sums(content), sums)
+    )
+    return part if is_whole else None
+
+
+def _columns(job: _PartJob) -> list[str]:
+    """Return the files of a part that hold a number for each document."""
+    return [ENDS, *(file for file, column in _KEYS.items() if column in job.documents.column_names)]
+
+
+def _seal(folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, *, jobs: list[_PartJob]) -> None:
+    """Join the parts' documents, and write what describes the folder."""
+    parts = [TokenPart.model_validate_json(job.path.with_suffix(".json").read_bytes()) for job in jobs]
+    names = _columns(jobs[0])
+    for name in names:
+        before = 0
+        with new_file(folder / name, durable=False) as file:
+            for job, part in zip(jobs, parts, strict=True):
+                values = np.fromfile(job.path.with_suffix(f".{name}"), dtype="<i8")
+                file.write((values + before if name == ENDS else values).tobytes())
+                before += part.num_tokens
+    record = TokenRecord(
+        corpus=corpus.identity,
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        dtype="<u2" if jobs[0].dtype == "<u2" else "<u4",
+        parts=tuple(parts),
+        files={name: digest_file(folder / name) for name in names},
+    )
+    write_file(folder / TOKENS_FILE, record.model_dump_json().encode(), durable=False)
+    for job in jobs:
+        for name in (*names, "json"):
+            job.path.with_suffix(f".{name}").unlink()
+
+
+def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    encoded: Mapping[str, Any] = tokenizer(
+        texts,
+        add_special_tokens=False,
+        truncation=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    return list(encoded["input_ids"])
+
+
+def _hashes(values: list[str | None], part: int, first: int) -> npt.NDArray[np.uint64]:
+    """Return a hash of each value, `(documents,)`; a missing value, which has no copies, has one of its own.
+
+    Args:
+        values: values of consecutive documents.
+        part: number of their part.
+        first: number of the first of them in the part.
+    """
+    unique = (f"{part} {number}" for number in range(first, first + len(values)))
+    hashes = (
+        xxhash.xxh3_64_intdigest((other if value is None else value).encode(), seed=value is None)
+        for value, other in zip(values, unique, strict=True)
+    )
+    return np.fromiter(hashes, dtype="<u8", count=len(values))
+
+
+def _interrupted() -> InterruptedRunError:
+    return InterruptedRunError(
+        "interrupted while the text is tokenised: finished parts are kept. Run the same command again to go "
+        "on."
+    )

@@ -1,0 +1,215 @@
+"""Token ids of every document of a corpus, on disk: a text is tokenised once, whoever reads it after that.
+
+A folder of tokens is named by what it was made from (`address_of`): the corpus and the tokenizer, by content.
+
+- `tokens.json`: what the folder holds, with the hashes of its files. It is written last.
+- `ends`: number of tokens up to the end of each document, int64.
+- `texts`: a hash of each document's text, uint64; `copies`: one of its value in column `document`.
+- `part-00000.ids`: token ids of consecutive documents, uint16 or uint32.
+- `part-00000.sums`: XXH3-64 of each `BLOCK` bytes of the part, which are compared when a block is first read.
+
+Everything is little-endian and is memory-mapped, so that a process holds what it reads and not the corpus.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import Field, ValidationError
+from transformers import PreTrainedTokenizerFast
+
+from minilm_cache.errors import CacheCorruptError
+from minilm_cache.models.load import tokenizer_sha256
+from minilm_cache.storage_schema.base import Sha256, StoredModel
+from minilm_cache.storage_schema.documents import FileDigest
+from minilm_cache.storage_schema.identity import CorpusIdentity, canonical_sha256
+from minilm_cache.store.durable import read_bounded
+from minilm_cache.store.fingerprint import digest_file
+
+TOKENS_FILE: Final = "tokens.json"
+ENDS: Final = "ends"
+TEXTS: Final = "texts"
+COPIES: Final = "copies"
+LOCK: Final = ".lock"
+"""Lock on making a folder of tokens, and the orders in it."""
+BLOCK: Final = 2**16
+"""Bytes of token ids that are checked at a time: reading one document reads and hashes little more."""
+MAX_PARTS: Final = 512
+"""Most parts: each is a mapped file, and systems allow a process 1,024 open files by default."""
+_MAX_JSON_BYTES: Final = 2**22
+_VERSION: Final = 1
+
+Ids = npt.NDArray[np.int64]
+
+
+class TokenPart(StoredModel):
+    """Consecutive documents whose token ids are in one file."""
+
+    num_documents: int = Field(ge=1)
+    num_tokens: int = Field(ge=0)
+    sums: FileDigest
+    """Digest of the file of checksums."""
+
+
+class TokenRecord(StoredModel):
+    """What a folder of tokens holds."""
+
+    version: Literal[1] = _VERSION
+    corpus: CorpusIdentity
+    tokenizer_sha256: Sha256
+    dtype: Literal["<u2", "<u4"]
+    """Type of the token ids, as numpy writes it."""
+    parts: tuple[TokenPart, ...] = Field(min_length=1, max_length=MAX_PARTS)
+    files: dict[str, FileDigest]
+    """Digests of `ends`, `texts` and `copies`."""
+
+
+class Tokens:
+    """Token ids of the documents of a corpus, by number."""
+
+    def __init__(self, folder: Path, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Open a folder of tokens and compare its files with what was written; token ids follow when read.
+
+        Args:
+            folder: folder of tokens.
+            name: name of the corpus, for messages.
+            tokenizer: the tokenizer that the folder was made with.
+
+        Raises:
+            CacheCorruptError: a file is missing or damaged.
+        """
+        self.folder, self.name = folder, name
+        self.cls, self.sep = _special_tokens(tokenizer)
+        self.record = read_record(folder)
+        self.ends = self._checked(ENDS, np.dtype("<i8"))
+        """Number of tokens up to the end of each document, `(documents,)`."""
+        self.keys = [self._checked(file, np.dtype("<u8")) for file in (TEXTS, COPIES) if file in self.files]
+        """Hashes of each document, `(documents,)`: documents that share one are copies of one text."""
+        self._firsts = np.cumsum([0, *(part.num_documents for part in self.record.parts)])
+        self._part = lru_cache(maxsize=None)(self._open_part)
+
+    @property
+    def files(self) -> dict[str, FileDigest]:
+        """Digests of the files that hold a number for each document."""
+        return self.record.files
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the whole corpus, without special tokens."""
+        return int(self.ends[-1])
+
+    def counts(self, numbers: npt.NDArray[np.integer]) -> Ids:
+        """Return the number of tokens of documents, by their numbers in the corpus."""
+        ends: Ids = self.ends[numbers]
+        before: Ids = np.where(numbers > 0, self.ends[np.maximum(numbers, 1) - 1], 0)
+        return ends - before
+
+    def read(self, numbers: npt.NDArray[np.integer]) -> list[Ids]:
+        """Return the token ids of documents, by their numbers in the corpus.
+
+        Raises:
+            CacheCorruptError: token ids are not those that were written.
+        """
+        parts = np.searchsorted(self._firsts, numbers, side="right") - 1
+        firsts = self._firsts[parts]
+        before = np.where(firsts > 0, self.ends[np.maximum(firsts, 1) - 1], 0)
+        stops = self.ends[numbers] - before
+        starts = stops - self.counts(numbers)
+        places = zip(parts.tolist(), starts.tolist(), stops.tolist(), strict=True)
+        return [self._part(part).read(start, stop) for part, start, stop in places]
+
+    def _checked(self, file: str, dtype: np.dtype[np.generic]) -> npt.NDArray[np.int64]:
+        """Return a number for each document, after comparing the file with its digest."""
+        path = self.folder / file
+        num_documents = sum(part.num_documents for part in self.record.parts)
+        if path.stat().st_size != num_documents * dtype.itemsize or digest_file(path) != self.files[file]:
+            raise damaged(path)
+        return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+
+    def _open_part(self, number: int) -> "_Part":
+        part, stem = self.record.parts[number], part_name(number)
+        sums = self.folder / f"{stem}.sums"
+        if not sums.is_file() or digest_file(sums) != part.sums:
+            raise damaged(sums)
+        return _Part(
+            self.folder / f"{stem}.ids",
+            sums,
+            dtype=np.dtype(self.record.dtype),
+            num_tokens=part.num_tokens,
+        )
+
+
+class _Part:
+    """Token ids of consecutive documents."""
+
+    def __init__(self, path: Path, sums: Path, *, dtype: np.dtype[np.generic], num_tokens: int) -> None:
+        num_bytes = num_tokens * dtype.itemsize
+        if not path.is_file() or path.stat().st_size != num_bytes:
+            raise damaged(path)
+        # An empty file cannot be mapped.
+        self._bytes = np.memmap(path, np.uint8, mode="r") if num_bytes else np.zeros(0, np.uint8)
+        self._path, self._dtype = path, dtype
+        self._sums = np.fromfile(sums, dtype="<u8")
+        self._is_checked = np.zeros(len(self._sums), dtype=np.bool_)
+
+    def read(self, start: int, stop: int) -> Ids:
+        """Return the token ids from `start` up to, but not including, `stop`."""
+        size = self._dtype.itemsize
+        first, last = start * size // BLOCK, -(-stop * size // BLOCK)
+        if not self._is_checked[first:last].all():
+            for block in range(first, last):
+                content = self._bytes[block * BLOCK : (block + 1) * BLOCK]
+                if xxhash.xxh3_64_intdigest(content.data) != self._sums[block]:
+                    raise damaged(self._path)
+            self._is_checked[first:last] = True
+        return self._bytes[start * size : stop * size].view(self._dtype).astype(np.int64)
+
+
+def read_record(folder: Path) -> TokenRecord:
+    """Return what a folder of tokens holds.
+
+    Raises:
+        CacheCorruptError: the file that says so is damaged.
+    """
+    path = folder / TOKENS_FILE
+    try:
+        return TokenRecord.model_validate_json(read_bounded(path, _MAX_JSON_BYTES))
+    except ValidationError as error:
+        raise damaged(path) from error
+
+
+def address_of(corpus: CorpusIdentity, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return the name of the folder of a corpus' tokens: 32 hexadecimal digits."""
+    content = [_VERSION, corpus.model_dump(mode="json"), tokenizer_sha256(tokenizer)]
+    return canonical_sha256(content)[:32]
+
+
+def part_name(number: int) -> str:
+    """Return the name of the files of a part, without their endings."""
+    return f"part-{number:05d}"
+
+
+def block_sums(content: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """Return the checksum of each block of a file's content, `(blocks,)`."""
+    starts: Sequence[int] = range(0, len(content), BLOCK)
+    sums = (xxhash.xxh3_64_intdigest(content[start : start + BLOCK].data) for start in starts)
+    return np.fromiter(sums, dtype="<u8", count=len(starts))
+
+
+def damaged(path: Path) -> CacheCorruptError:
+    """Return the error of a file of tokens that is not what was written."""
+    return CacheCorruptError(
+        f"{path} is damaged or missing. Remove the folder {path.parent}, and run the same command again: it "
+        "tokenises the text anew."
+    )
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
+    cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
+    assert isinstance(cls, int)
+    assert isinstance(sep, int)
+    return cls, sep
