@@ -28,6 +28,7 @@ from minilm_cache.cli.rm import rm
 from minilm_cache.cli.share import merge, pull, push
 from minilm_cache.cli.speed import speed
 from minilm_cache.cli.study import study
+from minilm_cache.cli.tokenize import tokenize
 from minilm_cache.cli.train import train
 from minilm_cache.cli.vectors import export, import_file
 from minilm_cache.cli.verify import verify
@@ -44,7 +45,7 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
     *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, rm, merge),
-    *(evaluate, speed, embeddings, export, import_file, head, cut, truncate, augment, demo),
+    *(evaluate, speed, embeddings, export, import_file, head, cut, truncate, augment, tokenize, demo),
 )
 _OTHERWISE_NAMED: dict[Callable[..., None], str] = {cut: "slice", import_file: "import"}
 """Commands whose names are words of Python's own."""

@@ -24,7 +24,7 @@ from minilm_cache.corpus.copies import with_copies
 from minilm_cache.corpus.tokens import LOCK, Tokens
 from minilm_cache.errors import CorpusError
 from minilm_cache.storage_schema.base import StoredModel
-from minilm_cache.storage_schema.documents import FileDigest
+from minilm_cache.storage_schema.documents import FileDigest, StoredDocument
 from minilm_cache.storage_schema.identity import Packing, canonical_sha256
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.fingerprint import digest_file
@@ -121,7 +121,7 @@ class _PartRecord(StoredModel):
     ends: FileDigest
 
 
-class _OrderRecord(StoredModel):
+class _OrderRecord(StoredDocument):
     parts: tuple[_PartRecord, ...] = Field(min_length=1, max_length=2)
 
 
@@ -233,8 +233,7 @@ def _write(files: _OrderFiles) -> list[Part]:
     for path in files.folder.iterdir():
         if not path.name.startswith("part-"):
             path.unlink()
-    content = _OrderRecord(parts=tuple(records)).model_dump_json().encode()
-    write_file(files.folder / _RECORD, content, durable=False)
+    write_file(files.folder / _RECORD, _OrderRecord(parts=tuple(records)).to_json(), durable=False)
     return list(parts.values())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from minilm_cache.storage_schema.base import StoredModel
+from minilm_cache.storage_schema.documents import StoredDocument
 from minilm_cache.storage_schema.identity import CorpusIdentity, canonical_sha256
 from minilm_cache.store.durable import storage_errors, write_file
 
@@ -18,7 +18,7 @@ SourceFile = tuple[str, int, int, int, int]
 """Path, size in bytes, inode, and the times of modification and of the last change, ns."""
 
 
-class _Note(StoredModel):
+class _Note(StoredDocument):
     corpus: CorpusIdentity
     files: tuple[SourceFile, ...]
 
@@ -69,7 +69,7 @@ class Sources:
         path = self._note(home)
         with storage_errors("write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, _Note(corpus=corpus, files=self.files).model_dump_json().encode(), durable=False)
+            write_file(path, _Note(corpus=corpus, files=self.files).to_json(), durable=False)
 
     def _note(self, home: Path) -> Path:
         where = [str(path.resolve().parent) for path in self.paths[:1]]

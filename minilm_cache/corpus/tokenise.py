@@ -22,6 +22,7 @@ from filelock import FileLock
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
+from minilm_cache.corpus.config import TokenizeConfig
 from minilm_cache.corpus.load import COPIES_OF, Corpus, load_corpus, text_batches
 from minilm_cache.corpus.tokens import (
     COPIES,
@@ -38,7 +39,7 @@ from minilm_cache.corpus.tokens import (
     part_name,
 )
 from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError
-from minilm_cache.models.load import tokenizer_sha256
+from minilm_cache.models.load import load_tokenizer, locate_teacher, tokenizer_sha256
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import CorpusSettings, cache_home
 from minilm_cache.storage_schema.arrays import token_dtype
@@ -124,6 +125,22 @@ def tokens_of(
     home = cache_home()
     corpus = load_corpus(settings.corpus, settings.text_column, settings.documents, home=home)
     return tokenise(corpus, tokenizer, home=home, progress=progress, should_stop=should_stop)
+
+
+def tokenise_for(config: TokenizeConfig, *, progress: Progress, should_stop: ShouldStop) -> Tokens:
+    """Tokenise a text with a teacher's tokenizer; the teacher's weights are not read."""
+    source = locate_teacher(config.teacher, config.revision, without_weights=True)
+    tokenizer, home = load_tokenizer(source.folder), cache_home()
+    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=home)
+    return tokenise(
+        corpus,
+        tokenizer,
+        home=home,
+        num_processes=config.processes,
+        engine=config.engine,
+        progress=progress,
+        should_stop=should_stop,
+    )
 
 
 @contextmanager
@@ -280,7 +297,7 @@ def _seal(folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, *, j
         parts=tuple(parts),
         files={name: digest_file(folder / name) for name in names},
     )
-    write_file(folder / TOKENS_FILE, record.model_dump_json().encode(), durable=False)
+    write_file(folder / TOKENS_FILE, record.to_json(), durable=False)
     for job in jobs:
         for name in (*names, "json"):
             job.path.with_suffix(f".{name}").unlink()

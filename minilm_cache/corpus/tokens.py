@@ -14,7 +14,7 @@ Everything is little-endian and is memory-mapped, so that a process holds what i
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.load import tokenizer_sha256
 from minilm_cache.storage_schema.base import Sha256, StoredModel
-from minilm_cache.storage_schema.documents import FileDigest
+from minilm_cache.storage_schema.documents import FileDigest, StoredDocument
 from minilm_cache.storage_schema.identity import CorpusIdentity, canonical_sha256
 from minilm_cache.store.durable import read_bounded
 from minilm_cache.store.fingerprint import digest_file
@@ -55,7 +55,7 @@ class TokenPart(StoredModel):
     """Digest of the file of checksums."""
 
 
-class TokenRecord(StoredModel):
+class TokenRecord(StoredDocument):
     """What a folder of tokens holds."""
 
     version: Literal[1] = _VERSION
@@ -85,7 +85,7 @@ class Tokens:
         self.folder, self.name = folder, name
         self.cls, self.sep = _special_tokens(tokenizer)
         self.record = read_record(folder)
-        self.ends = self._checked(ENDS, np.dtype("<i8"))
+        self.ends: Ids = self._checked(ENDS, np.dtype("<i8"))
         """Number of tokens up to the end of each document, `(documents,)`."""
         self.keys = [self._checked(file, np.dtype("<u8")) for file in (TEXTS, COPIES) if file in self.files]
         """Hashes of each document, `(documents,)`: documents that share one are copies of one text."""
@@ -101,6 +101,11 @@ class Tokens:
     def num_tokens(self) -> int:
         """Number of tokens of the whole corpus, without special tokens."""
         return int(self.ends[-1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the folder's files."""
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
     def counts(self, numbers: npt.NDArray[np.integer]) -> Ids:
         """Return the number of tokens of documents, by their numbers in the corpus."""
@@ -122,7 +127,7 @@ class Tokens:
         places = zip(parts.tolist(), starts.tolist(), stops.tolist(), strict=True)
         return [self._part(part).read(start, stop) for part, start, stop in places]
 
-    def _checked(self, file: str, dtype: np.dtype[np.generic]) -> npt.NDArray[np.int64]:
+    def _checked(self, file: str, dtype: np.dtype[np.generic]) -> npt.NDArray[Any]:
         """Return a number for each document, after comparing the file with its digest."""
         path = self.folder / file
         num_documents = sum(part.num_documents for part in self.record.parts)

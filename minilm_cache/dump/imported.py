@@ -25,7 +25,6 @@ from transformers import PreTrainedConfig
 
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
-from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.dump.identity import identify, name_labels
 from minilm_cache.dump.reading import SequenceReader
@@ -119,8 +118,7 @@ def import_vectors(
         imported=True,
     )
     progress = progress or Silent()
-    tokens = tokenise(corpus, teacher.tokenizer, home=home, progress=progress, should_stop=should_stop)
-    sequences = SequenceTable(tokens, identity.packing)
+    sequences = resolved.sequences(progress, should_stop)
     reader = _VectorReader(
         teacher=teacher, states=identity.states, masker=None, vectors=known.vectors, sequences=sequences
     )

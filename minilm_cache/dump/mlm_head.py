@@ -95,23 +95,19 @@ def fit_head(
     check_length(tapped, source.name, token=tokenizer.cls_token_id, max_length=config.max_length)
     tapped.tap((), head="tokens")
     sequences = _load_sequences(config, tokenizer, progress=progress, should_stop=should_stop)
-    num_train = sequences.num_train
     masker = Masker.of(Masking(share=SHARE, mask_token=mask_token(tokenizer), seed=config.seed), tokenizer)
     reader = _MaskedReader(sequences, masker, tokenizer.pad_token_id, device)
-    steps = config.epochs * (num_train // config.batch_size)
+    steps = config.epochs * (sequences.num_train // config.batch_size)
     progress.start("fit head", steps * config.batch_size, "sequences")
     _train(
         tapped,
-        reader.epochs(num_train, config),
+        reader.epochs(sequences.num_train, config),
         lr=config.lr,
         steps=steps,
         progress=progress,
         should_stop=should_stop,
     )
-    held_out = range(num_train, min(sequences.num_sequences, num_train + _MAX_CHECKED))
-    cross_entropy, accuracy = _measure(
-        tapped, reader, numbers=held_out or range(num_train - 1, num_train), config=config
-    )
+    cross_entropy, accuracy = _measure(tapped, reader, numbers=_checked(sequences), config=config)
     with saving("write", out), new_folder(out) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -151,6 +147,12 @@ def _load_sequences(
             f"{config.batch_size}. Give more text."
         )
     return sequences
+
+
+def _checked(sequences: SequenceTable) -> range:
+    """Return the numbers of held-out sequences, or of the last one where none is held out."""
+    first = sequences.num_train
+    return range(first, min(sequences.num_sequences, first + _MAX_CHECKED)) or range(first - 1, first)
 
 
 def _train(

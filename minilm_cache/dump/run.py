@@ -7,7 +7,6 @@ from pathlib import Path
 
 from minilm_cache.cache import Cache, row_checker
 from minilm_cache.corpus.sequences import SequenceTable
-from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.add import (
     layers_to_write,
     states_to_write,
@@ -100,18 +99,10 @@ def dump_cache(
         )
         if pulled is not None:
             return _with_weights(pulled, resolved)
-    teacher, identity = resolved.teacher, resolved.identity
-    tokens = tokenise(
-        resolved.corpus,
-        teacher.tokenizer,
-        home=resolved.home,
-        progress=progress,
-        should_stop=should_stop,
-    )
     return write_cache(
         resolved,
-        SequenceReader.of(teacher, identity.states),
-        sequences=SequenceTable(tokens, identity.packing),
+        SequenceReader.of(resolved.teacher, resolved.identity.states),
+        sequences=resolved.sequences(progress, should_stop),
         progress=progress,
         should_stop=should_stop,
     )

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from minilm_cache.corpus.formats import num_skipped
 from minilm_cache.corpus.load import Corpus, load_corpus
+from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.add import open_donor
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.identity import identify, name_labels
@@ -14,7 +16,7 @@ from minilm_cache.models.known import remember_teacher
 from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.progress import Progress
+from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.layout import MANIFEST, cache_name
@@ -42,6 +44,17 @@ class ResolvedDump:
     of the donor, or that tokens are written."""
     imported: bool = False
     """Whether vectors are given in a file, and no teacher runs."""
+
+    def sequences(self, progress: Progress, should_stop: ShouldStop) -> SequenceTable:
+        """Return the corpus as sequences; it is tokenised if that was not done before."""
+        tokens = tokenise(
+            self.corpus,
+            self.teacher.tokenizer,
+            home=self.home,
+            progress=progress,
+            should_stop=should_stop,
+        )
+        return SequenceTable(tokens, self.identity.packing)
 
 
 def resolve_dump(
