@@ -29,7 +29,14 @@ def dump(
     given: Given,
     *,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of the cache. [default: in the cache home]")
+        str | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="PLACE",
+            help="Folder of the cache, or its URL in a store (s3://, gs://, az://, file://), where "
+            "dumps of any machines meet. [default: in the cache home]",
+        ),
     ] = None,
     add: Annotated[
         Path | None,
@@ -48,29 +55,31 @@ def dump(
 
     Example: minilm-cache dump --teacher mini --corpus notes.txt --for minilm,tinybert --add notes.cache
     """
+    from minilm_cache.dump.into_store import dump_into_store  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.dump.on_ray import dump_on_ray  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.dump.run import dump_cache  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.store.remote import is_url  # noqa: PLC0415 - importing it takes seconds
 
-    if engine is None:
-        config = _config_of_rank(given)
-    else:
-        if cache_store is not None or add is not None or not resume:
-            raise InvalidConfigError(
-                "--engine cannot be used with --no-resume, --add or --cache-store (MINILM_CACHE_STORE). "
-                "Leave them out; `minilm-cache pull` fetches a cache that exists already."
-            )
-        config = validated(DumpConfig, {**given, "world_size": _ranks_of_engine(engine, given)})
+    place = out if out is None or is_url(out) else Path(out)
+    reuses = cache_store is not None or add is not None or not resume
+    if isinstance(place, str) and reuses:
+        raise InvalidConfigError(f"--out {out}: {_ONLY_LOCAL}")
+    config = _config_of_rank(given) if engine is None else _config_of_engine(engine, given, reuses=reuses)
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         note_default_corpus(given, config.corpus, progress)
         if engine is not None:
             result = dump_on_ray(
-                config, out=out, home=cache_home(), progress=progress, should_stop=should_stop
+                config, out=place, home=cache_home(), progress=progress, should_stop=should_stop
+            )
+        elif isinstance(place, str):
+            result = dump_into_store(
+                config, place, home=cache_home(), progress=progress, should_stop=should_stop
             )
         else:
             result = dump_cache(
                 config,
-                out=out,
+                out=place,
                 home=cache_home(),
                 resume=resume,
                 cache_store=cache_store,
@@ -88,6 +97,22 @@ def _config_of_rank(given: Given) -> DumpConfig:
     """Return the settings, with the rank and world size that are given or that torchrun or SLURM set."""
     rank, world_size = rank_and_world_size(given.get("rank"), given.get("world_size"), TerminalProgress())
     return validated(DumpConfig, {**given, "rank": rank, "world_size": world_size})
+
+
+_ONLY_LOCAL = (
+    "--no-resume, --add and --cache-store (MINILM_CACHE_STORE) go with a folder. Leave them out, or dump into a "
+    "folder and `minilm-cache push` it."
+)
+
+
+def _config_of_engine(engine: str, given: Given, *, reuses: bool) -> DumpConfig:
+    """Return the settings of a dump by an engine, which cannot reuse other caches."""
+    if reuses:
+        raise InvalidConfigError(
+            "--engine cannot be used with --no-resume, --add or --cache-store (MINILM_CACHE_STORE). "
+            "Leave them out; `minilm-cache pull` fetches a cache that exists already."
+        )
+    return validated(DumpConfig, {**given, "world_size": _ranks_of_engine(engine, given)})
 
 
 def _ranks_of_engine(engine: str, given: Given) -> int:
@@ -109,7 +134,7 @@ def _ranks_of_engine(engine: str, given: Given) -> int:
 def _document(result: "DumpResult") -> dict[str, Any]:
     manifest = result.manifest
     return {
-        "cache": str(result.path),
+        "cache": result.place,
         "shards_written": result.shards_written,
         "shards_kept": result.shards_kept,
         "fingerprint": manifest.fingerprint,
@@ -129,7 +154,7 @@ def _print(result: "DumpResult") -> None:
     manifest = result.manifest
     print_pairs(
         {
-            "cache": result.path,
+            "cache": result.place,
             "state": "complete" if manifest.complete else "unfinished: other ranks have shards to write",
             "fingerprint": manifest.fingerprint,
             "shards": f"{result.shards_written} written, {result.shards_kept} there before, "
@@ -147,7 +172,7 @@ def _print(result: "DumpResult") -> None:
     if manifest.complete and objective is not None:
         teacher = manifest.identity.teacher
         arch = f"{max(1, teacher.num_layers // 2)}x{teacher.hidden_size}"
-        place = shlex.quote(str(result.path))
+        place = shlex.quote(result.place)
         print_pairs({"next": f"minilm-cache train {place} --arch {arch}{objective}"})
 
 

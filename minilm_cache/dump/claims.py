@@ -8,12 +8,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from filelock import FileLock
-
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InterruptedRunError, ShardBusyError
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.store.ranks import announce_rank, announced_ranks
+from minilm_cache.store.durable import ShardLock
 from minilm_cache.store.writer import CacheWriter
 from minilm_cache.wording import counted
 
@@ -26,7 +24,7 @@ class Claim:
     """A shard that this rank is to write, and the lock on it, which is held."""
 
     shard: int
-    lock: FileLock
+    lock: ShardLock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +44,12 @@ class Claims:
             StorageError: the file system refused.
         """
         if self.config.world_size > 1:
-            announce_rank(self.writer.root, self.config.rank)
+            self.writer.announce(self.config.rank)
         for shard in shards:
             try:
                 claim = self._claim(shard)
             except ShardBusyError:
-                if self.config.world_size == 1:
+                if self._is_alone:
                     raise
                 continue  # a rank that helps has it
             if claim is not None:
@@ -91,11 +89,15 @@ class Claims:
             time.sleep(_POLL_S)
 
     def _left(self) -> list[int]:
-        """Return the shards of this folder's ranks that are not committed."""
-        if self.config.world_size == 1:
+        """Return the shards that are not committed and that this rank may write."""
+        if self._is_alone:
             return []
-        ranks = {self.config.rank, *announced_ranks(self.writer.root)}
-        return [shard for shard in self.writer.missing_shards() if shard % self.config.world_size in ranks]
+        return self.writer.left_for(self.config.rank, self.config.world_size)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other process is to write this cache; into a store, any may at any time."""
+        return self.config.world_size == 1 and not self.writer.is_remote
 
     def _claim_if_free(self, shard: int) -> Claim | None:
         try:

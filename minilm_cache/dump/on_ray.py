@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.into_store import dump_into_store
 from minilm_cache.dump.run import DumpResult, dump_cache
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
@@ -22,7 +23,7 @@ _POLL_S = 1.0
 def dump_on_ray(
     config: DumpConfig,
     *,
-    out: Path | None = None,
+    out: Path | str | None = None,
     home: Path | None = None,
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
@@ -33,8 +34,8 @@ def dump_on_ray(
 
     Args:
         config: what to dump; its rank is ignored.
-        out: folder of the cache, the same on every machine. None means a folder below `home`, named by
-            content.
+        out: folder of the cache, the same on every machine, or the URL of a cache in a store. None means a
+            folder below `home`, named by content.
         home: folder of caches. None means MINILM_CACHE_HOME.
         progress: shows ranks done. None means that nothing is shown.
         should_stop: called about once a second; True stops, and keeps what is committed.
@@ -55,7 +56,7 @@ def dump_on_ray(
     everywhere = config.with_changes(
         teacher=_from_anywhere(config.teacher), corpus=_from_anywhere(config.corpus)
     )
-    place = None if out is None else out.resolve()
+    place = out.resolve() if isinstance(out, Path) else out
     pending = [
         task.remote(everywhere.with_changes(rank=rank), place, (home or cache_home()).resolve())
         for rank in range(config.world_size)
@@ -63,14 +64,15 @@ def dump_on_ray(
     progress.note(f"{config.world_size} ranks as tasks of Ray, each with {'a GPU' if num_gpus else 'a core'}")
     progress.start("dump", config.world_size, "ranks")
     results = _wait_for_ranks(pending, progress, should_stop)
-    manifest = read_manifest(results[0].path)
+    manifest = next((result.manifest for result in results if result.manifest.complete), None)
     written = sum(result.shards_written for result in results)
     return DumpResult(
         path=results[0].path,
-        manifest=manifest,
+        manifest=manifest or read_manifest(results[0].path),
         shards_written=written,
         shards_kept=results[0].num_shards - written,
         num_shards=results[0].num_shards,
+        url=results[0].url,
     )
 
 
@@ -107,7 +109,9 @@ def _wait_for_ranks(pending: list[Any], progress: Progress, should_stop: ShouldS
     return results
 
 
-def _dump_rank(config: DumpConfig, out: Path | None, home: Path) -> DumpResult:
+def _dump_rank(config: DumpConfig, out: Path | str | None, home: Path) -> DumpResult:
+    if isinstance(out, str):
+        return dump_into_store(config, out, home=home)
     return dump_cache(config, out=out, home=home)
 
 

@@ -1,7 +1,7 @@
 """Stage one as a whole: corpus -> sequences -> teacher -> codec -> shards -> sealed cache."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from minilm_cache.dump.audit_states import audit_states
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.fit import CodecFitter
 from minilm_cache.dump.identity import plan_manifest
-from minilm_cache.dump.preview import preview_table
+from minilm_cache.dump.preview import PREVIEW_SEQUENCES, preview_table
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.dump.setup import ResolvedDump, resolve_dump
 from minilm_cache.dump.shards import ShardJob
@@ -34,7 +34,6 @@ from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.preview import has_damaged_preview, seal_with_preview
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.verify import shards_of_other_sizes, unsound_shards
 from minilm_cache.store.writer import CacheWriter
 
 
@@ -43,12 +42,20 @@ class DumpResult:
     """Result of a dump."""
 
     path: Path
+    """Folder of the cache; a cache in a store has none when the dump ends."""
     manifest: CacheManifest
     shards_written: int
     shards_kept: int
     """Shards that other ranks or an earlier run have committed, or that were pulled."""
     num_shards: int
     """Shards of the whole cache."""
+    url: str | None = None
+    """URL of the cache. None means that it is in the folder `path`."""
+
+    @property
+    def place(self) -> str:
+        """Where the cache is: its URL or its folder."""
+        return self.url or str(self.path)
 
 
 def dump_cache(
@@ -115,6 +122,7 @@ def write_cache(
     sequences: SequenceTable,
     progress: Progress,
     should_stop: ShouldStop,
+    writer_type: Callable[..., CacheWriter] = CacheWriter,
 ) -> DumpResult:
     """Write what is missing of a cache whose settings are resolved.
 
@@ -122,6 +130,7 @@ def write_cache(
         resolved: what the cache is to hold, and where.
         reader: what reads sequences, such as a teacher.
         sequences: the corpus as sequences.
+        writer_type: makes what writes the cache, with the arguments of `CacheWriter`.
         progress: shows tokens done.
         should_stop: called before each batch; True stops and keeps what is committed.
 
@@ -139,8 +148,9 @@ def write_cache(
     # Ranks on different machines would fit different codecs: all ranks use the codecs of the first.
     several = resolved.config.world_size > 1
     with creating(resolved.path, progress, should_stop) if several else nullcontext():
-        job = _begin(resolved, fitter)
-    return _write_shards(job, resolved.path, progress=progress, should_stop=should_stop)
+        job = _begin(resolved, fitter, writer_type)
+    with closing(job.writer):
+        return _write_shards(job, resolved.path, progress=progress, should_stop=should_stop)
 
 
 def _with_weights(pulled: DumpResult, resolved: ResolvedDump) -> DumpResult:
@@ -170,7 +180,7 @@ def _write_shards(job: ShardJob, path: Path, *, progress: Progress, should_stop:
     )
 
 
-def _begin(resolved: ResolvedDump, fitter: CodecFitter) -> ShardJob:
+def _begin(resolved: ResolvedDump, fitter: CodecFitter, writer_type: Callable[..., CacheWriter]) -> ShardJob:
     """Fit the codecs, and create the cache or open the unfinished one."""
     identity, donor = resolved.identity, resolved.donor
     fitted = fitter.codecs(resolved.path, donor)
@@ -184,7 +194,7 @@ def _begin(resolved: ResolvedDump, fitter: CodecFitter) -> ShardJob:
         imported=resolved.imported,
     )
     tokens = donor if resolved.tokens_of is None else CacheReader(resolved.tokens_of)
-    writer = CacheWriter(
+    writer = writer_type(
         resolved.path, manifest, ranges=ranges, attachments=attachments, tokens_of=tokens, parts_of=donor
     )
     return ShardJob(
@@ -209,8 +219,7 @@ def _finish(job: ShardJob, progress: Progress) -> None:
             preview = preview_table(Cache(CacheReader(writer.root)), teacher.tokenizer)
             writer.manifest = seal_with_preview(writer.root, writer.manifest, preview)
         if job.config.keep_weights and writer.is_complete:
-            weights = teacher.half_weights()
-            writer.manifest = attach(writer.root, writer.manifest, path=TEACHER_WEIGHTS, content=weights)
+            writer.attach(TEACHER_WEIGHTS, teacher.half_weights())
 
 
 def _pull_if_there(
@@ -232,15 +241,19 @@ def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress
     """Return the numbers of this rank's shards that are missing or damaged; damaged shards are withdrawn."""
     if writer.has_damaged_index:
         _unseal_by_records(writer, progress)
-    mine = range(config.rank, len(writer.ranges), config.world_size)
-    committed = [shard for shard in mine if writer.is_committed(shard)]
-    unsound = _unsound if config.check == "full" else _incomplete
-    for shard in unsound(writer, committed, progress) if committed else ():
+    mine, missing = range(config.rank, len(writer.ranges), config.world_size), set(writer.missing_shards())
+    committed = [shard for shard in mine if shard not in missing]
+    check_rows = row_checker if config.check == "full" else None
+    damaged = writer.damaged(committed, check_rows=check_rows, progress=progress) if committed else []
+    for shard in damaged:
         progress.note(f"shard {shard} is damaged and will be written again")
-        with writer.claim(shard):
-            if unsound(writer, [shard], Silent()):  # no other process has written it again
+        lock = writer.claim(shard)
+        try:  # no other process has written it again
+            if writer.damaged([shard], check_rows=check_rows, progress=Silent()):
                 writer.withdraw(shard)
-    return [shard for shard in mine if not writer.is_committed(shard)]
+        finally:
+            lock.release()
+    return sorted(missing.intersection(mine) | set(damaged))
 
 
 def _unseal_by_records(writer: CacheWriter, progress: Progress) -> None:
@@ -258,19 +271,13 @@ def _unseal_by_records(writer: CacheWriter, progress: Progress) -> None:
     writer.unseal()
 
 
-def _incomplete(writer: CacheWriter, shards: Sequence[int], _: Progress) -> list[int]:
-    return shards_of_other_sizes(writer.root, shards)
-
-
-def _unsound(writer: CacheWriter, shards: Sequence[int], progress: Progress) -> list[int]:
-    return unsound_shards(writer.root, shards=shards, progress=progress, check_rows=row_checker)
-
-
 def _seal(writer: CacheWriter, reader: SequenceReader, *, config: DumpConfig, progress: Progress) -> None:
     """Measure the finished dump from its bytes on disk, then mark it as complete."""
     teacher = reader.teacher
     cache = Cache(CacheReader(writer.root, partial=True))
     numbers = audit_sequences(cache)
+    shown = range(min(PREVIEW_SEQUENCES, len(cache)))
+    writer.fetch(sorted({writer.ranges.shard_of(number) for number in (*shown, *numbers)}))
     identity = writer.manifest.identity
     passes = identity.has_relations + (identity.states is not None)
     progress.start("measure fidelity", passes * len(numbers), "sequences")

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from minilm_cache.codecs.base import RelationCodec, Rows
@@ -24,7 +23,7 @@ from minilm_cache.relations.scores import TeacherSignal, mean_row_entropy
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.arrays import array_specs, token_dtype
 from minilm_cache.storage_schema.sequences import entropy_column
-from minilm_cache.store.durable import refuse_full_disk
+from minilm_cache.store.durable import ShardLock, refuse_full_disk
 from minilm_cache.store.writer import CacheWriter
 
 _Rows = dict[str, npt.NDArray[np.generic]]
@@ -82,7 +81,7 @@ class ShardJob:
                 pending.result()
         return written
 
-    def _write(self, shard: int, rows: _Rows, *, table: pa.Table, lock: FileLock, left: int) -> None:
+    def _write(self, shard: int, rows: _Rows, *, table: pa.Table, lock: ShardLock, left: int) -> None:
         """Write a shard, and check that the disk has room for `left` tokens more."""
         try:
             written = self.writer.write_shard(shard, rows, table=table, rank=self.config.rank)

@@ -12,7 +12,7 @@ from minilm_cache.store.durable import storage_errors
 
 @contextmanager
 def saving(doing: str, where: Path) -> Iterator[None]:
-    """Turn errors of the file system and of safetensors into a StorageError.
+    """Turn errors of the file system, of safetensors and of tokenizers into a StorageError.
 
     Args:
         doing: verb for the message, such as `write`.
@@ -22,4 +22,8 @@ def saving(doing: str, where: Path) -> Iterator[None]:
         try:
             yield
         except safetensors.SafetensorError as error:
+            raise OSError(None, first_line(error), str(where)) from error
+        except Exception as error:
+            if type(error) is not Exception:  # tokenizers raises nothing more particular
+                raise
             raise OSError(None, first_line(error), str(where)) from error

@@ -23,6 +23,7 @@ from minilm_cache.models.load import (
     tokenizer_sha256,
 )
 from minilm_cache.models.pooling import SentencePooler, load_pooler
+from minilm_cache.models.saving import saving
 from minilm_cache.models.tap import Head, TappedModel
 from minilm_cache.relations.scores import TeacherSignal, key_mask
 from minilm_cache.storage_schema.identity import MAX_LAYERS, TeacherIdentity, canonical_sha256
@@ -130,7 +131,8 @@ class Teacher:
         """Return the files that a student is built from: path in the cache to content. No weights."""
         files = {TEACHER_CONFIG: json.dumps(self._config(), indent=1, sort_keys=True).encode()}
         with TemporaryDirectory() as folder:
-            self.tokenizer.save_pretrained(folder)
+            with saving("write", Path(folder)):
+                self.tokenizer.save_pretrained(folder)
             for name in TOKENIZER_FILES:
                 file = Path(folder, name)
                 if file.is_file():

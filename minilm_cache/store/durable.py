@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from types import TracebackType
+from typing import BinaryIO, Protocol, runtime_checkable
 
 from filelock import FileLock, Timeout
 
@@ -91,6 +92,41 @@ def lock_if_free(path: Path) -> FileLock | None:
         except Timeout:
             return None
     return lock
+
+
+@runtime_checkable
+class ShardLock(Protocol):
+    """What the writer of a shard holds."""
+
+    def __enter__(self) -> object:
+        """Hold it for a block."""
+        ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None:
+        """Let others have the shard."""
+        ...
+
+    def release(self) -> None:
+        """Let others have the shard; any thread may call it."""
+        ...
+
+
+def sync_files(root: Path, paths: Iterable[str]) -> None:
+    """Flush files below a folder to disk, and the entries of all directories that they are in."""
+    directories = set()
+    for path in paths:
+        file = root / path
+        sync_file(file)
+        while file != root:
+            file = file.parent
+            directories.add(file)
+    sync_directories(directories)
 
 
 def sync_directories(paths: Iterable[Path]) -> None:

@@ -35,6 +35,12 @@ def refuse_incompatible(parts: CacheReader, manifest: CacheManifest, ranges: Sha
         )
 
 
+def has_layout_of(donor: CacheReader, manifest: CacheManifest, ranges: ShardRanges) -> bool:
+    """Return whether another cache stores its tokens in the same layout as a new one."""
+    metadata = "tokens/zarr.json"
+    return donor.manifest.files.get(metadata) == manifest.files.get(metadata) and donor.ranges == ranges
+
+
 def refuse_other_tokens(parts: CacheReader, shard: int, tokens: npt.NDArray[np.generic]) -> None:
     """Raise IdentityMismatchError if a shard of `parts` holds other token ids."""
     if parts.records[shard].tokens_xxh3 != tokens_hash(tokens):

@@ -7,8 +7,8 @@ Credentials come from the environment variables that each store's own tools use 
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -141,6 +141,15 @@ class _ObjectStore:
             return False
         return True
 
+    def copy(self, path: str, to: str) -> None:
+        """Copy a file within the store, replacing an older one."""
+        obstore.copy(self.store, path, to)
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove files; one that does not exist is no error."""
+        with suppress(FileNotFoundError):
+            obstore.delete(self.store, list(paths))
+
     def sizes(self, path: str) -> dict[str, int]:
         """Return the paths and sizes, in bytes, of all files below a folder."""
         return {meta["path"]: meta["size"] for chunk in obstore.list(self.store, path) for meta in chunk}
@@ -185,6 +194,16 @@ class _FileSystem:
             return False
         self.filesystem.pipe_file(path, content)
         return True
+
+    def copy(self, path: str, to: str) -> None:
+        """Copy a file within the store, replacing an older one."""
+        self.write(to, self.read(path, self.filesystem.size(path)))
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove files; one that does not exist is no error."""
+        for path in paths:
+            with suppress(FileNotFoundError):
+                self.filesystem.rm_file(path)
 
     def sizes(self, path: str) -> dict[str, int]:
         """Return the paths and sizes, in bytes, of all files below a folder."""
@@ -277,6 +296,24 @@ class RemoteFolder:
         """
         with _remote_errors("write", f"{self.url}/{name}"):
             return self.files.create(self._place(name), content)
+
+    def copy(self, name: str, to: str) -> None:
+        """Have the store copy a file of this folder to another name, replacing an older one.
+
+        Raises:
+            StorageError: the store refused, or cannot be reached.
+        """
+        with _remote_errors("copy", f"{self.url}/{name}"):
+            self.files.copy(self._place(name), self._place(to))
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove files of this folder; one that does not exist is no error.
+
+        Raises:
+            StorageError: the store refused, or cannot be reached.
+        """
+        with _remote_errors("remove files from", self.url):
+            self.files.remove([self._place(name) for name in names])
 
     def sizes(self) -> dict[str, int]:
         """Return the names and sizes, in bytes, of all files below this folder.

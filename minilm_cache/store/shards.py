@@ -5,6 +5,7 @@ chunks that a shard leaves out, and decompresses without a bound. Here a missing
 chunk that decodes to more than its size is refused before the memory is allocated.
 """
 
+import io
 import math
 from typing import Final, Literal
 
@@ -12,15 +13,27 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pcodec import ChunkConfig, standalone
 
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.arrays import ArraySpec
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.metadata import PCODEC_LEVEL
+from minilm_cache.storage_schema.sequences import sequence_columns
 
 _CRC_BYTES: Final = 4
 _ENTRY_BYTES: Final = 16
 """Bytes of an entry in the index at the end of a shard: offset and size of an inner chunk, uint64 each."""
+
+
+def encode_table(table: pa.Table, relations: tuple[RelationKind, ...]) -> bytes:
+    """Return the file of a shard's sequence table, in the columns and types of the format."""
+    fields = sequence_columns(relations).items()
+    schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in fields])
+    buffer = io.BytesIO()
+    pq.write_table(table.cast(schema), buffer, compression="zstd", write_page_checksum=True)
+    return buffer.getvalue()
 
 
 def decode_shard(

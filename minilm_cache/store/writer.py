@@ -5,37 +5,36 @@ which is created only if it does not exist yet. All files of a shard come from o
 interrupted attempt left behind are written again, never reused.
 """
 
-import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 import zarr
 from filelock import FileLock
 
 from minilm_cache.errors import IdentityMismatchError, ShardBusyError, StorageError
+from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs
-from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, RANGES, CacheManifest
 from minilm_cache.storage_schema.measured import Measured
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.problems import parse
-from minilm_cache.storage_schema.sequences import sequence_columns
-from minilm_cache.store.attach import is_damaged
+from minilm_cache.store.attach import attach, is_damaged
 from minilm_cache.store.checked import read_checked
 from minilm_cache.store.creation import differing_fields, prepare_root
 from minilm_cache.store.durable import (
     PARTIAL,
+    ShardLock,
     create_file,
     lock_if_free,
     read_bounded,
     storage_errors,
     sync_directories,
-    sync_file,
+    sync_files,
     write_file,
 )
 from minilm_cache.store.fingerprint import digest_bytes
@@ -56,6 +55,7 @@ from minilm_cache.store.layout import (
     sequences_path,
 )
 from minilm_cache.store.linking import (
+    has_layout_of,
     link_tokens,
     refuse_incompatible,
     refuse_other_tokens,
@@ -65,13 +65,17 @@ from minilm_cache.store.linking import (
 from minilm_cache.store.preview import seal_with_preview
 from minilm_cache.store.ranges import ShardRanges
 from minilm_cache.store.ranges_table import encode_ranges, read_ranges
-from minilm_cache.store.ranks import forget_ranks
+from minilm_cache.store.ranks import announce_rank, announced_ranks, forget_ranks
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.shards import encode_pcodec_shard
+from minilm_cache.store.shards import encode_pcodec_shard, encode_table
+from minilm_cache.store.verify import CheckRows, shards_of_other_sizes, unsound_shards
 
 
 class CacheWriter:
     """Writer of one cache. Several processes may write a cache together, each its own shards."""
+
+    is_remote: ClassVar[bool] = False
+    """Whether shards leave this machine when they are written."""
 
     def __init__(
         self,
@@ -182,10 +186,43 @@ class CacheWriter:
         committed = set(committed_shards(self.root, len(self.ranges)))
         return [shard for shard in range(len(self.ranges)) if shard not in committed]
 
-    def claim(self, shard: int) -> FileLock:
-        """Acquire and return the lock on a shard; the caller releases it, in any thread.
+    def announce(self, rank: int) -> None:
+        """Announce to other processes that a rank writes into this folder."""
+        announce_rank(self.root, rank)
 
-        The lock ends with the process, so a kill leaves no lock behind.
+    def left_for(self, rank: int, world_size: int) -> list[int]:
+        """Return the missing shards of a rank and of the ranks that have announced themselves here."""
+        ranks = {rank, *announced_ranks(self.root)}
+        return [shard for shard in self.missing_shards() if shard % world_size in ranks]
+
+    def damaged(
+        self, shards: Sequence[int], *, check_rows: CheckRows | None, progress: Progress
+    ) -> list[int]:
+        """Return those of the given committed shards that are damaged.
+
+        Args:
+            shards: numbers of committed shards.
+            check_rows: checks rows, so that all files are read and decoded. None means that only the sizes of
+                files are compared.
+            progress: shows tokens checked.
+
+        """
+        if check_rows is None:
+            return shards_of_other_sizes(self.root, shards)
+        return unsound_shards(self.root, shards=shards, progress=progress, check_rows=check_rows)
+
+    def fetch(self, shards: Sequence[int]) -> None:
+        """Have shards and their records below `root`; here they are there already."""
+
+    def attach(self, path: str, content: bytes) -> None:
+        """Add a file to the complete cache; see `store.attach`."""
+        self.manifest = attach(self.root, self.manifest, path=path, content=content)
+
+    def close(self) -> None:
+        """End what runs in the background; here nothing does."""
+
+    def claim(self, shard: int) -> ShardLock:
+        """Acquire and return the lock on a shard, which ends with the process; any thread may release it.
 
         Raises:
             ShardBusyError: another process holds it.
@@ -256,8 +293,8 @@ class CacheWriter:
                 if self._parts_of is None
                 else take_over(self._parts_of, self.root, path=sequences_path(shard), shard=shard)
             )
-            self._make_durable(files)
-            digests = {path: self._digest(path) for path in files}
+            sync_files(self.root, files)
+            digests = {path: digest_bytes(below(self.root, path).read_bytes()) for path in files}
             try:
                 committed = CommittedShard(tokens_hash(rows["tokens"]), digests)
                 commit(self.root, self.manifest, committed, part=self.ranges[shard], number=shard, rank=rank)
@@ -290,7 +327,7 @@ class CacheWriter:
         with storage_errors("write", self.root):
             for path, expected in copied.files.items():
                 write_file(below(self.root, path), read_checked(reader.root, path, expected))
-            self._make_durable(list(copied.files))
+            sync_files(self.root, copied.files)
             commit(self.root, self.manifest, copied, part=self.ranges[shard], number=shard)
 
     def _write_rows(self, spec: ArraySpec, shard: int, rows: npt.NDArray[np.generic]) -> str:
@@ -301,7 +338,9 @@ class CacheWriter:
             return spec.shard_path(shard)
         donor = self._tokens_of
         path = spec.shard_path(shard)
-        is_shared = donor is not None and spec.path == "tokens" and self._has_layout_of(donor)
+        is_shared = (
+            donor is not None and spec.path == "tokens" and has_layout_of(donor, self.manifest, self.ranges)
+        )
         if donor and is_shared and link_tokens(donor, self.root, path=path, shard=shard, tokens=rows):
             return path
         array = self._arrays[spec.path]
@@ -312,33 +351,10 @@ class CacheWriter:
         array[shard * size : (shard + 1) * size] = whole
         return spec.shard_path(shard)
 
-    def _has_layout_of(self, donor: CacheReader) -> bool:
-        """Return whether another cache stores its tokens in the same layout."""
-        metadata = "tokens/zarr.json"
-        same_metadata = donor.manifest.files.get(metadata) == self.manifest.files.get(metadata)
-        return same_metadata and donor.ranges == self.ranges
-
     def _write_table(self, shard: int, table: pa.Table) -> str:
-        fields = sequence_columns(self.manifest.identity.relations).items()
-        schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in fields])
-        buffer = io.BytesIO()
-        pq.write_table(table.cast(schema), buffer, compression="zstd", write_page_checksum=True)
         path = sequences_path(shard)
-        write_file(below(self.root, path), buffer.getvalue())
+        write_file(below(self.root, path), encode_table(table, self.manifest.identity.relations))
         return path
-
-    def _make_durable(self, files: list[str]) -> None:
-        directories = set()
-        for path in files:
-            file = below(self.root, path)
-            sync_file(file)
-            while file != self.root:
-                file = file.parent
-                directories.add(file)
-        sync_directories(directories)
-
-    def _digest(self, path: str) -> FileDigest:
-        return digest_bytes(below(self.root, path).read_bytes())
 
     @contextmanager
     def _seal_lock(self) -> Iterator[None]:

@@ -61,7 +61,7 @@ def test_commands_say_what_they_chose(world: World, command: Command) -> None:
 def test_a_corpus_that_is_not_given_is_python_docs_and_said_aloud(
     world: World, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minilm_cache.corpus.load._python_docs", lambda: iter(["ba be bi"] * 9))
+    monkeypatch.setattr("minilm_cache.corpus.load.python_docs", lambda: iter(["ba be bi"] * 9))
     code, _, err = command("dump", "--teacher", world.teacher, "--max-length", 16, "--k", 4)
 
     assert code == 0

@@ -187,7 +187,7 @@ def test_a_disk_that_is_too_small_is_noticed_after_the_first_shard(
 def test_a_shard_has_one_writer(world: World) -> None:
     path = world.root / "cache"
     with pytest.raises(InterruptedRunError):
-        dump_cache(world.config(), out=path, home=world.home, should_stop=lambda: True)
+        dump_cache(world.config(), out=path, home=world.home, should_stop=stop_after(1))
     config = world.config()
     manifest = manifest_of(path)
     attachments = {name: (path / name).read_bytes() for name in manifest.files if name.startswith("teacher/")}

@@ -1,0 +1,142 @@
+"""Dump straight into a store: processes on any machines write one cache, with no file system in common."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.reading import SequenceReader
+from minilm_cache.dump.run import DumpResult, write_cache
+from minilm_cache.dump.setup import ResolvedDump, resolve_dump
+from minilm_cache.errors import InvalidConfigError
+from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.settings import cache_home
+from minilm_cache.storage_schema.identity import canonical_sha256
+from minilm_cache.storage_schema.manifest import RANGES, TEACHER_WEIGHTS, CacheManifest
+from minilm_cache.store.durable import lock_if_free, storage_errors, write_file
+from minilm_cache.store.layout import below
+from minilm_cache.store.ranges_table import read_ranges
+from minilm_cache.store.remote import RemoteFolder, open_store
+from minilm_cache.store.store_writer import (
+    OtherBeginningError,
+    StoreWriter,
+    attach_in_store,
+    finished_manifest,
+    join,
+)
+
+
+def dump_into_store(
+    config: DumpConfig,
+    url: str,
+    *,
+    home: Path | None = None,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = never_stop,
+) -> DumpResult:
+    """Run a teacher over a corpus and write its relations into a cache in a store.
+
+    Processes may begin, end and be killed at any time, each with any rank: all write shards that no other one
+    is writing, and the last one seals the cache.
+
+    Args:
+        config: what to dump.
+        url: URL of the cache: `s3://`, `gs://`, `az://` or `file://`.
+        home: folder of caches, runs and tokens; shards lie in it until they are sent. None means
+            MINILM_CACHE_HOME.
+        progress: shows tokens done. None means that nothing is shown.
+        should_stop: called before each batch; True stops the dump and keeps what is committed.
+
+    Raises:
+        InvalidConfigError: a file cannot be created in such a store only if there is none.
+        MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
+    """
+    if url.startswith("hf://"):
+        raise InvalidConfigError(
+            f"--out {url}: a repository of the hub is no place to dump into. Dump into a folder, then "
+            "`minilm-cache push` it."
+        )
+    target, home, progress = open_store(url), home or cache_home(), progress or Silent()
+    with _scratch(home, url) as scratch:
+        resolved = resolve_dump(
+            config,
+            out=scratch,
+            home=home,
+            resume=True,
+            add=None,
+            tokens_of=None,
+            progress=progress,
+        )
+        finished = finished_manifest(target, resolved.identity)
+        if finished is not None:
+            return _complete(resolved, target, manifest=finished, progress=progress)
+        while True:
+            join(target, scratch, resolved.identity)
+            try:
+                result = write_cache(
+                    resolved,
+                    SequenceReader.of(resolved.teacher, resolved.identity.states),
+                    sequences=resolved.sequences(progress, should_stop),
+                    progress=progress,
+                    should_stop=should_stop,
+                    writer_type=partial(StoreWriter, target=target),
+                )
+            except OtherBeginningError:
+                progress.note("another process has begun this dump: joining it")
+                shutil.rmtree(scratch)
+                continue
+            return replace(result, url=target.url)
+
+
+def _complete(
+    resolved: ResolvedDump, target: RemoteFolder, *, manifest: CacheManifest, progress: Progress
+) -> DumpResult:
+    """Return what a store holds already, after adding the weights that are to be kept.
+
+    Raises:
+        InvalidConfigError: it is to be checked in full, which takes a copy.
+    """
+    if resolved.config.check == "full":
+        raise InvalidConfigError(
+            f"--check full: {target.url} is complete. Fetch it with `minilm-cache pull`, and run "
+            "`minilm-cache verify --full` on the copy."
+        )
+    progress.note("this cache is already complete: nothing to do")
+    root = resolved.path
+    write_file(below(root, RANGES), target.read(RANGES, manifest.files[RANGES].size), durable=False)
+    num_shards = len(read_ranges(root, manifest))
+    if resolved.config.keep_weights:
+        weights = resolved.teacher.half_weights()
+        manifest = attach_in_store(target, root, manifest, path=TEACHER_WEIGHTS, content=weights)
+    return DumpResult(
+        path=root,
+        manifest=manifest,
+        shards_written=0,
+        shards_kept=num_shards,
+        num_shards=num_shards,
+        url=target.url,
+    )
+
+
+@contextmanager
+def _scratch(home: Path, url: str) -> Iterator[Path]:
+    """Yield a folder of this process' own; those that were killed have left theirs, which are used again."""
+    name = canonical_sha256(url)[:16]
+    for number in count():
+        folder = home / "uploads" / f"{name}-{number}"
+        with storage_errors("write", folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            lock = lock_if_free(folder.with_suffix(".lock"))
+            if lock is None:
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()
+        return

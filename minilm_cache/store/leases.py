@@ -1,0 +1,160 @@
+"""Leases on work that processes of several machines share, as small files of a store.
+
+A lease is created only if there is none, and its holder writes it again while it works. Who sees a lease
+unchanged for `LEASE_S` seconds takes it over by creating the next one of that name. Clocks are not compared.
+Leases save work and decide nothing: two holders of one lease do the same work twice, and commit it once.
+"""
+
+import os
+import platform
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from threading import Event, Lock, Thread
+from typing import Final
+
+from pydantic import Field
+
+from minilm_cache.errors import CacheCorruptError, StorageError
+from minilm_cache.storage_schema.base import StoredModel
+from minilm_cache.storage_schema.problems import parse
+from minilm_cache.store.remote import RemoteFolder
+
+LEASE_S: Final = 60.0
+"""Seconds after which a lease that its holder has not renewed may be taken over."""
+_RENEWALS: Final = 4
+"""How often a lease is renewed while it lasts."""
+_MAX_BYTES: Final = 1024
+
+
+class _Holder(StoredModel):
+    """Who holds a lease."""
+
+    owner: str = Field(max_length=64)
+    machine: str = Field(max_length=256)
+    process: int
+    renewals: int = 0
+    is_released: bool = False
+
+
+@dataclass(slots=True)
+class Lease:
+    """A lease that this process holds."""
+
+    leases: "Leases"
+    file: str
+
+    def __enter__(self) -> "Lease":
+        """Hold it for a block."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let others have it."""
+        self.release()
+
+    def release(self) -> None:
+        """Let others have it at once; any thread may call it."""
+        self.leases.release(self.file)
+
+
+@dataclass(slots=True)
+class Leases:
+    """The leases in a folder of a store. A thread renews those that are held, until `close`."""
+
+    folder: RemoteFolder
+    _held: set[str] = field(default_factory=set)
+    _seen: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+    _closed: Event = field(default_factory=Event)
+    _thread: Thread | None = None
+    _me: _Holder = field(
+        default_factory=lambda: _Holder(
+            owner=uuid.uuid4().hex, machine=f"{platform.node()}-{uuid.getnode():x}"[:256], process=os.getpid()
+        )
+    )
+
+    def acquire(self, name: str) -> Lease | None:
+        """Acquire and return a lease. None means that another process holds it.
+
+        Raises:
+            StorageError: the store refused, or cannot be reached.
+        """
+        for number in count():
+            file = f"{name}-{number}"
+            if self.folder.create(file, self._content()):
+                return self._hold(file)
+            content = self.folder.read_if_there(file, _MAX_BYTES)
+            if content is None:  # the cache was sealed, which removes all leases
+                return None
+            holder = _read(content, f"{self.folder.url}/{file}")
+            if holder == self._me and file not in self._held:  # the answer to its creation was lost
+                return self._hold(file)
+            if holder is not None and not self._has_expired(file, content, holder):
+                return None
+        raise AssertionError
+
+    def release(self, file: str) -> None:
+        """Let others have a lease at once."""
+        with self._lock:
+            self._held.discard(file)
+        with suppress(StorageError):  # it expires
+            self.folder.write(
+                file, self._me.model_copy(update={"is_released": True}).model_dump_json().encode()
+            )
+
+    def close(self) -> None:
+        """End the thread that renews leases."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _content(self, **changes: object) -> bytes:
+        return self._me.model_copy(update=changes).model_dump_json().encode()
+
+    def _hold(self, file: str) -> Lease:
+        with self._lock:
+            self._held.add(file)
+            if self._thread is None:
+                self._thread = Thread(target=self._renew, daemon=True)
+                self._thread.start()
+        return Lease(self, file)
+
+    def _renew(self) -> None:
+        renewals = 0
+        while not self._closed.wait(LEASE_S / _RENEWALS):
+            renewals += 1
+            content = self._content(renewals=renewals)
+            with self._lock:
+                for file in self._held:
+                    with suppress(StorageError):  # the next renewal may succeed
+                        self.folder.write(file, content)
+
+    def _has_expired(self, file: str, content: bytes, holder: _Holder) -> bool:
+        if holder.is_released or (holder.machine == self._me.machine and not _is_alive(holder.process)):
+            return True
+        known = self._seen.get(file)
+        if known is None or known[0] != content:
+            self._seen[file] = (content, time.monotonic())
+            return False
+        return time.monotonic() - known[1] > LEASE_S
+
+
+def _read(content: bytes, where: str) -> _Holder | None:
+    """Return who holds a lease. None means that the file is no lease."""
+    try:
+        return parse(_Holder, content, where)
+    except CacheCorruptError:
+        return None
+
+
+def _is_alive(process: int) -> bool:
+    """Return whether a process of this machine runs."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True

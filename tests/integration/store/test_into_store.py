@@ -1,0 +1,173 @@
+"""Dumps straight into a real S3 server: killed, several at once, through a bad network, and damaged."""
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minilm_cache.cache import open_cache
+from minilm_cache.dump.into_store import dump_into_store
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
+from minilm_cache.progress import Silent, never_stop
+from minilm_cache.store import leases
+from minilm_cache.store.leases import Leases
+from minilm_cache.store.pull import pull
+from minilm_cache.store.remote import open_store
+from tests.conftest import Command
+from tests.integration.dump.test_dump import arrays_of, stop_after
+from tests.processes import CONTEXT
+from tests.s3 import Between, tamper
+from tests.support import World
+
+KILLS = 20
+
+
+def config(world: World, **changes: Any) -> Any:
+    return world.config(check="sizes", **changes)
+
+
+def work(world: World, url: str, settings: dict[str, Any]) -> None:
+    dump_into_store(config(world, **settings), url, home=world.home)
+
+
+def assert_is_as_a_local_dump(world: World, url: str, **settings: Any) -> None:
+    """Compare the cache in the store with a local dump, byte for byte."""
+    expected = world.dump("expected", **settings).path
+    pull(url, world.root / "pulled", progress=Silent(), should_stop=never_stop)
+
+    assert arrays_of(world.root / "pulled") == arrays_of(expected)
+    for name in ("manifest.json", "index/shards.parquet", "preview/sequences.parquet"):
+        assert (world.root / "pulled" / name).read_bytes() == (expected / name).read_bytes()
+    left = {name.split("/")[0] for name in open_store(url).sizes()}
+    assert left.isdisjoint({"staging", "claims", "commits", "unfinished.json"})
+
+
+def test_a_dump_into_a_store_is_the_local_one_and_opens_there(
+    world: World, store: str, command: Command
+) -> None:
+    arguments = ("--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32, "--k", 6)
+    shards = ("--shard-tokens", 256, "--batch-size", 8, "--device", "cpu")
+    code, out, err = command("dump", *arguments, *shards, "--out", f"{store}/cache", "--json")
+
+    assert code == 0, err
+    assert json.loads(out)["cache"] == f"{store}/cache"
+    assert_is_as_a_local_dump(world, f"{store}/cache")
+    assert len(open_cache(f"{store}/cache")) == json.loads(out)["num_sequences"]
+    code, out, err = command("dump", *arguments, *shards, "--out", f"{store}/cache", "--json")
+    assert (code, json.loads(out)["shards_written"]) == (0, 0), err
+    command.fails("dump", *arguments, "--k", 5, "--out", f"{store}/cache", code=1, says="differs in codec.k")
+    command.fails("dump", *arguments, "--out", "hf://team/x", code=2, says="no place to dump into")
+    command.fails("dump", *arguments, "--out", store, "--add", "x", code=2, says="go with a folder")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("codec", ["topk", "vectors"])
+def test_two_dumps_at_once_that_are_killed_again_and_again(world: World, store: str, codec: str) -> None:
+    world.corpus.write_text(world.corpus.read_text() * 3)
+    settings, url = {"codec": codec, "batch_size": 2}, f"{store}/cache"
+    chance, kills = random.Random(codec), 0
+    processes: list[Any] = []
+    deadline = time.monotonic() + 500
+    committed: set[str] = set()
+    while not (url and open_store(url).read_if_there("manifest.json", 2**22)) or any(
+        process.is_alive() for process in processes
+    ):
+        assert time.monotonic() < deadline
+        processes = [process for process in processes if process.is_alive()]
+        while len(processes) < 2:
+            rank = {"rank": len(processes), "world_size": 2}
+            processes.append(CONTEXT.Process(target=work, args=(world, url, settings | rank)))
+            processes[-1].start()
+        if kills < KILLS // 2:
+            time.sleep(chance.uniform(0, 3))
+            victim = chance.choice(processes)
+            victim.kill()
+            victim.join()
+            kills += 1
+            now = {name for name in open_store(url).sizes() if name.startswith("commits/")}
+            assert committed <= now or open_store(url).read_if_there("manifest.json", 2**22)
+            committed = now
+        else:
+            for process in processes:
+                process.join()
+    assert_is_as_a_local_dump(world, url, **settings)
+
+
+def test_a_dump_through_a_network_that_fails(
+    world: World, store: str, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Between(server, period=9).serving() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        for _ in range(20):  # whatever the network does, running it again goes on
+            try:
+                work(world, f"{store}/cache", {})
+                break
+            except Exception as error:  # noqa: BLE001 - only the end counts
+                assert "cannot" in str(error)  # noqa: PT017
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    assert_is_as_a_local_dump(world, f"{store}/cache")
+
+
+def test_an_interrupted_dump_goes_on_from_what_is_committed(world: World, store: str) -> None:
+    with pytest.raises(InterruptedRunError):
+        dump_into_store(config(world), f"{store}/cache", home=world.home, should_stop=stop_after(5))
+    kept = len(open_store(f"{store}/cache").below("commits").sizes())
+    result = dump_into_store(config(world), f"{store}/cache", home=world.home)
+
+    assert kept > 0
+    assert result.shards_written == result.num_shards - kept
+    assert_is_as_a_local_dump(world, f"{store}/cache")
+
+
+def test_a_shard_whose_files_were_not_placed_or_have_gone(world: World, store: str, server: str) -> None:
+    """A kill after the record: the files are placed from staging. Without them the shard is written again."""
+    url = f"{store}/cache"
+    with pytest.raises(InterruptedRunError):
+        dump_into_store(config(world), url, home=world.home, should_stop=stop_after(6))
+    records = sorted(open_store(url).below("commits").sizes())
+    assert len(records) > 1
+    first, second = (int(name.removesuffix(".json")) for name in records[:2])
+    tamper(server, f"{url}/sequences/part-{first:05d}.parquet", None)
+    names = [name for name in open_store(url).sizes() if f"part-{second:05d}" in name]
+    for name in names:  # where it belongs, and where it was staged
+        tamper(server, f"{url}/{name}", None)
+    assert len(names) == 2
+    dump_into_store(config(world), url, home=world.home)
+
+    assert_is_as_a_local_dump(world, url)
+
+
+def test_a_damaged_beginning_and_another_dump_are_refused(world: World, store: str, server: str) -> None:
+    url = f"{store}/cache"
+    with pytest.raises(InterruptedRunError):
+        dump_into_store(config(world), url, home=world.home, should_stop=stop_after(3))
+    with pytest.raises(IdentityMismatchError, match=r"differs in codec\.k"):
+        dump_into_store(config(world, k=5), url, home=world.home)
+    staged = next(name for name in open_store(url).sizes() if name.endswith("teacher/config.json"))
+    tamper(server, f"{url}/{staged}", b"{}")
+    with pytest.raises(CacheCorruptError, match="is damaged"):
+        dump_into_store(config(world), url, home=world.home)
+
+
+def test_a_lease_passes_on_when_it_is_released_or_not_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_store(f"file://{tmp_path}")
+    mine, others = Leases(folder), Leases(folder)
+    lease = mine.acquire("00001")
+
+    assert lease is not None
+    assert others.acquire("00001") is None
+    assert others.acquire("00002") is not None
+    lease.release()
+    taken = others.acquire("00001")
+    assert taken is not None
+    monkeypatch.setattr(leases, "LEASE_S", 0.1)
+    assert mine.acquire("00001") is None  # seen for the first time
+    time.sleep(0.2)
+    assert mine.acquire("00001") is not None  # not renewed: its thread waits for LEASE_S of before
+    mine.close()
+    others.close()
