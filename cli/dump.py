@@ -68,25 +68,13 @@ def dump(
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         note_default_corpus(given, config.corpus, progress)
+        shown: Any = {"home": cache_home(), "progress": progress, "should_stop": should_stop}
         if engine is not None:
-            result = dump_on_ray(
-                config, out=place, home=cache_home(), progress=progress, should_stop=should_stop
-            )
+            result = dump_on_ray(config, out=place, **shown)
         elif isinstance(place, str):
-            result = dump_into_store(
-                config, place, home=cache_home(), progress=progress, should_stop=should_stop
-            )
+            result = dump_into_store(config, place, **shown)
         else:
-            result = dump_cache(
-                config,
-                out=place,
-                home=cache_home(),
-                resume=resume,
-                cache_store=cache_store,
-                add=add,
-                progress=progress,
-                should_stop=should_stop,
-            )
+            result = dump_cache(config, out=place, resume=resume, cache_store=cache_store, add=add, **shown)
     if json:
         print_json(_document(result))
     else:
@@ -100,8 +88,8 @@ def _config_of_rank(given: Given) -> DumpConfig:
 
 
 _ONLY_LOCAL = (
-    "--no-resume, --add and --cache-store (MINILM_CACHE_STORE) go with a folder. Leave them out, or dump into a "
-    "folder and `minilm-cache push` it."
+    "--no-resume, --add and --cache-store (MINILM_CACHE_STORE) go with a folder. Leave them out, or dump "
+    "into a folder and `minilm-cache push` it."
 )
 
 
