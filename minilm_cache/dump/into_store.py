@@ -71,10 +71,10 @@ def dump_into_store(
             tokens_of=None,
             progress=progress,
         )
-        finished = finished_manifest(target, resolved.identity)
-        if finished is not None:
-            return _complete(resolved, target, manifest=finished, progress=progress)
         while True:
+            finished = finished_manifest(target, resolved.identity)
+            if finished is not None:
+                return _complete(resolved, target, manifest=finished, progress=progress)
             join(target, scratch, resolved.identity)
             try:
                 result = write_cache(
@@ -87,7 +87,7 @@ def dump_into_store(
                 )
             except OtherBeginningError:
                 progress.note("another process has begun this dump: joining it")
-                shutil.rmtree(scratch)
+                shutil.rmtree(scratch, ignore_errors=True)
                 continue
             return replace(result, url=target.url)
 

@@ -121,12 +121,18 @@ class StoreWriter(CacheWriter):
             for path, digest in self.manifest.files.items():
                 staging.write(path, read_checked(root, path, digest))
             target.create(BEGUN, content)
-        if target.read(BEGUN, MAX_MANIFEST_BYTES) != content:
+        if finished_manifest(target, self.manifest.identity) is not None:
+            target.remove([BEGUN])
+            raise OtherBeginningError
+        if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) != content:
             raise OtherBeginningError
 
     def is_committed(self, shard: int) -> bool:
-        """Return whether a shard is committed in the store."""
-        return self._target.read_if_there(commit_path(shard), MAX_RECORD_BYTES) is not None
+        """Return whether a shard is committed in the store; a finished cache has all, and no records."""
+        return self._is_there(commit_path(shard)) or self._is_there(MANIFEST)
+
+    def _is_there(self, name: str) -> bool:
+        return self._target.read_if_there(name, MAX_MANIFEST_BYTES) is not None
 
     def missing_shards(self) -> list[int]:
         """Return the shards that are not committed yet, as a listing of some seconds ago says."""
@@ -134,6 +140,8 @@ class StoreWriter(CacheWriter):
         if started >= self._next_listing:
             names = self._target.below(COMMITS).sizes()
             self._missing = [n for n in range(len(self.ranges)) if Path(commit_path(n)).name not in names]
+            if self._missing and self._is_there(MANIFEST):  # finished meanwhile, which removes the records
+                self._missing = []
             took = time.monotonic() - started
             self._next_listing = started + max(_LEAST_LISTING_S, _LISTING_SHARE * took)
         return self._missing
