@@ -12,22 +12,17 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.dump.run import DumpResult, write_cache
 from minilm_cache.dump.setup import ResolvedDump, resolve_dump
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import InvalidConfigError, StorageError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import RANGES, TEACHER_WEIGHTS, CacheManifest
+from minilm_cache.store.begun import OtherBeginningError, finished_manifest, join, remove_leftovers
 from minilm_cache.store.durable import lock_if_free, storage_errors, write_file
 from minilm_cache.store.layout import below
 from minilm_cache.store.ranges_table import read_ranges
 from minilm_cache.store.remote import RemoteFolder, open_store
-from minilm_cache.store.store_writer import (
-    OtherBeginningError,
-    StoreWriter,
-    attach_in_store,
-    finished_manifest,
-    join,
-)
+from minilm_cache.store.store_writer import StoreWriter, attach_in_store
 
 
 def dump_into_store(
@@ -75,8 +70,8 @@ def dump_into_store(
             finished = finished_manifest(target, resolved.identity)
             if finished is not None:
                 return _complete(resolved, target, manifest=finished, progress=progress)
-            join(target, scratch, resolved.identity)
             try:
+                join(target, scratch, resolved.identity)
                 result = write_cache(
                     resolved,
                     SequenceReader.of(resolved.teacher, resolved.identity.states),
@@ -87,9 +82,13 @@ def dump_into_store(
                 )
             except OtherBeginningError:
                 progress.note("another process has begun this dump: joining it")
-                shutil.rmtree(scratch, ignore_errors=True)
-                continue
-            return replace(result, url=target.url)
+            except StorageError:
+                if finished_manifest(target, resolved.identity) is None:
+                    raise
+                progress.note("another process has finished this cache meanwhile")
+            else:
+                return replace(result, url=target.url)
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _complete(
@@ -106,6 +105,7 @@ def _complete(
             "`minilm-cache verify --full` on the copy."
         )
     progress.note("this cache is already complete: nothing to do")
+    remove_leftovers(target)
     root = resolved.path
     write_file(below(root, RANGES), target.read(RANGES, manifest.files[RANGES].size), durable=False)
     num_shards = len(read_ranges(root, manifest))

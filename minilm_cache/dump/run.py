@@ -1,7 +1,7 @@
 """Stage one as a whole: corpus -> sequences -> teacher -> codec -> shards -> sealed cache."""
 
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from minilm_cache.dump.preview import PREVIEW_SEQUENCES, preview_table
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.dump.setup import ResolvedDump, resolve_dump
 from minilm_cache.dump.shards import ShardJob
-from minilm_cache.errors import CacheCorruptError
+from minilm_cache.errors import CacheCorruptError, ShardBusyError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.identity import CacheIdentity
@@ -31,7 +31,7 @@ from minilm_cache.store.catalogue import find_cache
 from minilm_cache.store.creation import creating
 from minilm_cache.store.index import committed_shards
 from minilm_cache.store.layout import MANIFEST
-from minilm_cache.store.preview import has_damaged_preview, seal_with_preview
+from minilm_cache.store.preview import seal_with_preview
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
@@ -214,7 +214,7 @@ def _finish(job: ShardJob, progress: Progress) -> None:
     with writer.sealing() as ready:
         if ready:
             _seal(writer, job.reader, config=job.config, progress=progress)
-        elif writer.is_complete and has_damaged_preview(writer.root, writer.manifest):
+        elif writer.has_damaged_preview:
             progress.note("the preview is damaged and is written again")
             preview = preview_table(Cache(CacheReader(writer.root)), teacher.tokenizer)
             writer.manifest = seal_with_preview(writer.root, writer.manifest, preview)
@@ -247,12 +247,10 @@ def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress
     damaged = writer.damaged(committed, check_rows=check_rows, progress=progress) if committed else []
     for shard in damaged:
         progress.note(f"shard {shard} is damaged and will be written again")
-        lock = writer.claim(shard)
-        try:  # no other process has written it again
+        with suppress(ShardBusyError), writer.claim(shard):
+            # Another process may have written it again, or is doing so.
             if writer.damaged([shard], check_rows=check_rows, progress=Silent()):
                 writer.withdraw(shard)
-        finally:
-            lock.release()
     return sorted(missing.intersection(mine) | set(damaged))
 
 

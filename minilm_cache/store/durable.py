@@ -78,6 +78,23 @@ def wait_for(lock: FileLock, should_stop: ShouldStop, interrupted: str) -> None:
                 raise InterruptedRunError(interrupted) from None
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock for a block, after waiting for the process that holds it.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    lock = FileLock(path)
+    with storage_errors("lock", path):
+        path.parent.mkdir(exist_ok=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def lock_if_free(path: Path) -> FileLock | None:
     """Acquire and return a lock, which any thread may release. None means that somebody holds it.
 

@@ -36,7 +36,6 @@ class _Holder(StoredModel):
     machine: str = Field(max_length=256)
     process: int
     renewals: int = 0
-    is_released: bool = False
 
 
 @dataclass(slots=True)
@@ -44,7 +43,14 @@ class Lease:
     """A lease that this process holds."""
 
     leases: "Leases"
-    file: str
+    name: str
+    number: int
+    """How often it was taken over from a holder that had not renewed it."""
+
+    @property
+    def file(self) -> str:
+        """Name of the file that this holder writes."""
+        return f"{self.name}-{self.number}"
 
     def __enter__(self) -> "Lease":
         """Hold it for a block."""
@@ -56,7 +62,7 @@ class Lease:
 
     def release(self) -> None:
         """Let others have it at once; any thread may call it."""
-        self.leases.release(self.file)
+        self.leases.release(self)
 
 
 @dataclass(slots=True)
@@ -84,25 +90,23 @@ class Leases:
         for number in count():
             file = f"{name}-{number}"
             if self.folder.create(file, self._content()):
-                return self._hold(file)
+                return self._hold(Lease(self, name, number))
             content = self.folder.read_if_there(file, _MAX_BYTES)
-            if content is None:  # the cache was sealed, which removes all leases
+            if content is None:  # released meanwhile, or the cache was finished, which removes all leases
                 return None
             holder = _read(content, f"{self.folder.url}/{file}")
             if holder == self._me and file not in self._held:  # the answer to its creation was lost
-                return self._hold(file)
+                return self._hold(Lease(self, name, number))
             if holder is not None and not self._has_expired(file, content, holder):
                 return None
         raise AssertionError
 
-    def release(self, file: str) -> None:
-        """Let others have a lease at once."""
+    def release(self, lease: Lease) -> None:
+        """Let others have a lease at once: remove its file, and those of the holders before."""
         with self._lock:
-            self._held.discard(file)
+            self._held.discard(lease.file)
         with suppress(StorageError):  # it expires
-            self.folder.write(
-                file, self._me.model_copy(update={"is_released": True}).model_dump_json().encode()
-            )
+            self.folder.remove([f"{lease.name}-{number}" for number in range(lease.number + 1)])
 
     def close(self) -> None:
         """End the thread that renews leases."""
@@ -110,29 +114,29 @@ class Leases:
         if self._thread is not None:
             self._thread.join()
 
-    def _content(self, **changes: object) -> bytes:
-        return self._me.model_copy(update=changes).model_dump_json().encode()
+    def _content(self, renewals: int = 0) -> bytes:
+        return self._me.model_copy(update={"renewals": renewals}).model_dump_json().encode()
 
-    def _hold(self, file: str) -> Lease:
+    def _hold(self, lease: Lease) -> Lease:
         with self._lock:
-            self._held.add(file)
+            self._held.add(lease.file)
             if self._thread is None:
                 self._thread = Thread(target=self._renew, daemon=True)
                 self._thread.start()
-        return Lease(self, file)
+        return lease
 
     def _renew(self) -> None:
         renewals = 0
         while not self._closed.wait(LEASE_S / _RENEWALS):
             renewals += 1
-            content = self._content(renewals=renewals)
+            content = self._content(renewals)
             with self._lock:
                 for file in self._held:
                     with suppress(StorageError):  # the next renewal may succeed
                         self.folder.write(file, content)
 
     def _has_expired(self, file: str, content: bytes, holder: _Holder) -> bool:
-        if holder.is_released or (holder.machine == self._me.machine and not _is_alive(holder.process)):
+        if holder.machine == self._me.machine and not _is_alive(holder.process):
             return True
         known = self._seen.get(file)
         if known is None or known[0] != content:

@@ -1,13 +1,13 @@
 """Write a cache straight into a store: no common file system, no merge, no push.
 
-What must be decided once is decided by creating a file only if there is none: how the dump begins
-(`unfinished.json`), each shard (its commit record) and the finished cache (`manifest.json`). A process writes
-a shard on its own disk, sends it below `staging/` under a name made of its record, creates the record, and
-then has the store copy the files to their places. Whoever finds a record without its files copies them again.
-So files of two attempts at a shard are never mixed, even if their bytes differ.
+Three files must be written by one process only: the beginning of the dump (`unfinished.json`), the commit
+record of each shard, and the `manifest.json` of the finished cache. Processes create them only if they do not
+exist, and the first one wins. A process writes a shard on its own disk, sends the files to a folder below
+`staging/` that is named by a hash of the record, creates the record, and has the store copy the files to
+their places. A process that finds a record without its files copies them again. So files of two attempts at a
+shard are never mixed, even if their bytes differ.
 """
 
-import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,18 +19,23 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, ShardBusyError, StorageError
-from minilm_cache.progress import Progress, Silent
-from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, CommitRecord, FileDigest
-from minilm_cache.storage_schema.identity import CacheIdentity
+from minilm_cache.errors import CacheCorruptError, ShardBusyError, StorageError
+from minilm_cache.progress import Progress
+from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, CommitRecord
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.storage_schema.measured import Measured
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.attach import attach
+from minilm_cache.store.begun import (
+    CLAIMS,
+    begin,
+    finished_manifest,
+    read_remote,
+    remove_leftovers,
+    staging_of,
+)
 from minilm_cache.store.checked import read_checked
-from minilm_cache.store.creation import differing_values
 from minilm_cache.store.durable import write_file
-from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import CARD, COMMITS, MANIFEST, below, commit_path, shard_files
 from minilm_cache.store.leases import Lease, Leases
 from minilm_cache.store.ranges import ShardRanges
@@ -39,54 +44,12 @@ from minilm_cache.store.transfer import TRANSFERS
 from minilm_cache.store.verify import CheckRows
 from minilm_cache.store.writer import CacheWriter
 
-BEGUN: Final = "unfinished.json"
-"""Manifest of a dump that has begun, in a store."""
-STAGING: Final = "staging"
-CLAIMS: Final = "claims"
 _LEAST_LISTING_S: Final = 2.0
 """Least seconds between two listings of the records; large caches are listed less often."""
 _LISTING_SHARE: Final = 20
 """A listing is repeated after so many times the seconds that it took."""
 _POLL_S: Final = 0.5
 """Seconds between two looks at a cache that another process seals."""
-
-
-class OtherBeginningError(Exception):
-    """Another process has begun this dump first, perhaps with other codes."""
-
-
-def finished_manifest(target: RemoteFolder, identity: CacheIdentity) -> CacheManifest | None:
-    """Return the manifest of a complete cache in a store. None means that it is not complete.
-
-    Raises:
-        IdentityMismatchError: it is another cache.
-    """
-    content = target.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
-    return None if content is None else _same(content, MANIFEST, target=target, identity=identity)
-
-
-def join(target: RemoteFolder, root: Path, identity: CacheIdentity) -> bool:
-    """Make a folder the beginning of the dump that a store holds, and return whether it holds one.
-
-    Args:
-        target: folder of the cache in the store.
-        root: folder on this machine, which may not exist.
-        identity: what is dumped.
-
-    Raises:
-        IdentityMismatchError: the store holds another dump there.
-        CacheCorruptError: a file of the store is damaged.
-        StorageError: the store or the file system refused.
-    """
-    content = target.read_if_there(BEGUN, MAX_MANIFEST_BYTES)
-    if content is None:
-        return False
-    manifest = _same(content, BEGUN, target=target, identity=identity)
-    staging = target.below(_staging(content))
-    for path, digest in manifest.files.items():
-        write_file(below(root, path), _read_checked(staging, path, digest), durable=False)
-    write_file(root / MANIFEST, content, durable=False)
-    return True
 
 
 class StoreWriter(CacheWriter):
@@ -115,17 +78,7 @@ class StoreWriter(CacheWriter):
         self._leases = Leases(target.below(CLAIMS))
         self._missing: list[int] = []
         self._next_listing = 0.0
-        content = self.manifest.to_json()
-        if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) is None:
-            staging = target.below(_staging(content))
-            for path, digest in self.manifest.files.items():
-                staging.write(path, read_checked(root, path, digest))
-            target.create(BEGUN, content)
-        if finished_manifest(target, self.manifest.identity) is not None:
-            target.remove([BEGUN])
-            raise OtherBeginningError
-        if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) != content:
-            raise OtherBeginningError
+        begin(target, root, self.manifest)
 
     def is_committed(self, shard: int) -> bool:
         """Return whether a shard is committed in the store; a finished cache has all, and no records."""
@@ -173,39 +126,43 @@ class StoreWriter(CacheWriter):
         Returns:
             0, since nothing of it stays on this machine.
         """
-        super().write_shard(shard, rows, table=table, rank=rank)
+        self._write_here(shard, rows, table=table, rank=rank)
         path = below(self.root, commit_path(shard))
         content = path.read_bytes()
         files = parse(CommitRecord, content, str(path)).files
-        staging = self._target.below(_staging(content))
+        staging = self._target.below(staging_of(content))
         with ThreadPoolExecutor(TRANSFERS) as threads:
             sent = [(path, read_checked(self.root, path, digest)) for path, digest in files.items()]
             list(threads.map(lambda item: staging.write(*item), sent))
-        self._target.create(commit_path(shard), content)
-        if self._target.read(commit_path(shard), MAX_RECORD_BYTES) == content:
-            self._place(content, list(files))
-        else:  # another process was first; its bytes are as good
-            self._target.remove([f"{_staging(content)}/{path}" for path in files])
+        self._commit(shard, content, list(files))
         self._forget(shard)
         self._next_listing = 0.0
         return 0
+
+    def _commit(self, shard: int, record: bytes, paths: list[str]) -> None:
+        """Create a shard's record and place its files, unless another process has committed the shard."""
+        name, staged = commit_path(shard), [f"{staging_of(record)}/{path}" for path in paths]
+        self._target.create(name, record)
+        if self._is_there(MANIFEST):  # another process has finished the cache, which removes all records
+            self._target.remove([name, *staged])
+        elif self._target.read_if_there(name, MAX_RECORD_BYTES) == record:
+            self._place(record, paths)
+        else:  # another process was first; its bytes are as good
+            self._target.remove(staged)
 
     def damaged(
         self, shards: Sequence[int], *, check_rows: CheckRows | None, progress: Progress
     ) -> list[int]:
         """Return those of the given committed shards that are damaged; see `CacheWriter`."""
-        stored = self._target.sizes()
-        with ThreadPoolExecutor(TRANSFERS) as threads:
-            whole = dict(zip(shards, threads.map(lambda n: self._is_whole(n, stored), shards), strict=True))
-        lost = [shard for shard in shards if not whole[shard]]
-        for shard in shards if check_rows is not None else ():
-            if whole[shard]:
-                try:
-                    self.fetch([shard])
-                    lost += super().damaged([shard], check_rows=check_rows, progress=progress)
-                except CacheCorruptError:
-                    lost.append(shard)
-                self._forget(shard)
+        records = self._records(shards)
+        lost = self._lost(records)
+        for shard in sorted(records.keys() - lost) if check_rows is not None else ():
+            try:
+                self.fetch([shard])
+                lost |= set(super().damaged([shard], check_rows=check_rows, progress=progress))
+            except CacheCorruptError:
+                lost.add(shard)
+            self._forget(shard)
         return sorted(lost)
 
     def withdraw(self, shard: int) -> None:
@@ -219,11 +176,11 @@ class StoreWriter(CacheWriter):
         Raises:
             CacheCorruptError: a file is not what was committed.
         """
-        for shard in shards:
-            content = self._fetch_record(shard)
+        for shard, content in self._records(shards).items():
+            write_file(below(self.root, commit_path(shard)), content, durable=False)
             files = parse(CommitRecord, content, self._target.url).files
             for path, digest in files.items():
-                write_file(below(self.root, path), _read_checked(self._target, path, digest), durable=False)
+                write_file(below(self.root, path), read_remote(self._target, path, digest), durable=False)
 
     @contextmanager
     def sealing(self) -> Iterator[bool]:
@@ -232,37 +189,32 @@ class StoreWriter(CacheWriter):
         if self.missing_shards():
             yield False
             return
-        lease = None
         while (finished := finished_manifest(self._target, self.manifest.identity)) is None:
             lease = self._leases.acquire("seal")
             if lease is not None:
-                break
+                with lease:
+                    self._gather()
+                    yield True
+                return
             time.sleep(_POLL_S)
-        if finished is not None:
-            self.manifest = finished
-        try:
-            if lease is not None:
-                self._gather()
-            yield lease is not None
-        finally:
-            if lease is not None and not self.manifest.complete:
-                lease.release()
+        self.manifest = finished
+        yield False
 
     def _gather(self) -> None:
-        """Fetch all records, and see that every shard's files are in their places.
+        """Fetch all records, and make sure that every shard's files are in their places.
 
         Raises:
             StorageError: files have gone from the store; their shards are to be written again.
         """
-        shards = range(len(self.ranges))
-        with ThreadPoolExecutor(TRANSFERS) as threads:
-            list(threads.map(self._fetch_record, shards))
-        for shard in (lost := self.damaged(shards, check_rows=None, progress=Silent())):
+        records = self._records(range(len(self.ranges)))
+        for shard, content in records.items():
+            write_file(below(self.root, commit_path(shard)), content, durable=False)
+        for shard in (lost := self._lost(records)):
             self.withdraw(shard)
-        if lost:
+        if lost or len(records) < len(self.ranges):
             raise StorageError(
-                f"files of {len(lost)} shards have gone from {self._target.url}. Run the same command "
-                "again: it writes these shards again."
+                f"files of {len(self.ranges) - len(records) + len(lost)} shards have gone from "
+                f"{self._target.url}. Run the same command again: it writes these shards again."
             )
 
     def seal(self, measured: Measured, preview: pa.Table) -> None:
@@ -275,8 +227,7 @@ class StoreWriter(CacheWriter):
         finished = finished_manifest(self._target, self.manifest.identity)
         assert finished is not None
         self.manifest = finished
-        done = (f"{STAGING}/", f"{CLAIMS}/", f"{COMMITS}/", BEGUN)
-        self._target.remove([name for name in self._target.sizes() if name.startswith(done)])
+        remove_leftovers(self._target)
 
     def attach(self, path: str, content: bytes) -> None:
         """Add a file to the finished cache in the store."""
@@ -286,35 +237,50 @@ class StoreWriter(CacheWriter):
         """End the renewal of leases."""
         self._leases.close()
 
-    def _fetch_record(self, shard: int) -> bytes:
-        content = self._target.read(commit_path(shard), MAX_RECORD_BYTES)
-        below(self.root, COMMITS).mkdir(exist_ok=True)
-        write_file(below(self.root, commit_path(shard)), content, durable=False)
-        return content
+    def _records(self, shards: Sequence[int]) -> dict[int, bytes]:
+        """Return the records of those of some shards that have one, by their numbers."""
+        with ThreadPoolExecutor(TRANSFERS) as threads:
+            contents = threads.map(
+                lambda shard: self._target.read_if_there(commit_path(shard), MAX_RECORD_BYTES), shards
+            )
+            return {n: content for n, content in zip(shards, contents, strict=True) if content is not None}
 
-    def _is_whole(self, shard: int, stored: Mapping[str, int]) -> bool:
-        """Return whether a shard's files have their sizes; those that are only staged are put in place.
+    def _lost(self, records: Mapping[int, bytes]) -> set[int]:
+        """Return the committed shards whose files have gone; files that are only staged are put in place.
 
         Args:
-            shard: number of a committed shard.
+            records: number of each shard to its record.
+        """
+        stored = self._target.sizes()
+        return {shard for shard, record in records.items() if not self._is_whole(record, stored)}
+
+    def _is_whole(self, record: bytes, stored: Mapping[str, int]) -> bool:
+        """Return whether a shard's files have their sizes, after putting in place what is only staged.
+
+        Args:
+            record: commit record of the shard.
             stored: sizes of all files of the cache in the store, in bytes.
         """
-        content = self._target.read(commit_path(shard), MAX_RECORD_BYTES)
         try:
-            files = parse(CommitRecord, content, self._target.url).files
+            files = parse(CommitRecord, record, self._target.url).files
         except CacheCorruptError:
             return False
         absent = [path for path, digest in files.items() if stored.get(path) != digest.size]
-        staging = _staging(content)
+        staging = staging_of(record)
         if any(stored.get(f"{staging}/{path}") != files[path].size for path in absent):
             return False
-        self._place(content, absent)
+        self._place(record, absent)
         return True
 
     def _place(self, record: bytes, paths: Sequence[str]) -> None:
         """Have the store copy files of a committed shard to their places."""
-        with ThreadPoolExecutor(TRANSFERS) as threads:
-            list(threads.map(lambda path: self._target.copy(f"{_staging(record)}/{path}", path), paths))
+        try:
+            with ThreadPoolExecutor(TRANSFERS) as threads:
+                list(threads.map(lambda path: self._target.copy(f"{staging_of(record)}/{path}", path), paths))
+        except StorageError:
+            # Whoever finishes the cache puts all files in their places, and then removes the staged ones.
+            if not self._is_there(MANIFEST):
+                raise
 
     def _forget(self, shard: int) -> None:
         """Remove a shard from this machine."""
@@ -340,39 +306,3 @@ def attach_in_store(
         target.write(CARD, (root / CARD).read_bytes())
         target.write(MANIFEST, named.to_json())
     return named
-
-
-def _staging(content: bytes) -> str:
-    """Return the folder of the files that a record or a beginning names."""
-    return f"{STAGING}/{hashlib.sha256(content).hexdigest()[:32]}"
-
-
-def _read_checked(folder: RemoteFolder, path: str, expected: FileDigest) -> bytes:
-    """Return a file of a store.
-
-    Raises:
-        CacheCorruptError: it is not what was committed.
-    """
-    content = folder.read(path, expected.size)
-    if digest_bytes(content) != expected:
-        raise CacheCorruptError(
-            f"{folder.url}/{path} is damaged. Run the same command again with `--check full`: it "
-            "writes damaged shards again."
-        )
-    return content
-
-
-def _same(content: bytes, name: str, *, target: RemoteFolder, identity: CacheIdentity) -> CacheManifest:
-    """Return a manifest of a store.
-
-    Raises:
-        IdentityMismatchError: it is of another cache.
-    """
-    manifest = parse(CacheManifest, content, f"{target.url}/{name}")
-    differing = differing_values(manifest.identity.model_dump(mode="json"), identity.model_dump(mode="json"))
-    if words := ", ".join(differing):
-        raise IdentityMismatchError(
-            f"{target.url} holds another cache, which differs in {words}. Choose another --out, or repeat "
-            "the settings of the first dump."
-        )
-    return manifest

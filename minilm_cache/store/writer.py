@@ -6,7 +6,7 @@ interrupted attempt left behind are written again, never reused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import zarr
-from filelock import FileLock
 
 from minilm_cache.errors import IdentityMismatchError, ShardBusyError, StorageError
 from minilm_cache.progress import Progress
@@ -31,6 +30,7 @@ from minilm_cache.store.durable import (
     ShardLock,
     create_file,
     lock_if_free,
+    locked,
     read_bounded,
     storage_errors,
     sync_directories,
@@ -62,7 +62,7 @@ from minilm_cache.store.linking import (
     take_over,
     tokens_hash,
 )
-from minilm_cache.store.preview import seal_with_preview
+from minilm_cache.store.preview import has_damaged_preview, seal_with_preview
 from minilm_cache.store.ranges import ShardRanges
 from minilm_cache.store.ranges_table import encode_ranges, read_ranges
 from minilm_cache.store.ranks import announce_rank, announced_ranks, forget_ranks
@@ -135,11 +135,8 @@ class CacheWriter:
         path = self.root / MANIFEST
         if not path.exists():
             prepare_root(self.root)
-            try:
+            with suppress(FileExistsError):  # another rank of this dump was first
                 create_file(path, self.manifest.to_json())
-            except FileExistsError:  # another rank of this dump was first
-                pass
-            else:
                 return
         existing = self._read_manifest()
         differing = differing_fields(existing, self.manifest)
@@ -251,13 +248,18 @@ class CacheWriter:
         Args:
             without: number of a shard that then does not exist. None means that all shards exist that did.
         """
-        with self._seal_lock():
+        with locked(below(self.root, SEAL_LOCK)):
             self.manifest = unseal(self.root, self._read_manifest(), self.ranges, without=without)
 
     @property
     def has_damaged_index(self) -> bool:
         """Whether the cache is complete, but its index is missing or damaged."""
         return INDEX in self.manifest.files and is_damaged(self.root, self.manifest, INDEX)
+
+    @property
+    def has_damaged_preview(self) -> bool:
+        """Whether the cache is complete, but its preview is missing or damaged."""
+        return self.is_complete and not self.is_remote and has_damaged_preview(self.root, self.manifest)
 
     def write_shard(
         self, shard: int, rows: Mapping[str, npt.NDArray[np.generic]], *, table: pa.Table, rank: int = 0
@@ -279,6 +281,11 @@ class CacheWriter:
         """
         if self.is_committed(shard):
             raise ShardBusyError(f"shard {shard} of {self.root} is committed already. Use one writer for it.")
+        return self._write_here(shard, rows, table=table, rank=rank)
+
+    def _write_here(
+        self, shard: int, rows: Mapping[str, npt.NDArray[np.generic]], *, table: pa.Table, rank: int
+    ) -> int:
         if self._parts_of is not None:
             refuse_other_tokens(self._parts_of, shard, rows["tokens"])
         with storage_errors("write", self.root):
@@ -331,13 +338,11 @@ class CacheWriter:
             commit(self.root, self.manifest, copied, part=self.ranges[shard], number=shard)
 
     def _write_rows(self, spec: ArraySpec, shard: int, rows: npt.NDArray[np.generic]) -> str:
-        size = self.manifest.shard_tokens
+        size, path = self.manifest.shard_tokens, spec.shard_path(shard)
         if spec.compressor == "pcodec":
-            content = encode_pcodec_shard(rows, spec, size)
-            write_file(below(self.root, spec.shard_path(shard)), content)
-            return spec.shard_path(shard)
+            write_file(below(self.root, path), encode_pcodec_shard(rows, spec, size))
+            return path
         donor = self._tokens_of
-        path = spec.shard_path(shard)
         is_shared = (
             donor is not None and spec.path == "tokens" and has_layout_of(donor, self.manifest, self.ranges)
         )
@@ -347,9 +352,9 @@ class CacheWriter:
         whole = np.full((size, *spec.row_shape), array.fill_value, dtype=spec.dtype)
         whole[: len(rows)] = rows
         # zarr reads an existing shard before it replaces it, which fails if that shard is damaged.
-        below(self.root, spec.shard_path(shard)).unlink(missing_ok=True)
+        below(self.root, path).unlink(missing_ok=True)
         array[shard * size : (shard + 1) * size] = whole
-        return spec.shard_path(shard)
+        return path
 
     def _write_table(self, shard: int, table: pa.Table) -> str:
         path = sequences_path(shard)
@@ -357,21 +362,9 @@ class CacheWriter:
         return path
 
     @contextmanager
-    def _seal_lock(self) -> Iterator[None]:
-        path = below(self.root, SEAL_LOCK)
-        lock = FileLock(path)
-        with storage_errors("lock", path):
-            path.parent.mkdir(exist_ok=True)
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
-
-    @contextmanager
     def sealing(self) -> Iterator[bool]:
         """Hold the lock on sealing, and yield whether the cache can and must still be sealed."""
-        with self._seal_lock():
+        with locked(below(self.root, SEAL_LOCK)):
             self.manifest = self._read_manifest()
             yield not self.manifest.complete and not self.missing_shards()
 

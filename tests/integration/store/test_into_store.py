@@ -1,8 +1,10 @@
 """Dumps straight into a real S3 server: killed, several at once, through a bad network, and damaged."""
 
 import json
+import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from minilm_cache.dump.into_store import dump_into_store
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store import leases
-from minilm_cache.store.leases import Leases
+from minilm_cache.store.leases import Lease, Leases
 from minilm_cache.store.pull import pull
 from minilm_cache.store.remote import open_store
 from tests.conftest import Command
@@ -23,6 +25,7 @@ from tests.s3 import Between, tamper
 from tests.support import World
 
 KILLS = 20
+"""Of each codec."""
 
 
 def config(world: World, **changes: Any) -> Any:
@@ -31,6 +34,20 @@ def config(world: World, **changes: Any) -> Any:
 
 def work(world: World, url: str, settings: dict[str, Any]) -> None:
     dump_into_store(config(world, **settings), url, home=world.home)
+
+
+def work_slowly(
+    environment: dict[str, str], world: World, url: str, settings: dict[str, Any], pause_s: float
+) -> None:
+    """Pause before each batch, in a process that began before the test set its environment."""
+    os.environ.update(environment)
+
+    def pause() -> bool:
+        if open_store(url).sizes():  # fitting the codec is not slowed down
+            time.sleep(pause_s)
+        return False
+
+    dump_into_store(config(world, **settings), url, home=world.home, should_stop=pause)
 
 
 def assert_is_as_a_local_dump(world: World, url: str, **settings: Any) -> None:
@@ -66,34 +83,58 @@ def test_a_dump_into_a_store_is_the_local_one_and_opens_there(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("codec", ["topk", "vectors"])
 def test_two_dumps_at_once_that_are_killed_again_and_again(world: World, store: str, codec: str) -> None:
-    world.corpus.write_text(world.corpus.read_text() * 3)
+    world.corpus.write_text(world.corpus.read_text() * 6)
     settings, url = {"codec": codec, "batch_size": 2}, f"{store}/cache"
-    chance, kills = random.Random(codec), 0
-    processes: list[Any] = []
-    deadline = time.monotonic() + 240
-    committed: set[str] = set()
-    while not (url and open_store(url).read_if_there("manifest.json", 2**22)) or any(
-        process.is_alive() for process in processes
-    ):
-        assert time.monotonic() < deadline
-        processes = [process for process in processes if process.is_alive()]
-        while len(processes) < 2:
-            rank = {"rank": len(processes), "world_size": 2}
-            processes.append(CONTEXT.Process(target=work, args=(world, url, settings | rank)))
-            processes[-1].start()
-        if kills < KILLS // 2:
-            time.sleep(chance.uniform(0, 3))
-            victim = chance.choice(processes)
-            victim.kill()
-            victim.join()
-            kills += 1
-            now = {name for name in open_store(url).sizes() if name.startswith("commits/")}
-            assert committed <= now or open_store(url).read_if_there("manifest.json", 2**22)
-            committed = now
-        else:
-            for process in processes:
-                process.join(60)
+    chance, committed, processes = random.Random(codec), set[str](), list[Any]()
+
+    def start(number: int, pause_s: float) -> None:
+        rank = {"rank": number % 2, "world_size": 2}
+        arguments = (dict(os.environ), world, url, settings | rank, pause_s)
+        processes.append(CONTEXT.Process(target=work_slowly, args=arguments))
+        processes[-1].start()
+
+    def commits() -> set[str]:
+        return set(open_store(url).below("commits").sizes())
+
+    start(0, 0.2)
+    for number in range(1, KILLS + 1):
+        start(number, 0.2)
+        deadline = time.monotonic() + (60 if number % 5 == 0 else 0)
+        while time.monotonic() < deadline and commits() == committed:
+            time.sleep(0.1)
+        time.sleep(chance.uniform(0, 1.5))
+        victim = processes.pop(chance.randrange(2))
+        assert victim.is_alive()
+        victim.kill()
+        victim.join()
+        assert committed <= commits()
+        committed = commits()
+    assert committed
+    processes.pop().kill()
+    for number in range(2):
+        start(number, 0)
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
     assert_is_as_a_local_dump(world, url, **settings)
+
+
+def test_leases_decide_nothing(world: World, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes that both hold every lease write every shard twice, and commit it once."""
+    monkeypatch.setattr(Leases, "acquire", lambda leases, name: Lease(leases, name, 0))
+    places, url = (world.root / "first", world.root / "second"), f"{store}/cache"
+
+    def slowly() -> bool:
+        time.sleep(0.05)
+        return False
+
+    with ThreadPoolExecutor(2) as threads:
+        dumps = [
+            threads.submit(dump_into_store, config(world), url, home=home, should_stop=should_stop)
+            for home, should_stop in zip(places, (slowly, never_stop), strict=True)
+        ]
+        assert sum(dump.result().shards_written for dump in dumps) > 0
+    assert_is_as_a_local_dump(world, url)
 
 
 def test_a_dump_through_a_network_that_fails(

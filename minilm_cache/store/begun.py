@@ -1,0 +1,126 @@
+"""A dump that has begun in a store: its beginning, which all processes share, and what its end removes."""
+
+import hashlib
+from pathlib import Path
+from typing import Final
+
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError
+from minilm_cache.storage_schema.documents import FileDigest
+from minilm_cache.storage_schema.identity import CacheIdentity
+from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
+from minilm_cache.storage_schema.problems import parse
+from minilm_cache.store.checked import read_checked
+from minilm_cache.store.creation import differing_values
+from minilm_cache.store.durable import write_file
+from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.layout import COMMITS, MANIFEST, below
+from minilm_cache.store.remote import RemoteFolder
+
+BEGUN: Final = "unfinished.json"
+"""Manifest of a dump that has begun, in a store."""
+STAGING: Final = "staging"
+CLAIMS: Final = "claims"
+
+
+class OtherBeginningError(Exception):
+    """Another process has begun this dump first, perhaps with other codes, or has finished it."""
+
+
+def finished_manifest(target: RemoteFolder, identity: CacheIdentity) -> CacheManifest | None:
+    """Return the manifest of a complete cache in a store. None means that it is not complete.
+
+    Raises:
+        IdentityMismatchError: it is another cache.
+    """
+    content = target.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
+    return None if content is None else _same(content, MANIFEST, target=target, identity=identity)
+
+
+def join(target: RemoteFolder, root: Path, identity: CacheIdentity) -> None:
+    """Make a folder the beginning of the dump that a store holds, if it holds one.
+
+    Args:
+        target: folder of the cache in the store.
+        root: folder on this machine, which may not exist.
+        identity: what is dumped.
+
+    Raises:
+        IdentityMismatchError: the store holds another dump there.
+        CacheCorruptError: a file of the store is damaged.
+        StorageError: the store or the file system refused.
+    """
+    content = target.read_if_there(BEGUN, MAX_MANIFEST_BYTES)
+    if content is None:
+        return
+    manifest = _same(content, BEGUN, target=target, identity=identity)
+    staging = target.below(staging_of(content))
+    for path, digest in manifest.files.items():
+        write_file(below(root, path), read_remote(staging, path, digest), durable=False)
+    write_file(root / MANIFEST, content, durable=False)
+
+
+def begin(target: RemoteFolder, root: Path, manifest: CacheManifest) -> None:
+    """Begin a dump in a store, or find that this very dump has begun.
+
+    Args:
+        target: folder of the cache in the store.
+        root: folder on this machine with the files that the manifest names.
+        manifest: manifest of the unfinished cache.
+
+    Raises:
+        OtherBeginningError: another process was first, with other codes, or has finished the cache.
+    """
+    content = manifest.to_json()
+    if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) is None:
+        staging = target.below(staging_of(content))
+        for path, digest in manifest.files.items():
+            staging.write(path, read_checked(root, path, digest))
+        target.create(BEGUN, content)
+    if finished_manifest(target, manifest.identity) is not None:
+        remove_leftovers(target)
+        raise OtherBeginningError
+    if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) != content:
+        raise OtherBeginningError
+
+
+def remove_leftovers(target: RemoteFolder) -> None:
+    """Remove what only a dump needs from the folder of a finished cache."""
+    for folder in (STAGING, CLAIMS, COMMITS):
+        target.remove([f"{folder}/{name}" for name in target.below(folder).sizes()])
+    target.remove([BEGUN])
+
+
+def staging_of(content: bytes) -> str:
+    """Return the folder of the files that a record or a beginning names."""
+    return f"{STAGING}/{hashlib.sha256(content).hexdigest()[:32]}"
+
+
+def read_remote(folder: RemoteFolder, path: str, expected: FileDigest) -> bytes:
+    """Return a file of a store.
+
+    Raises:
+        CacheCorruptError: it is not what was committed.
+    """
+    content = folder.read(path, expected.size)
+    if digest_bytes(content) != expected:
+        raise CacheCorruptError(
+            f"{folder.url}/{path} is damaged. Run the same command again with `--check full`: it "
+            "writes damaged shards again."
+        )
+    return content
+
+
+def _same(content: bytes, name: str, *, target: RemoteFolder, identity: CacheIdentity) -> CacheManifest:
+    """Return a manifest of a store.
+
+    Raises:
+        IdentityMismatchError: it is of another cache.
+    """
+    manifest = parse(CacheManifest, content, f"{target.url}/{name}")
+    differing = differing_values(manifest.identity.model_dump(mode="json"), identity.model_dump(mode="json"))
+    if words := ", ".join(differing):
+        raise IdentityMismatchError(
+            f"{target.url} holds another cache, which differs in {words}. Choose another --out, or repeat "
+            "the settings of the first dump."
+        )
+    return manifest
