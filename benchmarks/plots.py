@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from benchmarks.report import RESULTS
-from benchmarks.tables import SHORT_STEPS
+from benchmarks.tables.students import SHORT_STEPS
 
 COLOURS = {
     "vectors": "#0b6e4f",

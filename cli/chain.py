@@ -9,7 +9,16 @@ import typer
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
 from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
-from minilm_cache.cli.options import Given, JsonOption, PresetOption, StoreOption, options
+from minilm_cache.cli.options import (
+    EngineOption,
+    Given,
+    GpusOption,
+    JsonOption,
+    PresetOption,
+    StoreOption,
+    check_engine,
+    options,
+)
 from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.identity import RelationKind
@@ -19,7 +28,8 @@ from minilm_cache.wording import number_text
 from minilm_cache.workflows.config import ChainConfig
 
 if TYPE_CHECKING:
-    from minilm_cache.workflows.chain import ChainRecord, Stage
+    from minilm_cache.workflows.chain import ChainRecord
+    from minilm_cache.workflows.chain_plan import Stage
 
 _OF_VECTORS = {"pooling", "min_cosine"}
 _NOT_OF_A_CHAIN = {"rank", "world_size", "serve", *StateSettings.model_fields} - _OF_VECTORS
@@ -46,6 +56,8 @@ def chain(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show the stages and how far they are.")
     ] = False,
+    engine: EngineOption = None,
+    gpus_per_task: GpusOption = None,
     json: JsonOption = False,
 ) -> None:
     """Distil through assistants: dump, train, dump the assistant, train.
@@ -54,36 +66,42 @@ def chain(
 
     Example: minilm-cache chain --teacher bert-base --assistant 12x384 --arch 3x384 --compare-direct
     """
-    from minilm_cache.workflows import chain as chains  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
+    from minilm_cache.workflows import chain_plan as plan  # noqa: PLC0415 - it takes seconds
+    from minilm_cache.workflows.chain import remarks, run_chain  # noqa: PLC0415 - importing it takes seconds
 
     train = validated(TrainConfig, with_preset(preset, recipe))
     served = {"for": (train.objective, train.first or train.objective)} if train.spec.needs.pooled else {}
     stages = {"dump": validated(DumpConfig, {**served, **dump}), "train": train}
     config = validated(ChainConfig, {**given, **stages})
+    check_engine(engine, gpus_per_task)
     quiet_libraries()
-    folder = out or chains.chain_folder(config, cache_home())
+    folder = out or plan.chain_folder(config, cache_home())
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         note_default_corpus(dump, config.dump.corpus, progress)
         if preset is not None:
             progress.note(describe_preset(preset, config.train))
         if dry_run:
-            config = chains.check_chain(config, folder)
-            _show_stages(folder, chains.stages(config, folder), json=json)
+            config = plan.check_chain(config, folder, here=engine is None)
+            _show_stages(folder, plan.stages(config, folder), json=json)
             return
-        result = chains.run_chain(
+        result = run_chain(
             config,
             folder,
             home=cache_home(),
             cache_store=cache_store,
+            cluster=RayCluster(gpus_per_task) if engine is not None else None,
             progress=progress,
             should_stop=should_stop,
         )
+    if not result.is_first:
+        return
     if json:
         print_json({"chain": str(result.path), **result.record.model_dump(mode="json")})
         return
     print_pairs({"chain": result.path, "report": result.path / "report.html"})
     _show_students(result.record)
-    for remark in chains.remarks(result.record.gains):
+    for remark in remarks(result.record.gains):
         print_pairs({"gain": remark})
 
 

@@ -13,7 +13,16 @@ from minilm_cache.cli.environment import (
     rank_and_world_size,
 )
 from minilm_cache.cli.interrupt import stop_on_signal
-from minilm_cache.cli.options import Given, JsonOption, ResumeOption, StoreOption, options
+from minilm_cache.cli.options import (
+    EngineOption,
+    Given,
+    GpusOption,
+    JsonOption,
+    ResumeOption,
+    StoreOption,
+    check_engine,
+    options,
+)
 from minilm_cache.cli.tables import fidelity_table, kl_infinite_because, max_kl_in_words, verdict
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
@@ -42,9 +51,8 @@ def dump(
         Path | None,
         typer.Option(metavar="CACHE", help="Reuse what this cache holds, and compute only the rest."),
     ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="ray: run all the --world-size ranks as tasks of a Ray cluster.")
-    ] = None,
+    engine: EngineOption = None,
+    gpus_per_task: GpusOption = None,
     cache_store: StoreOption = None,
     resume: ResumeOption = True,
     json: JsonOption = False,
@@ -64,13 +72,14 @@ def dump(
     reuses = cache_store is not None or add is not None or not resume
     if isinstance(place, str) and reuses:
         raise InvalidConfigError(f"--out {out}: {_ONLY_LOCAL}")
-    config = _config_of_rank(given) if engine is None else _config_of_engine(engine, given, reuses=reuses)
+    check_engine(engine, gpus_per_task)
+    config = _config_of_rank(given) if engine is None else _config_of_engine(given, reuses=reuses)
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
         note_default_corpus(given, config.corpus, progress)
         shown: Any = {"home": cache_home(), "progress": progress, "should_stop": should_stop}
         if engine is not None:
-            result = dump_on_ray(config, out=place, **shown)
+            result = dump_on_ray(config, out=place, gpus_per_task=gpus_per_task, **shown)
         elif isinstance(place, str):
             result = dump_into_store(config, place, **shown)
         else:
@@ -93,24 +102,22 @@ _ONLY_LOCAL = (
 )
 
 
-def _config_of_engine(engine: str, given: Given, *, reuses: bool) -> DumpConfig:
+def _config_of_engine(given: Given, *, reuses: bool) -> DumpConfig:
     """Return the settings of a dump by an engine, which cannot reuse other caches."""
     if reuses:
         raise InvalidConfigError(
             "--engine cannot be used with --no-resume, --add or --cache-store (MINILM_CACHE_STORE). "
             "Leave them out; `minilm-cache pull` fetches a cache that exists already."
         )
-    return validated(DumpConfig, {**given, "world_size": _ranks_of_engine(engine, given)})
+    return validated(DumpConfig, {**given, "world_size": _ranks_of_engine(given)})
 
 
-def _ranks_of_engine(engine: str, given: Given) -> int:
+def _ranks_of_engine(given: Given) -> int:
     """Return the number of ranks that an engine runs.
 
     Raises:
-        InvalidConfigError: the engine is unknown, or the options do not fit it.
+        InvalidConfigError: the options do not fit an engine.
     """
-    if engine != "ray":
-        raise InvalidConfigError(f"--engine {engine}: unknown engine. Use ray, or leave it out.")
     world_size = given.get("world_size")
     if "rank" in given or world_size is None:
         raise InvalidConfigError(

@@ -18,6 +18,7 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.settings import FrozenSettings, flag_of
 from minilm_cache.train.presets import presets
 
@@ -25,6 +26,18 @@ Given = dict[str, Any]
 """Values of settings that were given on the command line, by name of the field."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+EngineOption = Annotated[
+    str | None,
+    typer.Option("--engine", help="ray: run the work as tasks of the Ray cluster that RAY_ADDRESS names."),
+]
+GpusOption = Annotated[
+    float | None,
+    typer.Option(
+        "--gpus-per-task",
+        min=0.01,
+        help="GPUs that each task of the cluster takes, such as 0.5. [default: 1, or 0 where it has none]",
+    ),
+]
 ResumeOption = Annotated[
     bool,
     typer.Option("--resume/--no-resume", help="Resume unfinished work, or refuse a folder that exists."),
@@ -35,6 +48,14 @@ StoreOption = Annotated[
         envvar="MINILM_CACHE_STORE", help="URL of a store to pull the cache from, if it is there already."
     ),
 ]
+
+
+def check_engine(engine: str | None, gpus_per_task: float | None) -> None:
+    """Raise InvalidConfigError for an engine that is not known, or GPUs of tasks without an engine."""
+    if engine not in (None, "ray"):
+        raise InvalidConfigError(f"--engine {engine}: unknown engine. Use ray, or leave it out.")
+    if engine is None and gpus_per_task is not None:
+        raise InvalidConfigError("--gpus-per-task is about tasks of a cluster. Add --engine ray.")
 
 
 def _local_folder(text: str) -> Path:

@@ -8,7 +8,7 @@ import typer
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
-from minilm_cache.cli.options import JsonOption
+from minilm_cache.cli.options import EngineOption, GpusOption, JsonOption, check_engine
 from minilm_cache.cli.tables import print_summary
 from minilm_cache.settings import cache_home
 from minilm_cache.wording import counted
@@ -32,6 +32,8 @@ def study(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the document, and show what is to be made; make nothing.")
     ] = False,
+    engine: EngineOption = None,
+    gpus_per_task: GpusOption = None,
     json: JsonOption = False,
 ) -> None:
     """Train shapes x objectives x caches x seeds; write a table and a page.
@@ -41,19 +43,28 @@ def study(
 
     Example: minilm-cache study shapes.yaml
     """
+    from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows.study import run_study  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.workflows.study_spec import read_study  # noqa: PLC0415 - importing it takes seconds
 
+    check_engine(engine, gpus_per_task)
     quiet_libraries()
     settings = read_study(document)
     folder = out or (
         document.with_suffix("") if document.suffix else document.with_name(f"{document.name}-study")
     )
     if dry_run:
-        _preview(settings, folder, json=json)
+        _preview(settings, folder, here=engine is None, json=json)
         return
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        result = run_study(settings, folder, home=cache_home(), progress=progress, should_stop=should_stop)
+        result = run_study(
+            settings,
+            folder,
+            home=cache_home(),
+            cluster=RayCluster(gpus_per_task) if engine is not None else None,
+            progress=progress,
+            should_stop=should_stop,
+        )
     if json:
         print_json(
             {
@@ -68,11 +79,11 @@ def study(
     print_summary(result.summary)
 
 
-def _preview(study: "Study", folder: Path, *, json: bool) -> None:
+def _preview(study: "Study", folder: Path, *, here: bool, json: bool) -> None:
     """Print which caches and passes of a study are there, and which are to be made."""
     from minilm_cache.workflows.study_preview import preview_study  # noqa: PLC0415 - it takes seconds
 
-    preview = preview_study(study, folder, cache_home())
+    preview = preview_study(study, folder, cache_home(), here=here)
     if json:
         passes = [
             {"pass": planned.name, "cache": planned.cache, "students": planned.config.arch, "state": state}

@@ -12,7 +12,7 @@ from itertools import pairwise
 from multiprocessing import TimeoutError as PoolTimeoutError
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import datasets
 import numpy as np
@@ -38,7 +38,8 @@ from minilm_cache.corpus.tokens import (
     block_sums,
     part_name,
 )
-from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError
+from minilm_cache.engines.ray_cluster import Engine, import_ray
+from minilm_cache.errors import CacheCorruptError, InterruptedRunError
 from minilm_cache.models.load import load_tokenizer, locate_teacher, tokenizer_sha256
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import CorpusSettings, cache_home
@@ -52,8 +53,6 @@ _POLL_S: Final = 0.5
 """Longest wait for a part, in seconds, before `should_stop` is called again."""
 _KEYS: Final = {TEXTS: "text", COPIES: COPIES_OF}
 """Columns that documents are hashed by, and the files of the hashes."""
-
-Engine = Literal["ray"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,24 +117,31 @@ def tokens_of(
     settings: CorpusSettings,
     tokenizer: PreTrainedTokenizerFast,
     *,
+    num_processes: int | None = None,
+    engine: Engine | None = None,
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> Tokens:
     """Return the tokens of the corpus that settings name; see `load_corpus` and `tokenise`."""
     home = cache_home()
     corpus = load_corpus(settings.corpus, settings.text_column, settings.documents, home=home)
-    return tokenise(corpus, tokenizer, home=home, progress=progress, should_stop=should_stop)
+    return tokenise(
+        corpus,
+        tokenizer,
+        home=home,
+        num_processes=num_processes,
+        engine=engine,
+        progress=progress,
+        should_stop=should_stop,
+    )
 
 
 def tokenise_for(config: TokenizeConfig, *, progress: Progress, should_stop: ShouldStop) -> Tokens:
     """Tokenise a text with a teacher's tokenizer; the teacher's weights are not read."""
     source = locate_teacher(config.teacher, config.revision, without_weights=True)
-    tokenizer, home = load_tokenizer(source.folder), cache_home()
-    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=home)
-    return tokenise(
-        corpus,
-        tokenizer,
-        home=home,
+    return tokens_of(
+        config,
+        load_tokenizer(source.folder),
         num_processes=config.processes,
         engine=config.engine,
         progress=progress,
@@ -209,10 +215,9 @@ def _pool(num_jobs: int, *, engine: Engine | None, num_processes: int) -> Any:  
     if engine is None:
         size = min(num_processes, num_jobs)
         return get_context("spawn").Pool(size, initializer=_use_one_core)
-    try:
-        from ray.util.multiprocessing import Pool  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise InvalidConfigError("Ray is not installed. Run: pip install 'minilm-cache[ray]'") from error
+    import_ray()
+    from ray.util.multiprocessing import Pool  # noqa: PLC0415 - an extra
+
     return Pool(initializer=_use_one_core)
 
 

@@ -87,15 +87,12 @@ class Tokens:
         self.record = read_record(folder)
         self.ends: Ids = self._checked(ENDS, np.dtype("<i8"))
         """Number of tokens up to the end of each document, `(documents,)`."""
-        self.keys = [self._checked(file, np.dtype("<u8")) for file in (TEXTS, COPIES) if file in self.files]
+        self.keys = [
+            self._checked(file, np.dtype("<u8")) for file in (TEXTS, COPIES) if file in self.record.files
+        ]
         """Hashes of each document, `(documents,)`: documents that share one are copies of one text."""
         self._firsts = np.cumsum([0, *(part.num_documents for part in self.record.parts)])
         self._part = lru_cache(maxsize=None)(self._open_part)
-
-    @property
-    def files(self) -> dict[str, FileDigest]:
-        """Digests of the files that hold a number for each document."""
-        return self.record.files
 
     @property
     def num_tokens(self) -> int:
@@ -131,16 +128,19 @@ class Tokens:
         """Return a number for each document, after comparing the file with its digest."""
         path = self.folder / file
         num_documents = sum(part.num_documents for part in self.record.parts)
-        if path.stat().st_size != num_documents * dtype.itemsize or digest_file(path) != self.files[file]:
+        if (
+            path.stat().st_size != num_documents * dtype.itemsize
+            or digest_file(path) != self.record.files[file]
+        ):
             raise damaged(path)
         return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
 
-    def _open_part(self, number: int) -> "_Part":
+    def _open_part(self, number: int) -> "_PartFile":
         part, stem = self.record.parts[number], part_name(number)
         sums = self.folder / f"{stem}.sums"
         if not sums.is_file() or digest_file(sums) != part.sums:
             raise damaged(sums)
-        return _Part(
+        return _PartFile(
             self.folder / f"{stem}.ids",
             sums,
             dtype=np.dtype(self.record.dtype),
@@ -148,7 +148,7 @@ class Tokens:
         )
 
 
-class _Part:
+class _PartFile:
     """Token ids of consecutive documents."""
 
     def __init__(self, path: Path, sums: Path, *, dtype: np.dtype[np.generic], num_tokens: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -65,14 +65,24 @@ class StoreWriter(CacheWriter):
         target: RemoteFolder,
         ranges: ShardRanges,
         attachments: Mapping[str, bytes],
-        **others: Any,  # noqa: ANN401 - None, since nothing is linked or reused in a store
+        tokens_of: None = None,
+        parts_of: None = None,
     ) -> None:
-        """Begin the dump, or join the one that has begun; arguments as for `CacheWriter`.
+        """Begin the dump, or join the one that has begun.
+
+        Args:
+            root: folder on this machine, which `join` may have made.
+            manifest: manifest of the new cache.
+            target: folder of the cache in the store.
+            ranges: sequences and tokens of each shard.
+            attachments: content of files outside the arrays: path below the root to bytes.
+            tokens_of: None, since no files of other caches are linked in a store.
+            parts_of: None for the same reason.
 
         Raises:
             OtherBeginningError: another process was first.
         """
-        assert not any(others.values()), others
+        del tokens_of, parts_of
         super().__init__(root, manifest, ranges=ranges, attachments=attachments)
         self._target = target
         self._leases = Leases(target.below(CLAIMS))

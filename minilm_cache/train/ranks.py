@@ -49,6 +49,8 @@ class Ranks:
     """What the processes divide among themselves: the sequences of a step, or the students."""
     device: torch.device
     """Device of this process."""
+    is_outermost: bool = True
+    """Whether this is what joined the processes into a group, and not a stage of work that had done so."""
 
     @classmethod
     def join(cls, place: Literal["data", "students"], device: str | None) -> "Ranks":
@@ -74,6 +76,7 @@ class Ranks:
             raise InvalidConfigError(
                 f"--device {device}: under torchrun each process takes its own GPU. Leave out the number."
             )
+        is_outermost = not dist.is_initialized()
         try:
             state = PartialState(cpu=chosen.type == "cpu")
         except (RuntimeError, ValueError) as error:
@@ -81,7 +84,13 @@ class Ranks:
                 f"the processes of this run cannot connect: {first_line(error)}. Start it by torchrun again."
             ) from error
         own_device = chosen if chosen.type == "cpu" else state.device
-        return cls(number=state.process_index, size=state.num_processes, place=place, device=own_device)
+        return cls(
+            number=state.process_index,
+            size=state.num_processes,
+            place=place,
+            device=own_device,
+            is_outermost=is_outermost,
+        )
 
     @classmethod
     def alone(cls, device: torch.device) -> "Ranks":
@@ -185,7 +194,7 @@ class Ranks:
         return None
 
     def leave(self) -> None:
-        """Leave the group of processes."""
-        if self.size > 1:
+        """Leave the group of processes, unless work around this one is still in it."""
+        if self.size > 1 and self.is_outermost:
             PartialState().destroy_process_group()
             PartialState._reset_state()  # noqa: SLF001 - else this process could not start another run

@@ -4,9 +4,11 @@ Students that can share a pass do so: all shapes of one cache, one objective and
 each batch together. Caches and runs are ordinary ones in the study's folder; complete ones are kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv as pa_csv
@@ -16,6 +18,8 @@ from transformers import PreTrainedConfig
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
+from minilm_cache.engines.jobs import Job, run_jobs
+from minilm_cache.engines.ray_cluster import RayCluster
 from minilm_cache.errors import DivergedError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.device import choose_device
@@ -36,11 +40,13 @@ from minilm_cache.slicing.shapes import check_cut
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.initial import EMBEDDINGS, SLICE
 from minilm_cache.train.ranks import refuse_ranks
+from minilm_cache.train.record import load_record
 from minilm_cache.train.run import train_students
 from minilm_cache.train.sampler import check_parts
-from minilm_cache.workflows.study_spec import Study
+from minilm_cache.workflows.study_spec import Pass, Study
 
 PARQUET_FILE = "students.parquet"
 CSV_FILE = "students.csv"
@@ -71,6 +77,7 @@ def run_study(
     folder: Path,
     *,
     home: Path | None = None,
+    cluster: RayCluster | None = None,
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> StudyResult:
@@ -78,43 +85,166 @@ def run_study(
 
     Args:
         study: the study.
-        folder: folder of the study.
+        folder: folder of the study; with a cluster, the same on every machine.
         home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
+        cluster: makes caches and runs at the same time, each as a task. None means that they are made here,
+            one after the other.
         progress: shows each cache and pass. None means that nothing is shown.
         should_stop: called between steps; True stops.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; complete caches and runs are kept after every error.
     """
-    progress = progress or Silent()
     home = home or cache_home()
-    check_shapes(study, home)
-    places = _dump_caches(study, folder, home=home, progress=progress, should_stop=should_stop)
-    runs = []
-    for number, planned in enumerate(study.passes, 1):
-        progress.note(f"pass {number} of {len(study.passes)}: {planned.name}")
-        path, place = folder / "runs" / planned.name, places[planned.cache]
-        try:
-            train_students(
-                planned.config, place, out=path, home=home, progress=progress, should_stop=should_stop
-            )
-        except DivergedError as error:
-            progress.note(f"{error} The study goes on without this pass.")
-            continue
-        runs.append(TrainedRun.open(path, cache_place=place, home=home, name=planned.cache))
+    check_shapes(study, home, here=cluster is None)
+    jobs = _jobs(study, folder, home)
+    result: StudyResult = run_jobs(jobs, cluster, progress=progress or Silent(), should_stop=should_stop)[-1]
+    return result
+
+
+def _jobs(study: Study, folder: Path, home: Path) -> list[Job]:
+    """Return the dumps of a study, its passes, the passes of `mlm-kd` after them, and the comparison."""
+    jobs: list[Job] = []
+    numbers: dict[str, int] = {}
+    for name, cache in study.caches.items():
+        if isinstance(cache, DumpConfig):
+            after = (next(iter(numbers.values())),) if numbers else ()
+            numbers[name] = len(jobs)
+            call: Callable[..., Any] = partial(_dump, cache, folder / "caches" / name, home=home)
+            jobs.append(Job(name=f"cache {name}", call=call, after=after))
+    learned: list[int] = []
+    for planned in study.passes:
+        place = _place(study, folder, planned.cache)
+        learned.append(len(jobs))
+        call = partial(_train, planned.config, place, out=folder / "runs" / planned.name, home=home)
+        after = (numbers[planned.cache],) if planned.cache in numbers else ()
+        jobs.append(Job(name=f"pass {planned.name}", call=call, after=after))
+    masked: list[int] = []
+    if study.agreement_steps is not None and study.teacher is not None:
+        for number, planned in zip(learned, study.passes, strict=True):
+            masked.append(len(jobs))
+            call = partial(_train_masked, study, planned, folder=folder, home=home)
+            jobs.append(Job(name=f"agreement on masked tokens: {planned.name}", call=call, after=(number,)))
+    compare = partial(_compare, study, folder, home)
+    jobs.append(Job(name="comparison with the teacher", call=compare, after=(*learned, *masked)))
+    return jobs
+
+
+def _place(study: Study, folder: Path, cache: str) -> str:
+    """Return the folder or URL of a cache of the study."""
+    known = study.caches[cache]
+    return known if isinstance(known, str) else str(folder / "caches" / cache)
+
+
+def _dump(
+    config: DumpConfig,
+    path: Path,
+    tokens_of: Path | None = None,
+    *,
+    home: Path,
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> Path:
+    """Dump a cache, which shares the token files of the first one, and return its folder."""
+    dump_cache(config, out=path, home=home, tokens_of=tokens_of, progress=progress, should_stop=should_stop)
+    return tokens_of or path
+
+
+def _train(
+    config: TrainConfig,
+    cache: str,
+    dumped: Path | None = None,
+    *,
+    out: Path,
+    home: Path,
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> bool:
+    """Train a pass, and return whether a student has learned; if all diverge, the study goes on."""
+    del dumped  # only waited for
+    try:
+        train_students(config, cache, out=out, home=home, progress=progress, should_stop=should_stop)
+    except DivergedError as error:
+        progress.note(f"{error} The study goes on without this pass.")
+        return False
+    return True
+
+
+def _train_masked(
+    study: Study,
+    planned: Pass,
+    has_learned: bool,
+    *,
+    folder: Path,
+    home: Path,
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> bool:
+    """Train the students of a pass by `mlm-kd`, all by the same number of steps."""
+    if not has_learned:
+        return False
+    place, config = _place(study, folder, planned.cache), planned.config
+    run = TrainedRun.open(folder / "runs" / planned.name, cache_place=place, home=home)
+    arch = tuple(student.arch for student in run.students)
+    changes = {"objective": "mlm-kd", "arch": arch, "init": str(run.path), "steps": study.agreement_steps}
+    kept = config.model_dump(exclude=_OBJECTIVE_SETTINGS | set(config.spec.recipe))
+    masked = TrainConfig.model_validate({**kept, **changes})
+    out = _masked_folder(study, folder, planned)
+    return _train(masked, place, out=out, home=home, progress=progress, should_stop=should_stop)
+
+
+def _masked_folder(study: Study, folder: Path, planned: Pass) -> Path:
+    return folder / "masked" / f"{study.agreement_steps}-{planned.name}"
+
+
+def _compare(
+    study: Study,
+    folder: Path,
+    home: Path,
+    *have_learned: bool,
+    progress: Progress,
+    should_stop: ShouldStop,
+) -> StudyResult:
+    """Write the tables and the page of complete runs.
+
+    Args:
+        study: the study.
+        folder: folder of the study.
+        home: folder for local copies of caches at URLs.
+        have_learned: whether each pass has a student that did not diverge, then the same of the passes of
+            `mlm-kd` after them.
+        progress: shows what is measured.
+        should_stop: not called, since what is measured takes seconds.
+
+    Raises:
+        DivergedError: no pass has such a student.
+    """
+    del should_stop
+    runs = [
+        TrainedRun.open(
+            folder / "runs" / planned.name,
+            cache_place=_place(study, folder, planned.cache),
+            home=home,
+            name=planned.cache,
+        )
+        for planned, has_learned in zip(study.passes, have_learned, strict=False)
+        if has_learned
+    ]
     if not runs:
         raise DivergedError(f"every student of {study.source.path} diverged. Lower lr under train.")
     teacher = _teacher(study)
-    agreements = _agreements(
-        study, runs, teacher=teacher, folder=folder, home=home, progress=progress, should_stop=should_stop
-    )
+    masked = {
+        planned.name: _masked_folder(study, folder, planned)
+        for planned, has_learned in zip(study.passes, have_learned[len(study.passes) :], strict=False)
+        if has_learned
+    }
     progress.note("measuring sizes, speed and closeness to the teacher")
     students = students_table(
         runs,
         teacher,
         device=study.passes[0].config.device,
         price_per_hour=study.price_per_hour,
-        agreements=agreements,
+        agreements=_agreements(runs, teacher, masked),
     )
     summary = summary_table(students)
     with storage_errors("write results in", folder):
@@ -127,46 +257,29 @@ def run_study(
 
 
 def _agreements(
-    study: Study,
-    runs: Sequence[TrainedRun],
-    *,
-    teacher: Teacher | None,
-    folder: Path,
-    home: Path,
-    progress: Progress,
-    should_stop: ShouldStop,
+    runs: Sequence[TrainedRun], teacher: Teacher | None, masked: Mapping[str, Path]
 ) -> dict[tuple[str, str], float]:
-    """Return how often students predict masked tokens like the teacher, by name of the run and shape.
-
-    Before that, the students of every run take the same number of steps of `mlm-kd`.
-    """
-    if study.agreement_steps is None or teacher is None:
-        return {}
-    configs = {planned.name: planned.config for planned in study.passes}
+    """Return how often students predict masked tokens like the teacher, by name of the run and shape."""
     agreements: dict[tuple[str, str], float] = {}
     for run in runs:
-        progress.note(f"agreement on masked tokens: {run.path.name}")
-        config = configs[run.path.name]
-        arch = tuple(student.arch for student in run.students)
-        changes = {"objective": "mlm-kd", "arch": arch, "init": str(run.path), "steps": study.agreement_steps}
-        kept = config.model_dump(exclude=_OBJECTIVE_SETTINGS | set(config.spec.recipe))
-        masked = TrainConfig.model_validate({**kept, **changes})
-        path = folder / "masked" / f"{study.agreement_steps}-{run.path.name}"
-        try:
-            result = train_students(
-                masked, run.record.cache, out=path, home=home, progress=progress, should_stop=should_stop
-            )
-        except DivergedError as error:
-            progress.note(f"{error} The study goes on without this agreement.")
+        if teacher is None or run.path.name not in masked:
             continue
-        learned = [student.arch for student in result.record.students if student.diverged_at is None]
-        shares = masked_agreement(run.cache, teacher, [result.student_path(shape) for shape in learned])
+        path = masked[run.path.name]
+        students = load_record(path).students
+        learned = [student.arch for student in students if student.diverged_at is None]
+        places = [RunFolder(path=path).student(shape) for shape in learned]
+        shares = masked_agreement(run.cache, teacher, places)
         agreements |= {(run.path.name, shape): share for shape, share in zip(learned, shares, strict=True)}
     return agreements
 
 
-def check_shapes(study: Study, home: Path) -> None:
+def check_shapes(study: Study, home: Path, *, here: bool = True) -> None:
     """Check that shapes, objectives and devices fit the caches, before anything is dumped or trained.
+
+    Args:
+        study: the study.
+        home: folder for local copies of caches at URLs.
+        here: whether this machine trains the students, so that it must have their device.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`.
@@ -187,6 +300,8 @@ def check_shapes(study: Study, home: Path) -> None:
                 study.source.fail(("agreement_steps",), f"cache {name} holds no labels; leave this out")
         for planned in study.passes:
             if planned.cache == name:
+                if here:
+                    choose_device(planned.config.device)
                 _check_pass(study, planned.config, teacher=config, codec=codec, heads=heads)
                 if opened is not None:
                     choose_objective(planned.config, opened, arch=planned.config.arch)
@@ -195,7 +310,6 @@ def check_shapes(study: Study, home: Path) -> None:
 def _check_pass(
     study: Study, training: TrainConfig, *, teacher: PreTrainedConfig, codec: str, heads: int
 ) -> None:
-    choose_device(training.device)
     try:
         check_codec(training, codec)
         check_parts(training)
@@ -211,27 +325,6 @@ def _check_pass(
         except InvalidConfigError as error:
             location = ("arch", study.arch.index(arch)) if arch in study.arch else ("objective",)
             study.source.fail(location, str(error))
-
-
-def _dump_caches(
-    study: Study, folder: Path, *, home: Path, progress: Progress, should_stop: ShouldStop
-) -> dict[str, str]:
-    """Dump the caches that are not complete, and return the folder or URL of every cache.
-
-    Caches share their files of tokens.
-    """
-    places = {}
-    first: Path | None = None
-    for name, cache in study.caches.items():
-        if isinstance(cache, str):
-            places[name] = cache
-            continue
-        path = folder / "caches" / name
-        progress.note(f"cache {name}")
-        dump_cache(cache, out=path, home=home, tokens_of=first, progress=progress, should_stop=should_stop)
-        first = first or path
-        places[name] = str(path)
-    return places
 
 
 def _teacher(study: Study) -> Teacher | None:

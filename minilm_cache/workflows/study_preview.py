@@ -24,18 +24,19 @@ class Preview:
         return sum(len(planned.config.arch) for planned, _ in self.passes)
 
 
-def preview_study(study: Study, folder: Path, home: Path) -> Preview:
+def preview_study(study: Study, folder: Path, home: Path, *, here: bool = True) -> Preview:
     """Check a study as running it would, and return what is to be made. Nothing is written.
 
     Args:
         study: the study.
         folder: folder of the study.
         home: folder for local copies of caches at URLs.
+        here: whether this machine would train the students, so that it must have their device.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; what a study would refuse is refused here.
     """
-    check_shapes(study, home)
+    check_shapes(study, home, here=here)
     return Preview(
         caches={
             name: cache_state(folder / "caches" / name) if isinstance(cache, DumpConfig) else COMPLETE

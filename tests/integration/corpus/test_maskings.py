@@ -19,7 +19,7 @@ from minilm_cache.store.verify import verify
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.sampler import plan_steps
-from tests.integration.codecs.test_states import outputs, relative, world_of
+from tests.integration.codecs.conftest import outputs, relative, world_of
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import arch_slug
 from minilm_cache.train.run import train_students
 from tests.integration.train.test_train import settings
-from tests.processes import CommandProcess
+from tests.processes import by_two_ranks
 from tests.support import World, save_teacher, write_corpus
 
 ARCHS = ("2x16", "1x32", "3x16")
@@ -45,23 +44,11 @@ def torchrun(world: World, out: Path, *options: object) -> subprocess.Popen[str]
 
 
 def by_two(world: World, out: Path, *options: object) -> tuple[list[int], str, str]:
-    """Train by two processes that have the environment that torchrun gives them; return what they end with.
-
-    Both import nothing, and end within a second, where torchrun and its processes take ten.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    both = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    own = {"MINILM_CACHE_HOME": world.home, "OMP_NUM_THREADS": 1}
-    ranks = [
-        CommandProcess(
-            *words(world, out, *options), environment={**both, **own, "RANK": rank, "LOCAL_RANK": rank}
-        )
-        for rank in range(2)
-    ]
-    codes, outs, errs = zip(*(rank.end() for rank in ranks), strict=True)
-    return list(codes), "".join(outs), "".join(errs)
+    """Train by two processes with the environment that torchrun gives them; return what they end with."""
+    return by_two_ranks(
+        *words(world, out, *options),
+        environment={"MINILM_CACHE_HOME": world.home, "OMP_NUM_THREADS": 1},
+    )
 
 
 def alone(world: World, out: Path, **changes: object) -> Path:

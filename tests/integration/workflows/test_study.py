@@ -17,7 +17,7 @@ from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.tables import curves_table, students_table, summary_table
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
-from minilm_cache.workflows.chain import chain_folder
+from minilm_cache.workflows.chain_plan import chain_folder
 from minilm_cache.workflows.config import ChainConfig
 from minilm_cache.workflows.study import run_study
 from minilm_cache.workflows.study_spec import read_study

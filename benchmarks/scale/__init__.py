@@ -1,0 +1,1 @@
+"""Measure what grows with text, shards, requests and ranks."""

@@ -1,0 +1,65 @@
+"""Write the tables of README and docs from the result files of the benchmarks.
+
+A table stands between `<!-- table NAME -->` and `<!-- end of table -->`. Never edit one by hand.
+
+    python -m benchmarks.tables
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from benchmarks.tables.caches import (
+    codecs,
+    objective_bytes,
+    objective_rows,
+    steps,
+)
+from benchmarks.tables.embeddings import (
+    embedding_bytes,
+    embedding_first,
+    embedding_imported,
+    embedding_peer,
+    embedding_students,
+)
+from benchmarks.tables.scale import far_and_together, growth, many_shards, text_once
+from benchmarks.tables.students import (
+    head_start_recipe,
+    head_starts,
+    many_epochs,
+    objective_students,
+    scores,
+    students,
+)
+
+ROOT: Final = Path(__file__).parents[2]
+PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+_BLOCK: Final = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    "students": students,
+    "many_epochs": many_epochs,
+    "many_shards": many_shards,
+    "far_and_together": far_and_together,
+    "text_once": text_once,
+    "growth": growth,
+    "steps": steps,
+    "scores": scores,
+    "objective_bytes": objective_bytes,
+    "objective_rows": objective_rows,
+    "objective_students": objective_students,
+    "codecs": codecs,
+    "head_starts": head_starts,
+    "head_start_recipe": head_start_recipe,
+    "embedding_bytes": embedding_bytes,
+    "embedding_students": embedding_students,
+    "embedding_peer": embedding_peer,
+    "embedding_first": embedding_first,
+    "embedding_imported": embedding_imported,
+}
+
+
+def rendered(text: str) -> str:
+    """Return the text of a page with every table written again from the results."""
+    return _BLOCK.sub(lambda block: block[1] + TABLES[block[2]]() + block[3], text)

@@ -1,0 +1,123 @@
+"""Tables of students: what they learn from each codec, objective and start, and how they score."""
+
+from collections.abc import Sequence
+from statistics import mean, stdev
+from typing import Final
+
+from benchmarks.tables.cells import mean_of, read, signed, table_of
+
+NAMES: Final = {
+    "cola": "CoLA",
+    "sst2": "SST-2",
+    "stsb": "STS-B",
+    "mrpc": "MRPC",
+    "rte": "RTE",
+    "squad2": "SQuAD 2.0",
+}
+STARTS: Final = ("random", "embeddings", "teacher-layers", "slice")
+SHORT_STEPS: Final = 300
+
+
+def students() -> str:
+    """Return held-out KLs of students from each codec, and their ratio to online training."""
+    result = read("student_quality")
+    sizes = result["bytes_per_token"]
+    rows = [
+        [
+            way,
+            f"{sizes[way]:,.0f}" if way in sizes else "-",
+            f"{kls['attention']:.4f} + {kls['value']:.4f}",
+            f"{kls['over_online']:.4f} ({', '.join(f'{ratio:.4f}' for ratio in kls['over_online_by_seed'])})",
+        ]
+        for way, kls in result["held_out_kl_nats"].items()
+    ]
+    kl = "held-out KL of the student, attention + value, nats"
+    return table_of(["targets", "bytes per token", kl, "over online, mean (each seed)"], rows)
+
+
+def many_epochs() -> str:
+    """Return KLs of students after many epochs over few sequences, over those from the dense cache."""
+    result = read("many_epochs")
+    sizes = result["bytes_per_token"]
+    rows = []
+    for way, texts in result["kl_nats"].items():
+        rows.append([way, f"{sizes[way]:,.0f}" if way in sizes else "-"])
+        for kls in texts.values():
+            rows[-1].append(
+                f"{kls['sum']:.4f} ({signed(kls['over_dense'])} ± {100 * kls['over_dense_stdev']:.2f})"
+            )
+    head = [
+        "targets",
+        "bytes per token",
+        "KL on the training text (over dense)",
+        "KL on fresh text (over dense)",
+    ]
+    return table_of(head, rows)
+
+
+def scores() -> str:
+    """Return fine-tuned scores of teacher and students, means over seeds with standard deviations."""
+    trials = read("evaluation")
+    models = list(dict.fromkeys(trial["model"] for trial in trials))
+    rows = []
+    for task, size in dict.fromkeys((trial["task"], trial["num_train"]) for trial in trials):
+        of_task = [trial for trial in trials if (trial["task"], trial["num_train"]) == (task, size)]
+        for metric in of_task[0]["scores"]["dev"]:
+            cells = [
+                mean_of([trial["scores"]["dev"][metric] for trial in of_task if trial["model"] == model])
+                for model in models
+            ]
+            rows.append([f"{NAMES.get(task, task)}, {size:,}, {metric}", *cells])
+    return table_of(["task, training examples, metric", *models], rows)
+
+
+def objective_students() -> str:
+    """Return the held-out KLs of a student of each objective."""
+    results = read("objectives_trained")["results"]
+    rows = []
+    for name, starts in results.items():
+        shown = [starts.get(start) for start in ("random", "slice", "teacher-layers")]
+        losses = [_loss(sum(start["after"].values())) if start else "-" for start in shown]
+        rows.append([name, *losses, *(_kls(start["kl"]) if start else "-" for start in shown[:2])])
+    head = ["objective", *(f"loss, `{start}`" for start in ("random", "slice", "teacher-layers"))]
+    return table_of([*head, "KL, `random`", "KL, `slice`"], rows)
+
+
+def _loss(value: float) -> str:
+    return f"{value:.3f}" if value >= 5e-4 else "below 0.0005"
+
+
+def _kls(relations: dict[str, float]) -> str:
+    return ", ".join(f"{kind} {value:.3f}" for kind, value in relations.items())
+
+
+def head_starts() -> str:
+    """Return KLs of students by shape and start, before and after training."""
+    rows = [row for row in read("head_start")["starts"] if row["steps"] == SHORT_STEPS]
+    names = [f"{start}, {when}" for start in STARTS for when in ("before", "after")]
+    table = []
+    for arch in dict.fromkeys(row["arch"] for row in rows):
+        cells = []
+        for start in STARTS:
+            seeds = [row for row in rows if (row["arch"], row["start"]) == (arch, start)]
+            cells += [_mean_sum([row[when] for row in seeds]) for when in ("before", "after")]
+        table.append([f"`{arch}`", *cells])
+    return table_of(["student", *names], table)
+
+
+def _mean_sum(kls: Sequence[dict[str, float]]) -> str:
+    """Return the mean over seeds of a sum over relations, its deviation, and the number of seeds."""
+    if not kls:
+        return "-"
+    sums = [sum(kl.values()) for kl in kls]
+    spread = f" ± {stdev(sums):.3f}" if len(sums) > 1 else ""
+    return f"{mean(sums):.3f}{spread} ({len(sums)})"
+
+
+def head_start_recipe() -> str:
+    """Return KLs of slices without training, by what is changed in the recipe."""
+    rows = [
+        [name, f"{row['attention']:.4f}", f"{row['value']:.4f}", ", ".join(f"{e:.2f}" for e in row["errors"])]
+        for name, row in read("head_start")["recipe"].items()
+    ]
+    return table_of(["student, change", "attention", "value", "relative errors of hidden states"], rows)

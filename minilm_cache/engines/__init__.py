@@ -1,0 +1,1 @@
+"""Run work here, or as tasks of a Ray cluster."""

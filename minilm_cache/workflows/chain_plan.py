@@ -1,0 +1,206 @@
+"""What a chain consists of: its stages, its folder, and what its settings must be before the first stage."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.device import choose_device
+from minilm_cache.models.load import locate_teacher, read_config
+from minilm_cache.models.student import shape_config
+from minilm_cache.objectives.check import check_codec
+from minilm_cache.objectives.relations import split_into
+from minilm_cache.objectives.spec import OBJECTIVES, Needs
+from minilm_cache.report.runs import TEACHER_CACHE
+from minilm_cache.slicing.shapes import check_cut
+from minilm_cache.storage_schema.identity import canonical_sha256
+from minilm_cache.store.creation import differing_values
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.first import first_config
+from minilm_cache.train.folder import RunFolder, arch_slug
+from minilm_cache.train.initial import FROM_TEACHER, RANDOM, SLICE
+from minilm_cache.train.sampler import check_parts
+from minilm_cache.workflows.config import (
+    LATER_DUMP_SETTINGS,
+    LATER_TRAIN_SETTINGS,
+    ChainConfig,
+    without_defaults,
+)
+from minilm_cache.workflows.states import cache_state, run_state
+
+SETTINGS_FILE = "settings.json"
+_MAX_SLUG: Final = 64
+_NEEDS: Final = (Needs(), Needs(vectors=True), Needs(pooled=True, relations=False))
+"""Needs of objectives that learn relations or vectors of texts, which caches of a chain hold."""
+Way = Literal["assistant", "via assistants", "direct"]
+_NOT_IDENTIFYING: Final[dict[str, Any]] = {
+    "compare_direct": True,
+    "dump": {"device": True, "batch_size": True, "keep_weights": True, "check": True},
+    "train": {"arch": True, "device": True, "checkpoint_steps": True, "init_layers": True},
+}
+"""Settings that may differ between commands for the same chain; for example, students may be added."""
+_ANY_VALUE: Final = ("max_hours", "tracker", "keep_checkpoints", "local_bytes", "gradient_checkpointing")
+"""Settings that change no student. Chains of earlier releases were named with their defaults."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One dump or one training."""
+
+    does: Literal["dump", "train"]
+    path: Path
+    """Folder of the cache or the run."""
+    source: str
+    """Teacher that is dumped, or cache that is trained from."""
+    arch: tuple[str, ...] = ()
+    """Shapes of the students that are trained; empty for a dump."""
+    way: Way = "assistant"
+    """Role of these students in the chain."""
+
+    def state(self) -> str:
+        """Return how far the stage is: `to do`, `unfinished`, the number of shards written, or `complete`.
+
+        Raises:
+            MiniLMCacheError: the cache or the run is damaged.
+        """
+        return cache_state(self.path) if self.does == "dump" else run_state(self.path)
+
+
+def chain_folder(config: ChainConfig, home: Path) -> Path:
+    """Return the default folder of a chain, which is named after its settings."""
+    shapes = _slug(config.assistants)
+    return home / "chains" / f"{shapes}-{canonical_sha256(chain_settings(config))[:12]}"
+
+
+def chain_settings(config: ChainConfig) -> dict[str, Any]:
+    """Return the settings that identify a chain."""
+    settings = config.model_dump(mode="json", exclude=_NOT_IDENTIFYING)
+    fields = TrainConfig.model_fields
+    same = {name: fields[name].default for name in _ANY_VALUE}
+    same["keep_checkpoints"] = 0
+    same["init"] = settings["train"]["init"] or RANDOM  # as chains have been named before slices
+    train = without_defaults(settings["train"] | same, LATER_TRAIN_SETTINGS)
+    return settings | {"train": train, "dump": without_defaults(settings["dump"], LATER_DUMP_SETTINGS)}
+
+
+def _slug(arch: Sequence[str]) -> str:
+    """Return shapes as part of a path; a long list is cut and gets a hash that identifies it."""
+    joined = "_".join(map(arch_slug, arch))
+    return joined if len(joined) <= _MAX_SLUG else f"{joined[:_MAX_SLUG]}-{canonical_sha256(list(arch))[:8]}"
+
+
+def stages(config: ChainConfig, folder: Path) -> tuple[Stage, ...]:
+    """Return the stages of a chain, in order."""
+    caches, runs = folder / "caches", folder / "runs"
+    first = caches / TEACHER_CACHE
+    planned = [Stage(does="dump", path=first, source=config.dump.teacher)]
+    for number, assistant in enumerate(config.assistants, 1):
+        name = f"{number}-{arch_slug(assistant)}"
+        last = planned[-1].path
+        planned += [
+            Stage(does="train", path=runs / name, source=str(last), arch=(assistant,)),
+            Stage(
+                does="dump", path=caches / name, source=str(RunFolder(path=runs / name).student(assistant))
+            ),
+        ]
+    shapes = _slug(config.train.arch)
+    arch, last = config.train.arch, planned[-1].path
+    ways: list[tuple[Path, Path, Way]] = [(runs / f"students-{shapes}", last, "via assistants")]
+    if config.compare_direct:
+        ways.append((runs / f"direct-{shapes}", first, "direct"))
+    planned += [
+        Stage(does="train", path=path, source=str(cache), arch=arch, way=way) for path, cache, way in ways
+    ]
+    return tuple(planned)
+
+
+def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> ChainConfig:
+    """Check the settings of all stages before the first one runs.
+
+    Args:
+        config: what to dump and train.
+        folder: folder of the chain.
+        here: whether this machine runs the stages, so that it must have their device.
+
+    Returns:
+        The settings, with the number of relation heads that every stage splits into filled in.
+
+    Raises:
+        InvalidConfigError: a shape does not fit the teacher's heads or family, or the objective does not fit
+            the codec.
+        IdentityMismatchError: the folder holds another chain.
+        TeacherError: the teacher cannot be found or read.
+    """
+    if here:
+        choose_device(config.train.device)
+    check_parts(config.train)
+    check_codec(config.train, config.dump.codec)
+    if config.train.first is not None:
+        first = first_config(config.train)
+        check_codec(first, config.dump.codec)
+        if first.spec.needs not in _NEEDS:
+            raise InvalidConfigError(
+                f"--first {first.objective}: a chain's caches do not hold what it needs."
+            )
+    if config.train.spec.needs not in _NEEDS:
+        fitting = " or ".join(name for name, spec in OBJECTIVES.items() if spec.needs in _NEEDS)
+        raise InvalidConfigError(
+            f"--objective {config.train.objective}: a chain's students learn relations or vectors of texts. "
+            f"Use {fitting}, or dump and train stage by stage."
+        )
+    _check_init(config.train)
+    if config.train.layer_map != "last":
+        raise InvalidConfigError("a chain's students learn from last layers. Leave out --layer-map.")
+    source = locate_teacher(config.dump.teacher, config.dump.revision, without_weights=True)
+    teacher = read_config(source.folder)
+    heads = teacher.num_attention_heads
+    split = split_into(config.train.objective, config.train.relation_heads, heads)
+    for arch in (*config.assistants, *config.train.arch):
+        shape = parse_arch(arch, heads, split_into=split)
+        if shape.num_heads != heads and arch in config.assistants:
+            raise InvalidConfigError(
+                f"--assistant {arch}: an assistant must have its teacher's {heads} heads, so that the same "
+                f"students can be trained with and without it. Leave out :h{shape.num_heads}."
+            )
+        student = shape_config(shape, teacher.to_dict(), teacher.model_type)
+        if config.train.init == SLICE:
+            check_cut(shape, teacher)
+        if arch in config.assistants:
+            teacher = student
+    checked = config.with_changes(train=config.train.with_changes(relation_heads=split))
+    _check_folder(checked, folder)
+    return checked
+
+
+def _check_init(config: TrainConfig) -> None:
+    """Raise InvalidConfigError for initial weights that do not fit every stage of a chain."""
+    if config.init not in (None, RANDOM, *FROM_TEACHER):
+        raise InvalidConfigError(
+            f"--init {config.init}: the stages of a chain have different teachers, and no folder fits all of "
+            f"them. Give {RANDOM} or {', '.join(FROM_TEACHER)}, or dump and train stage by stage."
+        )
+    for name in ("init_layers", "init_teacher"):
+        if getattr(config, name) is not None:
+            raise InvalidConfigError(
+                f"--{name.replace('_', '-')}: each stage of a chain takes its students from its own teacher. "
+                "Leave it out, or dump and train stage by stage."
+            )
+
+
+def _check_folder(config: ChainConfig, folder: Path) -> None:
+    """Raise IdentityMismatchError where a folder holds a chain of other settings."""
+    file = folder / SETTINGS_FILE
+    if not file.exists():
+        return
+    try:
+        stored = json.loads(file.read_text())
+    except ValueError as error:
+        raise IdentityMismatchError(f"{file} is damaged. Choose another --out.") from error
+    differing = list(differing_values(stored, chain_settings(config)))
+    if differing:
+        raise IdentityMismatchError(
+            f"{folder} holds another chain, which differs in {', '.join(differing)}. Choose another --out."
+        )

@@ -1,0 +1,94 @@
+"""Studies, chains and tokens on a real local Ray cluster: the same results as without it."""
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from minilm_cache.corpus import tokenise as tokenising
+from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.tokenise import tokenise
+from minilm_cache.engines.ray_cluster import RayCluster
+from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
+from minilm_cache.models.load import load_tokenizer
+from minilm_cache.workflows.chain import run_chain
+from minilm_cache.workflows.study import run_study
+from minilm_cache.workflows.study_spec import read_study
+from tests.conftest import Command
+from tests.integration.workflows.test_chain import chain_config, content
+from tests.integration.workflows.test_study import document, timeless
+from tests.support import World
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    """Return a cluster of two workers on this machine."""
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield RayCluster()
+    ray.shutdown()
+
+
+def test_a_study_on_ray_is_the_study_without_it(world: World, cluster: RayCluster) -> None:
+    study = read_study(document(world))
+    alone = run_study(study, world.root / "alone", home=world.home)
+    together = run_study(study, world.root / "together", home=world.home, cluster=cluster)
+
+    assert timeless(together.students.to_pylist()) == timeless(alone.students.to_pylist())
+    for file in (world.root / "alone").rglob("model.safetensors"):
+        other = world.root / "together" / file.relative_to(world.root / "alone")
+        assert other.read_bytes() == file.read_bytes()
+    assert together.report.stat().st_size > 10_000
+
+
+def test_a_study_on_ray_goes_on_where_it_was_stopped(world: World, cluster: RayCluster) -> None:
+    study, folder = read_study(document(world)), world.root / "study"
+    with pytest.raises(InterruptedRunError, match=r"of 7 jobs to do: what is complete"):
+        run_study(study, folder, home=world.home, cluster=cluster, should_stop=(folder / "runs").exists)
+    result = run_study(study, folder, home=world.home, cluster=cluster)
+    expected = run_study(study, world.root / "alone", home=world.home)
+
+    rows = [timeless(study.students.to_pylist()) for study in (result, expected)]
+    for row in (*rows[0], *rows[1]):
+        del row["bytes_read"]  # a task that is killed does not say what it has read since its checkpoint
+    assert rows[0] == rows[1]
+
+
+def test_a_chain_on_ray_is_the_chain_without_it(world: World, cluster: RayCluster) -> None:
+    config = chain_config(world)
+    alone = run_chain(config, world.root / "alone", home=world.home)
+    together = run_chain(config, world.root / "together", home=world.home, cluster=cluster)
+
+    assert together.record == alone.record
+    assert content(together.path) == content(alone.path)
+
+
+def test_text_is_tokenised_on_ray(world: World, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    del cluster  # Ray's pool takes the cluster that this process has joined
+    monkeypatch.setattr(tokenising, "_PART_BYTES", 1000)
+    corpus, tokenizer = load_corpus(str(world.corpus)), load_tokenizer(world.teacher)
+    alone = tokenise(corpus, tokenizer, home=world.root / "alone")
+    together = tokenise(corpus, tokenizer, home=world.root / "together", engine="ray")
+
+    assert len(together.record.parts) > 2
+    assert together.record == alone.record
+
+
+def test_an_error_on_ray_is_the_error_itself(world: World, cluster: RayCluster) -> None:
+    document(world)
+    world.corpus.unlink()
+    with pytest.raises(CorpusError, match="does not exist"):
+        run_study(
+            read_study(world.root / "shapes.yaml"), world.root / "study", home=world.home, cluster=cluster
+        )
+
+
+def test_tasks_take_what_the_cluster_has(cluster: RayCluster) -> None:
+    del cluster
+    with pytest.raises(InvalidConfigError, match=r"--gpus-per-task 0\.5: the cluster has 0 GPUs"):
+        RayCluster(gpus_per_task=0.5)
+
+
+def test_engines_that_are_not_known_are_refused(world: World, command: Command) -> None:
+    study = document(world)
+    command.fails("study", study, "--engine", "spark", code=2, says="unknown engine. Use ray")
+    command.fails("study", study, "--gpus-per-task", 0.5, code=2, says="Add --engine ray")
