@@ -70,25 +70,33 @@ def dump_into_store(
             finished = finished_manifest(target, resolved.identity)
             if finished is not None:
                 return _complete(resolved, target, manifest=finished, progress=progress)
-            try:
-                join(target, scratch, resolved.identity)
-                result = write_cache(
-                    resolved,
-                    SequenceReader.of(resolved.teacher, resolved.identity.states),
-                    sequences=resolved.sequences(progress, should_stop),
-                    progress=progress,
-                    should_stop=should_stop,
-                    writer_type=partial(StoreWriter, target=target),
-                )
-            except OtherBeginningError:
-                progress.note("another process has begun this dump: joining it")
-            except StorageError:
-                if finished_manifest(target, resolved.identity) is None:
-                    raise
-                progress.note("another process has finished this cache meanwhile")
-            else:
+            result = _write(resolved, target, progress=progress, should_stop=should_stop)
+            if result is not None:
                 return replace(result, url=target.url)
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write(
+    resolved: ResolvedDump, target: RemoteFolder, *, progress: Progress, should_stop: ShouldStop
+) -> DumpResult | None:
+    """Write what is missing in the store. None means that another process has begun or finished the dump."""
+    try:
+        join(target, resolved.path, resolved.identity)
+        return write_cache(
+            resolved,
+            SequenceReader.of(resolved.teacher, resolved.identity.states),
+            sequences=resolved.sequences(progress, should_stop),
+            progress=progress,
+            should_stop=should_stop,
+            writer_type=partial(StoreWriter, target=target),
+        )
+    except OtherBeginningError:
+        progress.note("another process has begun this dump: joining it")
+    except StorageError:
+        if finished_manifest(target, resolved.identity) is None:
+            raise
+        progress.note("another process has finished this cache meanwhile")
+    return None
 
 
 def _complete(

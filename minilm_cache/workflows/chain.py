@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from minilm_cache.dump.config import DumpConfig
@@ -265,17 +266,7 @@ def _finish(
     source = locate_teacher(config.dump.teacher, config.dump.revision)
     teacher = Teacher(source, choose_device(config.dump.device), layers=config.dump.layers)
     table = students_table(runs, teacher, device=config.dump.device)
-    ways = {stage.path.name: stage.way for stage in trainings}
-    students = tuple(
-        ChainStudent(
-            arch=row["arch"],
-            seed=row["seed"],
-            way=ways[row["run"]],
-            num_parameters=row["num_parameters"],
-            held_out_kl=held_out_of(row),
-        )
-        for row in table.to_pylist()
-    )
+    students = _students(table, trainings)
     gains = _gains(students)
     record = ChainRecord(
         teacher=config.dump.teacher,
@@ -292,6 +283,21 @@ def _finish(
         )
     ranks.barrier()
     return record
+
+
+def _students(table: pa.Table, trainings: Sequence[Stage]) -> tuple[ChainStudent, ...]:
+    """Return the students of a table (`report.tables.students_table`) with their roles in the chain."""
+    ways = {stage.path.name: stage.way for stage in trainings}
+    return tuple(
+        ChainStudent(
+            arch=row["arch"],
+            seed=row["seed"],
+            way=ways[row["run"]],
+            num_parameters=row["num_parameters"],
+            held_out_kl=held_out_of(row),
+        )
+        for row in table.to_pylist()
+    )
 
 
 def _gains(students: Sequence[ChainStudent]) -> dict[str, float]:
