@@ -12,7 +12,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.dump.run import DumpResult, write_cache
 from minilm_cache.dump.setup import ResolvedDump, resolve_dump
-from minilm_cache.errors import InvalidConfigError, StorageError
+from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InvalidConfigError, StorageError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.identity import canonical_sha256
@@ -92,7 +92,7 @@ def _write(
         )
     except OtherBeginningError:
         progress.note("another process has begun this dump: joining it")
-    except StorageError:
+    except (StorageError, CacheNotFoundError, CacheCorruptError):
         if finished_manifest(target, resolved.identity) is None:
             raise
         progress.note("another process has finished this cache meanwhile")
@@ -115,7 +115,8 @@ def _complete(
     progress.note("this cache is already complete: nothing to do")
     remove_leftovers(target)
     root = resolved.path
-    write_file(below(root, RANGES), target.read(RANGES, manifest.files[RANGES].size), durable=False)
+    if RANGES in manifest.files:  # format 1 has its ranges in the manifest
+        write_file(below(root, RANGES), target.read(RANGES, manifest.files[RANGES].size), durable=False)
     num_shards = len(read_ranges(root, manifest))
     if resolved.config.keep_weights:
         weights = resolved.teacher.half_weights()

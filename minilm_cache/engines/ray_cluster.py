@@ -39,8 +39,7 @@ class RayCluster:
 
         Args:
             gpus_per_task: GPUs that a task takes, which may be a fraction. None means one where the cluster
-                has any. A task takes as large a share of the cores as of the GPUs, and a core where the
-                cluster has no GPU.
+                has any. A task takes a core, too.
 
         Raises:
             InvalidConfigError: Ray is not installed, or the cluster has fewer GPUs than a task takes.
@@ -56,10 +55,9 @@ class RayCluster:
                 f"--gpus-per-task {self.gpus_per_task:g}: the cluster has {self.num_gpus} GPUs. Lower it, or "
                 "leave it out."
             )
-        share = self.gpus_per_task / self.num_gpus if self.num_gpus else 0.0
         self._options = {
             "num_gpus": self.gpus_per_task,
-            "num_cpus": max(1, int(share * resources.get("CPU", 1))),
+            "num_cpus": 1,
             "max_retries": -1,
         }
 

@@ -33,7 +33,15 @@ def finished_manifest(target: RemoteFolder, identity: CacheIdentity) -> CacheMan
         IdentityMismatchError: it is another cache.
     """
     content = target.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
-    return None if content is None else _same(content, MANIFEST, target=target, identity=identity)
+    if content is None:
+        return None
+    manifest = _same(content, MANIFEST, target=target, identity=identity)
+    if not manifest.complete:
+        raise IdentityMismatchError(
+            f"{target.url} holds an unfinished dump into a folder. Finish it there by `--out FOLDER`, or "
+            "choose another --out."
+        )
+    return manifest
 
 
 def join(target: RemoteFolder, root: Path, identity: CacheIdentity) -> None:
@@ -85,6 +93,8 @@ def begin(target: RemoteFolder, root: Path, manifest: CacheManifest) -> None:
 
 def remove_leftovers(target: RemoteFolder) -> None:
     """Remove what only a dump needs from the folder of a finished cache."""
+    if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) is None:  # no dump into the store has begun here
+        return
     for folder in (STAGING, CLAIMS, COMMITS):
         target.remove([f"{folder}/{name}" for name in target.below(folder).sizes()])
     target.remove([BEGUN])

@@ -23,6 +23,7 @@ from tests.support import World
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
     """Return a cluster of two workers on this machine."""
+    ray.shutdown()  # a test before may have begun a cluster in this process
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield RayCluster()
     ray.shutdown()
