@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
-from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
+from minilm_cache.cli.environment import is_first_process, note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import (
     EngineOption,
@@ -28,12 +28,12 @@ from minilm_cache.wording import number_text
 from minilm_cache.workflows.config import ChainConfig
 
 if TYPE_CHECKING:
-    from minilm_cache.workflows.chain import ChainRecord
+    from minilm_cache.workflows.chain import ChainRecord, ChainResult
     from minilm_cache.workflows.chain_plan import Stage
 
 _OF_VECTORS = {"pooling", "min_cosine"}
 _NOT_OF_A_CHAIN = {"rank", "world_size", "serve", *StateSettings.model_fields} - _OF_VECTORS
-"""Settings that a chain does not offer: it dumps in one process, and stores what its students learn."""
+"""Settings that a chain does not offer: torchrun sets ranks, and a cache stores what its students learn."""
 
 
 @options(
@@ -68,7 +68,7 @@ def chain(
     """
     from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows import chain_plan as plan  # noqa: PLC0415 - it takes seconds
-    from minilm_cache.workflows.chain import remarks, run_chain  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.workflows.chain import run_chain  # noqa: PLC0415 - importing it takes seconds
 
     train = validated(TrainConfig, with_preset(preset, recipe))
     served = {"for": (train.objective, train.first or train.objective)} if train.spec.needs.pooled else {}
@@ -78,10 +78,13 @@ def chain(
     quiet_libraries()
     folder = out or plan.chain_folder(config, cache_home())
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        note_default_corpus(dump, config.dump.corpus, progress)
-        if preset is not None:
-            progress.note(describe_preset(preset, config.train))
+        if is_first_process():
+            note_default_corpus(dump, config.dump.corpus, progress)
+            if preset is not None:
+                progress.note(describe_preset(preset, config.train))
         if dry_run:
+            if not is_first_process():
+                return
             config = plan.check_chain(config, folder, here=engine is None)
             _show_stages(folder, plan.stages(config, folder), json=json)
             return
@@ -94,8 +97,13 @@ def chain(
             progress=progress,
             should_stop=should_stop,
         )
-    if not result.is_first:
-        return
+    if result.is_first:
+        _show(result, json=json)
+
+
+def _show(result: "ChainResult", *, json: bool) -> None:
+    from minilm_cache.workflows.chain import remarks  # noqa: PLC0415 - importing it takes seconds
+
     if json:
         print_json({"chain": str(result.path), **result.record.model_dump(mode="json")})
         return

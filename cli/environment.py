@@ -27,6 +27,11 @@ def chosen_cache(cache: Path | None, progress: Progress) -> Path:
     return newest
 
 
+def is_first_process() -> bool:
+    """Return whether this is the process of torchrun that prints, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def note_default_corpus(given: Mapping[str, object], corpus: str, progress: Progress) -> None:
     """Say which text is read where the command names none."""
     if not given.get("corpus"):

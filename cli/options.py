@@ -28,7 +28,11 @@ Given = dict[str, Any]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 EngineOption = Annotated[
     str | None,
-    typer.Option("--engine", help="ray: run the work as tasks of the Ray cluster that RAY_ADDRESS names."),
+    typer.Option(
+        "--engine",
+        help="ray: run the work as tasks of the Ray cluster that RAY_ADDRESS names. Without RAY_ADDRESS, Ray "
+        "starts a cluster on this machine.",
+    ),
 ]
 GpusOption = Annotated[
     float | None,

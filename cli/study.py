@@ -14,6 +14,7 @@ from minilm_cache.settings import cache_home
 from minilm_cache.wording import counted
 
 if TYPE_CHECKING:
+    from minilm_cache.workflows.study import StudyResult
     from minilm_cache.workflows.study_spec import Study
 
 
@@ -65,6 +66,10 @@ def study(
             progress=progress,
             should_stop=should_stop,
         )
+    _show(result, json=json)
+
+
+def _show(result: "StudyResult", *, json: bool) -> None:
     if json:
         print_json(
             {
@@ -72,10 +77,13 @@ def study(
                 "report": str(result.report),
                 "students": result.students.to_pylist(),
                 "summary": result.summary.to_pylist(),
+                "diverged": result.diverged,
             }
         )
         return
     print_pairs({"study": result.path, "report": result.report, "table": result.path / "students.parquet"})
+    if result.diverged:
+        print_pairs({"diverged": ", ".join(result.diverged)})
     print_summary(result.summary)
 
 

@@ -1,6 +1,5 @@
 """`minilm-cache train`: trains students from a cache."""
 
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_error, print_json, print_pairs
-from minilm_cache.cli.environment import chosen_cache, quiet_libraries
+from minilm_cache.cli.environment import chosen_cache, is_first_process, quiet_libraries
 from minilm_cache.cli.interrupt import stop_on_signal
 from minilm_cache.cli.options import Given, JsonOption, PresetOption, ResumeOption, options
 from minilm_cache.cli.tables import students_table
@@ -48,7 +47,7 @@ def train(
     config = validated(TrainConfig, with_preset(preset, given))
     quiet_libraries()
     with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        if preset is not None and os.environ.get("RANK", "0") == "0":  # one process of torchrun prints this
+        if preset is not None and is_first_process():
             progress.note(describe_preset(preset, config))
         place = cache or chosen_cache(None, progress)
         result = train_students(

@@ -80,15 +80,19 @@ class CommandProcess:
         return code, out, err
 
 
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def by_two_ranks(*arguments: object, environment: Mapping[str, object]) -> tuple[list[int], str, str]:
     """Run a command in two processes as torchrun would; return their exit codes, stdout and stderr.
 
     Both import nothing, and end within a second, where torchrun and its processes take ten.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    both = {**environment, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    both = {**environment, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [
         CommandProcess(*arguments, environment={**both, "RANK": rank, "LOCAL_RANK": rank})
         for rank in range(2)

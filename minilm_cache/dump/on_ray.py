@@ -4,6 +4,7 @@ Ranks write their own shards and then those that nobody else writes, and never t
 rank that is started again goes on from the shards that are committed.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from minilm_cache.dump.config import DumpConfig
@@ -13,6 +14,7 @@ from minilm_cache.engines.ray_cluster import RayCluster
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import cache_home
 from minilm_cache.store.reader import read_manifest
+from minilm_cache.wording import counted
 
 
 def dump_on_ray(
@@ -42,31 +44,43 @@ def dump_on_ray(
         MiniLMCacheError: same as for `dump_cache`.
     """
     cluster, progress = RayCluster(gpus_per_task), progress or Silent()
+    home = (home or cache_home()).absolute()
+    place = out.absolute() if isinstance(out, Path) else out
     world_size = config.world_size
-    pending = [
-        cluster.submit(_dump_rank, config.with_changes(rank=rank), out, home or cache_home())
-        for rank in range(world_size)
-    ]
-    what = f"{cluster.gpus_per_task:g} GPUs" if cluster.num_gpus else "a core"
-    progress.note(f"{world_size} ranks as tasks of Ray, each with {what}")
+    progress.note(f"{world_size} ranks as tasks of Ray, each with {_resources(cluster.gpus_per_task)}")
     progress.start("dump", world_size, "ranks")
-    results: list[DumpResult] = cluster.results(
-        pending,
-        progress,
-        should_stop=should_stop,
-        interrupted=f"interrupted with {{}} of {world_size} ranks to do: committed shards are kept. "
-        "Run the same command again to go on.",
-    )
+    with nullcontext() if isinstance(place, str) else cluster.common(place.parent if place else home):
+        pending = [
+            cluster.submit(_dump_rank, config.with_changes(rank=rank), place, home)
+            for rank in range(world_size)
+        ]
+        results: list[DumpResult] = cluster.results(
+            pending,
+            progress,
+            should_stop=should_stop,
+            interrupted=f"interrupted with {{}} of {world_size} ranks to do: committed shards are kept. "
+            "Run the same command again to go on.",
+        )
     manifest = next((result.manifest for result in results if result.manifest.complete), None)
     written = sum(result.shards_written for result in results)
     return DumpResult(
         path=results[0].path,
         manifest=manifest or read_manifest(results[0].path),
         shards_written=written,
-        shards_kept=results[0].num_shards - written,
+        # Ranks write a shard twice if one of them was slower than its lease.
+        shards_kept=max(0, results[0].num_shards - written),
         num_shards=results[0].num_shards,
         url=results[0].url,
     )
+
+
+def _resources(gpus: float) -> str:
+    """Return what a task takes, in words."""
+    if not gpus:
+        return "a core"
+    if gpus < 1:
+        return f"{gpus:g} of a GPU"
+    return counted(int(gpus), "GPU")
 
 
 def _dump_rank(config: DumpConfig, out: Path | str | None, home: Path) -> DumpResult:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from minilm_cache.engines.ray_cluster import RayCluster
@@ -22,7 +23,12 @@ class Job:
 
 
 def run_jobs(
-    jobs: Sequence[Job], cluster: RayCluster | None, *, progress: Progress, should_stop: ShouldStop
+    jobs: Sequence[Job],
+    cluster: RayCluster | None,
+    *,
+    folder: Path,
+    progress: Progress,
+    should_stop: ShouldStop,
 ) -> list[Any]:
     """Run jobs and return their results.
 
@@ -30,6 +36,7 @@ def run_jobs(
         jobs: jobs, each after those that it needs.
         cluster: runs each job as a task, with as many at once as it has room for. None means that jobs run
             here, one after the other.
+        folder: folder that the jobs write in, an absolute path.
         progress: shows what each job does; with a cluster, jobs done.
         should_stop: True stops the jobs that run.
 
@@ -45,13 +52,14 @@ def run_jobs(
             results.append(job.call(*needed, progress=progress, should_stop=should_stop))
         return results
     progress.start("run", len(jobs), "jobs")
-    for job in jobs:
-        call = partial(job.call, progress=Silent(), should_stop=never_stop)
-        results.append(cluster.submit(call, *(results[other] for other in job.after)))
-    return cluster.results(
-        results,
-        progress,
-        should_stop=should_stop,
-        interrupted="interrupted with {} of " + f"{len(jobs)} jobs to do: what is complete, and the last "
-        "checkpoint of each run, is kept. Run the same command again to go on.",
-    )
+    with cluster.common(folder):
+        for job in jobs:
+            call = partial(job.call, progress=Silent(), should_stop=never_stop)
+            results.append(cluster.submit(call, *(results[other] for other in job.after)))
+        return cluster.results(
+            results,
+            progress,
+            should_stop=should_stop,
+            interrupted="interrupted with {} of " + f"{len(jobs)} jobs to do: what is complete, and the last "
+            "checkpoint of each run, is kept. Run the same command again to go on.",
+        )

@@ -6,10 +6,12 @@ resume from what they have kept. The machines of a cluster need a common file sy
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from minilm_cache.engines.common_folder import check_common, common_file
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.progress import Progress, ShouldStop
 
@@ -42,24 +44,37 @@ class RayCluster:
                 has any. A task takes a core, too.
 
         Raises:
-            InvalidConfigError: Ray is not installed, or the cluster has fewer GPUs than a task takes.
+            InvalidConfigError: Ray is not installed, or no machine has the GPUs that a task takes.
         """
         self._ray = import_ray()
         self._ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
-        resources = self._ray.cluster_resources()
-        self.num_gpus = int(resources.get("GPU", 0))
-        """GPUs of the cluster."""
-        self.gpus_per_task = min(1, self.num_gpus) if gpus_per_task is None else gpus_per_task
-        if self.gpus_per_task > self.num_gpus:
+        machines = [node["Resources"].get("GPU", 0) for node in self._ray.nodes() if node["Alive"]]
+        most = int(max(machines, default=0))
+        self.gpus_per_task: float = min(1, most) if gpus_per_task is None else gpus_per_task
+        """GPUs that a task takes."""
+        if self.gpus_per_task > most:
             raise InvalidConfigError(
-                f"--gpus-per-task {self.gpus_per_task:g}: the cluster has {self.num_gpus} GPUs. Lower it, or "
-                "leave it out."
+                f"--gpus-per-task {self.gpus_per_task:g}: no machine of the cluster has more than {most} "
+                "GPUs. Lower it, or leave it out."
             )
-        self._options = {
-            "num_gpus": self.gpus_per_task,
-            "num_cpus": 1,
-            "max_retries": -1,
-        }
+        if self.gpus_per_task > 1 and not float(self.gpus_per_task).is_integer():
+            raise InvalidConfigError(
+                f"--gpus-per-task {self.gpus_per_task:g}: Ray gives a task a share of one GPU, or whole "
+                f"GPUs. Take {int(self.gpus_per_task)}, or a number below 1."
+            )
+        self._options = {"num_gpus": self.gpus_per_task, "num_cpus": 1, "max_retries": -1}
+        self._common: Path | None = None
+
+    @contextmanager
+    def common(self, folder: Path) -> Iterator[None]:
+        """Let calls that are submitted meanwhile fail on machines that do not have a folder in common.
+
+        Args:
+            folder: folder that the calls write in; it is made if it is not there.
+        """
+        with common_file(folder) as self._common:
+            yield
+        self._common = None
 
     def submit(self, call: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - Ray's reference
         """Submit a call, and return Ray's reference to its result.
@@ -69,8 +84,9 @@ class RayCluster:
             arguments: what it is called with. A reference stands for the result of another call, which is
                 waited for.
         """
-        task = self._ray.remote(_in_folder).options(name=_name_of(call), **self._options)
-        return task.remote(str(Path.cwd()), call, *arguments)
+        # The decorator names the GPUs, so that Ray does not use a worker again that has held one.
+        task = self._ray.remote(**self._options)(_in_folder).options(name=_name_of(call))
+        return task.remote(Path.cwd(), self._common, call, *arguments)
 
     def results(
         self, pending: Sequence[Any], progress: Progress, *, should_stop: ShouldStop, interrupted: str
@@ -103,9 +119,21 @@ class RayCluster:
                 self._ray.cancel(task, force=True)
 
 
-def _in_folder(folder: str, call: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - of any call
-    """Call something where relative paths mean what they mean to the user."""
-    if Path(folder).is_dir():
+def _in_folder(folder: Path, common: Path | None, call: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - of any call
+    """Call something where relative paths mean what they mean to the user.
+
+    Args:
+        folder: the user's working folder.
+        common: file that this machine must see. None means that the machines need nothing in common.
+        call: what is called.
+        arguments: what it is called with.
+
+    Raises:
+        StorageError: this machine does not see the file.
+    """
+    if common is not None:
+        check_common(common)
+    if folder.is_dir():
         os.chdir(folder)
     return call(*arguments)
 

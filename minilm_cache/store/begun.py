@@ -1,10 +1,11 @@
 """A dump that has begun in a store: its beginning, which all processes share, and what its end removes."""
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from minilm_cache.errors import CacheCorruptError, IdentityMismatchError
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, StorageError
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
@@ -92,12 +93,13 @@ def begin(target: RemoteFolder, root: Path, manifest: CacheManifest) -> None:
 
 
 def remove_leftovers(target: RemoteFolder) -> None:
-    """Remove what only a dump needs from the folder of a finished cache."""
+    """Remove what only a dump needs from the folder of a finished cache, if this process may write there."""
     if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) is None:  # no dump into the store has begun here
         return
-    for folder in (STAGING, CLAIMS, COMMITS):
-        target.remove([f"{folder}/{name}" for name in target.below(folder).sizes()])
-    target.remove([BEGUN])
+    with suppress(StorageError):  # whoever reads the cache needs none of this gone
+        for folder in (STAGING, CLAIMS, COMMITS):
+            target.remove([f"{folder}/{name}" for name in target.below(folder).sizes()])
+        target.remove([BEGUN])
 
 
 def staging_of(content: bytes) -> str:

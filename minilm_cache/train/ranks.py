@@ -4,20 +4,29 @@ Without torchrun there is one process, and the methods here do nothing.
 """
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import gather_object, reduce
+from accelerate.utils import broadcast_object_list, gather_object, reduce
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.nn.parallel import DistributedDataParallel
 
-from minilm_cache.errors import DeviceError, InvalidConfigError, MiniLMCacheError, RankLostError, first_line
+from minilm_cache.engines.common_folder import check_common, common_file
+from minilm_cache.errors import (
+    DeviceError,
+    InvalidConfigError,
+    MiniLMCacheError,
+    RankLostError,
+    StorageError,
+    first_line,
+)
 from minilm_cache.models.device import choose_device, is_out_of_memory
 
 Value = TypeVar("Value")
@@ -32,8 +41,8 @@ def refuse_ranks(what: str, shown_by: str) -> None:
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise InvalidConfigError(
-            f"{what} runs in one process. Run its stages by `minilm-cache dump` and `torchrun ... train` "
-            f"with the folders that {shown_by}; completed stages are reused."
+            f"{what} runs in one process. Start it without torchrun, or its stages by `minilm-cache dump` "
+            f"and `torchrun ... train` with the folders that {shown_by}; completed stages are reused."
         )
 
 
@@ -50,7 +59,7 @@ class Ranks:
     device: torch.device
     """Device of this process."""
     is_outermost: bool = True
-    """Whether this is what joined the processes into a group, and not a stage of work that had done so."""
+    """Whether this work joined the processes into a group; False in a stage of work that had joined them."""
 
     @classmethod
     def join(cls, place: Literal["data", "students"], device: str | None) -> "Ranks":
@@ -138,6 +147,36 @@ class Ranks:
                 f"the processes of this run differ in {what}: the teacher's weights are on some machines "
                 "only. Give --init random, or --init-teacher with a folder that all of them have."
             )
+
+    def check_common(self, folder: Path) -> None:
+        """Raise StorageError in every process if one of them does not have a folder in common.
+
+        Args:
+            folder: folder, which is made if it is not there.
+        """
+        if self.size == 1:
+            return
+        with common_file(folder) if self.is_first else nullcontext() as file:
+            names = [file.name if file else ""]
+            broadcast_object_list(names)
+            errors: list[str] = []
+            try:
+                check_common(folder / names[0])
+            except StorageError as error:
+                errors.append(str(error))
+            if errors := gather_object(errors):
+                raise StorageError(errors[0])
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise the errors for users that explain torch's errors."""
+        try:
+            yield
+        except RuntimeError as error:
+            explained = self.explain(error)
+            if explained is None:
+                raise
+            raise explained from error
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Return sums over all processes."""

@@ -102,22 +102,18 @@ def train_students(
     place = str(cache) if is_url(str(cache)) else str(Path(cache).resolve())
     ranks = Ranks.join(config.place, config.device)
     try:
-        return _train(
-            config,
-            opened,
-            place=place,
-            out=out,
-            home=home,
-            ranks=ranks,
-            resume=resume,
-            progress=progress or Silent(),
-            should_stop=should_stop,
-        )
-    except RuntimeError as error:
-        explained = ranks.explain(error)
-        if explained is None:
-            raise
-        raise explained from error
+        with ranks.explaining():
+            return _train(
+                config,
+                opened,
+                place=place,
+                out=out,
+                home=home,
+                ranks=ranks,
+                resume=resume,
+                progress=progress or Silent(),
+                should_stop=should_stop,
+            )
     finally:
         ranks.leave()
 
@@ -178,6 +174,7 @@ def _train(
         shapes=shapes,
         pad_token=first.pad_token_id or 0,
     )
+    ranks.check_common(path)
     with _locked(path, ranks):
         return run.train(plan, progress, should_stop)
 

@@ -115,16 +115,20 @@ def run_chain(
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; complete stages are kept after every error.
     """
-    config = check_chain(config, folder, here=cluster is None)
     if cluster is not None:
         refuse_ranks("a chain on Ray", "`chain --dry-run` shows")
+    config = check_chain(config, folder, here=cluster is None)
+    folder = folder.absolute()
     ranks = Ranks.join("data", config.train.device if cluster is None else None)
+    shown = progress if progress is not None and ranks.is_first else Silent()
     try:
-        if ranks.is_first:
-            with storage_errors("write", folder):
-                write_file(folder / SETTINGS_FILE, json.dumps(chain_settings(config), indent=1).encode())
-        jobs = _jobs(config, folder, ranks=ranks, home=home, cache_store=cache_store)
-        results = run_jobs(jobs, cluster, progress=progress or Silent(), should_stop=should_stop)
+        with ranks.explaining():
+            ranks.check_common(folder)
+            if ranks.is_first:
+                with storage_errors("write", folder):
+                    write_file(folder / SETTINGS_FILE, json.dumps(chain_settings(config), indent=1).encode())
+            jobs = _jobs(config, folder, ranks=ranks, home=home, cache_store=cache_store)
+            results = run_jobs(jobs, cluster, folder=folder, progress=shown, should_stop=should_stop)
     finally:
         ranks.leave()
     return ChainResult(path=folder, record=results[-1], is_first=ranks.is_first)
@@ -185,9 +189,11 @@ def _dump(
         home=home,
         cache_store=cache_store,
         tokens_of=None if stage.path == first else first,
-        progress=progress if ranks.is_first else Silent(),
+        progress=progress,
         should_stop=should_stop,
     )
+    if not read_manifest(stage.path).complete:
+        progress.note("waiting for the shards of other processes")
     while not read_manifest(stage.path).complete:  # ranks that began later are still writing
         if should_stop():
             raise InterruptedRunError(
@@ -250,7 +256,7 @@ def _finish(
     """
     del done, should_stop
     if not ranks.is_first:
-        ranks.barrier()
+        ranks.barrier()  # it lasts seconds, where a dump may last longer than a group of processes waits
         return ChainRecord.model_validate_json((folder / CHAIN_FILE).read_bytes())
     trainings = [stage for stage in planned if stage.does == "train"]
     runs = [

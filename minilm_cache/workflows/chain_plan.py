@@ -1,6 +1,7 @@
 """What a chain consists of: its stages, its folder, and what its settings must be before the first stage."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.first import first_config
 from minilm_cache.train.folder import RunFolder, arch_slug
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM, SLICE
+from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.sampler import check_parts
 from minilm_cache.workflows.config import (
     LATER_DUMP_SETTINGS,
@@ -136,9 +138,11 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
     """
     if here:
         choose_device(config.train.device)
-    check_parts(config.train)
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    check_parts(config.train, int(num_ranks) if num_ranks.isdecimal() else 1)
     check_codec(config.train, config.dump.codec)
     if config.train.first is not None:
+        refuse_ranks("--first", "`chain --dry-run` shows")
         first = first_config(config.train)
         check_codec(first, config.dump.codec)
         if first.spec.needs not in _NEEDS:

@@ -65,6 +65,8 @@ class StudyResult:
     """A row for each student of each seed (`report.tables.students_table`)."""
     summary: pa.Table
     """Means and standard deviations over seeds (`report.tables.summary_table`)."""
+    diverged: tuple[str, ...] = ()
+    """Names of the passes whose students all diverged, so that the tables lack them."""
 
     @property
     def report(self) -> Path:
@@ -95,10 +97,11 @@ def run_study(
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; complete caches and runs are kept after every error.
     """
-    home = home or cache_home()
+    home, folder = (home or cache_home()).absolute(), folder.absolute()
     check_shapes(study, home, here=cluster is None)
-    jobs = _jobs(study, folder, home)
-    result: StudyResult = run_jobs(jobs, cluster, progress=progress or Silent(), should_stop=should_stop)[-1]
+    jobs, shown = _jobs(study, folder, home), progress or Silent()
+    results = run_jobs(jobs, cluster, folder=folder, progress=shown, should_stop=should_stop)
+    result: StudyResult = results[-1]
     return result
 
 
@@ -124,10 +127,15 @@ def _jobs(study: Study, folder: Path, home: Path) -> list[Job]:
         for number, planned in zip(learned, study.passes, strict=True):
             masked.append(len(jobs))
             call = partial(_train_masked, study, planned, folder=folder, home=home)
-            jobs.append(Job(name=f"agreement on masked tokens: {planned.name}", call=call, after=(number,)))
+            jobs.append(Job(name=_agreement_of(planned), call=call, after=(number,)))
     compare = partial(_compare, study, folder, home)
     jobs.append(Job(name="comparison with the teacher", call=compare, after=(*learned, *masked)))
     return jobs
+
+
+def _agreement_of(planned: Pass) -> str:
+    """Return the name of the pass of `mlm-kd` after a pass."""
+    return f"agreement on masked tokens: {planned.name}"
 
 
 def _place(study: Study, folder: Path, cache: str) -> str:
@@ -165,7 +173,7 @@ def _train(
     try:
         train_students(config, cache, out=out, home=home, progress=progress, should_stop=should_stop)
     except DivergedError as error:
-        progress.note(f"{error} The study goes on without this pass.")
+        progress.note(f"{error} The study goes on without them.")
         return False
     return True
 
@@ -253,7 +261,9 @@ def _compare(
         pa_csv.write_csv(summary, folder / SUMMARY_FILE)
     shown = teacher if teacher is not None and is_teacher_of(teacher, runs[0].reference) else None
     write_report(folder / REPORT_FILE, runs, students, teacher=shown, title=study.source.path.stem)
-    return StudyResult(path=folder, students=students, summary=summary)
+    names = [*(planned.name for planned in study.passes), *map(_agreement_of, study.passes)]
+    diverged = tuple(name for name, has_learned in zip(names, have_learned, strict=False) if not has_learned)
+    return StudyResult(path=folder, students=students, summary=summary, diverged=diverged)
 
 
 def _agreements(

@@ -12,12 +12,14 @@ import pytest
 
 from minilm_cache.cache import open_cache
 from minilm_cache.dump.into_store import dump_into_store
-from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError, StorageError
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store import leases
+from minilm_cache.store.begun import remove_leftovers
 from minilm_cache.store.leases import Lease, Leases
 from minilm_cache.store.pull import pull
-from minilm_cache.store.remote import open_store
+from minilm_cache.store.remote import RemoteFolder, open_store
 from tests.conftest import Command
 from tests.integration.dump.test_dump import arrays_of, stop_after
 from tests.processes import CONTEXT
@@ -191,6 +193,30 @@ def test_a_damaged_beginning_and_another_dump_are_refused(world: World, store: s
     tamper(server, f"{url}/{staged}", b"{}")
     with pytest.raises(CacheCorruptError, match="is damaged"):
         dump_into_store(config(world), url, home=world.home)
+
+
+def test_what_a_store_holds_besides_a_dump_into_it_is_left_alone(
+    world: World, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished = world.root / "unfinished"
+    with pytest.raises(InterruptedRunError):
+        dump_cache(config(world), out=unfinished, home=world.home, should_stop=stop_after(3))
+    url = f"file://{unfinished}"
+    kept = open_store(url).sizes()
+    with pytest.raises(IdentityMismatchError, match="holds an unfinished dump into a folder"):
+        dump_into_store(config(world), url, home=world.home)
+    remove_leftovers(open_store(url))
+    assert open_store(url).sizes() == kept
+
+    finished = dump_into_store(config(world), f"{store}/cache", home=world.home)
+    open_store(f"{store}/cache").write("unfinished.json", b"{}")
+
+    def refuse(folder: RemoteFolder, paths: object) -> None:
+        raise StorageError(f"{folder.url}: 403 for {paths}")
+
+    monkeypatch.setattr(RemoteFolder, "remove", refuse)  # as for those who may only read
+    again = dump_into_store(config(world), f"{store}/cache", home=world.home)
+    assert (again.shards_written, again.num_shards) == (0, finished.num_shards)
 
 
 def test_a_lease_passes_on_when_it_is_released_or_not_renewed(

@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from minilm_cache.errors import StorageError
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import arch_slug
+from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.run import train_students
 from tests.integration.train.test_train import settings
-from tests.processes import by_two_ranks
+from tests.processes import CONTEXT, by_two_ranks, free_port
 from tests.support import World, save_teacher, write_corpus
 
 ARCHS = ("2x16", "1x32", "3x16")
@@ -49,6 +51,37 @@ def by_two(world: World, out: Path, *options: object) -> tuple[list[int], str, s
         *words(world, out, *options),
         environment={"MINILM_CACHE_HOME": world.home, "OMP_NUM_THREADS": 1},
     )
+
+
+def check_common(number: int, port: int, folder: Path, said: Path) -> None:
+    """Check a folder as one of two processes, and write what is wrong with it."""
+    os.environ.update({"WORLD_SIZE": "2", "RANK": str(number), "LOCAL_RANK": str(number)})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    ranks = Ranks.join("data", "cpu")
+    try:
+        ranks.check_common(folder)
+    except StorageError as error:
+        said.write_text(str(error))
+    ranks.leave()
+
+
+@pytest.mark.parametrize("is_common", [True, False])
+def test_processes_without_a_common_folder_all_say_so(tmp_path: Path, is_common: bool) -> None:
+    port, said = free_port(), [tmp_path / "0", tmp_path / "1"]
+    folders = [tmp_path / "run", tmp_path / ("run" if is_common else "other")]
+    processes = [
+        CONTEXT.Process(target=check_common, args=(number, port, folders[number], said[number]))
+        for number in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+
+    assert [process.exitcode for process in processes] == [0, 0]
+    texts = [file.read_text() for file in said if file.exists()]
+    assert texts == ([] if is_common else [texts[0]] * 2)
+    assert is_common or f"does not see what another machine writes in {folders[1]}" in texts[0]
 
 
 def alone(world: World, out: Path, **changes: object) -> Path:

@@ -226,7 +226,7 @@ def test_a_pass_whose_students_diverge_is_left_out(
 
     assert code == 0
     assert {row["seed"] for row in json.loads(out)["students"]} == {0}
-    assert err.count("The study goes on without this pass") == 2
+    assert err.count("The study goes on without them") == 2
     command.fails("study", document(world, seed=" [1]"), code=1, says="every student of")
 
 
