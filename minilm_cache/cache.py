@@ -24,11 +24,11 @@ from minilm_cache.storage_schema.arrays import all_small_arrays
 from minilm_cache.storage_schema.identity import RelationKind, codec_words
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.mirror import MirrorReader
-from minilm_cache.store.reader import CacheReader, Shard, small_array
+from minilm_cache.store.reader import CacheReader, Segment, small_array
 from minilm_cache.store.remote import is_url
 from minilm_cache.wording import Described
 
-_SHARDS_KEPT = 2
+_SEGMENTS_KEPT = 2
 
 
 class Cache(Described):
@@ -37,7 +37,7 @@ class Cache(Described):
     def __init__(self, reader: CacheReader) -> None:
         """Wrap the reader of a cache."""
         self.reader = reader
-        self._shards: OrderedDict[int, Shard] = OrderedDict()
+        self._segments: OrderedDict[int, Segment] = OrderedDict()
 
     def describe(self) -> dict[str, object]:
         """Return the properties of the cache, by their labels for people."""
@@ -119,7 +119,7 @@ class Cache(Described):
     def __getitem__(self, number: slice) -> list["CachedSequence"]: ...
 
     def __getitem__(self, number: int | slice) -> "CachedSequence | list[CachedSequence]":
-        """Return a sequence, or those of a slice; reads and checks whole shards, and keeps the last two.
+        """Return a sequence, or those of a slice; reads whole segments of shards, and keeps the last two.
 
         Raises:
             TypeError: neither a whole number nor a slice.
@@ -132,16 +132,16 @@ class Cache(Described):
         if not -len(self) <= number < len(self):
             raise IndexError(f"sequence {number} of a cache of {len(self)}")
         number %= len(self)
-        rows = self._shard(self.reader.ranges.shard_of(number)).sequence(number)
+        rows = self._segment(self.reader.segments.segment_of(number)).sequence(number)
         return CachedSequence(self, number, rows)
 
-    def _shard(self, number: int) -> Shard:
-        if number not in self._shards:
-            self._shards[number] = self.reader.shard(number)
-            if len(self._shards) > _SHARDS_KEPT:
-                self._shards.popitem(last=False)
-        self._shards.move_to_end(number)
-        return self._shards[number]
+    def _segment(self, number: int) -> Segment:
+        if number not in self._segments:
+            self._segments[number] = self.reader.segment(number)
+            if len(self._segments) > _SEGMENTS_KEPT:
+                self._segments.popitem(last=False)
+        self._segments.move_to_end(number)
+        return self._segments[number]
 
 
 class CachedSequence(Described):
@@ -223,28 +223,28 @@ class CachedSequence(Described):
         return codec.decode(rows, codec.everything, lengths=torch.tensor([len(self._rows["tokens"])]))
 
 
-def row_checker(reader: CacheReader) -> Callable[[Shard], None]:
-    """Return a function that checks a shard, and raises CacheCorruptError for rows that no codec writes.
+def row_checker(reader: CacheReader) -> Callable[[Segment], None]:
+    """Return a function that checks a segment, and raises CacheCorruptError for rows that no codec writes.
 
     Raises:
         CacheCorruptError: the codecs' own arrays are damaged.
     """
     cache = Cache(reader)
-    return lambda shard: _check_rows(cache, shard)
+    return lambda segment: _check_rows(cache, segment)
 
 
-def _check_rows(cache: Cache, shard: Shard) -> None:
-    lengths = torch.from_numpy(np.repeat(shard.lengths, shard.lengths))
+def _check_rows(cache: Cache, segment: Segment) -> None:
+    lengths = torch.from_numpy(np.repeat(segment.lengths, segment.lengths))
     for codec in cache.codecs.values():
         codec.check(
-            {path: torch.from_numpy(shard.rows[path]) for path in codec.paths(codec.everything)}, lengths
+            {path: torch.from_numpy(segment.rows[path]) for path in codec.paths(codec.everything)}, lengths
         )
     states = cache.states_codec
     if states is not None:
         paths = states.paths(states.everything)
         for reading in range(states.parameters.num_readings):
             states.check(
-                {path: torch.from_numpy(shard.rows[states.stored_path(path, reading)]) for path in paths},
+                {path: torch.from_numpy(segment.rows[states.stored_path(path, reading)]) for path in paths},
                 lengths,
             )
 

@@ -10,7 +10,8 @@ each shard, and then sealed. Files exist only for the shards that are read: open
 Part `remote` reads a cache from a folder that answers each request after 0.2 seconds. Part `ranks` dumps with
 eight ranks, which are threads here that wait before each shard: one is stopped, one slow, one late. Part
 `text` tokenises a gigabyte, and starts a dump of it twice. Part `planning` plans the shards of a simulated
-corpus of a hundred billion tokens. Part `study` runs a study on Ray clusters of one worker and of two.
+corpus of a hundred billion tokens. Part `study` runs a study on Ray clusters of one worker and of two. Part
+`large` writes and reads shards of up to eight million tokens, and says how large shards are by default.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 
 from benchmarks.report import read_result, write_result
 from benchmarks.scale.caches import make_cache
+from benchmarks.scale.large_shards import measure_large_shards, written_and_read
 from benchmarks.scale.ranks import measure_ranks
 from benchmarks.scale.remote import measure_remote, read_epoch
 from benchmarks.scale.shards import measure_shards, opened
@@ -35,6 +37,7 @@ _PARTS = {
     "ranks": measure_ranks,
     "planning": measure_planning,
     "study": measure_study,
+    "large": measure_large_shards,
 }
 
 
@@ -63,6 +66,8 @@ def _measured_child(given: argparse.Namespace) -> dict[str, Any]:
     """Return what this process, which another one has started, measures."""
     if given.part == "shards":
         return opened(given.child)
+    if given.part == "large":
+        return written_and_read(given.child, given.home, given.length)
     if given.part == "study":
         return studied(given.child, given.length)
     if given.part == "remote":

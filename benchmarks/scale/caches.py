@@ -26,6 +26,7 @@ from minilm_cache.store.layout import commit_path, sequences_path
 from minilm_cache.store.ranges import ShardRanges
 from minilm_cache.store.ranges_table import encode_ranges
 from minilm_cache.store.reader import CacheReader
+from minilm_cache.store.segments import Segments
 from minilm_cache.train.sampler import SequenceOrder
 
 WANTED = WantedTargets(kinds=(RelationKind.ATTENTION, RelationKind.VALUE))
@@ -58,7 +59,11 @@ def make_cache(source: CacheReader, path: Path, num_shards: int, *, whole: bool 
     ranges = ShardRanges.split(sequences, part.num_tokens)
     planned = time.perf_counter() - started
     assert len(ranges) == num_shards
-    manifest = _begun(source, path, ranges)
+    contents, manifest = begun(source, ranges, source.manifest.shard_tokens)
+    shutil.rmtree(path, ignore_errors=True)
+    for name, content in contents.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
     (path / "commits").mkdir()
     read_later = range(num_shards) if whole else _read_later(manifest, ranges)
     for shard in range(num_shards):
@@ -75,27 +80,26 @@ def make_cache(source: CacheReader, path: Path, num_shards: int, *, whole: bool 
     return {"plan_s": round(planned, 3), "seal_s": round(sealing, 2), "index_bytes": index.size}
 
 
-def _begun(source: CacheReader, path: Path, ranges: ShardRanges) -> CacheManifest:
-    """Write everything of an unfinished cache but its shards, and return its manifest."""
+def begun(
+    source: CacheReader, ranges: ShardRanges, shard_tokens: int
+) -> tuple[dict[str, bytes], CacheManifest]:
+    """Return everything of an unfinished cache but its shards: files by path, and the manifest."""
     manifest = source.manifest
-    shutil.rmtree(path, ignore_errors=True)
     contents = {
         **{name: source.attachment(name) for name in manifest.files if name not in {RANGES, INDEX}},
         **zarr_documents(
             manifest.identity,
             manifest.calibration,
             num_shards=len(ranges),
-            shard_tokens=manifest.shard_tokens,
+            shard_tokens=shard_tokens,
         ),
         RANGES: encode_ranges(ranges),
     }
-    for name, content in contents.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(content)
     num_sequences = int(ranges.num_sequences.sum())
-    return manifest.model_copy(
+    begun_manifest = manifest.model_copy(
         update={
             "complete": False,
+            "shard_tokens": shard_tokens,
             "measured": None,
             "num_sequences": num_sequences,
             "num_tokens": int(ranges.num_tokens.sum()),
@@ -103,6 +107,7 @@ def _begun(source: CacheReader, path: Path, ranges: ShardRanges) -> CacheManifes
             "files": {name: digest_bytes(content) for name, content in contents.items()},
         }
     )
+    return contents, begun_manifest
 
 
 def _record(
@@ -137,11 +142,12 @@ def _record(
 def _read_later(manifest: CacheManifest, ranges: ShardRanges) -> set[int]:
     """Return the shards that the measurements read: those of the first batches."""
     config = train_config()
+    segments = Segments.of(manifest, ranges)
     order = SequenceOrder(
-        ranges=ranges, num_train=manifest.num_train, seed=config.seed, buffer_shards=config.buffer_shards
+        segments=segments, num_train=manifest.num_train, seed=config.seed, buffer_shards=config.buffer_shards
     )
-    first = order.epoch(0)
-    return {shard for buffer, _ in zip(first, range(3), strict=False) for shard in buffer.shards}
+    first = zip(order.epoch(0), range(3), strict=False)
+    return {segments.shard_of(segment) for buffer, _ in first for segment in buffer.segments}
 
 
 def train_config() -> TrainConfig:

@@ -55,7 +55,7 @@ def measure_remote(home: Path) -> dict[str, Any]:
         opened = len(folder.requests)
         started = time.perf_counter()
         with ThreadPoolExecutor(number) as pool:
-            list(pool.map(reader.shard, range(16)))
+            list(pool.map(reader.segment, range(16)))
         threads[number] = time.perf_counter() - started
     command = [sys.executable, "-m", "benchmarks.scale", "--part", "remote", "--home", str(home / "shared")]
     with ThreadPoolExecutor(2) as pool:
@@ -92,7 +92,7 @@ def read_epoch(place: Path, home: Path) -> dict[str, Any]:
     batches = BatchReader(Cache(reader), WANTED, pad_token=0, device=torch.device("cpu"))
     order = plan_steps(train_config(), reader).streams[0]
     num_buffers, waited, taken = sum(1 for _ in order.epoch(0)), 0.0, 0.0
-    with closing(batches.shards_of(order.stream(0))) as buffers:
+    with closing(batches.segments_of(order.stream(0))) as buffers:
         next(buffers)  # nothing can be ready before the first
         for _ in range(num_buffers - 2):
             started = time.perf_counter()

@@ -3,16 +3,15 @@
 import json
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
+from benchmarks.scale.memory import peak
 from benchmarks.scale.processes import run
 from minilm_cache import DumpConfig, dump_cache
 from minilm_cache.corpus.config import TokenizeConfig
@@ -117,7 +116,7 @@ def _first_pass(path: Path, home: Path, length: int) -> dict[str, Any]:
         return bool(reached)
 
     config = DumpConfig(teacher=MINI, corpus=str(path), codec="topk", max_length=length)
-    with _peak() as memory, suppress(InterruptedRunError):
+    with peak() as memory, suppress(InterruptedRunError):
         dump_cache(config, out=home / f"cache{length}", home=home, should_stop=should_stop)
     return {"seconds": round(reached[0] - psutil.Process().create_time(), 2), **memory}
 
@@ -134,7 +133,7 @@ def _planned(home: Path, length: int) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name in ("first", "again"):
         started = time.perf_counter()
-        with _peak() as memory:
+        with peak() as memory:
             sequences = SequenceTable(Tokens(folder, "simulated", tokenizer), packing)
             ranges = ShardRanges.split(sequences, SHARD_TOKENS)
             table = encode_ranges(ranges)
@@ -169,27 +168,3 @@ def _write_tokens(folder: Path, identity: CorpusIdentity, tokenizer: str) -> Non
         files={name: digest_file(folder / name) for name in (ENDS, TEXTS)},
     )
     (folder / "tokens.json").write_bytes(record.to_json())
-
-
-@contextmanager
-def _peak() -> Iterator[dict[str, float]]:
-    """Yield a dictionary that holds, after the block, the most memory that the block took, MiB.
-
-    `anonymous_mib` is what a process holds. Pages of mapped files, which the system can drop, are not in it.
-    """
-    memory: dict[str, float] = {"anonymous_mib": 0.0, "mapped_mib": 0.0}
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.02):
-            now = psutil.Process().memory_info()
-            memory["anonymous_mib"] = max(memory["anonymous_mib"], round((now.rss - now.shared) / 2**20, 1))
-            memory["mapped_mib"] = max(memory["mapped_mib"], round(now.shared / 2**20, 1))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield memory
-    finally:
-        done.set()
-        thread.join()

@@ -23,7 +23,7 @@ from benchmarks.tables.embeddings import (
     embedding_peer,
     embedding_students,
 )
-from benchmarks.tables.scale import far_and_together, growth, many_shards, text_once
+from benchmarks.tables.scale import far_and_together, growth, large_shards, many_shards, text_once
 from benchmarks.tables.students import (
     head_start_recipe,
     head_starts,
@@ -44,6 +44,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "far_and_together": far_and_together,
     "text_once": text_once,
     "growth": growth,
+    "large_shards": large_shards,
     "steps": steps,
     "scores": scores,
     "objective_bytes": objective_bytes,

@@ -1,14 +1,12 @@
 """Tables of what grows with text, shards, requests and ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from benchmarks.tables.cells import read, table_of
 
 SIZES: Final = (10**9, 10**11, 3 * 10**12)
 """Tokens of the corpora in the table of growth."""
-SHARD_TOKENS: Final = {10**9: 2**18, 10**11: 2**22, 3 * 10**12: 2**22}
-"""Tokens of a shard: the default, and for the larger corpora `--shard-tokens 4194304`."""
 FILES: Final = {"vectors": 3, "topk": 6}
 """Files of a shard: token ids, the table of sequences, and codes or gaps and weights of two relations."""
 PART_BYTES: Final = 2**23
@@ -113,9 +111,10 @@ def growth() -> str:
     scale, sizes = _scale(), read("many_epochs")["bytes_per_token"]
     text, million = scale["text"], scale["shards"][-1]
     per_token = {"vectors": sizes["vectors, KL at most 0.005"], "topk": sizes["topk pps k=16"]}
-    shards = {size: -(-size // SHARD_TOKENS[size]) for size in SIZES}
+    default = scale["large"]["default_shard_tokens"]
+    shards = {(codec, n): -(-n // default[codec][str(n)]) for codec in FILES for n in SIZES}
     # A file is fetched by a request for each part of it, the last of which is shorter.
-    reads = {n: FILES["topk"] * shards[n] + int(n * per_token["topk"] / PART_BYTES) for n in SIZES}
+    reads = {n: FILES["topk"] * shards["topk", n] + int(n * per_token["topk"] / PART_BYTES) for n in SIZES}
     index_bytes = million["index_bytes"] / million["shards"]
     rate = text["num_tokens"] / text["tokenised_by_1_s"]
 
@@ -128,11 +127,17 @@ def growth() -> str:
         row("token ids on disk", lambda n: _bytes(2 * n)),
         row("cache, `vectors`", lambda n: _bytes(n * per_token["vectors"])),
         row("cache, `topk`", lambda n: _bytes(n * per_token["topk"])),
-        row("tokens of a shard", lambda n: f"{SHARD_TOKENS[n]:,}"),
-        row("shards", lambda n: f"{shards[n]:,}"),
-        row("files, `vectors` / `topk`", lambda n: " / ".join(f"{k * shards[n]:,}" for k in FILES.values())),
-        row("index of shards", lambda n: _bytes(shards[n] * index_bytes)),
-        row("opening the cache", lambda n: f"{shards[n] / million['shards'] * million['open_s']:.3f} s"),
+        row("tokens of a shard, `vectors` / `topk`", lambda n: " / ".join(_tokens(default, n))),
+        row("shards, `vectors` / `topk`", lambda n: " / ".join(f"{shards[codec, n]:,}" for codec in FILES)),
+        row(
+            "files, `vectors` / `topk`",
+            lambda n: " / ".join(f"{count * shards[codec, n]:,}" for codec, count in FILES.items()),
+        ),
+        row("index of shards, `topk`", lambda n: _bytes(shards["topk", n] * index_bytes)),
+        row(
+            "opening the cache, `topk`",
+            lambda n: f"{shards['topk', n] / million['shards'] * million['open_s']:.3f} s",
+        ),
         row("requests that open it in a store", lambda _: f"{scale['remote']['requests_to_open']}"),
         row("requests of an epoch from a store, `topk`", lambda n: f"{reads[n]:,}"),
         row(
@@ -142,11 +147,34 @@ def growth() -> str:
         row(
             "dollars of requests: a dump into S3, an epoch from it (`topk`)",
             lambda n: (
-                f"{(2 * FILES['topk'] + 1) * shards[n] * WRITE_DOLLARS:,.2f} / {reads[n] * READ_DOLLARS:,.2f}"
+                f"{(2 * FILES['topk'] + 1) * shards['topk', n] * WRITE_DOLLARS:,.2f} / "
+                f"{reads[n] * READ_DOLLARS:,.2f}"
             ),
         ),
     ]
     return table_of(["tokens", *(f"{size:.0e}".replace("e+", "e") for size in SIZES)], rows)
+
+
+def _tokens(default: Mapping[str, Mapping[str, int]], size: int) -> list[str]:
+    """Return the tokens of a shard for each codec, in millions."""
+    return [f"{default[codec][str(size)] / 2**20:g} Mi" for codec in FILES]
+
+
+def large_shards() -> str:
+    """Return what shards of several sizes take in memory."""
+    rows = [
+        [
+            f"{row['tokens'] / 2**20:.2f} Mi",
+            f"{row['segments']}",
+            f"{row['decoded_mib']:,} MiB",
+            f"{row['write_mib']:,.0f} MiB",
+            f"{row['read_mib']:,.0f} MiB",
+        ]
+        for row in _scale()["large"]["shards"]
+    ]
+    return table_of(
+        ["tokens of a shard", "segments", "decoded", "memory to write it", "memory to read it"], rows
+    )
 
 
 def _bytes(size: float) -> str:

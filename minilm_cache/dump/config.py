@@ -177,8 +177,8 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings):
     serve: Annotated[tuple[str, ...], Field(alias="for", exclude=True)] = ()
     """Objectives that the cache is to serve, like minilm,tinybert,mlm-kd: what they need is stored."""
     shard_tokens: Annotated[int, Field(ge=MIN_SHARD_TOKENS, le=2**26)] | None = None
-    """Tokens per shard, a power of two. None means 262144, or fewer where a shard would decode to over 256
-    MiB."""
+    """Tokens per shard, a power of two. None means 262144, fewer where a shard would decode to over 256 MiB,
+    and more for a corpus of more than 20,000 such shards."""
     keep_weights: bool = False
     """Keep the teacher's weights in the cache, in float16, so that students can be cut from them wherever the
     cache is."""
@@ -268,7 +268,7 @@ class ImportConfig(FrozenSettings):
     max_tokens: Annotated[int, Field(ge=4)] | None = None
     """Most tokens to take in all. None means all texts."""
     shard_tokens: Annotated[int, Field(ge=MIN_SHARD_TOKENS, le=2**26)] | None = None
-    """Tokens per shard, a power of two. None means 262144."""
+    """Tokens per shard, a power of two. None means 262144, and more for many texts."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of texts."""
 

@@ -37,9 +37,10 @@ from minilm_cache.storage_schema.states import Masking, Pooling, SoftLabels, Sta
 from minilm_cache.storage_schema.versions import RELEASE
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import (
-    MAX_SHARD_BYTES,
+    MAX_SEGMENT_BYTES,
+    decoded_bytes,
     default_shard_tokens,
-    shard_bytes,
+    segment_tokens,
 )
 from minilm_cache.store.ranges import ShardRanges
 from minilm_cache.store.ranges_table import encode_ranges
@@ -217,13 +218,15 @@ def plan_manifest(
     Raises:
         InvalidConfigError: a shard or a commit record would be too large, or there would be too many shards.
     """
-    shard_tokens = config.shard_tokens or default_shard_tokens(identity, calibration)
-    if shard_bytes(identity, calibration, shard_tokens) > MAX_SHARD_BYTES:
-        raise InvalidConfigError(
-            f"a shard of {shard_tokens} tokens would decode to more than {MAX_SHARD_BYTES >> 20} MiB. "
-            "Choose smaller --shard-tokens (not with --add: dump anew), or a codec that stores less."
-        )
+    shard_tokens = config.shard_tokens or default_shard_tokens(identity, calibration, sequences.num_tokens)
     ranges = ShardRanges.split(sequences, shard_tokens)
+    at_once = min(shard_tokens, segment_tokens(identity, calibration))
+    if decoded_bytes(identity, calibration, at_once) > MAX_SEGMENT_BYTES:
+        raise InvalidConfigError(
+            f"{at_once} tokens, which are in memory at once, would decode to more than "
+            f"{MAX_SEGMENT_BYTES >> 20} MiB. Choose smaller --shard-tokens (not with --add: dump anew), or a "
+            "codec that stores less."
+        )
     if len(ranges) > MAX_SHARDS:
         raise InvalidConfigError(
             f"{len(ranges):,} shards of {shard_tokens} tokens are more than the {MAX_SHARDS:,} allowed. "

@@ -1,4 +1,4 @@
-"""Write shards: the teacher runs on one shard while the shard before it is written to disk."""
+"""Write shards: the teacher runs on one segment while the segment before it is written to disk."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,8 +22,11 @@ from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.relations.scores import TeacherSignal, mean_row_entropy
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.arrays import array_specs, token_dtype
+from minilm_cache.storage_schema.documents import ShardRange
 from minilm_cache.storage_schema.sequences import entropy_column
 from minilm_cache.store.durable import ShardLock, refuse_full_disk
+from minilm_cache.store.segments import Segments
+from minilm_cache.store.shard_writer import ShardWriter
 from minilm_cache.store.writer import CacheWriter
 
 _Rows = dict[str, npt.NDArray[np.generic]]
@@ -47,7 +50,7 @@ class ShardJob:
     def write(self, shards: list[int], progress: Progress, should_stop: ShouldStop) -> int:
         """Write this rank's shards, then those that other ranks have left, and return how many it wrote.
 
-        While a shard is written to disk, the teacher runs on the next one.
+        While a segment is written to disk, the teacher runs on the next one.
         """
         claims = Claims(writer=self.writer, config=self.config, progress=progress, should_stop=should_stop)
         left = int(self.writer.ranges.num_tokens[shards].sum())
@@ -63,32 +66,63 @@ class ShardJob:
         pending: Future[None] | None = None
         with ThreadPoolExecutor(max_workers=1) as disk:
             for claim in claims:
+                files: ShardWriter | None = None
                 try:
-                    encoded = self._encode(claim.shard, progress, should_stop)
-                    if pending is not None:
-                        pending.result()
-                except BaseException:
-                    claim.lock.release()  # whoever keeps the error keeps this frame, and the lock with it
-                    raise
-                if encoded is None:
+                    files = self.writer.begin_shard(claim.shard)
+                    for encoded in self._encoded(claim.shard, progress, should_stop):
+                        if pending is not None:
+                            pending.result()
+                        pending = disk.submit(files.append, *encoded)
+                except BaseException as error:
+                    # Whoever keeps the error keeps this frame, and would keep the lock with it.
                     claim.lock.release()
-                    raise self._interrupted()
-                rows, table = encoded
+                    if files is not None:
+                        disk.submit(files.abandon, error)  # after what is still being written
+                    raise
                 left = max(0, left - self.writer.ranges[claim.shard].num_tokens)
-                pending = disk.submit(self._write, claim.shard, rows, table=table, lock=claim.lock, left=left)
+                pending = disk.submit(self._commit, files, appended=pending, lock=claim.lock, left=left)
                 written += 1
             if pending is not None:
                 pending.result()
         return written
 
-    def _write(self, shard: int, rows: _Rows, *, table: pa.Table, lock: ShardLock, left: int) -> None:
-        """Write a shard, and check that the disk has room for `left` tokens more."""
+    def _encoded(
+        self, shard: int, progress: Progress, should_stop: ShouldStop
+    ) -> Iterator[tuple[_Rows, pa.Table]]:
+        """Yield the rows and the sequence table of each segment of a shard.
+
+        Raises:
+            InterruptedRunError: a stop was requested.
+        """
+        segments = Segments.of(self.writer.manifest, self.writer.ranges)
+        for sequences in filter(len, map(segments.sequences, segments.of_shard(shard))):
+            encoded = self._encode(sequences, progress, should_stop)
+            if encoded is None:
+                raise self._interrupted()
+            yield encoded
+
+    def _commit(
+        self, files: ShardWriter, *, appended: Future[None] | None, lock: ShardLock, left: int
+    ) -> None:
+        """Commit a shard, and check that the disk has room for `left` tokens more.
+
+        Args:
+            files: the shard.
+            appended: result of writing its last segment; an error of it is raised here.
+            lock: lock on the shard, which is released.
+            left: tokens that this rank has still to write.
+        """
         try:
-            written = self.writer.write_shard(shard, rows, table=table, rank=self.config.rank)
+            if appended is not None:
+                appended.result()
+            written = self.writer.commit_shard(files, self.config.rank)
+        except BaseException as error:
+            files.abandon(error)
+            raise
         finally:
             lock.release()
         # Shards of other ranks are not counted: they may have disks of their own.
-        expected = round(written / self.writer.ranges[shard].num_tokens * left)
+        expected = round(written / self.writer.ranges[files.shard].num_tokens * left)
         refuse_full_disk(self.writer.root, expected, "dump the shards that are left into")
 
     def _interrupted(self) -> InterruptedRunError:
@@ -99,14 +133,16 @@ class ShardJob:
         )
 
     def _encode(
-        self, shard: int, progress: Progress, should_stop: ShouldStop
+        self, sequences: range, progress: Progress, should_stop: ShouldStop
     ) -> tuple[_Rows, pa.Table] | None:
-        """Return the rows and the sequence table of a shard. None means that a stop was requested."""
+        """Return the rows and the table of sequences of one shard. None means that a stop was requested."""
         manifest = self.writer.manifest
-        part = self.writer.ranges[shard]
-        tokens = self.sequences.read(part.first_sequence, part.first_sequence + part.num_sequences)
+        tokens = self.sequences.read(sequences.start, sequences.stop)
         lengths = np.asarray([len(ids) for ids in tokens.ids])
         starts = np.cumsum(lengths) - lengths
+        part = ShardRange(
+            first_sequence=sequences.start, num_sequences=len(sequences), num_tokens=int(lengths.sum())
+        )
         teacher = self.reader.teacher
         specs = [
             spec
@@ -131,7 +167,7 @@ class ShardJob:
                 [torch.from_numpy(tokens.ids[n]) for n in chosen], teacher.tokenizer.pad_token_id
             )
             on_device = batch_lengths.to(teacher.device)
-            numbers = (part.first_sequence + chosen).tolist()
+            numbers = (sequences.start + chosen).tolist()
             signals, encoded = self._encode_batch(batch.to(teacher.device), on_device, numbers)
             for path, values in [item for arrays in encoded for item in arrays.items() if item[0] in rows]:
                 if path in by_sequence:
@@ -143,9 +179,13 @@ class ShardJob:
                 probs = signals[0].probs(kind)  # rows of relations are stored for a single layer
                 entropy[kind][chosen] = mean_row_entropy(probs, on_device).cpu().numpy()
             progress.advance(int(batch_lengths.sum()))
+        ranges = self.writer.ranges
+        shard = ranges.shard_of(sequences.start)
+        before = self.sequences.tokens_before(int(ranges.first_sequences[shard]))
+        first_row = shard * manifest.shard_tokens + self.sequences.tokens_before(sequences.start) - before
         table = {
-            "sequence": np.arange(part.first_sequence, part.first_sequence + part.num_sequences),
-            "offset": shard * manifest.shard_tokens + starts,
+            "sequence": np.asarray(sequences),
+            "offset": first_row + starts,
             "length": lengths,
             "document": tokens.documents,
         }

@@ -1,6 +1,7 @@
 """Calibration text: the sequences that slices are fitted to."""
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -44,12 +45,12 @@ def of_cache(cache: Cache, most: int) -> list[Int[Tensor, " _"]]:
 def _first_sequences(cache: Cache, most: int) -> Iterator[Int[Tensor, " _"]]:
     """Yield the first training sequences of a cache until they have `most` tokens."""
     yielded = 0
-    for number in range(len(cache.reader.ranges)):
-        shard = cache.reader.shard(number, paths=())
-        last = min(shard.first_sequence + len(shard.lengths), cache.manifest.num_train)
-        for sequence in range(shard.first_sequence, last):
-            yield torch.from_numpy(shard.rows_of("tokens", sequence).astype("int64"))
-            yielded += shard.length(sequence)
+    shards = range(len(cache.reader.ranges))
+    for segment in chain.from_iterable(cache.reader.segments_of(shard, paths=()) for shard in shards):
+        last = min(segment.first_sequence + len(segment.lengths), cache.manifest.num_train)
+        for sequence in range(segment.first_sequence, last):
+            yield torch.from_numpy(segment.rows_of("tokens", sequence).astype("int64"))
+            yielded += segment.length(sequence)
             if yielded >= most:
                 return
 

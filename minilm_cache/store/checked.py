@@ -1,17 +1,24 @@
 """Read files of a cache as untrusted input: whole files against their hashes, and Parquet tables."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from minilm_cache.errors import CacheCorruptError, first_line
+from minilm_cache.errors import CacheCorruptError, StorageError, first_line
 from minilm_cache.storage_schema.documents import FileDigest
-from minilm_cache.store.durable import read_bounded, storage_errors
-from minilm_cache.store.fingerprint import xxh3
+from minilm_cache.store.durable import storage_errors
+from minilm_cache.store.fingerprint import xxh3, xxh3_file
 from minilm_cache.store.layout import below
+from minilm_cache.store.regular_files import NotRegularError, open_regular
+
+FileState = tuple[str, int, int]
+"""Path of a file below the cache, its inode, and when it was changed last (nanoseconds)."""
 
 READ_REMEDY: Final = (
     "Run `minilm-cache verify --full` for the extent of the damage, then the `minilm-cache dump` command of "
@@ -30,19 +37,66 @@ def read_checked(root: Path, path: str, expected: FileDigest | None) -> bytes:
     Raises:
         CacheCorruptError: the file is not listed, missing, not a regular file, or differs.
     """
+    with _opened(root, path, expected) as (file, committed):
+        content = file.read(committed.size)
+    if xxh3(content) != committed.xxh3_128:
+        raise _other_bytes(below(root, path))
+    return content
+
+
+@contextmanager
+def _opened(
+    root: Path, path: str, expected: FileDigest | None
+) -> Iterator[tuple[BufferedIOBase, FileDigest]]:
+    """Open a file that has the size that was committed.
+
+    Raises:
+        CacheCorruptError: the file is not listed, missing, not a regular file, or of another size.
+    """
     file = below(root, path)
     if expected is None:
         raise CacheCorruptError(f"{file} is not listed in the cache. {READ_REMEDY}")
-    if file.is_symlink() or not file.is_file():
-        raise CacheCorruptError(f"{file} is missing. {READ_REMEDY}")
-    with storage_errors("read", file):
-        size = file.stat().st_size
-    if size != expected.size:
-        raise CacheCorruptError(f"{file} is damaged: {size} bytes, committed {expected.size}. {READ_REMEDY}")
-    content = read_bounded(file, expected.size)
-    if xxh3(content) != expected.xxh3_128:
-        raise CacheCorruptError(f"{file} is damaged: its bytes are not those committed. {READ_REMEDY}")
-    return content
+    try:
+        with storage_errors("read", file), open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != expected.size:
+                raise CacheCorruptError(
+                    f"{file} is damaged: {size} bytes, committed {expected.size}. {READ_REMEDY}"
+                )
+            yield opened, expected
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | NotRegularError):
+            raise CacheCorruptError(f"{file} is missing. {READ_REMEDY}") from error
+        raise
+
+
+def _other_bytes(file: Path) -> CacheCorruptError:
+    return CacheCorruptError(f"{file} is damaged: its bytes are not those committed. {READ_REMEDY}")
+
+
+@contextmanager
+def open_checked(
+    root: Path, path: str, expected: FileDigest | None, *, known: set[FileState]
+) -> Iterator[BufferedIOBase]:
+    """Open a file of which parts are read, after comparing all of it with what was committed.
+
+    Args:
+        root: folder of the cache.
+        path: path of the file below it.
+        expected: size and hashes that were committed. None means that the file is not listed.
+        known: states of files that have been compared, which are not read as a whole again until they
+            change; this one is added. What is read of them has a checksum of its own.
+
+    Raises:
+        CacheCorruptError: the file is not listed, missing, not a regular file, or differs.
+    """
+    with _opened(root, path, expected) as (file, committed):
+        stat = os.fstat(file.fileno())
+        state = (path, stat.st_ino, stat.st_mtime_ns)
+        if state not in known and xxh3_file(file) != committed.xxh3_128:
+            raise _other_bytes(below(root, path))
+        known.add(state)
+        yield file
 
 
 def is_sound(root: Path, path: str, expected: FileDigest | None) -> bool:

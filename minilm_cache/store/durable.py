@@ -6,9 +6,10 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from filelock import FileLock, Timeout
 
@@ -241,7 +242,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 
 @contextmanager
-def new_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+def new_file(path: Path, *, durable: bool = True) -> Iterator[BufferedIOBase]:
     """Yield a file to fill. It replaces `path` if the block succeeds, else it is removed.
 
     Args:

@@ -2,11 +2,16 @@
 
 import hashlib
 from collections.abc import Iterable
+from io import BufferedIOBase
 from pathlib import Path
+from typing import Final
 
 import xxhash
 
 from minilm_cache.storage_schema.documents import FileDigest
+
+_PART_BYTES: Final = 2**22
+"""Bytes of a file that are read at once."""
 
 
 def sha256_file(path: Path) -> str:
@@ -43,13 +48,41 @@ def xxh3(content: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
+def xxh3_file(file: BufferedIOBase) -> str:
+    """Return the XXH3-128 (hex) of a file from where it stands; it need not fit into memory."""
+    hasher = xxhash.xxh3_128()
+    while part := file.read(_PART_BYTES):
+        hasher.update(part)
+    return hasher.hexdigest()
+
+
 def digest_file(path: Path) -> FileDigest:
     """Return size and both hashes of a file, which need not fit into memory."""
-    hasher = xxhash.xxh3_128()
+    hasher = Hasher()
     with path.open("rb") as file:
-        while part := file.read(2**22):
+        while part := file.read(_PART_BYTES):
             hasher.update(part)
-    return FileDigest(size=path.stat().st_size, sha256=sha256_file(path), xxh3_128=hasher.hexdigest())
+    return hasher.digest()
+
+
+class Hasher:
+    """Computes size and both hashes of a file from its parts."""
+
+    def __init__(self) -> None:
+        """Begin with an empty file."""
+        self._size = 0
+        self._sha256 = hashlib.sha256()
+        self._xxh3 = xxhash.xxh3_128()
+
+    def update(self, part: bytes) -> None:
+        """Add the next part."""
+        self._size += len(part)
+        self._sha256.update(part)
+        self._xxh3.update(part)
+
+    def digest(self) -> FileDigest:
+        """Return size and hashes of all parts."""
+        return FileDigest(size=self._size, sha256=self._sha256.hexdigest(), xxh3_128=self._xxh3.hexdigest())
 
 
 def digest_bytes(content: bytes) -> FileDigest:

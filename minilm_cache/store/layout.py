@@ -15,12 +15,19 @@ COMMITS: Final = "commits"
 LOCKS: Final = "locks"
 SEAL_LOCK: Final = f"{LOCKS}/seal.lock"
 CREATE_LOCK: Final = f"{LOCKS}/create.lock"
-MAX_SHARD_BYTES: Final = 2**32
-"""Greatest decoded size of a shard, since readers take whole shards into memory."""
-_GOOD_SHARD_BYTES: Final = 2**28
-"""Greatest decoded size of a layer of a shard by default."""
+MAX_SEGMENT_BYTES: Final = 2**32
+"""Greatest decoded size of a segment, since readers take whole segments into memory."""
+MAX_SHARD_TOKENS: Final = 2**26
+GOOD_NUM_SHARDS: Final = 20_000
+"""Most shards of a cache by default, as long as its files stay below the next size."""
+_GOOD_FILE_BYTES: Final = 2**31
+"""Greatest size of a file of a shard by default."""
+_PCODEC_RATIO: Final = 8
+"""Decoded size of codes by their size in a file, at least (measured for `vectors`: 20)."""
+_GOOD_SEGMENT_BYTES: Final = 2**28
+"""Greatest decoded size of a layer of a segment."""
 _MAX_WRITTEN_BYTES: Final = 2**31
-"""Greatest decoded size of a shard by default, since writers hold all layers of it."""
+"""Greatest decoded size of a segment, since writers hold all layers of it."""
 
 
 def cache_name(labels: Labels, identity: CacheIdentity) -> str:
@@ -54,20 +61,42 @@ def shard_files(manifest: CacheManifest, shard: int) -> tuple[str, ...]:
     return (*arrays, sequences_path(shard))
 
 
-def shard_bytes(identity: CacheIdentity, calibration: Calibration | None, shard_tokens: int) -> int:
-    """Return the memory that a decoded shard takes, bytes."""
-    return shard_tokens * sum(spec.row_bytes for spec in array_specs(identity, calibration))
+def decoded_bytes(identity: CacheIdentity, calibration: Calibration | None, num_tokens: int) -> int:
+    """Return the memory that decoded rows take, bytes."""
+    return num_tokens * sum(spec.row_bytes for spec in array_specs(identity, calibration))
 
 
-def default_shard_tokens(identity: CacheIdentity, calibration: Calibration | None) -> int:
-    """Return the rows of a shard: 2**18, or fewer if a layer of a shard would decode to more than 256 MiB.
+def default_shard_tokens(identity: CacheIdentity, calibration: Calibration | None, num_tokens: int) -> int:
+    """Return the rows of a shard: those of a segment, or for a large corpus a power of two times as many.
+
+    Shards are so large that there are at most 20,000 of them, but not so large that one of their files has
+    more than 2 GiB, since transfers hold whole files in memory.
+
+    Args:
+        identity: identity of the cache.
+        calibration: how the codes were fitted. None means that nothing is fitted.
+        num_tokens: tokens of the corpus.
+    """
+    row_bytes = max(
+        spec.row_bytes // (_PCODEC_RATIO if spec.compressor == "pcodec" else 1)
+        for spec in array_specs(identity, calibration)
+    )
+    tokens = segment_tokens(identity, calibration)
+    most = min(MAX_SHARD_TOKENS, _GOOD_FILE_BYTES // max(1, row_bytes))
+    while num_tokens > GOOD_NUM_SHARDS * tokens and 2 * tokens <= most:
+        tokens *= 2
+    return tokens
+
+
+def segment_tokens(identity: CacheIdentity, calibration: Calibration | None) -> int:
+    """Return the rows of a segment: 2**18, or fewer if a layer of it would decode to more than 256 MiB.
 
     A student reads a single layer, but a writer holds all layers, which together stay below 2 GiB.
     """
     tokens = 2**18
     least = 2 * identity.packing.max_length
-    most = min(_GOOD_SHARD_BYTES * max(1, len(identity.layers)), _MAX_WRITTEN_BYTES)
-    while tokens >= least and shard_bytes(identity, calibration, tokens) > most:
+    most = min(_GOOD_SEGMENT_BYTES * max(1, len(identity.layers)), _MAX_WRITTEN_BYTES)
+    while tokens >= least and decoded_bytes(identity, calibration, tokens) > most:
         tokens //= 2
     return tokens
 

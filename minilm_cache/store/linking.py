@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError
+from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, CacheManifest
 from minilm_cache.store.checked import read_checked
 from minilm_cache.store.durable import link_file, write_file
@@ -49,32 +50,37 @@ def refuse_other_tokens(parts: CacheReader, shard: int, tokens: npt.NDArray[np.g
         )
 
 
-def take_over(parts: CacheReader, root: Path, *, path: str, shard: int) -> str:
-    """Link or copy a file of a shard of `parts` into the cache at `root`, and return its path.
+def take_over(parts: CacheReader, root: Path, *, path: str, shard: int) -> FileDigest:
+    """Link or copy a file of a shard of `parts` into the cache at `root`, and return what it is.
 
     Raises:
         CacheCorruptError: the file is damaged in `parts`.
     """
-    content = read_checked(parts.root, path, parts.records[shard].files[path])
+    expected = parts.records[shard].files[path]
+    content = read_checked(parts.root, path, expected)
     try:
         link_file(below(parts.root, path), below(root, path))
     except OSError:  # on another file system, or on one without hard links
         write_file(below(root, path), content)
-    return path
+    return expected
 
 
 def link_tokens(
     donor: CacheReader, root: Path, *, path: str, shard: int, tokens: npt.NDArray[np.generic]
-) -> bool:
-    """Link the file of another cache if it holds the same tokens, and return whether it was linked.
+) -> FileDigest | None:
+    """Link the file of another cache if it holds the same tokens, and return what it is.
 
     Files of a cache are replaced, never changed in place, so neither cache can damage the other.
+
+    Returns:
+        Size and hashes of the file. None means that it was not linked.
     """
     if shard not in donor.records or donor.records[shard].tokens_xxh3 != tokens_hash(tokens):
-        return False
+        return None
+    expected = donor.records[shard].files[path]
     try:
-        read_checked(donor.root, path, donor.records[shard].files[path])
+        read_checked(donor.root, path, expected)
         link_file(below(donor.root, path), below(root, path))
     except (CacheCorruptError, OSError):  # damaged, on another file system, or no hard links
-        return False
-    return True
+        return None
+    return expected

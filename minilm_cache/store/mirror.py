@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +22,7 @@ from minilm_cache.store.durable import lock_if_free, storage_errors
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import LOCKS, MANIFEST, below, lock_path, sequences_path, shard_files
 from minilm_cache.store.pull import Fetcher
-from minilm_cache.store.reader import CacheReader, Shard
+from minilm_cache.store.reader import CacheReader, Segment
 from minilm_cache.store.remote import open_store
 
 _WAIT_S: Final = 86_400.0
@@ -82,34 +82,45 @@ class MirrorReader(CacheReader):
             self._fetcher.attachment(path)
         return super().attachment(path)
 
-    def shard(self, number: int, paths: Collection[str] | None = None) -> Shard:
-        """Read one shard, after fetching those of its files that are not on this machine yet."""
-        with self._in_use(number):
+    def segment(self, number: int, paths: Collection[str] | None = None) -> Segment:
+        """Read one segment, after fetching those files of its shard that are not on this machine yet."""
+        shard = self.segments.shard_of(number)
+        self._note_use(shard)
+        # Without the lock, so that segments of a shard are read at the same time. Files are whole or absent.
+        with suppress(CacheCorruptError):
+            return super().segment(number, paths)
+        with self._in_use(shard):
             try:
-                return super().shard(number, paths)
+                return super().segment(number, paths)
             except CacheCorruptError:  # not here yet, or damaged here
                 wanted = {
                     file: digest
-                    for file, digest in self._require(number).files.items()
+                    for file, digest in self._require(shard).files.items()
                     if paths is None
                     or file.split("/c/")[0] in {"tokens", *paths}
-                    or file == sequences_path(number)
+                    or file == sequences_path(shard)
                 }
                 self._fetcher.fetch_all(wanted, self._requests)
-                shard = super().shard(number, paths)
+                segment = super().segment(number, paths)
         self._make_room(sum(digest.size for digest in wanted.values()))
-        return shard
+        return segment
+
+    def _note_use(self, number: int) -> None:
+        """Note that a shard is used now."""
+        path = below(self.root, lock_path(number))
+        with storage_errors("lock", path):
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+            used_at = time.time_ns()
+            os.utime(path, ns=(used_at, used_at))
 
     @contextmanager
     def _in_use(self, number: int) -> Iterator[None]:
-        """Hold the lock on a shard, so that nobody else fetches or removes it, and note the time."""
+        """Hold the lock on a shard, so that nobody else fetches or removes it."""
         path = below(self.root, lock_path(number))
         lock = FileLock(path, timeout=_WAIT_S, poll_interval=0.01)
         with storage_errors("lock", path):
-            path.parent.mkdir(exist_ok=True)
             lock.acquire()
-            used_at = time.time_ns()
-            os.utime(path, ns=(used_at, used_at))
         try:
             yield
         finally:

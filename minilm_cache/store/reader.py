@@ -1,4 +1,4 @@
-"""Read a cache: whole shards, whose bytes are checked against what was committed before they are decoded.
+"""Read a cache: segments of shards, from files that are checked against what was committed.
 
 The index (the commit records, before a cache is complete), not the directory, defines what a cache holds. A
 listed file that is missing, short or changed is an error that names the file and the remedy; nothing is ever
@@ -6,7 +6,7 @@ filled in.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -23,25 +23,40 @@ from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManife
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.storage_schema.sequences import entropy_column, sequence_columns
-from minilm_cache.store.checked import READ_REMEDY, not_a_table, open_table, read_checked
+from minilm_cache.store.checked import (
+    READ_REMEDY,
+    FileState,
+    not_a_table,
+    open_checked,
+    open_table,
+    read_checked,
+)
 from minilm_cache.store.durable import read_bounded
 from minilm_cache.store.folders import described_otherwise
 from minilm_cache.store.index import CommittedShard, committed_shards, open_shards
-from minilm_cache.store.layout import MANIFEST, MAX_SHARD_BYTES, commit_path, sequences_path, shard_bytes
+from minilm_cache.store.layout import (
+    MANIFEST,
+    MAX_SEGMENT_BYTES,
+    commit_path,
+    decoded_bytes,
+    segment_tokens,
+    sequences_path,
+)
 from minilm_cache.store.ranges_table import read_ranges
-from minilm_cache.store.shards import decode_shard
+from minilm_cache.store.segments import Segments
+from minilm_cache.store.shards import decode_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """One decoded shard."""
+class Segment:
+    """One decoded segment of a shard (`store.segments`)."""
 
     number: int
     first_sequence: int
     """Number in the cache of the first sequence."""
     rows: Mapping[str, npt.NDArray[np.generic]]
-    """Array path to rows, `(tokens of the shard, ...)`, without slack; `(sequences of the shard, ...)` for
-    paths in `by_sequence`."""
+    """Array path to rows, `(tokens of the segment, ...)`, without slack; `(sequences of the segment, ...)`
+    for paths in `by_sequence`."""
     by_sequence: frozenset[str]
     """Paths of arrays with one row for each sequence."""
     starts: npt.NDArray[np.int64]
@@ -52,7 +67,7 @@ class Shard:
     """Mean row entropy of each sequence, `(sequences,)`, nats."""
 
     def __contains__(self, number: int) -> bool:
-        """Return whether this shard holds a sequence, given its number in the cache."""
+        """Return whether this segment holds a sequence, given its number in the cache."""
         return 0 <= number - self.first_sequence < len(self.lengths)
 
     def length(self, number: int) -> int:
@@ -83,9 +98,9 @@ class CacheReader:
     """
 
     reads_at_once: ClassVar[int] = 2
-    """Shards that are best read at the same time."""
+    """Segments that are best read at the same time."""
     bytes_ahead: ClassVar[int] = 0
-    """Decoded bytes that are best read ahead of use, where the next buffer of shards has fewer."""
+    """Decoded bytes that are best read ahead of use, where the next buffer of segments has fewer."""
 
     def __init__(self, root: Path, *, partial: bool = False) -> None:
         """Open a cache.
@@ -103,8 +118,10 @@ class CacheReader:
         self.root = root
         self.bytes_read = 0
         self._counting = Lock()
+        self._known_files: set[FileState] = set()
         self.manifest = read_manifest(root)
         self.ranges = read_ranges(root, self.manifest)
+        self.segments = Segments.of(self.manifest, self.ranges)
         if not (self.manifest.complete or partial):
             committed = len(committed_shards(root, len(self.ranges)))
             raise CacheIncompleteError(
@@ -147,50 +164,73 @@ class CacheReader:
         """Return the checked content of a file outside the shards, such as `teacher/config.json`."""
         return read_checked(self.root, path, self.manifest.files.get(path))
 
-    def shard(self, number: int, paths: Collection[str] | None = None) -> Shard:
-        """Read one shard.
+    def segment(self, number: int, paths: Collection[str] | None = None) -> Segment:
+        """Read one segment that has sequences.
 
         Args:
-            number: number of the shard.
+            number: number of the segment.
             paths: paths of the arrays to read in addition to `tokens`. None means all.
 
         Raises:
-            CacheIncompleteError: the shard is not committed.
-            CacheCorruptError: one of its files is missing or changed.
+            CacheIncompleteError: its shard is not committed.
+            CacheCorruptError: a file of its shard is missing or changed.
         """
-        size = self.manifest.shard_tokens
-        table = self.table(number)
+        shard, sequences = self.segments.shard_of(number), self.segments.sequences(number)
+        first = int(self.ranges.first_sequences[shard])
+        places = range(sequences.start - first, sequences.stop - first)
+        table = self.table(shard)[places.start : places.stop]
+        lengths = table["length"].to_numpy().astype(np.int64)
+        start = table["offset"][0].as_py() - shard * self.manifest.shard_tokens
+        tokens = range(start, start + int(lengths.sum()))
         specs = [spec for spec in self.specs if paths is None or spec.path == "tokens" or spec.path in paths]
-        rows = {spec.path: self._rows(spec, number) for spec in specs}
-        self._count(number, [sequences_path(number), *(spec.shard_path(number) for spec in specs)])
+        self._refuse_large(shard, specs, len(tokens))
+        rows = {spec.path: self._rows(spec, shard, places if spec.by_sequence else tokens) for spec in specs}
+        self._count(shard, [sequences_path(shard), *(spec.shard_path(shard) for spec in specs)])
         if int(rows["tokens"].max()) >= self.manifest.identity.teacher.vocab_size:
             raise CacheCorruptError(
-                f"shard {number} of {self.root} holds token ids outside the vocabulary. {READ_REMEDY}"
+                f"shard {shard} of {self.root} holds token ids outside the vocabulary. {READ_REMEDY}"
             )
-        return Shard(
+        return Segment(
             number=number,
-            first_sequence=self.ranges[number].first_sequence,
+            first_sequence=sequences.start,
             rows=rows,
             by_sequence=frozenset(spec.path for spec in specs if spec.by_sequence),
-            starts=table["offset"].to_numpy() - number * size,
-            lengths=table["length"].to_numpy().astype(np.int64),
+            starts=np.cumsum(lengths) - lengths,
+            lengths=lengths,
             entropies={
                 kind: table[entropy_column(kind)].to_numpy() for kind in self.manifest.identity.relations
             },
         )
 
-    def _count(self, number: int, paths: Sequence[str]) -> None:
-        with self._counting:
-            self.bytes_read += sum(self.records[number].files[path].size for path in paths)
+    def segments_of(self, shard: int, paths: Collection[str] | None = None) -> Iterator[Segment]:
+        """Read the segments of a shard, in order; arguments and errors: see `segment`."""
+        for number in self.segments.of_shard(shard):
+            if self.segments.sequences(number):
+                yield self.segment(number, paths)
 
-    def _rows(self, spec: ArraySpec, number: int) -> npt.NDArray[np.generic]:
-        path = spec.shard_path(number)
-        content = read_checked(self.root, path, self._require(number).files[path])
-        try:
-            num_rows = spec.num_rows(self.ranges[number])
-            return decode_shard(content, spec, shard_tokens=self.manifest.shard_tokens, num_rows=num_rows)
-        except CacheCorruptError as error:
-            raise CacheCorruptError(f"{self.root / path} is damaged: {error}. {READ_REMEDY}") from error
+    def _count(self, shard: int, paths: Sequence[str]) -> None:
+        """Count the bytes of a segment: its share of those of the shard's files."""
+        with self._counting:
+            size = sum(self.records[shard].files[path].size for path in paths)
+            self.bytes_read += size // self.segments.per_shard
+
+    def _rows(self, spec: ArraySpec, shard: int, rows: range) -> npt.NDArray[np.generic]:
+        path = spec.shard_path(shard)
+        expected = self._require(shard).files[path]
+        with open_checked(self.root, path, expected, known=self._known_files) as file:
+            try:
+                return decode_rows(file, spec, shard_tokens=self.manifest.shard_tokens, rows=rows)
+            except CacheCorruptError as error:
+                raise CacheCorruptError(f"{self.root / path} is damaged: {error}. {READ_REMEDY}") from error
+
+    def _refuse_large(self, shard: int, specs: Sequence[ArraySpec], num_tokens: int) -> None:
+        """Raise CacheCorruptError for a segment that is too large to be read into memory."""
+        if num_tokens * sum(spec.row_bytes for spec in specs) > MAX_SEGMENT_BYTES:
+            raise CacheCorruptError(
+                f"a segment of shard {shard} of {self.root} decodes to more than {MAX_SEGMENT_BYTES >> 20} "
+                "MiB, because its longest texts lie together. Dump the cache again with smaller "
+                "--shard-tokens."
+            )
 
     def table(self, number: int) -> pa.Table:
         """Read the sequence table of a shard, and check that it describes the shard that was committed."""
@@ -261,10 +301,11 @@ def read_manifest(root: Path) -> CacheManifest:
 
 
 def check_size(manifest: CacheManifest, place: str) -> None:
-    """Raise CacheCorruptError for shards that are too large to be read into memory."""
-    if shard_bytes(manifest.identity, manifest.calibration, manifest.shard_tokens) > MAX_SHARD_BYTES:
+    """Raise CacheCorruptError for segments that are too large to be read into memory."""
+    tokens = min(manifest.shard_tokens, segment_tokens(manifest.identity, manifest.calibration))
+    if decoded_bytes(manifest.identity, manifest.calibration, tokens) > MAX_SEGMENT_BYTES:
         raise CacheCorruptError(
-            f"{place} names shards that decode to more than {MAX_SHARD_BYTES >> 20} MiB. Dump the cache "
+            f"{place} names segments that decode to more than {MAX_SEGMENT_BYTES >> 20} MiB. Dump the cache "
             "again with smaller --shard-tokens."
         )
 

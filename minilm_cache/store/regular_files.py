@@ -2,6 +2,9 @@
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
 
 
@@ -22,6 +25,14 @@ def regular_bytes(path: Path, num_bytes: int, *, first: int = 0, follow_links: b
         NotRegularError: it is not a regular file.
         OSError: the file is missing, or the file system refused.
     """
+    with open_regular(path, follow_links=follow_links) as file:
+        file.seek(first)
+        return file.read(num_bytes)
+
+
+@contextmanager
+def open_regular(path: Path, *, follow_links: bool = False) -> Iterator[BufferedIOBase]:
+    """Open a regular file for a block; arguments and errors: see `regular_bytes`."""
     if not follow_links and path.is_symlink():
         raise NotRegularError(None, "it is a symbolic link", str(path))
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
@@ -30,7 +41,6 @@ def regular_bytes(path: Path, num_bytes: int, *, first: int = 0, follow_links: b
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise NotRegularError(None, "it is not a regular file", str(path))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            file.seek(first)
-            return file.read(num_bytes)
+            yield file
     finally:
         os.close(descriptor)

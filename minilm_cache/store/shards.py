@@ -1,12 +1,15 @@
-"""Decode the file of one array and shard as untrusted input, and encode it where zarr-python is wrong.
+"""Decode the file of one array and shard as untrusted input, and encode it chunk by chunk.
 
 The layout is that of Zarr v3's sharding codec, which any Zarr library opens. But zarr-python fills in inner
 chunks that a shard leaves out, and decompresses without a bound. Here a missing chunk is an error, and a
-chunk that decodes to more than its size is refused before the memory is allocated.
+chunk that decodes to more than its size is refused before the memory is allocated. And zarr-python 3.1.6
+writes a shard as a whole, which must then fit into memory, and codes wrongly: numcodecs reads a transposed
+chunk in memory order, which undoes the transposition.
 """
 
 import io
 import math
+import os
 from typing import Final, Literal
 
 import google_crc32c
@@ -14,13 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numcodecs.zstd import Zstd
 from pcodec import ChunkConfig, standalone
 
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.arrays import ArraySpec
+from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.metadata import PCODEC_LEVEL
+from minilm_cache.storage_schema.metadata import PCODEC_LEVEL, ZSTD_LEVEL
 from minilm_cache.storage_schema.sequences import sequence_columns
+from minilm_cache.store.fingerprint import Hasher
 
 _CRC_BYTES: Final = 4
 _ENTRY_BYTES: Final = 16
@@ -36,92 +42,144 @@ def encode_table(table: pa.Table, relations: tuple[RelationKind, ...]) -> bytes:
     return buffer.getvalue()
 
 
-def decode_shard(
-    content: bytes, spec: ArraySpec, *, shard_tokens: int, num_rows: int
+def decode_rows(
+    file: io.BufferedIOBase, spec: ArraySpec, *, shard_tokens: int, rows: range
 ) -> npt.NDArray[np.generic]:
-    """Return a shard's rows without its slack, `(num_rows, ...)`, in the memory order of their coding.
+    """Return rows of a shard, `(rows, ...)`, in the memory order of their coding. Only their chunks are read.
 
     Args:
-        content: bytes of the whole file.
+        file: the file.
         spec: description of the array.
         shard_tokens: rows of a shard, slack included.
-        num_rows: number of rows to return, from the first on.
+        rows: numbers of the rows, which follow each other.
 
     Raises:
         CacheCorruptError: a chunk is missing, fails its checksum, or has the wrong size.
     """
     chunk_rows = spec.chunk_tokens(shard_tokens)
-    index = _read_index(content, shard_tokens // chunk_rows)
+    file_bytes = file.seek(0, os.SEEK_END)
+    index = _read_index(file, file_bytes, shard_tokens // chunk_rows)
     decode = _decode_pcodec if spec.compressor == "pcodec" else _decode_zstd
     # Components that are coded one after the other stay in that order: transposing them here would take as
     # long as decompressing them, and most readers need only a few rows.
     order: Literal["C", "F"] = "F" if spec.compressor == "pcodec" else "C"
-    rows = np.empty((num_rows, *spec.row_shape), np.dtype(spec.dtype).newbyteorder("<"), order=order)
-    for number, first in enumerate(range(0, num_rows, chunk_rows)):
-        part = _checked(_slice(content, *index[number]))
-        size = min(chunk_rows, num_rows - first)
+    decoded = np.empty((len(rows), *spec.row_shape), np.dtype(spec.dtype).newbyteorder("<"), order=order)
+    for number in range(rows.start // chunk_rows, -(-rows.stop // chunk_rows)):
+        part = _checked(_read_chunk(file, file_bytes, index[number]))
+        chunk = number * chunk_rows
+        first, last = max(chunk, rows.start), min(chunk + chunk_rows, rows.stop)
         try:
-            rows[first : first + size] = decode(part, spec, chunk_rows)[:size]
+            values = decode(part, spec, chunk_rows)[first - chunk : last - chunk]
+            decoded[first - rows.start : last - rows.start] = values
         except (OSError, RuntimeError, ValueError) as error:
             raise CacheCorruptError(f"an inner chunk cannot be decompressed: {error}") from error
-    return rows
+    return decoded
 
 
-def _decode_zstd(part: memoryview, spec: ArraySpec, chunk_rows: int) -> npt.NDArray[np.generic]:
+def _decode_zstd(part: bytes, spec: ArraySpec, chunk_rows: int) -> npt.NDArray[np.generic]:
     decoded = pa.Codec("zstd").decompress(part, chunk_rows * spec.row_bytes)
     return np.frombuffer(decoded, np.dtype(spec.dtype).newbyteorder("<")).reshape(-1, *spec.row_shape)
 
 
-def _decode_pcodec(part: memoryview, spec: ArraySpec, chunk_rows: int) -> npt.NDArray[np.generic]:
+def _decode_pcodec(part: bytes, spec: ArraySpec, chunk_rows: int) -> npt.NDArray[np.generic]:
     """Decode a chunk whose components are coded one after the other."""
     values = np.empty(chunk_rows * math.prod(spec.row_shape), np.dtype(spec.dtype))
-    progress = standalone.simple_decompress_into(bytes(part), values)
+    progress = standalone.simple_decompress_into(part, values)
     if progress.n_processed != values.size or not progress.finished:
         raise ValueError("it does not decompress to its size")
     return values.reshape(*spec.row_shape, chunk_rows).T
 
 
-def encode_pcodec_shard(rows: npt.NDArray[np.generic], spec: ArraySpec, shard_tokens: int) -> bytes:
-    """Return the file of a shard that is coded component by component; its slack holds the fill value.
+class ShardEncoder:
+    """Writes the file of one array and shard as its rows come. Its slack holds the fill value."""
 
-    zarr-python 3.1.6 writes such arrays wrongly: numcodecs reads a transposed chunk in memory order, which
-    undoes the transposition. It reads them correctly.
-    """
-    chunk_rows = spec.chunk_tokens(shard_tokens)
-    config = ChunkConfig(compression_level=PCODEC_LEVEL)
-    body, entries = bytearray(), []
-    for first in range(0, shard_tokens, chunk_rows):
-        chunk = np.full((chunk_rows, *spec.row_shape), spec.fill_value, dtype=spec.dtype)
-        part = rows[first : first + chunk_rows]
-        chunk[: len(part)] = part
-        coded = _with_checksum(standalone.simple_compress(np.ascontiguousarray(chunk.T).ravel(), config))
-        entries.append((len(body), len(coded)))
-        body += coded
-    return bytes(body) + _with_checksum(np.asarray(entries, "<u8").tobytes())
+    def __init__(self, file: io.BufferedIOBase, spec: ArraySpec, shard_tokens: int) -> None:
+        """Begin a shard.
+
+        Args:
+            file: empty file to write into.
+            spec: description of the array.
+            shard_tokens: rows of a shard, slack included.
+        """
+        self._file = file
+        self._spec = spec
+        self._chunk_rows = spec.chunk_tokens(shard_tokens)
+        self._num_chunks = shard_tokens // self._chunk_rows
+        self._entries: list[tuple[int, int]] = []
+        self._size = 0
+        self._hasher = Hasher()
+        self._left = np.empty((0, *spec.row_shape), spec.dtype)
+        """Rows of the chunk that is not full yet."""
+
+    def append(self, rows: npt.NDArray[np.generic]) -> None:
+        """Write the next rows, `(rows, ...)`."""
+        head = rows[: self._chunk_rows - len(self._left)] if len(self._left) else rows[:0]
+        if len(head):
+            self._left = np.concatenate([self._left, head])
+            if len(self._left) == self._chunk_rows:
+                self._write(self._encoded(self._left))
+                self._left = self._left[:0]
+        for first in range(len(head), len(rows), self._chunk_rows):
+            part = rows[first : first + self._chunk_rows]
+            if len(part) == self._chunk_rows:
+                self._write(self._encoded(part))
+            else:
+                self._left = part.astype(self._spec.dtype)
+
+    def finish(self) -> FileDigest:
+        """Write the slack and the index of the chunks; return size and hashes of the file."""
+        slack = np.full((self._chunk_rows, *self._spec.row_shape), self._spec.fill_value, self._spec.dtype)
+        if len(self._left):
+            self._write(self._encoded(np.concatenate([self._left, slack[len(self._left) :]])))
+        if len(self._entries) < self._num_chunks:
+            encoded = self._encoded(slack)
+            while len(self._entries) < self._num_chunks:
+                self._write(encoded)
+        index = _with_checksum(np.asarray(self._entries, "<u8").tobytes())
+        self._file.write(index)
+        self._hasher.update(index)
+        return self._hasher.digest()
+
+    def _encoded(self, chunk: npt.NDArray[np.generic]) -> bytes:
+        values = np.ascontiguousarray(chunk, np.dtype(self._spec.dtype).newbyteorder("<"))
+        if self._spec.compressor == "pcodec":
+            config = ChunkConfig(compression_level=PCODEC_LEVEL)
+            coded = standalone.simple_compress(np.ascontiguousarray(values.T).ravel(), config)
+        else:
+            coded = Zstd(level=ZSTD_LEVEL, checksum=False).encode(values)
+        return _with_checksum(bytes(coded))
+
+    def _write(self, encoded: bytes) -> None:
+        self._file.write(encoded)
+        self._hasher.update(encoded)
+        self._entries.append((self._size, len(encoded)))
+        self._size += len(encoded)
 
 
 def _with_checksum(content: bytes) -> bytes:
     return content + int(google_crc32c.value(content)).to_bytes(_CRC_BYTES, "little")
 
 
-def _read_index(content: bytes, num_chunks: int) -> list[tuple[int, int]]:
-    """Return the offset and size, in bytes, of every inner chunk."""
+def _read_index(file: io.BufferedIOBase, file_bytes: int, num_chunks: int) -> npt.NDArray[np.uint64]:
+    """Return the offset and size of every inner chunk, `(chunks, 2)`, bytes."""
     size = num_chunks * _ENTRY_BYTES + _CRC_BYTES
-    if len(content) < size:
+    if file_bytes < size:
         raise CacheCorruptError("the index of its chunks is missing")
-    entries = np.frombuffer(_checked(memoryview(content)[-size:]), "<u8").reshape(num_chunks, 2)
-    return [(int(offset), int(length)) for offset, length in entries]
+    file.seek(file_bytes - size)
+    return np.frombuffer(_checked(file.read(size)), "<u8").reshape(num_chunks, 2)
 
 
-def _slice(content: bytes, offset: int, size: int) -> memoryview:
-    if offset + size > len(content):  # the index gives a missing chunk the greatest uint64 as offset
+def _read_chunk(file: io.BufferedIOBase, file_bytes: int, entry: npt.NDArray[np.uint64]) -> bytes:
+    offset, size = (int(number) for number in entry)
+    if offset + size > file_bytes:  # the index gives a missing chunk the greatest uint64 as offset
         raise CacheCorruptError("an inner chunk is missing")
-    return memoryview(content)[offset : offset + size]
+    file.seek(offset)
+    return file.read(size)
 
 
-def _checked(part: memoryview) -> memoryview:
+def _checked(part: bytes) -> bytes:
     """Check the crc32c at the end of `part`, and return the bytes before it."""
     body, stored = part[:-_CRC_BYTES], part[-_CRC_BYTES:]
-    if len(stored) < _CRC_BYTES or google_crc32c.value(bytes(body)) != int.from_bytes(stored, "little"):
+    if len(stored) < _CRC_BYTES or google_crc32c.value(body) != int.from_bytes(stored, "little"):
         raise CacheCorruptError("an inner chunk does not match its crc32c")
     return body

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from minilm_cache.errors import CacheCorruptError, ShardBusyError, StorageError
@@ -40,6 +38,7 @@ from minilm_cache.store.layout import CARD, COMMITS, MANIFEST, below, commit_pat
 from minilm_cache.store.leases import Lease, Leases
 from minilm_cache.store.ranges import ShardRanges
 from minilm_cache.store.remote import RemoteFolder
+from minilm_cache.store.shard_writer import ShardWriter
 from minilm_cache.store.transfer import TRANSFERS
 from minilm_cache.store.verify import CheckRows
 from minilm_cache.store.writer import CacheWriter
@@ -128,15 +127,18 @@ class StoreWriter(CacheWriter):
         del rank, world_size
         return self.missing_shards()
 
-    def write_shard(
-        self, shard: int, rows: Mapping[str, npt.NDArray[np.generic]], *, table: pa.Table, rank: int = 0
-    ) -> int:
-        """Write a shard, send it, and commit it unless another process has; see `CacheWriter`.
+    def begin_shard(self, shard: int) -> ShardWriter:
+        """Begin to write a shard on this machine; if another process commits it first, its end shows that."""
+        return self._begin(shard)
+
+    def commit_shard(self, written: ShardWriter, rank: int = 0) -> int:
+        """Send a shard, and commit it unless another process has; see `CacheWriter`.
 
         Returns:
             0, since nothing of it stays on this machine.
         """
-        self._write_here(shard, rows, table=table, rank=rank)
+        super().commit_shard(written, rank)
+        shard = written.shard
         path = below(self.root, commit_path(shard))
         content = path.read_bytes()
         files = parse(CommitRecord, content, str(path)).files

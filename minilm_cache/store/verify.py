@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, MiniLMCacheError
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.documents import FileDigest
@@ -20,10 +22,10 @@ from minilm_cache.store.index import open_shards
 from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path
 from minilm_cache.store.linking import tokens_hash
 from minilm_cache.store.ranges_table import read_ranges
-from minilm_cache.store.reader import CacheReader, Shard, read_manifest
+from minilm_cache.store.reader import CacheReader, Segment, read_manifest
 
-CheckRows = Callable[[CacheReader], Callable[[Shard], None]]
-"""Returns, for a reader, a function that checks the rows of a shard and raises CacheCorruptError."""
+CheckRows = Callable[[CacheReader], Callable[[Segment], None]]
+"""Returns, for a reader, a function that checks the rows of a segment and raises CacheCorruptError."""
 
 _ListedFile = tuple[str, int | None, FileDigest]
 """Path below the root, shard, and committed digest. Shard None means a file outside the shards."""
@@ -127,7 +129,7 @@ def _listed_files(root: Path, manifest: CacheManifest) -> tuple[list[_ListedFile
 def default_threads() -> int:
     """Return twice the number of cores, since reading and decoding wait for each other.
 
-    It is at most 8, since each thread holds a decoded shard in memory.
+    It is at most 8, since each thread holds a decoded segment in memory.
     """
     return min(2 * (os.cpu_count() or 1), 8)
 
@@ -195,7 +197,7 @@ class _ShardCheck:
 
     reader: CacheReader
     progress: Progress
-    check_rows: Callable[[Shard], None]
+    check_rows: Callable[[Segment], None]
 
     def damage(self, shards: Sequence[int], num_threads: int) -> Iterator[Damage]:
         """Yield the damage of those of the given shards that are damaged, several being read at a time."""
@@ -210,11 +212,13 @@ class _ShardCheck:
 
     def _reason(self, number: int) -> str | None:
         """Return the reason why a shard is damaged, or None if it is not."""
+        tokens = []
         try:
-            shard = self.reader.shard(number)
-            self.check_rows(shard)
+            for segment in self.reader.segments_of(number):
+                self.check_rows(segment)
+                tokens.append(segment.rows["tokens"])
             committed = self.reader.records[number].tokens_xxh3
         except MiniLMCacheError as error:
             return str(error)
-        same = tokens_hash(shard.rows["tokens"]) == committed
+        same = tokens_hash(np.concatenate(tokens)) == committed
         return None if same else "the token ids are not those committed"

@@ -13,11 +13,11 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import zarr
 
 from minilm_cache.errors import IdentityMismatchError, ShardBusyError, StorageError
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs
+from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, RANGES, CacheManifest
 from minilm_cache.storage_schema.measured import Measured
 from minilm_cache.storage_schema.metadata import zarr_documents
@@ -31,6 +31,7 @@ from minilm_cache.store.durable import (
     create_file,
     lock_if_free,
     locked,
+    new_file,
     read_bounded,
     storage_errors,
     sync_directories,
@@ -53,6 +54,7 @@ from minilm_cache.store.layout import (
     commit_path,
     lock_path,
     sequences_path,
+    shard_files,
 )
 from minilm_cache.store.linking import (
     has_layout_of,
@@ -67,7 +69,8 @@ from minilm_cache.store.ranges import ShardRanges
 from minilm_cache.store.ranges_table import encode_ranges, read_ranges
 from minilm_cache.store.ranks import announce_rank, announced_ranks, forget_ranks
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.shards import encode_pcodec_shard, encode_table
+from minilm_cache.store.shard_writer import ShardWriter
+from minilm_cache.store.shards import ShardEncoder, encode_table
 from minilm_cache.store.verify import CheckRows, shards_of_other_sizes, unsound_shards
 
 
@@ -124,12 +127,6 @@ class CacheWriter:
                 self._put(path, content)
             if RANGES in self.manifest.files and is_damaged(root, self.manifest, RANGES):
                 self._put(RANGES, encode_ranges(ranges))
-            with zarr.config.set({"array.write_empty_chunks": True}):
-                self._arrays = {
-                    spec.path: zarr.open_array(str(root), path=spec.path, mode="r+", zarr_format=3)
-                    for spec in array_specs(manifest.identity, manifest.calibration)
-                    if spec.compressor == "zstd"
-                }
 
     def _create_or_resume(self) -> None:
         path = self.root / MANIFEST
@@ -261,15 +258,31 @@ class CacheWriter:
         """Whether the cache is complete, but its preview is missing or damaged."""
         return self.is_complete and not self.is_remote and has_damaged_preview(self.root, self.manifest)
 
-    def write_shard(
-        self, shard: int, rows: Mapping[str, npt.NDArray[np.generic]], *, table: pa.Table, rank: int = 0
-    ) -> int:
-        """Write and commit one shard; the caller holds its claim.
+    @property
+    def _specs(self) -> tuple[ArraySpec, ...]:
+        """All arrays with a row per token or sequence."""
+        return array_specs(self.manifest.identity, self.manifest.calibration)
+
+    def begin_shard(self, shard: int) -> ShardWriter:
+        """Begin to write a shard; the caller holds its claim, and then commits or abandons it.
+
+        Raises:
+            StorageError: the file system refused.
+            ShardBusyError: the shard is committed already; its files are unchanged.
+        """
+        if self.is_committed(shard):
+            raise ShardBusyError(f"shard {shard} of {self.root} is committed already. Use one writer for it.")
+        return self._begin(shard)
+
+    def _begin(self, shard: int) -> ShardWriter:
+        specs = [spec for spec in self._specs if spec.path != "tokens" and not self.takes_over(spec)]
+        return ShardWriter(self.root, shard, specs=specs, shard_tokens=self.manifest.shard_tokens)
+
+    def commit_shard(self, written: ShardWriter, rank: int = 0) -> int:
+        """Commit a shard whose segments have all been appended; the caller holds its claim.
 
         Args:
-            shard: number of the shard.
-            rows: array path to rows, `(tokens of the shard, ...)`, without slack.
-            table: sequence table of the shard.
+            written: the shard.
             rank: rank of this process, stored in the commit record.
 
         Returns:
@@ -277,41 +290,26 @@ class CacheWriter:
 
         Raises:
             StorageError: the file system refused; the shard is not committed.
-            ShardBusyError: the shard is committed already; its files are unchanged.
+            ShardBusyError: the shard was committed meanwhile.
         """
-        if self.is_committed(shard):
-            raise ShardBusyError(f"shard {shard} of {self.root} is committed already. Use one writer for it.")
-        return self._write_here(shard, rows, table=table, rank=rank)
-
-    def _write_here(
-        self, shard: int, rows: Mapping[str, npt.NDArray[np.generic]], *, table: pa.Table, rank: int
-    ) -> int:
+        shard, tokens = written.shard, written.tokens
         if self._parts_of is not None:
-            refuse_other_tokens(self._parts_of, shard, rows["tokens"])
+            refuse_other_tokens(self._parts_of, shard, tokens)
         with storage_errors("write", self.root):
-            files = [
-                take_over(self._parts_of, self.root, path=spec.shard_path(shard), shard=shard)
-                if self._parts_of is not None and self.takes_over(spec)
-                else self._write_rows(spec, shard, rows[spec.path])
-                for spec in array_specs(self.manifest.identity, self.manifest.calibration)
-            ]
-            files.append(
-                self._write_table(shard, table)
-                if self._parts_of is None
-                else take_over(self._parts_of, self.root, path=sequences_path(shard), shard=shard)
-            )
-            sync_files(self.root, files)
-            digests = {path: digest_bytes(below(self.root, path).read_bytes()) for path in files}
+            own = written.finish()
+            own |= self._write_tokens(shard, tokens) | self._write_table(shard, written.table)
+            digests = {path: own[path] for path in shard_files(self.manifest, shard)}
+            sync_files(self.root, digests)
             try:
-                committed = CommittedShard(tokens_hash(rows["tokens"]), digests)
+                committed = CommittedShard(tokens_hash(tokens), digests)
                 commit(self.root, self.manifest, committed, part=self.ranges[shard], number=shard, rank=rank)
             except FileExistsError:
                 raise ShardBusyError(
                     f"{self.root / commit_path(shard)} appeared while the shard was being written: the lock "
                     "is not honoured by this file system. Run `minilm-cache verify --full`, with one writer."
                 ) from None
-        written = [path for path in files if below(self.root, path).stat().st_nlink == 1]
-        return sum(digests[path].size for path in written)
+        unlinked = [path for path in digests if below(self.root, path).stat().st_nlink == 1]
+        return sum(digests[path].size for path in unlinked)
 
     def takes_over(self, spec: ArraySpec) -> bool:
         """Return whether an array's files are taken from the cache that this cache adds to."""
@@ -337,29 +335,32 @@ class CacheWriter:
             sync_files(self.root, copied.files)
             commit(self.root, self.manifest, copied, part=self.ranges[shard], number=shard)
 
-    def _write_rows(self, spec: ArraySpec, shard: int, rows: npt.NDArray[np.generic]) -> str:
-        size, path = self.manifest.shard_tokens, spec.shard_path(shard)
-        if spec.compressor == "pcodec":
-            write_file(below(self.root, path), encode_pcodec_shard(rows, spec, size))
-            return path
-        donor = self._tokens_of
-        is_shared = (
-            donor is not None and spec.path == "tokens" and has_layout_of(donor, self.manifest, self.ranges)
-        )
-        if donor and is_shared and link_tokens(donor, self.root, path=path, shard=shard, tokens=rows):
-            return path
-        array = self._arrays[spec.path]
-        whole = np.full((size, *spec.row_shape), array.fill_value, dtype=spec.dtype)
-        whole[: len(rows)] = rows
-        # zarr reads an existing shard before it replaces it, which fails if that shard is damaged.
-        below(self.root, path).unlink(missing_ok=True)
-        array[shard * size : (shard + 1) * size] = whole
-        return path
+    def _write_tokens(self, shard: int, tokens: npt.NDArray[np.generic]) -> dict[str, FileDigest]:
+        """Write the token ids, or link them and what else is taken from another cache; return the digests."""
+        if self._parts_of is not None:
+            return {
+                path: take_over(self._parts_of, self.root, path=path, shard=shard)
+                for path in (spec.shard_path(shard) for spec in self._specs if self.takes_over(spec))
+            }
+        spec = next(spec for spec in self._specs if spec.path == "tokens")
+        path, donor = spec.shard_path(shard), self._tokens_of
+        if donor is not None and has_layout_of(donor, self.manifest, self.ranges):
+            linked = link_tokens(donor, self.root, path=path, shard=shard, tokens=tokens)
+            if linked is not None:
+                return {path: linked}
+        with new_file(below(self.root, path), durable=False) as file:
+            encoder = ShardEncoder(file, spec, self.manifest.shard_tokens)
+            encoder.append(tokens)
+            return {path: encoder.finish()}
 
-    def _write_table(self, shard: int, table: pa.Table) -> str:
+    def _write_table(self, shard: int, table: pa.Table) -> dict[str, FileDigest]:
+        """Write or link the sequence table, and return what it is."""
         path = sequences_path(shard)
-        write_file(below(self.root, path), encode_table(table, self.manifest.identity.relations))
-        return path
+        if self._parts_of is not None:
+            return {path: take_over(self._parts_of, self.root, path=path, shard=shard)}
+        content = encode_table(table, self.manifest.identity.relations)
+        write_file(below(self.root, path), content)
+        return {path: digest_bytes(content)}
 
     @contextmanager
     def sealing(self) -> Iterator[bool]:

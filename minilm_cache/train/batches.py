@@ -1,4 +1,4 @@
-"""Makes batches for students from a cache's shards: read ahead in threads, decoded once for all students."""
+"""Makes batches for students from segments of a cache: read ahead in threads, decoded for all students."""
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from minilm_cache.relations.states import States
 from minilm_cache.storage_schema.arrays import not_chosen
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import READ_PATH
-from minilm_cache.store.reader import Shard
+from minilm_cache.store.reader import Segment
 from minilm_cache.train.sampler import Buffer, StepPlan
 
 _LEAST_BUFFERS = 2
@@ -47,7 +47,7 @@ class _StoredBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadPlan:
-    """What is read of each shard in addition to its token ids."""
+    """What is read of each segment in addition to its token ids."""
 
     paths: tuple[str, ...]
     """Arrays to read, by the paths that they have in the first masked reading."""
@@ -102,7 +102,7 @@ class BatchReader:
         self._device = device
 
     def train_batches(self, plan: StepPlan, first_step: int) -> Generator[StudentBatch]:
-        """Yield this process's parts of steps without end; shards and the next step are read ahead.
+        """Yield this process's parts of steps without end; segments and the next step are read ahead.
 
         Args:
             plan: parts of a step, and which of them this process takes.
@@ -112,7 +112,9 @@ class BatchReader:
             streams: dict[int, Iterator[list[_Piece]]] = {}
             for number in {part % len(plan.streams) for part in plan.own_parts}:
                 position = first_step * plan.batch_size // len(plan.streams)
-                buffers = stack.enter_context(closing(self.shards_of(plan.streams[number].stream(position))))
+                buffers = stack.enter_context(
+                    closing(self.segments_of(plan.streams[number].stream(position)))
+                )
                 streams[number] = _pieces(buffers, plan.part_size, by_length=plan.by_length)
             ahead = stack.enter_context(ThreadPoolExecutor(max_workers=1))
             pending = ahead.submit(_gather_step, streams, plan, self._read_plan)
@@ -132,23 +134,23 @@ class BatchReader:
 
     def batches_of(self, sequences: range, batch_size: int) -> Iterator[StudentBatch]:
         """Yield sequences in order, as the first epoch reads them."""
-        shards: dict[int, Shard] = {}
+        segments: dict[int, Segment] = {}
         for first in range(sequences.start, sequences.stop, batch_size):
             numbers = np.arange(first, min(first + batch_size, sequences.stop))
-            shard_numbers = {self._cache.reader.ranges.shard_of(number) for number in numbers.tolist()}
-            shards = {n: shards.get(n) or self._read(n) for n in shard_numbers}
-            stored = _gather([(shards, numbers, 0)], self._read_plan)
+            wanted = {self._cache.reader.segments.segment_of(number) for number in numbers.tolist()}
+            segments = {n: segments.get(n) or self._read(n) for n in wanted}
+            stored = _gather([(segments, numbers, 0)], self._read_plan)
             yield self._decode(stored, part=0, step_counts=stored.counts, ends_step=True)
 
-    def shards_of(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Shard], Buffer]]:
-        """Yield each buffer with its shards, while the shards of the buffers after it are read."""
+    def segments_of(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Segment], Buffer]]:
+        """Yield each buffer with its segments, while the segments of the buffers after it are read."""
         reader, ahead = self._cache.reader, deque[tuple[Buffer, _Reads]]()
         with ThreadPoolExecutor(reader.reads_at_once) as threads:
             reads: _Reads = {}
             while True:
                 while len(ahead) < _LEAST_BUFFERS or self._num_bytes(ahead) < reader.bytes_ahead:
                     buffer = next(buffers)
-                    keys = [(n, buffer.epoch % len(self._read_plan.readings)) for n in buffer.shards]
+                    keys = [(n, buffer.epoch % len(self._read_plan.readings)) for n in buffer.segments]
                     reads = {key: reads.get(key) or threads.submit(self._read, *key) for key in keys}
                     ahead.append((buffer, reads))
                 current, current_reads = ahead.popleft()
@@ -158,12 +160,12 @@ class BatchReader:
         """Return the decoded bytes of all buffers but the first, which is about to be used."""
         reader, paths = self._cache.reader, {"tokens", *self._read_plan.paths}
         row_bytes = sum(spec.row_bytes for spec in reader.specs if spec.path in paths)
-        shards = [shard for buffer, _ in islice(ahead, 1, None) for shard in buffer.shards]
-        return row_bytes * int(reader.ranges.num_tokens[shards].sum())
+        segments = [segment for buffer, _ in islice(ahead, 1, None) for segment in buffer.segments]
+        return row_bytes * sum(map(reader.segments.mean_tokens, segments))
 
-    def _read(self, number: int, reading: int = 0) -> Shard:
+    def _read(self, number: int, reading: int = 0) -> Segment:
         paths = [self._read_plan.path_in(reading, path) for path in self._read_plan.paths]
-        return self._cache.reader.shard(number, paths)
+        return self._cache.reader.segment(number, paths)
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(values)
@@ -226,12 +228,12 @@ class BatchReader:
         return Targets(rows, mean_row_entropy(to_dense(rows, lengths, length), lengths))
 
 
-_Piece = tuple[Mapping[int, Shard], npt.NDArray[np.int64], int]
-"""Shards by number, the numbers of the sequences to take from them, and the epoch of these sequences."""
+_Piece = tuple[Mapping[int, Segment], npt.NDArray[np.int64], int]
+"""Segments by number, the numbers of the sequences to take from them, and the epoch of these sequences."""
 
 
-_Reads = dict[tuple[int, int], Future[Shard]]
-"""Shards that are being read, by the number of the shard and of the masked reading."""
+_Reads = dict[tuple[int, int], Future[Segment]]
+"""Segments that are being read, by the number of the segment and of the masked reading."""
 
 
 def _paths_by_reading(codec: StatesCodec | None, paths: Iterable[str]) -> tuple[Mapping[str, str], ...]:
@@ -245,33 +247,33 @@ def _paths_by_reading(codec: StatesCodec | None, paths: Iterable[str]) -> tuple[
 
 
 def _pieces(
-    buffers: Iterator[tuple[Mapping[int, Shard], Buffer]], batch_size: int, *, by_length: bool = False
+    buffers: Iterator[tuple[Mapping[int, Segment], Buffer]], batch_size: int, *, by_length: bool = False
 ) -> Iterator[list[_Piece]]:
     """Cut a stream into batches; a batch at the end of a buffer may continue in the next buffer."""
     batch: list[_Piece] = []
     room = batch_size
-    for shards, buffer in buffers:
+    for segments, buffer in buffers:
         if by_length:
             # A stream begins at a whole batch, so what was skipped ends one, too.
             head = buffer.skipped % batch_size if buffer.skipped else room % batch_size
-            buffer = buffer.in_order(_lengths(shards, buffer), batch_size, head=head)
+            buffer = buffer.in_order(_lengths(segments, buffer), batch_size, head=head)
         sequences = buffer.sequences[buffer.skipped :]
         while len(sequences):
             taken, sequences = sequences[:room], sequences[room:]
-            batch.append((shards, taken, buffer.epoch))
+            batch.append((segments, taken, buffer.epoch))
             room -= len(taken)
             if room == 0:
                 yield batch
                 batch, room = [], batch_size
 
 
-def _lengths(shards: Mapping[int, Shard], buffer: Buffer) -> npt.NDArray[np.int64]:
+def _lengths(segments: Mapping[int, Segment], buffer: Buffer) -> npt.NDArray[np.int64]:
     """Return the tokens of each sequence of a buffer."""
     lengths = np.empty(len(buffer.sequences), np.int64)
-    for shard in shards.values():
-        places = buffer.sequences - shard.first_sequence
-        inside = (places >= 0) & (places < len(shard.lengths))
-        lengths[inside] = shard.lengths[places[inside]]
+    for segment in segments.values():
+        places = buffer.sequences - segment.first_sequence
+        inside = (places >= 0) & (places < len(segment.lengths))
+        lengths[inside] = segment.lengths[places[inside]]
     return lengths
 
 
@@ -290,31 +292,34 @@ def _gather_step(
 
 
 def _gather(pieces: Sequence[_Piece], read_plan: _ReadPlan) -> _StoredBatch:
-    """Copy sequences out of their shards into padded arrays."""
+    """Copy sequences out of their segments into padded arrays."""
     sequences = [
-        (next(shard for shard in shards.values() if number in shard), number, epoch)
-        for shards, numbers, epoch in pieces
+        (next(segment for segment in segments.values() if number in segment), number, epoch)
+        for segments, numbers, epoch in pieces
         for number in numbers.tolist()
     ]
-    lengths = np.asarray([shard.length(number) for shard, number, _ in sequences])
+    lengths = np.asarray([segment.length(number) for segment, number, _ in sequences])
     rows = {}
     for path in ("tokens", *read_plan.paths):
-        first_shard, _, first_epoch = sequences[0]
-        like = first_shard.rows[read_plan.path_in(first_epoch, path)]
-        if path in first_shard.by_sequence:
+        first_segment, _, first_epoch = sequences[0]
+        like = first_segment.rows[read_plan.path_in(first_epoch, path)]
+        if path in first_segment.by_sequence:
             parts = [
-                shard.rows_of(read_plan.path_in(epoch, path), number) for shard, number, epoch in sequences
+                segment.rows_of(read_plan.path_in(epoch, path), number)
+                for segment, number, epoch in sequences
             ]
             rows[path] = np.stack(parts)
             continue
         padded = np.zeros((len(sequences), lengths.max(), *like.shape[1:]), dtype=like.dtype)
-        for at, (shard, number, epoch) in enumerate(sequences):
+        for at, (segment, number, epoch) in enumerate(sequences):
             # torch transposes rows that lie component by component several times as fast as numpy does.
-            row = shard.rows_of(read_plan.path_in(epoch, path), number).copy(order="K")
+            row = segment.rows_of(read_plan.path_in(epoch, path), number).copy(order="K")
             torch.from_numpy(padded[at, : lengths[at]]).copy_(torch.from_numpy(row))
         rows[path] = padded
     entropy = {
-        kind: np.asarray([shard.entropy(kind, number) for shard, number, _ in sequences], dtype=np.float32)
+        kind: np.asarray(
+            [segment.entropy(kind, number) for segment, number, _ in sequences], dtype=np.float32
+        )
         for kind in read_plan.entropies
     }
     counts: Counts = {
@@ -326,11 +331,11 @@ def _gather(pieces: Sequence[_Piece], read_plan: _ReadPlan) -> _StoredBatch:
     return _StoredBatch(lengths=lengths, counts=counts, rows=rows, entropy=entropy)
 
 
-def _num_chosen(sequences: Sequence[tuple[Shard, int, int]], read_plan: _ReadPlan) -> int:
+def _num_chosen(sequences: Sequence[tuple[Segment, int, int]], read_plan: _ReadPlan) -> int:
     """Return the number of tokens that were chosen to be masked; 0 where no masked sequences are read."""
     if READ_PATH not in read_plan.paths:
         return 0
     return sum(
-        int((shard.rows_of(read_plan.path_in(epoch, READ_PATH), number) != read_plan.not_chosen).sum())
-        for shard, number, epoch in sequences
+        int((segment.rows_of(read_plan.path_in(epoch, READ_PATH), number) != read_plan.not_chosen).sum())
+        for segment, number, epoch in sequences
     )

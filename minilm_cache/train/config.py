@@ -53,7 +53,7 @@ class RecipeSettings(FrozenSettings):
     """How sequences come together in batches: at random, or with others of about their length (default of
     `embedding`), which saves padding."""
     buffer_shards: Annotated[int, Field(ge=1)] = 4
-    """Shards whose sequences are shuffled together."""
+    """Shards, or segments of large shards, whose sequences are shuffled together."""
     init: str | None = None
     """What students begin with: weights cut from the teacher (`slice`), whole layers of the teacher
     (`teacher-layers`), its embeddings alone (`embeddings`), `random` weights, or the folder of a model or of

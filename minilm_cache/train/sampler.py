@@ -1,14 +1,17 @@
 """The order of training sequences, a pure function of seed and epoch.
 
-Shards are shuffled and taken a buffer at a time; within a buffer, sequences are shuffled across its shards. A
-training reads one endless stream of sequences, epoch after epoch, so the step gives the position in it; or
-several streams, which processes divide among themselves. Each epoch's shards are shuffled once for all
-streams, and their sequences are dealt to the streams in equal spans, so every stream is in the same epoch,
-and the numbers of times that two training sequences have been seen differ by one at most.
+Shards are shuffled, and so are the segments of each; they are taken a buffer at a time, and within a buffer
+sequences are shuffled across its segments. The segments of a shard follow each other, so that its files are
+fetched and read from disk once an epoch. A training reads one endless stream of sequences, epoch after epoch,
+so the step gives the position in it; or several streams, which processes divide among themselves. Each
+epoch's shards are shuffled once for all streams, and their sequences are dealt to the streams in equal spans,
+so every stream is in the same epoch, and the numbers of times that two training sequences have been seen
+differ by one at most.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -16,7 +19,7 @@ import numpy.typing as npt
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.store.ranges import ShardRanges
+from minilm_cache.store.segments import Segments
 from minilm_cache.train.config import TrainConfig
 
 _POOL_BATCHES = 32
@@ -29,10 +32,10 @@ _SMALL_BATCH = 64
 class Buffer:
     """Sequences that are in memory together."""
 
-    shards: tuple[int, ...]
-    """Numbers of the shards."""
+    segments: tuple[int, ...]
+    """Numbers of the segments of shards."""
     sequences: npt.NDArray[np.int64]
-    """Numbers of the sequences to take from these shards, in order."""
+    """Numbers of the sequences to take from these segments, in order."""
     epoch: int
     """Pass over the cache, counted from 0; it decides which masked reading of a sequence is used."""
     skipped: int = 0
@@ -71,13 +74,13 @@ class Buffer:
 class SequenceOrder:
     """The order of the sequences of one stream. Held-out sequences are never taken."""
 
-    ranges: ShardRanges
-    """Sequences of each shard."""
+    segments: Segments
+    """Sequences of each shard and of its segments."""
     num_train: int
     """Number of training sequences; sequences from this number on are held out."""
     seed: int
     buffer_shards: int
-    """Shards whose sequences are shuffled together."""
+    """Segments whose sequences are shuffled together."""
     stream_number: int = 0
     """Number of this stream, counted from 0."""
     num_streams: int = 1
@@ -98,37 +101,49 @@ class SequenceOrder:
         order = generator.permutation(self._num_trainable).tolist()
         if self.stream_number:  # all streams have the same order of shards; the rest is drawn for each stream
             generator = np.random.default_rng([self.seed, epoch, self.stream_number])
-        spans = list(self._own_spans(order, (self.stream_number + epoch) % self.num_streams))
-        for at in range(0, len(spans), self.buffer_shards):
-            buffered = spans[at : at + self.buffer_shards]
-            sequences = np.concatenate([np.arange(first, last) for _, first, last in buffered])
-            shards = tuple(shard for shard, _, _ in buffered)
+        spans = self._own_spans(order, epoch, (self.stream_number + epoch) % self.num_streams)
+        while buffered := list(islice(spans, self.buffer_shards)):
+            sequences = np.concatenate([np.arange(span.start, span.stop) for _, span in buffered])
+            segments = tuple(segment for segment, _ in buffered)
             order_within = generator.permutation(sequences)
-            yield Buffer(shards=shards, sequences=order_within, epoch=epoch)
+            yield Buffer(segments=segments, sequences=order_within, epoch=epoch)
 
     @property
     def _num_trainable(self) -> int:
         """Number of shards that have training sequences, which are the first ones."""
-        return int(np.searchsorted(self.ranges.first_sequences, self.num_train))
+        return int(np.searchsorted(self.segments.ranges.first_sequences, self.num_train))
 
-    def _own_spans(self, order: Sequence[int], place: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the shards to read, in order, each with its first and its last sequence (exclusive) to take.
+    def _own_spans(self, order: Sequence[int], epoch: int, place: int) -> Iterator[tuple[int, range]]:
+        """Yield the segments to read, in order, each with the sequences to take.
 
         Args:
             order: all shards with training sequences, as this epoch takes them.
+            epoch: number of the epoch.
             place: which of the equal spans of the epoch's sequences is this stream's, counted from 0.
         """
         begin = place * self.num_train // self.num_streams
         end = (place + 1) * self.num_train // self.num_streams
+        before, ranges = 0, self.segments.ranges
+        firsts, counts = ranges.first_sequences.tolist(), ranges.num_sequences.tolist()
+        for shard in order:
+            count = min(counts[shard], self.num_train - firsts[shard])
+            if begin < before + count and before < end:  # else none of it is this stream's
+                yield from self._spans_of(shard, epoch, slice(max(0, begin - before), end - before))
+            before += count
+
+    def _spans_of(self, shard: int, epoch: int, taken: slice) -> Iterator[tuple[int, range]]:
+        """Yield the segments of a shard, each with its sequences, as far as they are among those to take."""
+        numbers = np.asarray(self.segments.of_shard(shard))
+        if len(numbers) > 1:
+            numbers = np.random.default_rng([self.seed, epoch, 0, shard]).permutation(numbers)
         before = 0
-        firsts, counts = self.ranges.first_sequences.tolist(), self.ranges.num_sequences.tolist()
-        for number in order:
-            first = firsts[number]
-            last = min(first + counts[number], self.num_train)
-            span = (max(first, first + begin - before), min(last, first + end - before))
-            if span[0] < span[1]:
-                yield number, *span
-            before += last - first
+        for number in numbers.tolist():
+            sequences = self.segments.sequences(number)
+            sequences = sequences[: max(0, self.num_train - sequences.start)]
+            span = sequences[max(0, taken.start - before) : max(0, taken.stop - before)]
+            if span:
+                yield number, span
+            before += len(sequences)
 
     def stream(self, position: int) -> Iterator[Buffer]:
         """Yield buffers without end, from the `position`-th sequence of this stream on, counted from 0."""
@@ -200,8 +215,8 @@ class Planned(Protocol):
         """The manifest of the cache."""
 
     @property
-    def ranges(self) -> ShardRanges:
-        """Sequences and tokens of each shard."""
+    def segments(self) -> Segments:
+        """Sequences of each shard and of its segments."""
 
 
 def plan_steps(config: TrainConfig, reader: Planned, *, num_ranks: int = 1, rank: int = 0) -> StepPlan:
@@ -232,7 +247,7 @@ def plan_steps(config: TrainConfig, reader: Planned, *, num_ranks: int = 1, rank
         )
     streams = tuple(
         SequenceOrder(
-            ranges=reader.ranges,
+            segments=reader.segments,
             num_train=manifest.num_train,
             seed=config.seed,
             buffer_shards=config.buffer_shards,

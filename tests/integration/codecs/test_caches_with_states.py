@@ -166,7 +166,7 @@ def test_rows_that_no_writer_writes_are_refused(stored: World, path: str, value:
     cache = open_cache(stored.root / "cache")
     codec = cache.states_codec
     assert codec is not None
-    shard = cache.reader.shard(0)
+    shard = cache.reader.segment(0)
     rows = {name: torch.from_numpy(array.copy()) for name, array in shard.rows.items()}
     lengths = torch.from_numpy(shard.lengths.repeat(shard.lengths))
     codec.check(rows, lengths)

@@ -293,7 +293,7 @@ def test_damage_to_basis_and_codes_is_an_error(world: World) -> None:
     for content in (shard_file(None), shard_file(b"nonsense"), b""):
         replace_in_shard(cache, codes, always(content))
         with pytest.raises(CacheCorruptError, match="codes/c/1/0 is damaged"):
-            open_cache(cache).reader.shard(1)
+            open_cache(cache).reader.segment(1)
     basis = (cache / "vectors/2/basis/c/0/0").read_bytes()
     replace_in_manifest(cache, "vectors/2/basis/c/0/0", basis[:-2] + b"\xff\x7f")
     with pytest.raises(CacheCorruptError, match="is not the array it should be"):

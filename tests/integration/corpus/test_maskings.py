@@ -14,7 +14,7 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.progress import Silent
 from minilm_cache.storage_schema.states import StateFamily, StateName
-from minilm_cache.store.reader import Shard
+from minilm_cache.store.reader import Segment
 from minilm_cache.store.verify import verify
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
@@ -67,13 +67,13 @@ def test_an_epoch_reads_its_own_reading_alone(tmp_path: Path) -> None:
     cache = open_cache(world.root / "cache")
     config = TrainConfig(arch=("2x32",), objective="mlm-kd", batch_size=1, steps=1)
     asked: list[set[str]] = []
-    shard = cache.reader.shard
+    segment = cache.reader.segment
 
-    def reading(number: int, paths: Collection[str] | None = None) -> Shard:
+    def reading(number: int, paths: Collection[str] | None = None) -> Segment:
         asked.append({path for path in paths or () if path.endswith("labels/index")})
-        return shard(number, paths)
+        return segment(number, paths)
 
-    cache.reader.shard = reading  # type: ignore[method-assign]
+    cache.reader.segment = reading  # type: ignore[method-assign]
     wanted = choose_objective(config, cache, arch=config.arch).wanted
     stream = BatchReader(cache, wanted, pad_token=0, device=CPU).train_batches(
         plan_steps(config, cache.reader), 0

@@ -162,7 +162,7 @@ def test_resuming_compares_sizes_unless_it_is_asked_for_more(world: World) -> No
 
     assert world.dump(check="sizes").shards_written == 1
     with pytest.raises(CacheCorruptError, match=r"c/1/0/0 is damaged.*--check full"):
-        open_cache(path).reader.shard(1)
+        open_cache(path).reader.segment(1)
     assert world.dump(check="full").shards_written == 1
     assert arrays_of(path) == expected
 

@@ -15,7 +15,6 @@ from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.shards import encode_pcodec_shard
 from minilm_cache.train.run import train_students
 from tests.conftest import Command
 from tests.integration.codecs.test_vectors import KINDS, always, measured_kls, plain_kl
@@ -23,6 +22,7 @@ from tests.integration.dump.test_dump import manifest_of
 from tests.integration.store.test_hostile import replace_in_shard
 from tests.integration.train.test_train import settings as train_settings
 from tests.support import World, dump_arguments, save_teacher, write_corpus, write_document
+from tests.unit.store.support import encoded
 
 
 @pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3 specification")
@@ -167,7 +167,7 @@ def test_codes_that_are_none_are_found_in_every_layer(world: World, command: Com
     components = manifest.calibration.layers[0].components
     spec = next(one for one in open_cache(path).reader.specs if one.path == codes_path(0))
     poison = np.full((CacheReader(path).ranges[1].num_tokens, components), spec.fill_value, dtype=np.int16)
-    content = encode_pcodec_shard(poison, spec, manifest.shard_tokens)
+    content = encoded(poison, spec, manifest.shard_tokens)
     replace_in_shard(path, f"{codes_path(0)}/c/1/0", always(content))
     command.fails("verify", "--full", path, code=3, says="a stored token has no codes")
 
@@ -179,8 +179,8 @@ def test_only_the_layer_asked_for_is_read(world: World) -> None:
     damaged.write_bytes(b"")
     reader = open_cache(path).reader
 
-    assert set(reader.shard(0, [codes_path(2)]).rows) == {"tokens", codes_path(2)}
+    assert set(reader.segment(0, [codes_path(2)]).rows) == {"tokens", codes_path(2)}
     with pytest.raises(CacheCorruptError, match="vectors/0/codes/c/0/0 is damaged"):
-        reader.shard(0)
+        reader.segment(0)
     result = train_students(train_settings(steps=2), path, out=world.root / "run", home=world.home)
     assert result.record.complete

@@ -29,6 +29,7 @@ from minilm_cache.storage_schema.identity import DenseParameters, TopKParameters
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
+from minilm_cache.store.shard_writer import ShardWriter
 from minilm_cache.store.writer import CacheWriter
 from minilm_cache.train.config import TrainConfig
 from tests.conftest import Command
@@ -150,7 +151,7 @@ def read_everything(path: Path) -> None:
     for name in cache.manifest.files:
         cache.reader.attachment(name)
     for number in range(len(cache.reader.ranges)):
-        cache.reader.shard(number)
+        cache.reader.segment(number)
 
 
 def test_a_record_that_lies_about_its_tokens_is_redone(
@@ -224,10 +225,10 @@ def test_a_reader_during_a_dump_sees_committed_shards_only(world: World) -> None
             for number in range(len(reader.ranges)):
                 if number not in reader.records:
                     with pytest.raises(CacheIncompleteError, match=f"shard {number} .*not committed"):
-                        reader.shard(number)
+                        reader.segment(number)
                     continue
-                for name, rows in reader.shard(number).rows.items():
-                    np.testing.assert_array_equal(rows, whole.shard(number).rows[name])
+                for name, rows in reader.segment(number).rows.items():
+                    np.testing.assert_array_equal(rows, whole.segment(number).rows[name])
         return False
 
     dump_cache(world.config(), out=path, home=world.home, should_stop=look)
@@ -287,19 +288,22 @@ def test_training_has_no_settings_of_codecs(world: World) -> None:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize(("written_by", "method"), [(CacheWriter, "commit_shard"), (ShardWriter, "append")])
 def test_a_writer_in_the_background_that_dies_ends_the_dump(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, written_by: type[object], method: str
 ) -> None:
-    real = CacheWriter.write_shard
+    real = getattr(written_by, method)
 
-    def fail(self: CacheWriter, shard: int, rows: Any, *, table: pa.Table, rank: int = 0) -> int:
-        if shard == 1:
+    def fail(self: Any, *arguments: Any) -> Any:
+        files = arguments[0] if method == "commit_shard" else self
+        if files.shard == 1:
             raise StorageError("the disk went away")
-        return real(self, shard, rows, table=table, rank=rank)
+        return real(self, *arguments)
 
-    monkeypatch.setattr(CacheWriter, "write_shard", fail)
+    monkeypatch.setattr(written_by, method, fail)
     with pytest.raises(StorageError, match="the disk went away"):
         world.dump()
+    assert not list((world.root / "cache").rglob("*.partial"))
     monkeypatch.undo()
     assert world.dump().manifest.complete
 

@@ -19,6 +19,7 @@ from minilm_cache.errors import CacheCorruptError
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.store import reader
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import newest_cache
 from minilm_cache.store.fingerprint import digest_bytes
@@ -211,7 +212,7 @@ def test_a_link_out_of_the_cache_is_not_followed(world: World) -> None:
     (cache / WEIGHT).unlink()
     (cache / WEIGHT).symlink_to(secret)
     with pytest.raises(CacheCorruptError, match="is a symbolic link"):
-        open_cache(cache).reader.shard(1)
+        open_cache(cache).reader.segment(1)
 
 
 @pytest.mark.parametrize("linked", ["sequences", "index", "README.md", "relations/value"])
@@ -233,13 +234,13 @@ def test_a_linked_folder_is_neither_read_nor_written_nor_pushed(world: World, li
         assert sorted(outside.rglob("*")) == before
 
 
-def test_shards_that_would_fill_memory_are_refused(world: World) -> None:
+def test_segments_that_would_fill_memory_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest texts of a shard may lie together, in one of its segments."""
     cache = world.dump().path
-    manifest = json.loads((cache / "manifest.json").read_text())
-    manifest["shard_tokens"] = 2**26
-    write_document(cache / "manifest.json", manifest)
-    with pytest.raises(CacheCorruptError, match=r"decode to more than 4096 MiB"):
-        open_cache(cache)
+    monkeypatch.setattr(reader, "check_size", lambda *_: None)
+    monkeypatch.setattr(reader, "MAX_SEGMENT_BYTES", 1000)
+    with pytest.raises(CacheCorruptError, match=r"a segment of shard 0 of .* decodes to more than"):
+        open_cache(cache)[0]
 
 
 def test_a_neighbour_that_cannot_be_read_does_not_stand_in_the_way(world: World) -> None:

@@ -323,7 +323,7 @@ def test_two_processes_share_what_is_kept_of_a_url(world: World) -> None:
     url = f"file://{pushed(world, str(world.root / 'store'))}"
     readers = [MirrorReader(url, world.home, 20_000) for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
-        reads = [threads.submit(readers[n % 2].shard, n * 5 % 6) for n in range(60)]
+        reads = [threads.submit(readers[n % 2].segment, n * 5 % 6) for n in range(60)]
         assert all(len(read.result().rows) == 5 for read in reads)
 
 

@@ -1,10 +1,11 @@
 """What the tests of the store share: caches begun by hand, plain readings, and disks that fail."""
 
 import errno
+import io
 import json
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zarr
 
+from minilm_cache.storage_schema.arrays import ArraySpec
 from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, RANGES, CacheManifest
+from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.ranges_table import read_ranges
 from minilm_cache.store.reader import CacheReader, read_manifest
+from minilm_cache.store.shards import ShardEncoder, decode_rows
 from minilm_cache.store.writer import CacheWriter
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -59,6 +63,34 @@ def begin(source: Path, out: Path, **options: Any) -> CacheWriter:
     names = [path for path in manifest.files if path != RANGES and not path.endswith("zarr.json")]
     attachments = {path: reader.attachment(path) for path in names}
     return CacheWriter(out, manifest, ranges=reader.ranges, attachments=attachments, **options)
+
+
+def write_shard(
+    writer: CacheWriter, shard: int, rows: Mapping[str, npt.NDArray[Any]], *, table: pa.Table, rank: int = 0
+) -> int:
+    """Write and commit a shard as one segment."""
+    files = writer.begin_shard(shard)
+    try:
+        files.append(rows, table)
+        return writer.commit_shard(files, rank)
+    except BaseException as error:
+        files.abandon(error)
+        raise
+
+
+def encoded(rows: npt.NDArray[Any], spec: ArraySpec, shard_tokens: int, *, at_once: int = 10**9) -> bytes:
+    """Return the file of a shard, whose rows are appended `at_once` at a time."""
+    file = io.BytesIO()
+    encoder = ShardEncoder(file, spec, shard_tokens)
+    for first in range(0, len(rows), at_once):
+        encoder.append(rows[first : first + at_once])
+    assert encoder.finish() == digest_bytes(file.getvalue())
+    return file.getvalue()
+
+
+def decoded(content: bytes, spec: ArraySpec, shard_tokens: int, rows: range) -> npt.NDArray[Any]:
+    """Return rows of the file of a shard."""
+    return decode_rows(io.BytesIO(content), spec, shard_tokens=shard_tokens, rows=rows)
 
 
 def keep_shards(cache: Path, shards: Collection[int]) -> Path:

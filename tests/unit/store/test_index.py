@@ -165,7 +165,7 @@ LIES: dict[str, Callable[[pa.Table], bytes]] = {
 def test_an_index_that_lies_is_refused_whatever_its_digest(cache: Path, lie: str) -> None:
     plant(cache, LIES[lie](pq.read_table(cache / INDEX)))
     with pytest.raises(CacheCorruptError, match=r"index/shards\.parquet"):
-        CacheReader(cache).shard(0)
+        CacheReader(cache).segment(0)
 
 
 def test_an_index_in_one_row_group_is_not_read_at_once(complete: Path, tmp_path: Path) -> None:

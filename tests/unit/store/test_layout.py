@@ -13,10 +13,11 @@ from minilm_cache.store.layout import (
     below,
     cache_name,
     commit_path,
+    decoded_bytes,
     default_shard_tokens,
     lock_path,
+    segment_tokens,
     sequences_path,
-    shard_bytes,
     shard_files,
 )
 from minilm_cache.store.ranges import ShardRanges
@@ -103,7 +104,7 @@ def test_the_layout_names_every_file_of_a_cache_and_no_other(name: str) -> None:
 @pytest.mark.parametrize("name", ["v1", "v1-vectors", "v1-states"])
 def test_a_shard_takes_in_memory_what_the_metadata_says(name: str) -> None:
     manifest = read_manifest(GOLDEN / name)
-    decoded = shard_bytes(manifest.identity, manifest.calibration, manifest.shard_tokens)
+    decoded = decoded_bytes(manifest.identity, manifest.calibration, manifest.shard_tokens)
 
     assert decoded == manifest.shard_tokens * plain_row_bytes(GOLDEN / name)
 
@@ -123,17 +124,17 @@ def identity_of(k: int | None, heads: int, max_length: int) -> CacheIdentity:
     st.integers(1, 64),
     st.sampled_from([4, 31, 32, 128, 512, 4096, 8192]),
 )
-def test_shards_are_as_large_as_the_memory_bound_allows(k: int | None, heads: int, max_length: int) -> None:
+def test_segments_are_as_large_as_the_memory_bound_allows(k: int | None, heads: int, max_length: int) -> None:
     identity = identity_of(k, heads, max_length)
-    tokens = default_shard_tokens(identity, None)
+    tokens = segment_tokens(identity, None)
     bound = 2**28
 
     assert tokens & (tokens - 1) == 0
     assert max_length <= tokens <= 2**18
     if tokens < 2**18:
-        assert shard_bytes(identity, None, 2 * tokens) > bound
+        assert decoded_bytes(identity, None, 2 * tokens) > bound
     if tokens >= 2 * max_length:
-        assert shard_bytes(identity, None, tokens) <= bound
+        assert decoded_bytes(identity, None, tokens) <= bound
 
 
 def test_a_cache_of_many_layers_keeps_its_writer_below_two_gibibytes() -> None:
@@ -144,9 +145,22 @@ def test_a_cache_of_many_layers_keeps_its_writer_below_two_gibibytes() -> None:
     many = [fitted.model_copy(update={"layer": layer, "components": 768}) for layer in layers]
     identity = manifest.identity.model_copy(update={"layers": layers})
     calibration = manifest.calibration.model_copy(update={"layers": tuple(many)})
-    tokens = default_shard_tokens(identity, calibration)
+    tokens = segment_tokens(identity, calibration)
 
     assert tokens * (2 + 64 * 768 * 2) <= 2**31 < 2 * tokens * (2 + 64 * 768 * 2)
+
+
+@pytest.mark.parametrize("k", [None, 8])
+def test_large_corpora_have_large_shards(k: int | None) -> None:
+    identity = identity_of(k, 12, 128)
+    smallest = segment_tokens(identity, None)
+    row_bytes = decoded_bytes(identity, None, 1)
+
+    assert default_shard_tokens(identity, None, 20_000 * smallest) == smallest
+    assert default_shard_tokens(identity, None, 20_000 * smallest + 1) == 2 * smallest
+    tokens = default_shard_tokens(identity, None, 3 * 10**12)
+    assert tokens * row_bytes / 2 < 2 * 2**31  # one of two relations at least, so half of a row
+    assert tokens > smallest
 
 
 LABEL = st.text(

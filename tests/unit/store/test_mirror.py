@@ -32,7 +32,7 @@ def kept_in(mirror: Path) -> set[int]:
 
 def check(reader: MirrorReader, complete: Path, number: int) -> None:
     """Read a shard, and compare it with what plain zarr reads of the cache itself."""
-    rows = reader.shard(number).rows
+    rows = reader.segment(number).rows
     for path, expected in plain_shard(complete, number).items():
         np.testing.assert_array_equal(rows[path], expected)
 
@@ -57,7 +57,7 @@ def test_the_shards_used_last_are_kept_within_the_bound(
     for position, number in enumerate(visits):
         if position == reopened_after:
             reader = MirrorReader(str(complete), home, bound)
-        reader.shard(number)
+        reader.segment(number)
         used[number] = None
         used.move_to_end(number)
         while sum(sizes[n] for n in used) > bound:
@@ -79,7 +79,7 @@ def test_a_mirror_is_named_by_fingerprint_and_begins_without_shards(complete: Pa
 
 def test_only_the_arrays_that_are_wanted_are_fetched(complete: Path, tmp_path: Path) -> None:
     reader = MirrorReader(str(complete), tmp_path, ALL)
-    reader.shard(2, ["relations/value/gap"])
+    reader.segment(2, ["relations/value/gap"])
     fetched = [path for path in shard_files(reader.manifest, 2) if (reader.root / path).exists()]
 
     assert sorted(fetched) == ["relations/value/gap/c/2/0/0", "sequences/part-00002.parquet", "tokens/c/2"]
@@ -96,12 +96,12 @@ def test_threads_share_a_mirror_that_keeps_almost_nothing(complete: Path, tmp_pa
 
 def test_what_is_here_outlives_the_store_and_what_is_not_is_an_error(cache: Path, tmp_path: Path) -> None:
     reader = MirrorReader(str(cache), tmp_path / "home", ALL)
-    expected = reader.shard(0).rows["tokens"]
+    expected = reader.segment(0).rows["tokens"]
     shutil.rmtree(cache)
 
-    assert np.array_equal(reader.shard(0).rows["tokens"], expected)
+    assert np.array_equal(reader.segment(0).rows["tokens"], expected)
     with pytest.raises(CacheNotFoundError):
-        reader.shard(1)
+        reader.segment(1)
     assert kept_in(reader.root) == {0}
 
 
@@ -113,7 +113,7 @@ def test_a_file_that_is_damaged_here_is_fetched_again(
     complete: Path, tmp_path: Path, path: str, damage: str
 ) -> None:
     reader = MirrorReader(str(complete), tmp_path, ALL)
-    reader.shard(1)
+    reader.segment(1)
     content = (complete / path).read_bytes()
     (reader.root / path).unlink()
     if damage != "missing":
@@ -130,7 +130,7 @@ def test_what_is_damaged_in_the_store_is_neither_returned_nor_kept(
     (cache / "tokens/c/0").write_bytes(damage)
     reader = MirrorReader(str(cache), tmp_path / "home", ALL)
     with pytest.raises(CacheCorruptError):
-        reader.shard(0)
+        reader.segment(0)
 
     assert not (reader.root / "tokens/c/0").exists()
 
@@ -142,7 +142,7 @@ def test_a_link_in_a_mirror_is_not_followed(complete: Path, tmp_path: Path) -> N
     (reader.root / "tokens").mkdir()
     (reader.root / "tokens/c").symlink_to(outside)
     with pytest.raises(CacheCorruptError):
-        reader.shard(0)
+        reader.segment(0)
 
     assert list(outside.iterdir()) == []
 

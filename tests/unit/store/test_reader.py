@@ -23,7 +23,7 @@ from minilm_cache.errors import (
 )
 from minilm_cache.storage_schema.arrays import all_small_arrays
 from minilm_cache.storage_schema.documents import CommitRecord
-from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.identity import DenseParameters, RelationKind
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES
 from minilm_cache.store.checked import read_checked
 from minilm_cache.store.fingerprint import digest_bytes
@@ -31,14 +31,14 @@ from minilm_cache.store.index import parse_record, read_record
 from minilm_cache.store.layout import commit_path, shard_files
 from minilm_cache.store.reader import CacheReader, check_size, read_manifest, small_array
 from tests.support import write_document
-from tests.unit.store.support import GOLDEN, VECTORS, keep_shards, plain_row_bytes, plain_shard, plain_table
+from tests.unit.store.support import GOLDEN, VECTORS, keep_shards, plain_shard, plain_table
 
 
 def test_shards_hold_what_plain_zarr_and_pyarrow_read(complete: Path) -> None:
     reader = CacheReader(complete)
     for number in range(len(reader.ranges)):
         shard, rows, table = (
-            reader.shard(number),
+            reader.segment(number),
             plain_shard(complete, number),
             plain_table(complete, number),
         )
@@ -52,7 +52,7 @@ def test_shards_hold_what_plain_zarr_and_pyarrow_read(complete: Path) -> None:
 
 def test_a_sequence_is_its_rows_and_nothing_of_its_neighbours(complete: Path) -> None:
     reader, rows, table = CacheReader(complete), plain_shard(complete, 5), plain_table(complete, 5)
-    shard = reader.shard(5)
+    shard = reader.segment(5)
     for row in table.to_pylist():
         number, first = row["sequence"], row["offset"] - 5 * 256
         sequence = shard.sequence(number)
@@ -65,7 +65,7 @@ def test_a_sequence_is_its_rows_and_nothing_of_its_neighbours(complete: Path) ->
 
 def test_a_shard_knows_which_sequences_it_holds(complete: Path) -> None:
     reader = CacheReader(complete)
-    shard, listed = reader.shard(2), plain_table(complete, 2)["sequence"].to_pylist()
+    shard, listed = reader.segment(2), plain_table(complete, 2)["sequence"].to_pylist()
 
     assert [number for number in range(-1, reader.manifest.num_sequences + 1) if number in shard] == listed
 
@@ -73,7 +73,7 @@ def test_a_shard_knows_which_sequences_it_holds(complete: Path) -> None:
 @pytest.mark.parametrize("paths", [[], ["tokens"], ["relations/value/gap", "relations/attention/weight"]])
 def test_only_what_is_asked_for_is_read_and_counted(complete: Path, paths: list[str]) -> None:
     reader = CacheReader(complete)
-    shard = reader.shard(1, paths)
+    shard = reader.segment(1, paths)
     expected = {"tokens", *paths}
     files = [file for path in expected for file in (complete / path / "c/1").rglob("0") if file.is_file()]
     files += [complete / "tokens/c/1", complete / "sequences/part-00001.parquet"]
@@ -86,7 +86,7 @@ def test_threads_share_a_reader_and_lose_no_bytes_of_its_count(complete: Path) -
     reader = CacheReader(complete)
     sizes = [sum(os.stat(complete / p).st_size for p in shard_files(reader.manifest, n)) for n in range(6)]  # noqa: PTH116
     with ThreadPoolExecutor(8) as threads:
-        shards = list(threads.map(reader.shard, list(range(6)) * 4))
+        shards = list(threads.map(reader.segment, list(range(6)) * 4))
 
     assert reader.bytes_read == 4 * sum(sizes)
     assert [shard.number for shard in shards] == list(range(6)) * 4
@@ -142,8 +142,8 @@ def test_an_unfinished_cache_opens_only_where_that_is_asked_for(cache: Path) -> 
     reader = CacheReader(cache, partial=True)
 
     assert sorted(reader.records) == [1, 4]
-    assert reader.shard(4).number == 4
-    for read in (reader.shard, reader.table):
+    assert reader.segment(4).number == 4
+    for read in (reader.segment, reader.table):
         with pytest.raises(CacheIncompleteError):
             read(0)  # its files are all there, but no record says so
 
@@ -159,7 +159,7 @@ def test_a_lost_record_of_a_complete_cache_of_format_1_is_damage(tmp_path: Path)
 def test_a_complete_cache_is_read_without_its_records(cache: Path) -> None:
     shutil.rmtree(cache / "commits")
 
-    assert CacheReader(cache).shard(3).number == 3
+    assert CacheReader(cache).segment(3).number == 3
 
 
 def test_shards_that_nobody_reads_may_be_damaged(cache: Path) -> None:
@@ -168,22 +168,22 @@ def test_shards_that_nobody_reads_may_be_damaged(cache: Path) -> None:
     (cache / "tokens/c/2").unlink()
     reader = CacheReader(cache, partial=True)
 
-    assert reader.shard(1).number == 1
+    assert reader.segment(1).number == 1
     with pytest.raises(CacheCorruptError, match="tokens/c/2"):
-        reader.shard(2)
+        reader.segment(2)
     with pytest.raises(CacheIncompleteError):
-        reader.shard(0)
+        reader.segment(0)
     with pytest.raises(CacheCorruptError, match=r"00003\.json"):
-        reader.shard(3)
+        reader.segment(3)
 
 
 def test_damage_in_an_array_that_nobody_reads_is_no_hindrance(cache: Path) -> None:
     (cache / "relations/value/gap/c/0/0/0").unlink()
     reader = CacheReader(cache)
 
-    assert set(reader.shard(0, ["relations/attention/gap"]).rows) == {"tokens", "relations/attention/gap"}
+    assert set(reader.segment(0, ["relations/attention/gap"]).rows) == {"tokens", "relations/attention/gap"}
     with pytest.raises(CacheCorruptError, match="relations/value/gap"):
-        reader.shard(0)
+        reader.segment(0)
 
 
 def test_metadata_must_be_what_the_manifest_implies_even_if_the_manifest_agrees(cache: Path) -> None:
@@ -243,15 +243,16 @@ def test_a_record_must_be_of_this_cache_and_this_shard(complete: Path, change: s
         parse_record(changed.to_json(), reader.manifest, ranges=reader.ranges, shard=1, where="here")
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(8, 26))
-def test_shards_are_refused_from_four_gibibytes_on(power: int) -> None:
-    manifest = read_manifest(GOLDEN / "v1").model_copy(update={"shard_tokens": 2**power})
-    if plain_row_bytes(GOLDEN / "v1") * 2**power <= 2**32:
-        check_size(manifest, "here")
-    else:
-        with pytest.raises(CacheCorruptError):
-            check_size(manifest, "here")
+@pytest.mark.parametrize(("max_length", "is_refused"), [(128, False), (2048, False), (8192, True)])
+def test_segments_are_refused_from_four_gibibytes_on(max_length: int, is_refused: bool) -> None:
+    """Shards may be of any size. Segments hold a sequence at least, whose dense rows may be long."""
+    manifest = read_manifest(GOLDEN / "v1")
+    packing = manifest.identity.packing.model_copy(update={"max_length": max_length})
+    changes = {"codec": DenseParameters(), "relation_heads": 64, "packing": packing}
+    identity = manifest.identity.model_copy(update=changes)
+    large = manifest.model_copy(update={"shard_tokens": 2**26, "identity": identity})
+    with pytest.raises(CacheCorruptError) if is_refused else nullcontext():
+        check_size(large, "here")
 
 
 def test_small_arrays_are_what_plain_zarr_reads() -> None:

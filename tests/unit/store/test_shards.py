@@ -16,8 +16,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.arrays import ArraySpec, DType
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.shards import decode_shard, encode_pcodec_shard
-from tests.unit.store.support import GOLDEN, VECTORS, plain_shard
+from tests.unit.store.support import GOLDEN, VECTORS, decoded, encoded, plain_shard
 
 SHARD_TOKENS = 256
 WIDE = 1024
@@ -70,9 +69,7 @@ def test_every_array_of_a_cache_decodes_to_what_zarr_reads(name: str) -> None:
         expected = plain_shard(GOLDEN / name, number)
         for spec in reader.specs:
             content = (GOLDEN / name / spec.shard_path(number)).read_bytes()
-            rows = decode_shard(
-                content, spec, shard_tokens=reader.manifest.shard_tokens, num_rows=shard.num_tokens
-            )
+            rows = decoded(content, spec, reader.manifest.shard_tokens, range(shard.num_tokens))
             np.testing.assert_array_equal(rows, expected[spec.path])
 
 
@@ -84,12 +81,10 @@ DTYPES: list[DType] = ["uint8", "uint16", "uint32", "float16", "float32"]
 def test_any_shard_that_zarr_writes_is_read(tmp_path: Path, dtype: DType, row_shape: tuple[int, ...]) -> None:
     spec = spec_of(dtype, row_shape)
     rows = np.random.default_rng(1).integers(0, 100, (SHARD_TOKENS, *row_shape)).astype(dtype)
-    decoded = decode_shard(
-        written_by_zarr(tmp_path, spec, rows), spec, shard_tokens=SHARD_TOKENS, num_rows=SHARD_TOKENS
-    )
+    read = decoded(written_by_zarr(tmp_path, spec, rows), spec, SHARD_TOKENS, range(SHARD_TOKENS))
 
-    assert decoded.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(decoded, rows)
+    assert read.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(read, rows)
 
 
 @settings(max_examples=30, deadline=None)
@@ -98,9 +93,54 @@ def test_the_slack_is_cut_off_wherever_a_chunk_ends(
     chunked: tuple[ArraySpec, npt.NDArray[Any], bytes], num_tokens: int
 ) -> None:
     spec, rows, content = chunked
-    decoded = decode_shard(content, spec, shard_tokens=SHARD_TOKENS, num_rows=num_tokens)
+    read = decoded(content, spec, SHARD_TOKENS, range(num_tokens))
 
-    np.testing.assert_array_equal(decoded, rows[:num_tokens])
+    np.testing.assert_array_equal(read, rows[:num_tokens])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, SHARD_TOKENS), st.integers(0, SHARD_TOKENS))
+def test_any_rows_are_read_on_their_own(
+    chunked: tuple[ArraySpec, npt.NDArray[Any], bytes], first: int, last: int
+) -> None:
+    spec, rows, content = chunked
+    first, last = min(first, last), max(first, last)
+
+    np.testing.assert_array_equal(decoded(content, spec, SHARD_TOKENS, range(first, last)), rows[first:last])
+
+
+def test_only_the_chunks_of_the_rows_are_read(chunked: tuple[ArraySpec, npt.NDArray[Any], bytes]) -> None:
+    spec, rows, content = chunked
+    damaged = bytes(200) + content[200:]  # in the first of four chunks
+
+    np.testing.assert_array_equal(decoded(damaged, spec, SHARD_TOKENS, range(64, 256)), rows[64:])
+    with pytest.raises(CacheCorruptError):
+        decoded(damaged, spec, SHARD_TOKENS, range(63, 256))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row_shape", [(), (5,), (2, 700)])
+def test_a_shard_is_written_as_zarr_writes_it(
+    tmp_path: Path, dtype: DType, row_shape: tuple[int, ...]
+) -> None:
+    spec = spec_of(dtype, row_shape)
+    rows = np.random.default_rng(1).integers(0, 100, (SHARD_TOKENS, *row_shape)).astype(dtype)
+
+    assert encoded(rows, spec, SHARD_TOKENS) == written_by_zarr(tmp_path, spec, rows)
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_tokens=st.integers(0, SHARD_TOKENS), at_once=st.integers(1, SHARD_TOKENS))
+def test_a_shard_is_the_same_however_its_rows_come(
+    chunked: tuple[ArraySpec, npt.NDArray[Any], bytes], num_tokens: int, at_once: int
+) -> None:
+    spec, rows, _ = chunked
+    written = encoded(rows[:num_tokens], spec, SHARD_TOKENS)
+
+    assert encoded(rows[:num_tokens], spec, SHARD_TOKENS, at_once=at_once) == written
+    whole = decoded(written, spec, SHARD_TOKENS, range(SHARD_TOKENS))
+    np.testing.assert_array_equal(whole[:num_tokens], rows[:num_tokens])
+    assert np.all(whole[num_tokens:] == spec.fill_value)
 
 
 @settings(max_examples=50, deadline=None)
@@ -114,11 +154,11 @@ def test_a_changed_bit_is_refused_or_lies_in_a_chunk_that_nobody_asked_for(
     changed = bytearray(content)
     changed[at // 8] ^= 1 << at % 8
     try:
-        decoded = decode_shard(bytes(changed), spec, shard_tokens=SHARD_TOKENS, num_rows=num_tokens)
+        read = decoded(bytes(changed), spec, SHARD_TOKENS, range(num_tokens))
     except CacheCorruptError:
         return
     assert num_tokens < SHARD_TOKENS
-    np.testing.assert_array_equal(decoded, rows[:num_tokens])
+    np.testing.assert_array_equal(read, rows[:num_tokens])
 
 
 @settings(max_examples=30, deadline=None)
@@ -130,7 +170,7 @@ def test_a_shard_that_was_cut_short_is_refused(
     cut = data.draw(st.integers(0, len(content) - 1))
     for part in (content[:cut], content[cut + 1 :]):
         with pytest.raises(CacheCorruptError):
-            decode_shard(part, spec, shard_tokens=SHARD_TOKENS, num_rows=SHARD_TOKENS)
+            decoded(part, spec, SHARD_TOKENS, range(SHARD_TOKENS))
 
 
 def test_a_chunk_that_zarr_fills_in_is_an_error_here(tmp_path: Path) -> None:
@@ -141,9 +181,9 @@ def test_a_chunk_that_zarr_fills_in_is_an_error_here(tmp_path: Path) -> None:
     filled = zarr.open_array(tmp_path, mode="r")
 
     assert np.all(np.asarray(filled[64:]) == 255)
-    np.testing.assert_array_equal(decode_shard(content, spec, shard_tokens=256, num_rows=64), rows)
+    np.testing.assert_array_equal(decoded(content, spec, 256, range(64)), rows)
     with pytest.raises(CacheCorruptError):
-        decode_shard(content, spec, shard_tokens=256, num_rows=65)
+        decoded(content, spec, 256, range(65))
 
 
 @settings(max_examples=40, deadline=None)
@@ -154,8 +194,8 @@ def test_a_chunk_that_zarr_fills_in_is_an_error_here(tmp_path: Path) -> None:
 )
 def test_codes_come_back_and_their_slack_is_poison(rows: npt.NDArray[np.int16]) -> None:
     spec = spec_of("int16", rows.shape[1:], pcodec=True)
-    content = encode_pcodec_shard(rows, spec, 64)
-    whole = decode_shard(content, spec, shard_tokens=64, num_rows=64)
+    content = encoded(rows, spec, 64)
+    whole = decoded(content, spec, 64, range(64))
 
     np.testing.assert_array_equal(whole[: len(rows)], rows)
     assert np.all(whole[len(rows) :] == spec.fill_value)
@@ -164,10 +204,10 @@ def test_codes_come_back_and_their_slack_is_poison(rows: npt.NDArray[np.int16]) 
 def test_codes_of_several_chunks_come_back() -> None:
     spec = spec_of("int16", (2,), pcodec=True)
     rows = np.random.default_rng(2).integers(-99, 99, (20_000, 2)).astype(np.int16)
-    content = encode_pcodec_shard(rows, spec, 2**15)
+    content = encoded(rows, spec, 2**15)
     for num_tokens in (1, 2**13, 2**13 + 1, len(rows)):
-        decoded = decode_shard(content, spec, shard_tokens=2**15, num_rows=num_tokens)
-        np.testing.assert_array_equal(decoded, rows[:num_tokens])
+        read = decoded(content, spec, 2**15, range(num_tokens))
+        np.testing.assert_array_equal(read, rows[:num_tokens])
 
 
 @pytest.mark.filterwarnings("ignore:Numcodecs codecs")
@@ -179,7 +219,7 @@ def test_zarr_reads_the_codes_that_we_write(tmp_path: Path) -> None:
     folder = tmp_path / spec.path
     (folder / spec.shard_path(0).removeprefix(f"{spec.path}/")).parent.mkdir(parents=True)
     (folder / "zarr.json").write_bytes((VECTORS / spec.path / "zarr.json").read_bytes())
-    (tmp_path / spec.shard_path(0)).write_bytes(encode_pcodec_shard(rows, spec, size))
+    (tmp_path / spec.shard_path(0)).write_bytes(encoded(rows, spec, size))
 
     np.testing.assert_array_equal(np.asarray(zarr.open_array(folder, mode="r")[:size]), rows)
 
@@ -189,8 +229,8 @@ def test_codes_of_another_number_than_the_chunk_has_are_refused(num_values: int)
     spec = spec_of("int16", (2,), pcodec=True)
     values = np.zeros(num_values, np.int16)
     lying = spec_of("int16", (num_values,), pcodec=True)
-    content = encode_pcodec_shard(values[None], lying, 1)  # the index of one chunk is the same
+    content = encoded(values[None], lying, 1)  # the index of one chunk is the same
 
     assert standalone.simple_compress(values, ChunkConfig(compression_level=8)) in content
     with pytest.raises(CacheCorruptError):
-        decode_shard(content, spec, shard_tokens=64, num_rows=64)
+        decoded(content, spec, 64, range(64))

@@ -12,13 +12,13 @@ from minilm_cache.errors import CacheCorruptError, CacheNotFoundError
 from minilm_cache.progress import Silent
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import commit_path
-from minilm_cache.store.reader import CacheReader, Shard
+from minilm_cache.store.reader import CacheReader, Segment
 from minilm_cache.store.verify import Verdict, default_threads, unsound_shards, verify
 from tests.support import change_record, write_document
 from tests.unit.store.support import GOLDEN, Recorder, keep_shards
 
 
-def accept(reader: CacheReader) -> Callable[[Shard], None]:
+def accept(reader: CacheReader) -> Callable[[Segment], None]:
     """Find nothing wrong with any rows."""
     return lambda shard: None
 
@@ -115,10 +115,10 @@ def test_token_ids_must_be_those_that_the_record_hashes(cache: Path) -> None:
     assert named == [("index/shards.parquet", 2)]
 
 
-def refuse(*numbers: int) -> Callable[[CacheReader], Callable[[Shard], None]]:
+def refuse(*numbers: int) -> Callable[[CacheReader], Callable[[Segment], None]]:
     """Make a check of rows that some shards do not pass."""
 
-    def check(shard: Shard) -> None:
+    def check(shard: Segment) -> None:
         if shard.number in numbers:
             raise CacheCorruptError("rows that mean nothing")
 

@@ -34,6 +34,7 @@ from tests.unit.store.support import (
     plain_shard,
     plain_table,
     unfinished,
+    write_shard,
 )
 
 
@@ -41,7 +42,7 @@ def write(writer: CacheWriter, source: Path, shard: int, rank: int = 0) -> None:
     """Write a shard of the rows of a finished cache."""
     with writer.claim(shard):
         rows, table = plain_shard(source, shard), plain_table(source, shard)
-        writer.write_shard(shard, rows, table=table, rank=rank)
+        write_shard(writer, shard, rows, table=table, rank=rank)
 
 
 def seal(writer: CacheWriter, source: Path) -> None:
@@ -116,7 +117,7 @@ def test_a_shard_whose_writing_fails_anywhere_is_not_there_or_is_whole(
             except StorageError:
                 failures += 1
         if writer.is_committed(1):
-            rows = CacheReader(out, partial=True).shard(1).rows
+            rows = CacheReader(out, partial=True).segment(1).rows
             assert all(np.array_equal(rows[path], values) for path, values in expected.items())
             with writer.claim(1):
                 writer.withdraw(1)
@@ -178,11 +179,11 @@ def test_a_shard_that_is_withdrawn_does_not_exist_until_it_is_written_again(
     reader = CacheReader(tmp_path, partial=True)
 
     assert writer.missing_shards() == [0, 2, 3, 4, 5]
-    assert reader.shard(1).number == 1
+    assert reader.segment(1).number == 1
     with pytest.raises(CacheIncompleteError):
-        reader.shard(0)
+        reader.segment(0)
     write(writer, complete, 0)
-    assert CacheReader(tmp_path, partial=True).shard(0).number == 0
+    assert CacheReader(tmp_path, partial=True).segment(0).number == 0
 
 
 def test_a_copied_shard_is_the_same_to_the_byte(complete: Path, tmp_path: Path) -> None:
@@ -308,8 +309,8 @@ def test_tokens_of_another_cache_are_linked_only_if_they_are_the_same(
     rows = plain_shard(complete, 1)
     writer = begin(complete, tmp_path / "out", tokens_of=other)
     with writer.claim(1):
-        writer.write_shard(
-            1, shifted(rows) if state == "other tokens" else rows, table=plain_table(complete, 1)
+        write_shard(
+            writer, 1, shifted(rows) if state == "other tokens" else rows, table=plain_table(complete, 1)
         )
     linked = (tmp_path / "out/tokens/c/1").samefile(cache / "tokens/c/1")
     found = plain_rows(tmp_path / "out", "tokens", 256, 256)
@@ -324,15 +325,15 @@ def test_what_a_cache_adds_to_is_linked_and_its_tokens_must_be_the_same(cache: P
     rows, table = plain_shard(cache, 1), plain_table(cache, 1)
     with writer.claim(1):
         with pytest.raises(IdentityMismatchError):
-            writer.write_shard(1, shifted(rows), table=table)
-        writer.write_shard(1, {"tokens": rows["tokens"]}, table=table)
+            write_shard(writer, 1, shifted(rows), table=table)
+        write_shard(writer, 1, {"tokens": rows["tokens"]}, table=table)
 
     assert all(writer.takes_over(spec) for spec in parts.specs)
     for path in shard_files(parts.manifest, 1):
         assert (tmp_path / "out" / path).samefile(cache / path)
     (cache / "relations/value/gap/c/2/0/0").unlink()
     with writer.claim(2), pytest.raises(CacheCorruptError):
-        writer.write_shard(2, {"tokens": plain_rows(cache, "tokens", 512, 256)}, table=table)
+        write_shard(writer, 2, {"tokens": plain_rows(cache, "tokens", 512, 256)}, table=table)
     assert not writer.is_committed(2)
 
 

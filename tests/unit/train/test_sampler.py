@@ -8,14 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.store.ranges import ShardRanges
+from minilm_cache.store.segments import Segments
 from minilm_cache.train.sampler import Buffer, SequenceOrder
 
 
-def order_of(*sizes: int, held_out: int = 0, seed: int = 0, buffer_shards: int = 2) -> SequenceOrder:
+def order_of(
+    *sizes: int, held_out: int = 0, seed: int = 0, buffer_shards: int = 2, per_shard: int = 1
+) -> SequenceOrder:
     """Return the order of shards of so many sequences, the last ones held out."""
-    ranges = ShardRanges(np.asarray(sizes), np.asarray(sizes))
+    segments = Segments(ShardRanges(np.asarray(sizes), np.asarray(sizes)), per_shard)
     return SequenceOrder(
-        ranges=ranges, num_train=sum(sizes) - held_out, seed=seed, buffer_shards=buffer_shards
+        segments=segments, num_train=sum(sizes) - held_out, seed=seed, buffer_shards=buffer_shards
     )
 
 
@@ -23,26 +26,21 @@ def sequences(order: SequenceOrder, epoch: int) -> list[int]:
     return [number for buffer in order.epoch(epoch) for number in buffer.sequences.tolist()]
 
 
+@pytest.mark.parametrize("per_shard", [1, 2, 4])
 @pytest.mark.parametrize("buffer_shards", [1, 2, 9])
-def test_an_epoch_takes_every_training_sequence_once(buffer_shards: int) -> None:
-    order = order_of(5, 3, 7, 4, held_out=6, buffer_shards=buffer_shards)
+def test_an_epoch_takes_every_training_sequence_once(buffer_shards: int, per_shard: int) -> None:
+    order = order_of(5, 3, 7, 4, held_out=6, buffer_shards=buffer_shards, per_shard=per_shard)
 
     assert sorted(sequences(order, 0)) == list(range(13))
     assert sequences(order, 0) == sequences(order, 0)
     assert sequences(order, 0) != sequences(order, 1)
 
 
-def test_a_buffer_names_exactly_the_shards_of_its_sequences() -> None:
-    order = order_of(5, 3, 7, 4, seed=3)
+@pytest.mark.parametrize("per_shard", [1, 2])
+def test_a_buffer_names_exactly_the_segments_of_its_sequences(per_shard: int) -> None:
+    order = order_of(5, 3, 7, 4, seed=3, per_shard=per_shard)
     for buffer in order.epoch(0):
-        expected = {
-            number
-            for shard in buffer.shards
-            for number in range(
-                order.ranges[shard].first_sequence,
-                order.ranges[shard].first_sequence + order.ranges[shard].num_sequences,
-            )
-        }
+        expected = {number for segment in buffer.segments for number in order.segments.sequences(segment)}
 
         assert set(buffer.sequences.tolist()) == expected
 
@@ -135,9 +133,34 @@ def test_a_stream_reads_its_own_shards_and_at_most_two_of_others() -> None:
     order = order_of(*[10] * 12)
     for number in range(3):
         stream = replace(order, stream_number=number, num_streams=3)
-        shards = {shard for buffer in stream.epoch(0) for shard in buffer.shards}
+        shards = {shard for buffer in stream.epoch(0) for shard in buffer.segments}
 
         assert len(shards) == 4
+
+
+def test_the_segments_of_a_shard_follow_each_other_in_an_order_of_their_own() -> None:
+    order = order_of(*[64] * 9, buffer_shards=1, per_shard=8)
+    taken = [order.segments.shard_of(buffer.segments[0]) for buffer in order.epoch(0)]
+    orders = {tuple(buffer.segments[0] % 8 for buffer in order.epoch(epoch))[:8] for epoch in range(9)}
+
+    assert [shard for shard, before in zip(taken, [None, *taken], strict=False) if shard != before] == list(
+        dict.fromkeys(taken)
+    )
+    assert len(orders) == 9
+    assert all(sorted(places) == list(range(8)) for places in orders)
+
+
+@pytest.mark.parametrize("per_shard", [1, 4])
+@pytest.mark.parametrize("num_streams", [2, 3])
+def test_streams_take_every_sequence_once_whatever_the_segments(num_streams: int, per_shard: int) -> None:
+    order = order_of(17, 3, 29, 4, held_out=6, per_shard=per_shard)
+    taken = [
+        number
+        for stream in range(num_streams)
+        for number in sequences(replace(order, stream_number=stream, num_streams=num_streams), 0)
+    ]
+
+    assert sorted(taken) == list(range(47))
 
 
 # Batches of like lengths
@@ -153,7 +176,7 @@ def test_batches_by_length_hold_every_sequence_once(
     lengths: list[int], batch_size: int, head: int, epoch: int
 ) -> None:
     numbers = np.random.default_rng(0).permutation(len(lengths)) + 7
-    buffer = Buffer(shards=(0,), sequences=numbers, epoch=epoch)
+    buffer = Buffer(segments=(0,), sequences=numbers, epoch=epoch)
     sizes = np.asarray(lengths)
     ordered = buffer.in_order(sizes, batch_size, head=head)
 
@@ -165,7 +188,7 @@ def test_batches_by_length_hold_every_sequence_once(
 def test_batches_by_length_save_padding() -> None:
     generator = np.random.default_rng(1)
     lengths = generator.geometric(0.03, 6400) + 3
-    buffer = Buffer(shards=(0,), sequences=np.arange(6400), epoch=0)
+    buffer = Buffer(segments=(0,), sequences=np.arange(6400), epoch=0)
     ordered = buffer.in_order(lengths, 64, head=0)
 
     def padded(order: np.ndarray) -> int:
