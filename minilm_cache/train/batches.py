@@ -5,7 +5,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -144,24 +143,29 @@ class BatchReader:
 
     def segments_of(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Segment], Buffer]]:
         """Yield each buffer with its segments, while the segments of the buffers after it are read."""
-        reader, ahead = self._cache.reader, deque[tuple[Buffer, _Reads]]()
+        reader, ahead = self._cache.reader, deque[tuple[Buffer, _Reads, int]]()
+        # More than an epoch of a small cache would only be read again.
+        enough = min(reader.bytes_ahead, self._row_bytes * self._cache.manifest.num_tokens)
         with ThreadPoolExecutor(reader.reads_at_once) as threads:
             reads: _Reads = {}
+            ahead_bytes = 0
             while True:
-                while len(ahead) < _LEAST_BUFFERS or self._num_bytes(ahead) < reader.bytes_ahead:
+                while len(ahead) < _LEAST_BUFFERS or ahead_bytes - ahead[0][2] < enough:
                     buffer = next(buffers)
                     keys = [(n, buffer.epoch % len(self._read_plan.readings)) for n in buffer.segments]
                     reads = {key: reads.get(key) or threads.submit(self._read, *key) for key in keys}
-                    ahead.append((buffer, reads))
-                current, current_reads = ahead.popleft()
+                    size = self._row_bytes * sum(map(reader.segments.mean_tokens, buffer.segments))
+                    ahead.append((buffer, reads, size))
+                    ahead_bytes += size
+                current, current_reads, size = ahead.popleft()
+                ahead_bytes -= size
                 yield {n: future.result() for (n, _), future in current_reads.items()}, current
 
-    def _num_bytes(self, ahead: Iterable[tuple[Buffer, object]]) -> int:
-        """Return the decoded bytes of all buffers but the first, which is about to be used."""
-        reader, paths = self._cache.reader, {"tokens", *self._read_plan.paths}
-        row_bytes = sum(spec.row_bytes for spec in reader.specs if spec.path in paths)
-        segments = [segment for buffer, _ in islice(ahead, 1, None) for segment in buffer.segments]
-        return row_bytes * sum(map(reader.segments.mean_tokens, segments))
+    @property
+    def _row_bytes(self) -> int:
+        """Decoded bytes of a token."""
+        paths = {"tokens", *self._read_plan.paths}
+        return sum(spec.row_bytes for spec in self._cache.reader.specs if spec.path in paths)
 
     def _read(self, number: int, reading: int = 0) -> Segment:
         paths = [self._read_plan.path_in(reading, path) for path in self._read_plan.paths]

@@ -6,6 +6,7 @@ import pytest
 
 from minilm_cache.cache import open_cache
 from minilm_cache.store import layout, segments
+from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.pull import Fetcher
 from minilm_cache.store.shard_writer import ShardWriter
 from minilm_cache.train.run import train_students
@@ -61,11 +62,11 @@ def test_a_training_that_is_interrupted_within_a_shard_goes_on_as_if_it_were_not
         assert_same(weights(result)[arch], expected_weights)
 
 
-@pytest.mark.usefixtures("small_segments")
 def test_an_epoch_from_a_store_fetches_a_shard_once_though_not_all_are_kept(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = world.dump(shard_tokens=SHARD).path
+    monkeypatch.setattr(segments, "segment_tokens", lambda *_: SHARD // 16)
+    path = world.dump(shard_tokens=SHARD // 4).path
     url = f"file://{pushed(world, str(world.root / 'store'))}"
     fetched: Counter[str] = Counter()
     real = Fetcher.fetch_all
@@ -75,6 +76,9 @@ def test_an_epoch_from_a_store_fetches_a_shard_once_though_not_all_are_kept(
         real(self, files, requests)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Fetcher, "fetch_all", counting)
+    # Several threads would read from more shards than are kept here: a shard has only four segments.
+    monkeypatch.setattr(MirrorReader, "reads_at_once", 1)
+    monkeypatch.setattr(MirrorReader, "bytes_ahead", 0)
     opened = open_cache(path)
     kept = sum(opened.reader.records.bytes_by_name().values()) // 2
     steps = opened.manifest.num_train // 4
