@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.corpus.config import TokenizeConfig
 from minilm_cache.corpus.load import COPIES_OF, Corpus, load_corpus, text_batches
+from minilm_cache.corpus.shared_tokens import fetched_or_first, send, shared_tokens
 from minilm_cache.corpus.tokens import (
     COPIES,
     ENDS,
@@ -82,7 +83,7 @@ def tokenise(
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> Tokens:
-    """Return the tokens of a corpus; what the home holds of them is reused.
+    """Return the tokens of a corpus; what the home holds of them, or MINILM_CACHE_TOKENS, is reused.
 
     Args:
         corpus: text to tokenise.
@@ -96,7 +97,8 @@ def tokenise(
 
     Raises:
         InterruptedRunError: a stop was requested.
-        StorageError: the home cannot be written to.
+        StorageError: the home cannot be written to, or a store refused.
+        CacheCorruptError: what a store holds is damaged.
         InvalidConfigError: Ray is not installed.
     """
     progress = progress or Silent()
@@ -109,7 +111,19 @@ def tokenise(
                 progress.note(f"{error} They are made again now.")
                 (folder / TOKENS_FILE).unlink()
         pool = partial(_pool, engine=engine, num_processes=num_processes or os.cpu_count() or 1)
-        _write(folder, corpus, tokenizer, pool=pool, progress=progress, should_stop=should_stop)
+        write = partial(
+            _write, folder, corpus, tokenizer, pool=pool, progress=progress, should_stop=should_stop
+        )
+        shared = shared_tokens(folder.name)
+        if shared is None:
+            write()
+            return Tokens(folder, corpus.name, tokenizer)
+        with fetched_or_first(
+            shared, folder, len(tokenizer), progress=progress, should_stop=should_stop
+        ) as is_fetched:
+            if not is_fetched:
+                write()
+                send(folder, shared, progress)
         return Tokens(folder, corpus.name, tokenizer)
 
 

@@ -67,6 +67,11 @@ class TokenRecord(StoredDocument):
     files: dict[str, FileDigest]
     """Digests of `ends`, `texts` and `copies`."""
 
+    @property
+    def address(self) -> str:
+        """Name of the folder: 32 hexadecimal digits."""
+        return _address(self.corpus, self.tokenizer_sha256)
+
 
 class Tokens:
     """Token ids of the documents of a corpus, by number."""
@@ -189,8 +194,11 @@ def read_record(folder: Path) -> TokenRecord:
 
 def address_of(corpus: CorpusIdentity, tokenizer: PreTrainedTokenizerFast) -> str:
     """Return the name of the folder of a corpus' tokens: 32 hexadecimal digits."""
-    content = [_VERSION, corpus.model_dump(mode="json"), tokenizer_sha256(tokenizer)]
-    return canonical_sha256(content)[:32]
+    return _address(corpus, tokenizer_sha256(tokenizer))
+
+
+def _address(corpus: CorpusIdentity, tokenizer: str) -> str:
+    return canonical_sha256([_VERSION, corpus.model_dump(mode="json"), tokenizer])[:32]
 
 
 def part_name(number: int) -> str:

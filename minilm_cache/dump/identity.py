@@ -37,9 +37,11 @@ from minilm_cache.storage_schema.states import Masking, Pooling, SoftLabels, Sta
 from minilm_cache.storage_schema.versions import RELEASE
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import (
+    MAX_FILE_BYTES,
     MAX_SEGMENT_BYTES,
     decoded_bytes,
     default_shard_tokens,
+    file_bytes,
     segment_tokens,
 )
 from minilm_cache.store.ranges import ShardRanges
@@ -220,13 +222,7 @@ def plan_manifest(
     """
     shard_tokens = config.shard_tokens or default_shard_tokens(identity, calibration, sequences.num_tokens)
     ranges = ShardRanges.split(sequences, shard_tokens)
-    at_once = min(shard_tokens, segment_tokens(identity, calibration))
-    if decoded_bytes(identity, calibration, at_once) > MAX_SEGMENT_BYTES:
-        raise InvalidConfigError(
-            f"{at_once} tokens, which are in memory at once, would decode to more than "
-            f"{MAX_SEGMENT_BYTES >> 20} MiB. Choose smaller --shard-tokens (not with --add: dump anew), or a "
-            "codec that stores less."
-        )
+    _refuse_large_shards(identity, calibration, shard_tokens)
     if len(ranges) > MAX_SHARDS:
         raise InvalidConfigError(
             f"{len(ranges):,} shards of {shard_tokens} tokens are more than the {MAX_SHARDS:,} allowed. "
@@ -253,6 +249,22 @@ def plan_manifest(
         files=files,
     )
     return manifest, ranges
+
+
+def _refuse_large_shards(identity: CacheIdentity, calibration: Calibration | None, shard_tokens: int) -> None:
+    """Raise InvalidConfigError for shards whose files, or segments, are too large for stores or memory."""
+    if file_bytes(identity, calibration, shard_tokens) > MAX_FILE_BYTES:
+        raise InvalidConfigError(
+            f"--shard-tokens {shard_tokens}: files of shards could exceed {MAX_FILE_BYTES >> 30} GiB, which "
+            "not every store can copy. Choose a smaller number."
+        )
+    at_once = min(shard_tokens, segment_tokens(identity, calibration))
+    if decoded_bytes(identity, calibration, at_once) > MAX_SEGMENT_BYTES:
+        raise InvalidConfigError(
+            f"{at_once} tokens, which are in memory at once, would decode to more than "
+            f"{MAX_SEGMENT_BYTES >> 20} MiB. Choose smaller --shard-tokens (not with --add: dump anew), or a "
+            "codec that stores less."
+        )
 
 
 def _refuse_many_files(num_files: int) -> None:

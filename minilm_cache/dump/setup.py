@@ -166,7 +166,9 @@ def _identity_and_place(
 
 
 def _with_shards(config: DumpConfig, path: Path, donor: CacheReader | None) -> DumpConfig:
-    """Return settings with the shard size of a donor, or of a complete cache, which may have been pulled.
+    """Return settings with the shard size of a donor, or of the cache that is there.
+
+    That one may have been pulled, or begun by an earlier release, which had another default.
 
     Raises:
         InvalidConfigError: another shard size was requested than the donor's.
@@ -180,7 +182,5 @@ def _with_shards(config: DumpConfig, path: Path, donor: CacheReader | None) -> D
             )
         return config.with_changes(shard_tokens=theirs)
     if config.shard_tokens is None and (path / MANIFEST).exists():
-        manifest = read_manifest(path)
-        if manifest.complete:
-            return config.with_changes(shard_tokens=manifest.shard_tokens)
+        return config.with_changes(shard_tokens=read_manifest(path).shard_tokens)
     return config

@@ -74,10 +74,7 @@ class ShardJob:
                             pending.result()
                         pending = disk.submit(files.append, *encoded)
                 except BaseException as error:
-                    # Whoever keeps the error keeps this frame, and would keep the lock with it.
-                    claim.lock.release()
-                    if files is not None:
-                        disk.submit(files.abandon, error)  # after what is still being written
+                    disk.submit(_abandon, files, claim.lock, error)  # after what is still being written
                     raise
                 left = max(0, left - self.writer.ranges[claim.shard].num_tokens)
                 pending = disk.submit(self._commit, files, appended=pending, lock=claim.lock, left=left)
@@ -117,10 +114,9 @@ class ShardJob:
                 appended.result()
             written = self.writer.commit_shard(files, self.config.rank)
         except BaseException as error:
-            files.abandon(error)
+            _abandon(files, lock, error)
             raise
-        finally:
-            lock.release()
+        lock.release()
         # Shards of other ranks are not counted: they may have disks of their own.
         expected = round(written / self.writer.ranges[files.shard].num_tokens * left)
         refuse_full_disk(self.writer.root, expected, "dump the shards that are left into")
@@ -135,7 +131,7 @@ class ShardJob:
     def _encode(
         self, sequences: range, progress: Progress, should_stop: ShouldStop
     ) -> tuple[_Rows, pa.Table] | None:
-        """Return the rows and the table of sequences of one shard. None means that a stop was requested."""
+        """Return the rows and the table of sequences of one segment. None means that a stop was requested."""
         manifest = self.writer.manifest
         tokens = self.sequences.read(sequences.start, sequences.stop)
         lengths = np.asarray([len(ids) for ids in tokens.ids])
@@ -220,3 +216,11 @@ class ShardJob:
                 )
                 encoded.append(self.states.encode(states, numbers, lengths=lengths))
         return signals, encoded
+
+
+def _abandon(files: ShardWriter | None, lock: ShardLock, error: BaseException) -> None:
+    """Remove what an attempt at a shard has written, then let others have the shard."""
+    if files is not None:
+        files.abandon(error)
+    # Whoever keeps the error keeps its frames, and would keep the lock with them.
+    lock.release()

@@ -72,9 +72,12 @@ class RayCluster:
         Args:
             folder: folder that the calls write in; it is made if it is not there.
         """
-        with common_file(folder) as self._common:
-            yield
-        self._common = None
+        with common_file(folder) as file:
+            self._common = file
+            try:
+                yield
+            finally:
+                self._common = None
 
     def submit(self, call: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - Ray's reference
         """Submit a call, and return Ray's reference to its result.

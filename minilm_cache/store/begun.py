@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, StorageError
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
@@ -15,7 +15,7 @@ from minilm_cache.store.creation import differing_values
 from minilm_cache.store.durable import write_file
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import COMMITS, MANIFEST, below
-from minilm_cache.store.remote import RemoteFolder
+from minilm_cache.store.remote import AccessDeniedError, RemoteFolder
 
 BEGUN: Final = "unfinished.json"
 """Manifest of a dump that has begun, in a store."""
@@ -96,7 +96,7 @@ def remove_leftovers(target: RemoteFolder) -> None:
     """Remove what only a dump needs from the folder of a finished cache, if this process may write there."""
     if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) is None:  # no dump into the store has begun here
         return
-    with suppress(StorageError):  # whoever reads the cache needs none of this gone
+    with suppress(AccessDeniedError):  # whoever reads the cache needs none of this gone
         for folder in (STAGING, CLAIMS, COMMITS):
             target.remove([f"{folder}/{name}" for name in target.below(folder).sizes()])
         target.remove([BEGUN])

@@ -17,8 +17,8 @@ from minilm_cache.store.fingerprint import xxh3, xxh3_file
 from minilm_cache.store.layout import below
 from minilm_cache.store.regular_files import NotRegularError, open_regular
 
-FileState = tuple[str, int, int]
-"""Path of a file below the cache, its inode, and when it was changed last (nanoseconds)."""
+FileState = tuple[int, int, int]
+"""Inode of a file, and when its content and its entry were changed last (nanoseconds)."""
 
 READ_REMEDY: Final = (
     "Run `minilm-cache verify --full` for the extent of the damage, then the `minilm-cache dump` command of "
@@ -74,9 +74,19 @@ def _other_bytes(file: Path) -> CacheCorruptError:
     return CacheCorruptError(f"{file} is damaged: its bytes are not those committed. {READ_REMEDY}")
 
 
+def checked_file(root: Path, path: str, expected: FileDigest | None) -> Path:
+    """Return the path of a file after comparing it with what was committed; it is not held in memory.
+
+    Raises:
+        CacheCorruptError: see `open_checked`.
+    """
+    with open_checked(root, path, expected, known={}):
+        return below(root, path)
+
+
 @contextmanager
 def open_checked(
-    root: Path, path: str, expected: FileDigest | None, *, known: set[FileState]
+    root: Path, path: str, expected: FileDigest | None, *, known: dict[str, FileState]
 ) -> Iterator[BufferedIOBase]:
     """Open a file of which parts are read, after comparing all of it with what was committed.
 
@@ -84,25 +94,25 @@ def open_checked(
         root: folder of the cache.
         path: path of the file below it.
         expected: size and hashes that were committed. None means that the file is not listed.
-        known: states of files that have been compared, which are not read as a whole again until they
-            change; this one is added. What is read of them has a checksum of its own.
+        known: path to state of files that have been compared, which are not read as a whole again until
+            they change; this one is added. What is read of them has a checksum of its own.
 
     Raises:
         CacheCorruptError: the file is not listed, missing, not a regular file, or differs.
     """
     with _opened(root, path, expected) as (file, committed):
         stat = os.fstat(file.fileno())
-        state = (path, stat.st_ino, stat.st_mtime_ns)
-        if state not in known and xxh3_file(file) != committed.xxh3_128:
+        state = (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+        if known.get(path) != state and xxh3_file(file) != committed.xxh3_128:
             raise _other_bytes(below(root, path))
-        known.add(state)
+        known[path] = state
         yield file
 
 
 def is_sound(root: Path, path: str, expected: FileDigest | None) -> bool:
-    """Return whether a file is there as it was committed; see `read_checked`."""
+    """Return whether a file is there as it was committed; it is not held in memory."""
     try:
-        read_checked(root, path, expected)
+        checked_file(root, path, expected)
     except CacheCorruptError:
         return False
     return True

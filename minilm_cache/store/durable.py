@@ -13,13 +13,19 @@ from typing import Protocol, runtime_checkable
 
 from filelock import FileLock, Timeout
 
-from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError, StorageError
+from minilm_cache.errors import (
+    CacheCorruptError,
+    InterruptedRunError,
+    InvalidConfigError,
+    MiniLMCacheError,
+    StorageError,
+)
 from minilm_cache.progress import ShouldStop
 from minilm_cache.storage_schema.problems import REMEDY
 from minilm_cache.store.regular_files import NotRegularError, regular_bytes
 
 PARTIAL = ".partial"
-"""Suffix of files that are being written, by this project or by zarr."""
+"""Suffix of files that are being written."""
 _LOCK_POLL_S = 1.0
 """Seconds between two checks of `should_stop` while waiting for a lock."""
 _REMEDIES = {
@@ -39,7 +45,7 @@ def storage_errors(doing: str, where: Path) -> Iterator[None]:
     """Turn an OSError of the block into a StorageError that names the action, the place and a remedy."""
     try:
         yield
-    except StorageError:
+    except MiniLMCacheError:  # some are an OSError, too
         raise
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "Check the disk and run the same command again")
@@ -262,6 +268,12 @@ def new_file(path: Path, *, durable: bool = True) -> Iterator[BufferedIOBase]:
             sync_directories([path.parent])
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_partials(path: Path) -> None:
+    """Remove what interrupted writes of a file have left next to it."""
+    for partial in path.parent.glob(f".{path.name}.*{PARTIAL}"):
+        partial.unlink(missing_ok=True)
 
 
 def refuse_existing(out: Path, option: str = "--out") -> None:

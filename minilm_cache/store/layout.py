@@ -22,6 +22,8 @@ GOOD_NUM_SHARDS: Final = 20_000
 """Most shards of a cache by default, as long as its files stay below the next size."""
 _GOOD_FILE_BYTES: Final = 2**31
 """Greatest size of a file of a shard by default."""
+MAX_FILE_BYTES: Final = 2**32
+"""Greatest size of a file of a shard: stores copy files of at most 5 GB."""
 _PCODEC_RATIO: Final = 8
 """Decoded size of codes by their size in a file, at least (measured for `vectors`: 20)."""
 _GOOD_SEGMENT_BYTES: Final = 2**28
@@ -70,22 +72,29 @@ def default_shard_tokens(identity: CacheIdentity, calibration: Calibration | Non
     """Return the rows of a shard: those of a segment, or for a large corpus a power of two times as many.
 
     Shards are so large that there are at most 20,000 of them, but not so large that one of their files has
-    more than 2 GiB, since transfers hold whole files in memory.
+    more than 2 GiB: whoever reads a segment from a store fetches the files of its shard.
 
     Args:
         identity: identity of the cache.
         calibration: how the codes were fitted. None means that nothing is fitted.
         num_tokens: tokens of the corpus.
     """
-    row_bytes = max(
-        spec.row_bytes // (_PCODEC_RATIO if spec.compressor == "pcodec" else 1)
-        for spec in array_specs(identity, calibration)
-    )
     tokens = segment_tokens(identity, calibration)
-    most = min(MAX_SHARD_TOKENS, _GOOD_FILE_BYTES // max(1, row_bytes))
-    while num_tokens > GOOD_NUM_SHARDS * tokens and 2 * tokens <= most:
+    while (
+        num_tokens > GOOD_NUM_SHARDS * tokens
+        and 2 * tokens <= MAX_SHARD_TOKENS
+        and file_bytes(identity, calibration, 2 * tokens) <= _GOOD_FILE_BYTES
+    ):
         tokens *= 2
     return tokens
+
+
+def file_bytes(identity: CacheIdentity, calibration: Calibration | None, shard_tokens: int) -> int:
+    """Return the size of the largest file of a shard, bytes: decoded, or for codes what is left of that."""
+    return max(
+        shard_tokens * spec.row_bytes // (_PCODEC_RATIO if spec.compressor == "pcodec" else 1)
+        for spec in array_specs(identity, calibration)
+    )
 
 
 def segment_tokens(identity: CacheIdentity, calibration: Calibration | None) -> int:

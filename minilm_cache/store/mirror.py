@@ -1,7 +1,8 @@
 """Read a cache from its URL: shards are fetched when needed, checked, and kept up to a size limit.
 
 All processes of a machine share what is kept: each shard has a lock file, which whoever fetches or removes
-the shard holds, and whose time says when the shard was used last.
+the shard holds, and whose time says when the shard was used last. Shards are read without it: a file that is
+removed meanwhile can be read to its end, and one that is not there is fetched.
 """
 
 import os
@@ -31,6 +32,8 @@ _REQUESTS: Final = 64
 """Most requests of a reader at the same time."""
 _SHARERS: Final = 8
 """Processes that may fetch as many bytes as this one until it counts again."""
+_IN_USE_NS: Final = 30 * 10**9
+"""Nanoseconds since its last use for which a shard of several segments is kept whatever the limit."""
 _EVICTION_LOCK: Final = f"{LOCKS}/eviction.lock"
 
 
@@ -141,8 +144,10 @@ class MirrorReader(CacheReader):
         try:
             kept = sorted(self._kept())
             total = sum(size for _, _, size in kept)
-            for _, number, size in kept:
-                if total > self._max_bytes and self._remove(number):
+            # Segments of a shard are read one after the other: it stays until they have been.
+            latest = time.time_ns() - (_IN_USE_NS if self.segments.per_shard > 1 else 0)
+            for used_at, number, size in kept:
+                if total > self._max_bytes and used_at <= latest and self._remove(number):
                     total -= size
             self._room = self._max_bytes - total
         finally:

@@ -1,9 +1,11 @@
 """Copy a cache from a store, and check every file as it arrives."""
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -23,13 +25,14 @@ from minilm_cache.store.catalogue import named_manifest
 from minilm_cache.store.checked import is_sound, read_checked
 from minilm_cache.store.durable import (
     is_vacant,
+    new_file,
     refuse_full_disk,
     storage_errors,
     sync_directories,
     wait_for,
     write_file,
 )
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.fingerprint import Hasher
 from minilm_cache.store.index import open_shards, parse_record, refuse_large_index
 from minilm_cache.store.layout import CARD, MANIFEST, below, commit_path
 from minilm_cache.store.ranges import ShardRanges
@@ -44,6 +47,10 @@ _MAX_ATTACHMENT_BYTES: Final = 2**27
 """Most bytes of a file outside the shards; the largest one is that of a tokenizer."""
 _PART_BYTES: Final = 2**23
 """Most bytes of a request of `Fetcher.fetch_all`."""
+_PARTS_AHEAD: Final = 64
+"""Parts that `Fetcher.fetch_all` requests before they are written."""
+_LARGE_PART_BYTES: Final = 2**26
+"""Most bytes of a request of `Fetcher.fetch`."""
 _MAX_WEIGHTS_BYTES: Final = 2**34
 """Most bytes of a teacher's weights: an encoder of 8 billion weights in float16."""
 
@@ -224,7 +231,10 @@ class Fetcher:
         self.refuse_claim(path, expected, max_bytes)
         if self._has(path, expected):
             return False
-        self._keep(path, self._source.read(path, expected.size), expected)
+        with self._arriving(path, expected) as keep:
+            num_bytes = expected.size + 1  # so that a file that is longer is noticed
+            for first in range(0, num_bytes, _LARGE_PART_BYTES):
+                keep(self._source.read_range(path, first, min(_LARGE_PART_BYTES, num_bytes - first)))
         return True
 
     def fetch_all(self, files: Mapping[str, FileDigest], requests: ThreadPoolExecutor) -> None:
@@ -240,21 +250,18 @@ class Fetcher:
         for path, expected in files.items():
             self.refuse_claim(path, expected)
         missing = {path: expected for path, expected in files.items() if not self._has(path, expected)}
-        places = [
-            (path, first)
-            for path, expected in missing.items()
-            for first in range(0, expected.size, _PART_BYTES)
-        ]
-
-        def fetch_part(place: tuple[str, int]) -> bytes:
-            path, first = place
-            return self._source.read_range(path, first, min(_PART_BYTES, missing[path].size - first))
-
-        parts: dict[str, list[bytes]] = {path: [] for path in missing}
-        for (path, _), part in zip(places, requests.map(fetch_part, places), strict=True):
-            parts[path].append(part)
+        parts = _ahead(
+            requests,
+            (
+                partial(self._source.read_range, path, first, min(_PART_BYTES, expected.size - first))
+                for path, expected in missing.items()
+                for first in range(0, expected.size, _PART_BYTES)
+            ),
+        )
         for path, expected in missing.items():
-            self._keep(path, b"".join(parts[path]), expected)
+            with self._arriving(path, expected) as keep:
+                for _ in range(0, expected.size, _PART_BYTES):
+                    keep(next(parts))
 
     def bytes_arrived(self, paths: Iterable[str]) -> int:
         """Return the bytes of those files that are in the folder already."""
@@ -265,14 +272,27 @@ class Fetcher:
         """Return whether a file is in the folder, as it was committed."""
         return below(self._folder, path).is_file() and is_sound(self._folder, path, expected)
 
-    def _keep(self, path: str, content: bytes, expected: FileDigest) -> None:
-        """Write a fetched file into the folder if it is what was committed, else raise CacheCorruptError."""
-        if digest_bytes(content) != expected:
-            raise CacheCorruptError(
-                f"{self._source.url}/{path} is not what was committed. Run the same command again; if that "
-                "fails too, the store's copy is damaged: ask its publisher to run `minilm-cache push --full`."
-            )
-        self.write(path, content)
+    @contextmanager
+    def _arriving(self, path: str, expected: FileDigest) -> Iterator[Callable[[bytes], None]]:
+        """Yield a function that keeps the parts of a file as they arrive; the file counts when all have.
+
+        Raises:
+            CacheCorruptError: the file is not what was committed; it is not kept.
+        """
+        file, hasher = below(self._folder, path), Hasher()
+        with storage_errors("write", file), new_file(file, durable=self._durable) as arriving:
+
+            def keep(part: bytes) -> None:
+                hasher.update(part)
+                arriving.write(part)
+
+            yield keep
+            if hasher.digest() != expected:
+                raise CacheCorruptError(
+                    f"{self._source.url}/{path} is not what was committed. Run the same command again; if "
+                    "that fails too, the store's copy is damaged: ask its publisher to run `minilm-cache "
+                    "push --full`."
+                )
 
     def refuse_claim(self, path: str, expected: FileDigest, max_bytes: int | None = None) -> None:
         """Raise CacheCorruptError for a file that is said to be larger than it can be.
@@ -299,3 +319,14 @@ class Fetcher:
         file = below(self._folder, path)
         with storage_errors("write", file):
             write_file(file, content, durable=self._durable)
+
+
+def _ahead(requests: ThreadPoolExecutor, calls: Iterable[Callable[[], bytes]]) -> Iterator[bytes]:
+    """Yield the results of calls in their order, while those after them are made."""
+    pending: deque[Future[bytes]] = deque()
+    for call in calls:
+        pending.append(requests.submit(call))
+        if len(pending) == _PARTS_AHEAD:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()

@@ -19,7 +19,7 @@ from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, Cach
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import remote_manifest
-from minilm_cache.store.checked import read_checked
+from minilm_cache.store.checked import checked_file, read_checked
 from minilm_cache.store.durable import read_bounded
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import CARD, MANIFEST, below, cache_name, commit_path
@@ -153,7 +153,7 @@ class _Sender:
         """Send a file unless the store has it, and return whether it was sent."""
         needed = not self._is_stored(path, expected)
         if needed:
-            self._target.write(path, read_checked(self._reader.root, path, expected))
+            self._target.send(path, checked_file(self._reader.root, path, expected))
         self._progress.advance(expected.size)
         return needed
 

@@ -36,9 +36,11 @@ from minilm_cache.store.folders import described_otherwise
 from minilm_cache.store.index import CommittedShard, committed_shards, open_shards
 from minilm_cache.store.layout import (
     MANIFEST,
+    MAX_FILE_BYTES,
     MAX_SEGMENT_BYTES,
     commit_path,
     decoded_bytes,
+    file_bytes,
     segment_tokens,
     sequences_path,
 )
@@ -94,7 +96,8 @@ class Segment:
 class CacheReader:
     """Reader of one cache. Threads may share it.
 
-    `bytes_read` counts the compressed bytes of all shard files that were read, each as often as it was read.
+    `bytes_read` counts the compressed bytes that were read of shard files, each as often as it was read: a
+    segment counts as its share of the files of its shard.
     """
 
     reads_at_once: ClassVar[int] = 2
@@ -118,7 +121,7 @@ class CacheReader:
         self.root = root
         self.bytes_read = 0
         self._counting = Lock()
-        self._known_files: set[FileState] = set()
+        self._known_files: dict[str, FileState] = {}
         self.manifest = read_manifest(root)
         self.ranges = read_ranges(root, self.manifest)
         self.segments = Segments.of(self.manifest, self.ranges)
@@ -301,7 +304,12 @@ def read_manifest(root: Path) -> CacheManifest:
 
 
 def check_size(manifest: CacheManifest, place: str) -> None:
-    """Raise CacheCorruptError for segments that are too large to be read into memory."""
+    """Raise CacheCorruptError for segments that are too large for memory, or files too large for stores."""
+    if file_bytes(manifest.identity, manifest.calibration, manifest.shard_tokens) > MAX_FILE_BYTES:
+        raise CacheCorruptError(
+            f"{place} names files of more than {MAX_FILE_BYTES >> 20} MiB. Dump the cache again with smaller "
+            "--shard-tokens."
+        )
     tokens = min(manifest.shard_tokens, segment_tokens(manifest.identity, manifest.calibration))
     if decoded_bytes(manifest.identity, manifest.calibration, tokens) > MAX_SEGMENT_BYTES:
         raise CacheCorruptError(

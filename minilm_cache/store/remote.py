@@ -6,6 +6,7 @@ Credentials come from the environment variables that each store's own tools use 
 """
 
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ from minilm_cache.errors import (
     StorageError,
     first_line,
 )
-from minilm_cache.store.durable import create_file, write_file
+from minilm_cache.store.durable import create_file, new_file, write_file
 from minilm_cache.store.regular_files import NotRegularError, regular_bytes
 
 Result = TypeVar("Result")
@@ -52,6 +53,8 @@ _RETRY_REMEDY: Final = (
 )
 
 
+_WHOLE_BYTES: Final = 2**26
+"""Greatest size of a file that is sent by a single request."""
 _WAITS_S: Final = (0.1, 0.3, 1.0, 3.0)
 """Seconds to wait before each repetition of a failed request."""
 
@@ -70,6 +73,10 @@ def without_secrets(url: str) -> str:
     return f"{scheme}://{authority.rsplit('@', 1)[-1]}{slash}{path}"
 
 
+class AccessDeniedError(StorageError):
+    """A store does not let this process do something."""
+
+
 @contextmanager
 def _remote_errors(doing: str, url: str) -> Iterator[None]:
     try:
@@ -82,8 +89,8 @@ def _remote_errors(doing: str, url: str) -> Iterator[None]:
         ) from error
     except Exception as error:  # fsspec's file systems raise any error of the libraries below them
         denied = isinstance(error, _DENIED) or "403 Forbidden" in str(error) or "401 Unauth" in str(error)
-        remedy = _DENIED_REMEDY if denied else _RETRY_REMEDY
-        raise StorageError(f"cannot {doing} {url}: {first_line(error)}. {remedy}.") from error
+        remedy, kind = (_DENIED_REMEDY, AccessDeniedError) if denied else (_RETRY_REMEDY, StorageError)
+        raise kind(f"cannot {doing} {url}: {first_line(error)}. {remedy}.") from error
 
 
 def _with_retries(request: Callable[[], Result], *retried: str) -> Result:
@@ -127,6 +134,13 @@ class _ObjectStore:
     def write(self, path: str, content: bytes) -> None:
         """Write a whole file, replacing an older one."""
         obstore.put(self.store, path, content)
+
+    def send(self, path: str, file: Path) -> None:
+        """Write a file of this machine, in parts if it is large, replacing an older one."""
+        if file.stat().st_size <= _WHOLE_BYTES:
+            self.write(path, file.read_bytes())
+        else:
+            obstore.put(self.store, path, file)
 
     def create(self, path: str, content: bytes) -> bool:
         """Write a whole file unless it exists, and return whether it was written.
@@ -177,6 +191,14 @@ class _FileSystem:
             write_file(Path(path), content)
         else:
             self.filesystem.pipe_file(path, content)
+
+    def send(self, path: str, file: Path) -> None:
+        """Write a file of this machine, in parts, replacing an older one."""
+        if isinstance(self.filesystem, LocalFileSystem):
+            with new_file(Path(path)) as copy, file.open("rb") as original:
+                shutil.copyfileobj(original, copy, _WHOLE_BYTES)
+        else:
+            self.filesystem.put_file(str(file), path)
 
     def create(self, path: str, content: bytes) -> bool:
         """Write a whole file unless it exists, and return whether it was written.
@@ -287,6 +309,15 @@ class RemoteFolder:
         """
         with _remote_errors("write", f"{self.url}/{name}"):
             self.files.write(self._place(name), content)
+
+    def send(self, name: str, file: Path) -> None:
+        """Write a file of this machine, which need not fit into memory, replacing an older one.
+
+        Raises:
+            StorageError: the store refused, or cannot be reached, or the file cannot be read.
+        """
+        with _remote_errors("write", f"{self.url}/{name}"):
+            self.files.send(self._place(name), file)
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a whole file unless it exists, and return whether it was written.

@@ -51,4 +51,4 @@ class Segments:
 
     def mean_tokens(self, number: int) -> int:
         """Return the tokens that segments of the same shard have on average."""
-        return int(self.ranges.num_tokens[self.shard_of(number)]) // self.per_shard
+        return max(1, int(self.ranges.num_tokens[self.shard_of(number)]) // self.per_shard)

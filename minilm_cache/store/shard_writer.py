@@ -1,7 +1,7 @@
 """Write the files of one shard, a segment at a time, so that never more than a segment is in memory."""
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from minilm_cache.storage_schema.arrays import ArraySpec
 from minilm_cache.storage_schema.documents import FileDigest
-from minilm_cache.store.durable import new_file, storage_errors
+from minilm_cache.store.durable import new_file, remove_partials, storage_errors
 from minilm_cache.store.layout import below
 from minilm_cache.store.shards import ShardEncoder
 
@@ -40,6 +40,7 @@ class ShardWriter:
             try:
                 for spec in specs:
                     path = spec.shard_path(shard)
+                    remove_partials(below(root, path))  # of attempts that were killed
                     file = self._files.enter_context(new_file(below(root, path), durable=False))
                     self._encoders[spec.path] = path, ShardEncoder(file, spec, shard_tokens)
             except BaseException as error:
@@ -85,4 +86,5 @@ class ShardWriter:
 
     def abandon(self, error: BaseException) -> None:
         """Remove the files, because of an error. After `finish` it does nothing."""
-        self._files.__exit__(type(error), error, error.__traceback__)
+        with suppress(OSError):  # what is still to be written of them does not fit on a full disk, either
+            self._files.__exit__(type(error), error, error.__traceback__)

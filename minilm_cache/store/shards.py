@@ -29,6 +29,8 @@ from minilm_cache.storage_schema.sequences import sequence_columns
 from minilm_cache.store.fingerprint import Hasher
 
 _CRC_BYTES: Final = 4
+_HEADER_BYTES: Final = 2**16
+"""Bytes that a chunk may have in addition to twice its decoded size."""
 _ENTRY_BYTES: Final = 16
 """Bytes of an entry in the index at the end of a shard: offset and size of an inner chunk, uint64 each."""
 
@@ -65,7 +67,7 @@ def decode_rows(
     order: Literal["C", "F"] = "F" if spec.compressor == "pcodec" else "C"
     decoded = np.empty((len(rows), *spec.row_shape), np.dtype(spec.dtype).newbyteorder("<"), order=order)
     for number in range(rows.start // chunk_rows, -(-rows.stop // chunk_rows)):
-        part = _checked(_read_chunk(file, file_bytes, index[number]))
+        part = _checked(_read_chunk(file, file_bytes, index[number], most=2 * chunk_rows * spec.row_bytes))
         chunk = number * chunk_rows
         first, last = max(chunk, rows.start), min(chunk + chunk_rows, rows.stop)
         try:
@@ -169,10 +171,14 @@ def _read_index(file: io.BufferedIOBase, file_bytes: int, num_chunks: int) -> np
     return np.frombuffer(_checked(file.read(size)), "<u8").reshape(num_chunks, 2)
 
 
-def _read_chunk(file: io.BufferedIOBase, file_bytes: int, entry: npt.NDArray[np.uint64]) -> bytes:
+def _read_chunk(
+    file: io.BufferedIOBase, file_bytes: int, entry: npt.NDArray[np.uint64], *, most: int
+) -> bytes:
     offset, size = (int(number) for number in entry)
     if offset + size > file_bytes:  # the index gives a missing chunk the greatest uint64 as offset
         raise CacheCorruptError("an inner chunk is missing")
+    if size > most + _HEADER_BYTES:  # compressors add little to what they cannot compress
+        raise CacheCorruptError("an inner chunk is longer than it can be")
     file.seek(offset)
     return file.read(size)
 

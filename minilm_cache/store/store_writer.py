@@ -32,7 +32,7 @@ from minilm_cache.store.begun import (
     remove_leftovers,
     staging_of,
 )
-from minilm_cache.store.checked import read_checked
+from minilm_cache.store.checked import checked_file
 from minilm_cache.store.durable import write_file
 from minilm_cache.store.layout import CARD, COMMITS, MANIFEST, below, commit_path, shard_files
 from minilm_cache.store.leases import Lease, Leases
@@ -144,8 +144,8 @@ class StoreWriter(CacheWriter):
         files = parse(CommitRecord, content, str(path)).files
         staging = self._target.below(staging_of(content))
         with ThreadPoolExecutor(TRANSFERS) as threads:
-            sent = [(path, read_checked(self.root, path, digest)) for path, digest in files.items()]
-            list(threads.map(lambda item: staging.write(*item), sent))
+            sent = [(path, checked_file(self.root, path, digest)) for path, digest in files.items()]
+            list(threads.map(lambda item: staging.send(*item), sent))
         self._commit(shard, content, list(files))
         self._forget(shard)
         self._next_listing = 0.0
@@ -233,7 +233,7 @@ class StoreWriter(CacheWriter):
         """Finish the cache on this machine, then in the store; the manifest goes last."""
         super().seal(measured, preview)
         for path, digest in self.manifest.files.items():
-            self._target.write(path, read_checked(self.root, path, digest))
+            self._target.send(path, checked_file(self.root, path, digest))
         self._target.write(CARD, (self.root / CARD).read_bytes())
         self._target.create(MANIFEST, self.manifest.to_json())
         finished = finished_manifest(self._target, self.manifest.identity)

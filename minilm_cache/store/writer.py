@@ -293,6 +293,8 @@ class CacheWriter:
             ShardBusyError: the shard was committed meanwhile.
         """
         shard, tokens = written.shard, written.tokens
+        if below(self.root, commit_path(shard)).is_file():
+            raise self._lock_not_honoured(shard)
         if self._parts_of is not None:
             refuse_other_tokens(self._parts_of, shard, tokens)
         with storage_errors("write", self.root):
@@ -304,12 +306,15 @@ class CacheWriter:
                 committed = CommittedShard(tokens_hash(tokens), digests)
                 commit(self.root, self.manifest, committed, part=self.ranges[shard], number=shard, rank=rank)
             except FileExistsError:
-                raise ShardBusyError(
-                    f"{self.root / commit_path(shard)} appeared while the shard was being written: the lock "
-                    "is not honoured by this file system. Run `minilm-cache verify --full`, with one writer."
-                ) from None
+                raise self._lock_not_honoured(shard) from None
         unlinked = [path for path in digests if below(self.root, path).stat().st_nlink == 1]
         return sum(digests[path].size for path in unlinked)
+
+    def _lock_not_honoured(self, shard: int) -> ShardBusyError:
+        return ShardBusyError(
+            f"{self.root / commit_path(shard)} appeared while the shard was being written: the lock is not "
+            "honoured by this file system. Run `minilm-cache verify --full`, with one writer."
+        )
 
     def takes_over(self, spec: ArraySpec) -> bool:
         """Return whether an array's files are taken from the cache that this cache adds to."""

@@ -135,7 +135,7 @@ class SequenceOrder:
         """Yield the segments of a shard, each with its sequences, as far as they are among those to take."""
         numbers = np.asarray(self.segments.of_shard(shard))
         if len(numbers) > 1:
-            numbers = np.random.default_rng([self.seed, epoch, 0, shard]).permutation(numbers)
+            numbers = np.random.default_rng([self.seed, epoch, 0, shard + 1]).permutation(numbers)
         before = 0
         for number in numbers.tolist():
             sequences = self.segments.sequences(number)

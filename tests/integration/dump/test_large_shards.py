@@ -5,7 +5,11 @@ from collections import Counter
 import pytest
 
 from minilm_cache.cache import open_cache
-from minilm_cache.store import layout, segments
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.progress import Silent, never_stop
+from minilm_cache.store import layout, remote, segments
+from minilm_cache.store import pull as pull_module
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.pull import Fetcher
 from minilm_cache.store.shard_writer import ShardWriter
@@ -90,6 +94,28 @@ def test_an_epoch_from_a_store_fetches_a_shard_once_though_not_all_are_kept(
     assert max(times) <= 2  # the next epoch has begun, and held-out sequences are read before
 
 
+def test_large_files_are_sent_and_fetched_in_parts(
+    world: World, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_WHOLE_BYTES", 100)
+    monkeypatch.setattr(pull_module, "_LARGE_PART_BYTES", 100)
+    monkeypatch.setattr(pull_module, "_PART_BYTES", 100)
+    monkeypatch.setattr(pull_module, "_PARTS_AHEAD", 3)
+    expected = arrays_of(world.dump().path)
+    for url in (pushed(world, store), pushed(world, f"file://{world.root}/store")):
+        place = url if "://" in url else f"file://{url}"
+        out = world.root / f"pulled-{len(place)}"
+        pull_module.pull(place, out, progress=Silent(), should_stop=never_stop)
+        assert arrays_of(out) == expected
+        numbers = [sequence.input_ids.tolist() for sequence in open_cache(place, home=world.home)]
+        assert numbers == [sequence.input_ids.tolist() for sequence in open_cache(out)]
+
+
+def test_shards_whose_files_no_store_could_copy_are_refused(world: World) -> None:
+    with pytest.raises(InvalidConfigError, match=r"files of shards could exceed 4 GiB"):
+        world.dump(shard_tokens=2**26, codec="dense")
+
+
 def test_the_default_of_a_large_corpus_is_large_shards(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "GOOD_NUM_SHARDS", 3)
     monkeypatch.setattr(layout, "segment_tokens", lambda *_: SEGMENT)
@@ -98,3 +124,13 @@ def test_the_default_of_a_large_corpus_is_large_shards(world: World, monkeypatch
 
     assert manifest.shard_tokens > SEGMENT
     assert manifest.num_tokens / manifest.shard_tokens <= 3
+
+
+def test_a_dump_of_another_default_goes_on_with_the_shards_that_it_has(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InterruptedRunError):
+        dump_cache(world.config(), out=world.root / "cache", home=world.home, should_stop=stop_after(3))
+    manifest = world.dump(shard_tokens=None).manifest
+
+    assert (manifest.complete, manifest.shard_tokens) == (True, 256)

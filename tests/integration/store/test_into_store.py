@@ -13,13 +13,13 @@ import pytest
 from minilm_cache.cache import open_cache
 from minilm_cache.dump.into_store import dump_into_store
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError, StorageError
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
 from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store import leases
 from minilm_cache.store.begun import remove_leftovers
 from minilm_cache.store.leases import Lease, Leases
 from minilm_cache.store.pull import pull
-from minilm_cache.store.remote import RemoteFolder, open_store
+from minilm_cache.store.remote import AccessDeniedError, RemoteFolder, open_store
 from tests.conftest import Command
 from tests.integration.dump.test_dump import arrays_of, stop_after
 from tests.processes import CONTEXT
@@ -212,7 +212,7 @@ def test_what_a_store_holds_besides_a_dump_into_it_is_left_alone(
     open_store(f"{store}/cache").write("unfinished.json", b"{}")
 
     def refuse(folder: RemoteFolder, paths: object) -> None:
-        raise StorageError(f"{folder.url}: 403 for {paths}")
+        raise AccessDeniedError(f"{folder.url}: 403 for {paths}")
 
     monkeypatch.setattr(RemoteFolder, "remove", refuse)  # as for those who may only read
     again = dump_into_store(config(world), f"{store}/cache", home=world.home)

@@ -1,7 +1,9 @@
 """The order in which a cache arrives in a store: claims first, the manifest last."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,18 +24,16 @@ def test_the_index_goes_first_and_the_manifest_last(
     complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    write, create = RemoteFolder.write, RemoteFolder.create
 
-    def recording_write(self: RemoteFolder, name: str, content: bytes) -> None:
-        order.append(name)
-        write(self, name, content)
+    def recording(method: Callable[..., Any]) -> Callable[..., Any]:
+        def record(self: RemoteFolder, name: str, content: bytes | Path) -> object:
+            order.append(name)
+            return method(self, name, content)
 
-    def recording_create(self: RemoteFolder, name: str, content: bytes) -> bool:
-        order.append(name)
-        return create(self, name, content)
+        return record
 
-    monkeypatch.setattr(RemoteFolder, "write", recording_write)
-    monkeypatch.setattr(RemoteFolder, "create", recording_create)
+    for method in ("write", "send", "create"):
+        monkeypatch.setattr(RemoteFolder, method, recording(getattr(RemoteFolder, method)))
     result = push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop)
 
     assert order[0] == "index/shards.parquet"
@@ -62,16 +62,20 @@ def test_what_is_there_is_not_sent_again_unless_it_has_another_size(complete: Pa
 def test_a_push_that_fails_at_any_file_is_no_cache_and_goes_on(
     complete: Path, tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, written = RemoteFolder.write, []
+    written: list[str] = []
 
-    def failing_write(self: RemoteFolder, name: str, content: bytes) -> None:
-        written.append(name)
-        if len(written) == failing + 1:
-            raise StorageError("the store said no")
-        write(self, name, content)
+    def failing_after(write: Callable[..., None]) -> Callable[..., None]:
+        def failing_write(self: RemoteFolder, name: str, content: bytes | Path) -> None:
+            written.append(name)
+            if len(written) == failing + 1:
+                raise StorageError("the store said no")
+            write(self, name, content)
+
+        return failing_write
 
     with monkeypatch.context() as patch:
-        patch.setattr(RemoteFolder, "write", failing_write)
+        patch.setattr(RemoteFolder, "write", failing_after(RemoteFolder.write))
+        patch.setattr(RemoteFolder, "send", failing_after(RemoteFolder.send))
         with pytest.raises(StorageError):
             push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop)
     assert not list(tmp_path.rglob("manifest.json"))

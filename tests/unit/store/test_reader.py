@@ -243,14 +243,19 @@ def test_a_record_must_be_of_this_cache_and_this_shard(complete: Path, change: s
         parse_record(changed.to_json(), reader.manifest, ranges=reader.ranges, shard=1, where="here")
 
 
-@pytest.mark.parametrize(("max_length", "is_refused"), [(128, False), (2048, False), (8192, True)])
-def test_segments_are_refused_from_four_gibibytes_on(max_length: int, is_refused: bool) -> None:
-    """Shards may be of any size. Segments hold a sequence at least, whose dense rows may be long."""
+@pytest.mark.parametrize(
+    ("max_length", "shard_tokens", "is_refused"),
+    [(128, 2**16, False), (128, 2**20, True), (2048, 2**11, False), (8192, 2**13, True)],
+)
+def test_files_and_segments_are_refused_from_four_gibibytes_on(
+    max_length: int, shard_tokens: int, is_refused: bool
+) -> None:
+    """A segment holds a sequence at least, whose dense rows may be long."""
     manifest = read_manifest(GOLDEN / "v1")
     packing = manifest.identity.packing.model_copy(update={"max_length": max_length})
     changes = {"codec": DenseParameters(), "relation_heads": 64, "packing": packing}
     identity = manifest.identity.model_copy(update=changes)
-    large = manifest.model_copy(update={"shard_tokens": 2**26, "identity": identity})
+    large = manifest.model_copy(update={"shard_tokens": shard_tokens, "identity": identity})
     with pytest.raises(CacheCorruptError) if is_refused else nullcontext():
         check_size(large, "here")
 

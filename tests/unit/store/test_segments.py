@@ -81,3 +81,8 @@ def test_a_file_is_compared_as_a_whole_once_and_again_after_a_change(
     (cache / "tokens/c/1").touch()
     list(reader.segments_of(1))
     assert len(compared) == len(reader.specs) + 1
+
+
+def test_segments_have_a_token_at_least() -> None:
+    """Else those who read some bytes ahead would never have enough of them."""
+    assert Segments(ShardRanges(np.asarray([3]), np.asarray([40])), 256).mean_tokens(7) == 1

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -107,6 +108,16 @@ def test_any_rows_are_read_on_their_own(
     first, last = min(first, last), max(first, last)
 
     np.testing.assert_array_equal(decoded(content, spec, SHARD_TOKENS, range(first, last)), rows[first:last])
+
+
+def test_a_chunk_that_claims_more_than_it_can_need_is_not_read(
+    chunked: tuple[ArraySpec, npt.NDArray[Any], bytes],
+) -> None:
+    spec, _, _ = chunked
+    entries = np.asarray([[0, 2**20]] * 4, "<u8").tobytes()
+    index = entries + int(google_crc32c.value(entries)).to_bytes(4, "little")
+    with pytest.raises(CacheCorruptError, match="longer than it can be"):
+        decoded(bytes(2**21) + index, spec, SHARD_TOKENS, range(1))
 
 
 def test_only_the_chunks_of_the_rows_are_read(chunked: tuple[ArraySpec, npt.NDArray[Any], bytes]) -> None:

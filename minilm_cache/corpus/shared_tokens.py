@@ -1,0 +1,182 @@
+"""Tokens at a URL: one machine tokenises a text, and all others fetch what it has sent."""
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from minilm_cache.corpus.tokens import (
+    BLOCK,
+    COPIES,
+    ENDS,
+    TEXTS,
+    TOKENS_FILE,
+    TokenPart,
+    TokenRecord,
+    block_sums,
+    part_name,
+)
+from minilm_cache.errors import CacheCorruptError, InterruptedRunError
+from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.storage_schema.problems import parse
+from minilm_cache.store.durable import new_file, refuse_full_disk, storage_errors, write_file
+from minilm_cache.store.fingerprint import digest_file
+from minilm_cache.store.leases import Leases
+from minilm_cache.store.remote import RemoteFolder, open_store
+from minilm_cache.store.transfer import TRANSFERS
+
+_LEASE: Final = "tokenise"
+_POLL_S: Final = 1.0
+"""Seconds between two looks at tokens that another machine makes."""
+_REQUEST_BYTES: Final = 2**23
+_MAX_JSON_BYTES: Final = 2**22
+
+
+def shared_tokens(address: str) -> RemoteFolder | None:
+    """Return the folder of tokens at the URL that MINILM_CACHE_TOKENS names. None means that it names none.
+
+    Args:
+        address: name of the folder of tokens (`tokens.address_of`).
+
+    Raises:
+        InvalidConfigError: the URL cannot be opened.
+    """
+    url = os.environ.get("MINILM_CACHE_TOKENS", "")
+    return open_store(url).below(address) if url else None
+
+
+@contextmanager
+def fetched_or_first(
+    shared: RemoteFolder, folder: Path, vocab_size: int, *, progress: Progress, should_stop: ShouldStop
+) -> Iterator[bool]:
+    """Fetch tokens, or hold the lease on making them; yield whether they were fetched.
+
+    Args:
+        shared: folder of the tokens in a store.
+        folder: folder of the tokens on this machine.
+        vocab_size: token ids are below this number.
+        progress: shows files fetched, or that another machine makes the tokens.
+        should_stop: called about once a second; True stops.
+
+    Raises:
+        InterruptedRunError: a stop was requested.
+        CacheCorruptError: a fetched file is not what was sent.
+        StorageError: the store cannot be reached.
+    """
+    leases, waits = Leases(shared.below("claims")), False
+    try:
+        while True:
+            lease = None if _is_sent(shared) else leases.acquire(_LEASE)
+            # Whoever held the lease before may have sent the tokens in the meantime.
+            content = shared.read_if_there(TOKENS_FILE, _MAX_JSON_BYTES)
+            with lease or nullcontext():
+                if content is None and lease is not None:
+                    yield False
+                    return
+            if content is not None:
+                _fetch(shared, folder, content, vocab_size=vocab_size, progress=progress)
+                yield True
+                return
+            if not waits:
+                progress.note(f"another machine tokenises this text and sends it to {shared.url}: waiting")
+            waits = True
+            if should_stop():
+                raise InterruptedRunError("interrupted while another machine tokenises this text.")
+            time.sleep(_POLL_S)
+    finally:
+        leases.close()
+
+
+def _is_sent(shared: RemoteFolder) -> bool:
+    return shared.read_if_there(TOKENS_FILE, _MAX_JSON_BYTES) is not None
+
+
+def send(folder: Path, shared: RemoteFolder, progress: Progress) -> None:
+    """Send tokens to a store; what describes them goes last.
+
+    Raises:
+        StorageError: the store refused, or cannot be reached.
+    """
+    content = (folder / TOKENS_FILE).read_bytes()
+    sizes = _sizes(parse(TokenRecord, content, str(folder / TOKENS_FILE)))
+    progress.start(f"send tokens to {shared.url}", sum(sizes.values()), "bytes")
+
+    def send_file(name: str) -> None:
+        shared.send(name, folder / name)
+        progress.advance(sizes[name])
+
+    with ThreadPoolExecutor(TRANSFERS) as threads:
+        list(threads.map(send_file, sizes))
+    shared.write(TOKENS_FILE, content)
+
+
+def _fetch(
+    shared: RemoteFolder, folder: Path, content: bytes, *, vocab_size: int, progress: Progress
+) -> None:
+    """Fetch tokens into a folder, and check them, before their description is written.
+
+    Args:
+        shared: folder of the tokens in a store.
+        folder: folder of the tokens on this machine.
+        content: description of the tokens.
+        vocab_size: token ids are below this number.
+        progress: shows bytes fetched.
+    """
+    record = parse(TokenRecord, content, f"{shared.url}/{TOKENS_FILE}")
+    if record.address != folder.name or not record.files.keys() <= {ENDS, TEXTS, COPIES}:
+        raise _damaged(shared, TOKENS_FILE)
+    sizes = _sizes(record)
+    refuse_full_disk(folder, sum(sizes.values()), "fetch tokens into")
+    progress.start(f"fetch tokens from {shared.url}", sum(sizes.values()), "bytes")
+
+    def fetch_file(name: str) -> None:
+        with storage_errors("write", folder / name), new_file(folder / name, durable=False) as file:
+            for first in range(0, sizes[name], _REQUEST_BYTES):
+                size = min(_REQUEST_BYTES, sizes[name] - first)
+                part = shared.read_range(name, first, size)
+                if len(part) != size:
+                    raise _damaged(shared, name)
+                file.write(part)
+                progress.advance(size)
+
+    with ThreadPoolExecutor(TRANSFERS) as threads:
+        list(threads.map(fetch_file, sizes))
+    for number, part in enumerate(record.parts):
+        name = part_name(number)
+        if not _is_sound(folder / name, part, dtype=record.dtype, vocab_size=vocab_size):
+            raise _damaged(shared, f"{name}.ids")
+    write_file(folder / TOKENS_FILE, content, durable=False)
+
+
+def _sizes(record: TokenRecord) -> dict[str, int]:
+    """Return the bytes of every file but the description, by name."""
+    num_documents = sum(part.num_documents for part in record.parts)
+    sizes = dict.fromkeys(record.files, 8 * num_documents)
+    for number, part in enumerate(record.parts):
+        num_bytes = part.num_tokens * np.dtype(record.dtype).itemsize
+        sizes[f"{part_name(number)}.ids"] = num_bytes
+        sizes[f"{part_name(number)}.sums"] = 8 * -(-num_bytes // BLOCK)
+    return sizes
+
+
+def _is_sound(stem: Path, part: TokenPart, *, dtype: str, vocab_size: int) -> bool:
+    """Return whether a part is what its checksums say, with token ids that the vocabulary has."""
+    ids = np.fromfile(stem.with_suffix(".ids"), dtype)
+    sums = np.fromfile(stem.with_suffix(".sums"), "<u8")
+    return (
+        digest_file(stem.with_suffix(".sums")) == part.sums
+        and np.array_equal(block_sums(ids.view(np.uint8)), sums)
+        and int(ids.max(initial=0)) < vocab_size
+    )
+
+
+def _damaged(shared: RemoteFolder, name: str) -> CacheCorruptError:
+    return CacheCorruptError(
+        f"{shared.url}/{name} is damaged. Remove {shared.url}, and run the same command again: it tokenises "
+        "the text anew."
+    )

@@ -1,0 +1,125 @@
+"""Tokens in a store: made by one machine, fetched by others, and checked on arrival."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minilm_cache.corpus import shared_tokens
+from minilm_cache.corpus import tokenise as tokenising
+from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.tokenise import tokenise
+from minilm_cache.corpus.tokens import Tokens
+from minilm_cache.errors import CacheCorruptError, InterruptedRunError, StorageError
+from minilm_cache.models.load import load_tokenizer
+from minilm_cache.store import leases
+from minilm_cache.store.leases import Leases
+from minilm_cache.store.remote import open_store
+from tests.s3 import tamper
+from tests.support import World
+
+
+@pytest.fixture
+def shared(store: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let the tokens of machines, which are homes here, be shared in a store; return its URL."""
+    monkeypatch.setenv("MINILM_CACHE_TOKENS", f"{store}/tokens")
+    monkeypatch.setattr(tokenising, "_PART_BYTES", 1000)
+    monkeypatch.setattr(shared_tokens, "_POLL_S", 0.05)
+    return f"{store}/tokens"
+
+
+def tokens_of(world: World, machine: str) -> Tokens:
+    corpus, tokenizer = load_corpus(str(world.corpus)), load_tokenizer(world.teacher)
+    return tokenise(corpus, tokenizer, home=world.root / machine, num_processes=1)
+
+
+def content(tokens: Tokens) -> dict[str, bytes]:
+    files = (file for file in tokens.folder.iterdir() if file.is_file() and file.name != ".lock")
+    return {file.name: file.read_bytes() for file in files}
+
+
+def test_machines_that_begin_together_tokenise_once(
+    world: World, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+    real = tokenising._seal
+
+    def counting(folder: Path, *arguments: object, **more: object) -> None:
+        written.append(folder)
+        real(folder, *arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tokenising, "_seal", counting)
+    with ThreadPoolExecutor(3) as threads:
+        machines = list(threads.map(lambda machine: tokens_of(world, machine), ("a", "b", "c")))
+
+    assert len(written) == 1
+    assert len(machines[0].record.parts) > 2
+    assert content(machines[0]) == content(machines[1]) == content(machines[2])
+    names = {name.partition("/")[2] for name in open_store(shared).sizes()}
+    assert names == content(machines[0]).keys(), "no lease is left"
+    monkeypatch.delenv("MINILM_CACHE_TOKENS")
+    assert content(tokens_of(world, "alone")) == content(machines[0])
+
+
+def test_a_machine_that_stopped_holds_up_no_other(
+    world: World, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LEASE_S", 0.2)
+    address = tokens_of(world, "first").folder.name
+    folder = open_store(shared).below(address)
+    folder.remove(["tokens.json"])
+    lost = Leases(folder.below("claims"))
+    assert lost.acquire("tokenise") is not None
+    lost.close()  # as if the process had been killed: nobody renews it
+
+    assert tokens_of(world, "second").num_tokens > 0
+    assert folder.read_if_there("tokens.json", 2**20) is not None
+
+
+def test_whoever_waits_can_be_stopped(world: World, shared: str) -> None:
+    address = tokens_of(world, "first").folder.name
+    folder = open_store(shared).below(address)
+    folder.remove(["tokens.json"])
+    held = Leases(folder.below("claims"))
+    assert held.acquire("tokenise") is not None
+    corpus, tokenizer = load_corpus(str(world.corpus)), load_tokenizer(world.teacher)
+    with pytest.raises(InterruptedRunError, match="while another machine tokenises"):
+        tokenise(corpus, tokenizer, home=world.root / "second", should_stop=lambda: True)
+    held.close()
+
+
+@pytest.mark.parametrize("damage", ["bit", "short", "ids", "other", "path"])
+def test_what_a_store_has_damaged_is_refused_and_not_kept(
+    world: World, shared: str, server: str, damage: str
+) -> None:
+    first = tokens_of(world, "first")
+    address, ids = first.folder.name, (first.folder / "part-00001.ids").read_bytes()
+    name, changed = "part-00001.ids", ids
+    if damage == "bit":
+        changed = bytes([ids[0] ^ 1]) + ids[1:]
+    elif damage == "short":
+        changed = ids[:-2]
+    elif damage == "ids":  # with checksums that fit
+        changed = np.full(len(ids) // 2, 60_000, "<u2").tobytes()
+    else:
+        name, document = "tokens.json", json.loads((first.folder / "tokens.json").read_text())
+        document.pop("checksum")
+        if damage == "other":
+            document["corpus"]["sha256"] = "0" * 64
+        else:
+            document["files"]["../../outside"] = document["files"]["ends"]
+        changed = json.dumps(document).encode()
+    tamper(server, f"{shared}/{address}/{name}", changed)
+
+    with pytest.raises(CacheCorruptError, match=rf"{name} is damaged\. Remove s3://.*{address}"):
+        tokens_of(world, "second")
+    assert not (world.root / "second/tokens" / address / "tokens.json").exists()
+    assert not list(world.root.glob("**/outside"))
+
+
+def test_a_store_that_refuses_is_said_in_one_line(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINILM_CACHE_TOKENS", f"file://{world.corpus}/tokens")
+    with pytest.raises(StorageError):
+        tokens_of(world, "first")
