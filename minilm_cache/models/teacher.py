@@ -130,6 +130,9 @@ class Teacher:
     def attachments(self) -> dict[str, bytes]:
         """Return the files that a student is built from: path in the cache to content. No weights."""
         files = {TEACHER_CONFIG: json.dumps(self._config(), indent=1, sort_keys=True).encode()}
+        # A tokenizer is saved with the truncation and padding of its last call, or those that it came with.
+        self.tokenizer.backend_tokenizer.no_truncation()
+        self.tokenizer.backend_tokenizer.no_padding()
         with TemporaryDirectory() as folder:
             with saving("write", Path(folder)):
                 self.tokenizer.save_pretrained(folder)

@@ -10,7 +10,7 @@ chunk in memory order, which undoes the transposition.
 import io
 import math
 import os
-from typing import Final, Literal
+from typing import Final
 
 import google_crc32c
 import numpy as np
@@ -29,6 +29,7 @@ from minilm_cache.storage_schema.sequences import sequence_columns
 from minilm_cache.store.fingerprint import Hasher
 
 _CRC_BYTES: Final = 4
+_TRANSPOSED_ROWS: Final = 128
 _HEADER_BYTES: Final = 2**16
 """Bytes that a chunk may have in addition to twice its decoded size."""
 _ENTRY_BYTES: Final = 16
@@ -47,7 +48,7 @@ def encode_table(table: pa.Table, relations: tuple[RelationKind, ...]) -> bytes:
 def decode_rows(
     file: io.BufferedIOBase, spec: ArraySpec, *, shard_tokens: int, rows: range
 ) -> npt.NDArray[np.generic]:
-    """Return rows of a shard, `(rows, ...)`, in the memory order of their coding. Only their chunks are read.
+    """Return rows of a shard, `(rows, ...)`. Only the chunks that hold them are read.
 
     Args:
         file: the file.
@@ -62,20 +63,28 @@ def decode_rows(
     file_bytes = file.seek(0, os.SEEK_END)
     index = _read_index(file, file_bytes, shard_tokens // chunk_rows)
     decode = _decode_pcodec if spec.compressor == "pcodec" else _decode_zstd
-    # Components that are coded one after the other stay in that order: transposing them here would take as
-    # long as decompressing them, and most readers need only a few rows.
-    order: Literal["C", "F"] = "F" if spec.compressor == "pcodec" else "C"
-    decoded = np.empty((len(rows), *spec.row_shape), np.dtype(spec.dtype).newbyteorder("<"), order=order)
+    decoded = np.empty((len(rows), *spec.row_shape), np.dtype(spec.dtype).newbyteorder("<"))
     for number in range(rows.start // chunk_rows, -(-rows.stop // chunk_rows)):
         part = _checked(_read_chunk(file, file_bytes, index[number], most=2 * chunk_rows * spec.row_bytes))
         chunk = number * chunk_rows
         first, last = max(chunk, rows.start), min(chunk + chunk_rows, rows.stop)
         try:
             values = decode(part, spec, chunk_rows)[first - chunk : last - chunk]
-            decoded[first - rows.start : last - rows.start] = values
+            _copy(values, decoded[first - rows.start : last - rows.start])
         except (OSError, RuntimeError, ValueError) as error:
             raise CacheCorruptError(f"an inner chunk cannot be decompressed: {error}") from error
     return decoded
+
+
+def _copy(rows: npt.NDArray[np.generic], to: npt.NDArray[np.generic]) -> None:
+    """Copy rows, which may lie component by component."""
+    if rows.flags.c_contiguous:
+        to[:] = rows
+        return
+    # Few rows at a time, which stay in the fastest cache while they are transposed.
+    for first in range(0, len(rows), _TRANSPOSED_ROWS):
+        part = rows[first : first + _TRANSPOSED_ROWS].copy(order="K")
+        to[first : first + _TRANSPOSED_ROWS] = part
 
 
 def _decode_zstd(part: bytes, spec: ArraySpec, chunk_rows: int) -> npt.NDArray[np.generic]:

@@ -1,5 +1,6 @@
 """A dump: what is written, whole and resumed, and what a stranger's Zarr library sees of it."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from tokenizers import Tokenizer
 from transformers import AutoModel, AutoTokenizer
 
 from minilm_cache import open_cache
@@ -43,6 +45,21 @@ def arrays_of(path: Path) -> dict[str, bytes]:
 
 def manifest_of(path: Path) -> CacheManifest:
     return CacheManifest.model_validate_json((path / "manifest.json").read_bytes())
+
+
+def test_a_dump_is_repeated_whatever_its_tokenizer_has_been_called_with(world: World) -> None:
+    """The first dump calls the tokenizer; the others read the tokens that it has left in the home."""
+    file = world.teacher / "tokenizer.json"
+    backend = Tokenizer.from_file(str(file))
+    backend.enable_truncation(16)
+    backend.enable_padding()
+    backend.save(str(file))
+    first = world.dump()
+    again = world.dump()
+
+    assert (first.shards_written, again.shards_written) == (first.num_shards, 0)
+    stored = json.loads((first.path / "teacher/tokenizer.json").read_bytes())
+    assert (stored["truncation"], stored["padding"]) == (None, None)
 
 
 def stop_after(calls: int) -> Callable[[], bool]:
