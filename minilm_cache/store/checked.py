@@ -101,12 +101,16 @@ def open_checked(
         CacheCorruptError: the file is not listed, missing, not a regular file, or differs.
     """
     with _opened(root, path, expected) as (file, committed):
-        stat = os.fstat(file.fileno())
-        state = (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+        state = file_state(os.fstat(file.fileno()))
         if known.get(path) != state and xxh3_file(file) != committed.xxh3_128:
             raise _other_bytes(below(root, path))
         known[path] = state
         yield file
+
+
+def file_state(stat: os.stat_result) -> FileState:
+    """Return what changes when a file is changed or replaced."""
+    return stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def is_sound(root: Path, path: str, expected: FileDigest | None) -> bool:

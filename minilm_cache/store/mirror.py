@@ -18,7 +18,7 @@ from filelock import FileLock
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.progress import never_stop
 from minilm_cache.store.catalogue import named_manifest
-from minilm_cache.store.checked import READ_REMEDY
+from minilm_cache.store.checked import READ_REMEDY, file_state
 from minilm_cache.store.durable import lock_if_free, storage_errors
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import LOCKS, MANIFEST, below, lock_path, sequences_path, shard_files
@@ -104,6 +104,8 @@ class MirrorReader(CacheReader):
                     or file == sequences_path(shard)
                 }
                 self._fetcher.fetch_all(wanted, self._requests)
+                for file in wanted:  # all of them have just been compared
+                    self._known_files[file] = file_state(below(self.root, file).stat())
                 segment = super().segment(number, paths)
         self._make_room(sum(digest.size for digest in wanted.values()))
         return segment
