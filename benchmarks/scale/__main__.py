@@ -8,10 +8,11 @@
 Each cache is a small dump of `mini` whose first shard is listed again and again, with a commit record for
 each shard, and then sealed. Files exist only for the shards that are read: opening a cache looks at none.
 Part `remote` reads a cache from a folder that answers each request after 0.2 seconds; a slow disk under
-`--home` shows in it, so take a folder in memory. Part `ranks` dumps with eight ranks, which are threads here that wait before each shard: one is stopped, one slow, one late. Part
-`text` tokenises a gigabyte, and starts a dump of it twice. Part `planning` plans the shards of a simulated
-corpus of a hundred billion tokens. Part `study` runs a study on Ray clusters of one worker and of two. Part
-`large` writes and reads shards of up to eight million tokens, and says how large shards are by default.
+`--home` shows in it, so take a folder in memory. Part `ranks` dumps with eight ranks, which are threads
+here that wait before each shard: one is stopped, one slow, one late. Part `text` tokenises a gigabyte, and
+starts a dump of it twice. Part `planning` plans the shards of a simulated corpus of a hundred billion
+tokens. Part `study` runs a study on Ray clusters of one worker and of two. Part `large` writes and reads
+shards of up to eight million tokens, and says how large shards are by default.
 """
 
 import argparse
