@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -21,10 +22,10 @@ from minilm_cache.corpus.tokens import (
     block_sums,
     part_name,
 )
-from minilm_cache.errors import CacheCorruptError, InterruptedRunError
+from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InterruptedRunError
 from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.storage_schema.problems import parse
-from minilm_cache.store.durable import new_file, refuse_full_disk, storage_errors, write_file
+from minilm_cache.store.durable import new_file, refuse_full_disk, remove_partials, storage_errors, write_file
 from minilm_cache.store.fingerprint import digest_file
 from minilm_cache.store.leases import Leases
 from minilm_cache.store.remote import RemoteFolder, open_store
@@ -79,7 +80,9 @@ def fetched_or_first(
                     yield False
                     return
             if content is not None:
-                _fetch(shared, folder, content, vocab_size=vocab_size, progress=progress)
+                arrival = _Arrival(shared, folder, _record(content, shared), progress, should_stop)
+                arrival.fetch(vocab_size)
+                write_file(folder / TOKENS_FILE, content, durable=False)
                 yield True
                 return
             if not waits:
@@ -96,10 +99,36 @@ def _is_sent(shared: RemoteFolder) -> bool:
     return shared.read_if_there(TOKENS_FILE, _MAX_JSON_BYTES) is not None
 
 
-def send(folder: Path, shared: RemoteFolder, progress: Progress) -> None:
+def send_if_missing(
+    folder: Path, shared: RemoteFolder, *, progress: Progress, should_stop: ShouldStop
+) -> None:
+    """Send tokens to a store that lacks them, unless another machine is making or sending them.
+
+    Arguments and errors: see `send`.
+    """
+    if _is_sent(shared):
+        return
+    leases = Leases(shared.below("claims"))
+    try:
+        lease = leases.acquire(_LEASE)
+        with lease or nullcontext():
+            if lease is not None and not _is_sent(shared):
+                send(folder, shared, progress=progress, should_stop=should_stop)
+    finally:
+        leases.close()
+
+
+def send(folder: Path, shared: RemoteFolder, *, progress: Progress, should_stop: ShouldStop) -> None:
     """Send tokens to a store; what describes them goes last.
 
+    Args:
+        folder: folder of the tokens on this machine.
+        shared: folder of the tokens in the store.
+        progress: shows bytes sent.
+        should_stop: called before each file; True stops.
+
     Raises:
+        InterruptedRunError: a stop was requested.
         StorageError: the store refused, or cannot be reached.
     """
     content = (folder / TOKENS_FILE).read_bytes()
@@ -107,6 +136,7 @@ def send(folder: Path, shared: RemoteFolder, progress: Progress) -> None:
     progress.start(f"send tokens to {shared.url}", sum(sizes.values()), "bytes")
 
     def send_file(name: str) -> None:
+        _refuse_stop(should_stop)
         shared.send(name, folder / name)
         progress.advance(sizes[name])
 
@@ -115,42 +145,72 @@ def send(folder: Path, shared: RemoteFolder, progress: Progress) -> None:
     shared.write(TOKENS_FILE, content)
 
 
-def _fetch(
-    shared: RemoteFolder, folder: Path, content: bytes, *, vocab_size: int, progress: Progress
-) -> None:
-    """Fetch tokens into a folder, and check them, before their description is written.
-
-    Args:
-        shared: folder of the tokens in a store.
-        folder: folder of the tokens on this machine.
-        content: description of the tokens.
-        vocab_size: token ids are below this number.
-        progress: shows bytes fetched.
-    """
-    record = parse(TokenRecord, content, f"{shared.url}/{TOKENS_FILE}")
-    if record.address != folder.name or not record.files.keys() <= {ENDS, TEXTS, COPIES}:
+def _record(content: bytes, shared: RemoteFolder) -> TokenRecord:
+    """Return the description of tokens in a store, which must be those of this folder."""
+    try:
+        record = parse(TokenRecord, content, TOKENS_FILE)
+    except CacheCorruptError as error:
+        raise _damaged(shared, TOKENS_FILE) from error
+    address = shared.url.rpartition("/")[2]
+    if record.address != address or not {ENDS, TEXTS} <= record.files.keys() <= {ENDS, TEXTS, COPIES}:
         raise _damaged(shared, TOKENS_FILE)
-    sizes = _sizes(record)
-    refuse_full_disk(folder, sum(sizes.values()), "fetch tokens into")
-    progress.start(f"fetch tokens from {shared.url}", sum(sizes.values()), "bytes")
+    return record
 
-    def fetch_file(name: str) -> None:
-        with storage_errors("write", folder / name), new_file(folder / name, durable=False) as file:
-            for first in range(0, sizes[name], _REQUEST_BYTES):
-                size = min(_REQUEST_BYTES, sizes[name] - first)
-                part = shared.read_range(name, first, size)
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Tokens that are fetched into a folder."""
+
+    shared: RemoteFolder
+    folder: Path
+    record: TokenRecord
+    progress: Progress
+    should_stop: ShouldStop
+
+    def fetch(self, vocab_size: int) -> None:
+        """Fetch all files but the description, and check that they are what it says.
+
+        Args:
+            vocab_size: token ids are below this number.
+        """
+        sizes = _sizes(self.record)
+        refuse_full_disk(self.folder, sum(sizes.values()), "fetch tokens into")
+        self.progress.start(f"fetch tokens from {self.shared.url}", sum(sizes.values()), "bytes")
+        with ThreadPoolExecutor(TRANSFERS) as threads:
+            list(threads.map(self._fetch_file, *zip(*sizes.items(), strict=True)))
+        for name, digest in self.record.files.items():
+            if digest_file(self.folder / name) != digest:
+                raise _damaged(self.shared, name)
+        bounds = np.cumsum([part.num_documents for part in self.record.parts])
+        tokens = np.cumsum([part.num_tokens for part in self.record.parts])
+        ends = np.memmap(self.folder / ENDS, "<i8", mode="r")
+        if not np.array_equal(ends[bounds - 1], tokens) or (np.diff(ends, prepend=0) < 0).any():
+            raise _damaged(self.shared, ENDS)
+        for number, part in enumerate(self.record.parts):
+            stem = self.folder / part_name(number)
+            if not _is_sound(stem, part, dtype=self.record.dtype, vocab_size=vocab_size):
+                raise _damaged(self.shared, f"{stem.name}.ids")
+
+    def _fetch_file(self, name: str, num_bytes: int) -> None:
+        file = self.folder / name
+        remove_partials(file)  # of machines that were stopped
+        with storage_errors("write", file), new_file(file, durable=False) as arriving:
+            for first in range(0, num_bytes, _REQUEST_BYTES):
+                _refuse_stop(self.should_stop)
+                size = min(_REQUEST_BYTES, num_bytes - first)
+                try:
+                    part = self.shared.read_range(name, first, size)
+                except CacheNotFoundError as error:
+                    raise _damaged(self.shared, name) from error
                 if len(part) != size:
-                    raise _damaged(shared, name)
-                file.write(part)
-                progress.advance(size)
+                    raise _damaged(self.shared, name)
+                arriving.write(part)
+                self.progress.advance(size)
 
-    with ThreadPoolExecutor(TRANSFERS) as threads:
-        list(threads.map(fetch_file, sizes))
-    for number, part in enumerate(record.parts):
-        name = part_name(number)
-        if not _is_sound(folder / name, part, dtype=record.dtype, vocab_size=vocab_size):
-            raise _damaged(shared, f"{name}.ids")
-    write_file(folder / TOKENS_FILE, content, durable=False)
+
+def _refuse_stop(should_stop: ShouldStop) -> None:
+    if should_stop():
+        raise InterruptedRunError("interrupted while tokens are copied. Run the same command again.")
 
 
 def _sizes(record: TokenRecord) -> dict[str, int]:

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.corpus.config import TokenizeConfig
 from minilm_cache.corpus.load import COPIES_OF, Corpus, load_corpus, text_batches
-from minilm_cache.corpus.shared_tokens import fetched_or_first, send, shared_tokens
+from minilm_cache.corpus.shared_tokens import fetched_or_first, send, send_if_missing, shared_tokens
 from minilm_cache.corpus.tokens import (
     COPIES,
     ENDS,
@@ -103,10 +103,14 @@ def tokenise(
     """
     progress = progress or Silent()
     folder = (home or cache_home()) / "tokens" / address_of(corpus.identity, tokenizer)
+    shared = shared_tokens(folder.name)
     with _building(folder, should_stop):
         if (folder / TOKENS_FILE).is_file():
             try:
-                return Tokens(folder, corpus.name, tokenizer)
+                tokens = Tokens(folder, corpus.name, tokenizer)
+                if shared is not None:
+                    send_if_missing(folder, shared, progress=progress, should_stop=should_stop)
+                return tokens
             except (CacheCorruptError, OSError) as error:
                 progress.note(f"{error} They are made again now.")
                 (folder / TOKENS_FILE).unlink()
@@ -114,7 +118,6 @@ def tokenise(
         write = partial(
             _write, folder, corpus, tokenizer, pool=pool, progress=progress, should_stop=should_stop
         )
-        shared = shared_tokens(folder.name)
         if shared is None:
             write()
             return Tokens(folder, corpus.name, tokenizer)
@@ -123,7 +126,7 @@ def tokenise(
         ) as is_fetched:
             if not is_fetched:
                 write()
-                send(folder, shared, progress)
+                send(folder, shared, progress=progress, should_stop=should_stop)
         return Tokens(folder, corpus.name, tokenizer)
 
 

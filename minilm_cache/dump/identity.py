@@ -256,7 +256,7 @@ def _refuse_large_shards(identity: CacheIdentity, calibration: Calibration | Non
     if file_bytes(identity, calibration, shard_tokens) > MAX_FILE_BYTES:
         raise InvalidConfigError(
             f"--shard-tokens {shard_tokens}: files of shards could exceed {MAX_FILE_BYTES >> 30} GiB, which "
-            "not every store can copy. Choose a smaller number."
+            "not every store can copy. Choose a smaller number (not with --add: dump anew)."
         )
     at_once = min(shard_tokens, segment_tokens(identity, calibration))
     if decoded_bytes(identity, calibration, at_once) > MAX_SEGMENT_BYTES:

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -89,7 +90,9 @@ class RayCluster:
         """
         # The decorator names the GPUs, so that Ray does not use a worker again that has held one.
         task = self._ray.remote(**self._options)(_in_folder).options(name=_name_of(call))
-        return task.remote(Path.cwd(), self._common, call, *arguments)
+        settings = {name: value for name, value in os.environ.items() if name.startswith("MINILM_CACHE_")}
+        surroundings = _Surroundings(settings=settings, folder=Path.cwd(), common=self._common)
+        return task.remote(surroundings, call, *arguments)
 
     def results(
         self, pending: Sequence[Any], progress: Progress, *, should_stop: ShouldStop, interrupted: str
@@ -122,22 +125,29 @@ class RayCluster:
                 self._ray.cancel(task, force=True)
 
 
-def _in_folder(folder: Path, common: Path | None, call: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - of any call
-    """Call something where relative paths mean what they mean to the user.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Surroundings:
+    """What calls find in a worker as the user has it."""
 
-    Args:
-        folder: the user's working folder.
-        common: file that this machine must see. None means that the machines need nothing in common.
-        call: what is called.
-        arguments: what it is called with.
+    settings: dict[str, str]
+    """Variables of the environment that this package reads."""
+    folder: Path
+    """Working folder, where the worker has it: relative paths then mean what they mean to the user."""
+    common: Path | None
+    """File that the worker must see. None means that the machines need nothing in common."""
+
+
+def _in_folder(surroundings: _Surroundings, call: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - of any call
+    """Call something in a worker.
 
     Raises:
-        StorageError: this machine does not see the file.
+        StorageError: this machine does not see the common file.
     """
-    if common is not None:
-        check_common(common)
-    if folder.is_dir():
-        os.chdir(folder)
+    if surroundings.common is not None:
+        check_common(surroundings.common)
+    os.environ.update(surroundings.settings)
+    if surroundings.folder.is_dir():
+        os.chdir(surroundings.folder)
     return call(*arguments)
 
 

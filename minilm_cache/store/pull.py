@@ -27,6 +27,7 @@ from minilm_cache.store.durable import (
     is_vacant,
     new_file,
     refuse_full_disk,
+    remove_partials,
     storage_errors,
     sync_directories,
     wait_for,
@@ -105,6 +106,7 @@ def _pull(
     def fetch_shard(shard: int) -> bool:
         copied = False
         for path, expected in records[shard].files.items():
+            remove_partials(below(arriving, path))  # of pulls that were killed
             copied = fetcher.fetch(path, expected) or copied
             progress.advance(expected.size)
         return copied
@@ -259,6 +261,7 @@ class Fetcher:
             ),
         )
         for path, expected in missing.items():
+            remove_partials(below(self._folder, path))  # of processes that were killed
             with self._arriving(path, expected) as keep:
                 for _ in range(0, expected.size, _PART_BYTES):
                     keep(next(parts))
@@ -324,9 +327,13 @@ class Fetcher:
 def _ahead(requests: ThreadPoolExecutor, calls: Iterable[Callable[[], bytes]]) -> Iterator[bytes]:
     """Yield the results of calls in their order, while those after them are made."""
     pending: deque[Future[bytes]] = deque()
-    for call in calls:
-        pending.append(requests.submit(call))
-        if len(pending) == _PARTS_AHEAD:
+    try:
+        for call in calls:
+            pending.append(requests.submit(call))
+            if len(pending) == _PARTS_AHEAD:
+                yield pending.popleft().result()
+        while pending:
             yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
+    finally:
+        for future in pending:  # after an error nobody wants them
+            future.cancel()

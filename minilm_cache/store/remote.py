@@ -44,6 +44,8 @@ _DENIED: Final = (
     obstore.exceptions.UnauthenticatedError,
 )
 _MISSING: Final = (FileNotFoundError, obstore.exceptions.NotFoundError)
+_DENIED_TEXTS: Final = ("403 Forbidden", "401 Unauth", "AccessDenied")
+"""What errors say that have no type of their own."""
 _DENIED_REMEDY: Final = (
     "Check the credentials that the environment holds (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
     "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, HF_TOKEN)"
@@ -54,7 +56,7 @@ _RETRY_REMEDY: Final = (
 
 
 _WHOLE_BYTES: Final = 2**26
-"""Greatest size of a file that is sent by a single request."""
+"""Greatest size of a file that is sent from memory."""
 _WAITS_S: Final = (0.1, 0.3, 1.0, 3.0)
 """Seconds to wait before each repetition of a failed request."""
 
@@ -88,7 +90,7 @@ def _remote_errors(doing: str, url: str) -> Iterator[None]:
             f"cannot {doing} {url}: {error.strerror}. Ask its publisher to push it again."
         ) from error
     except Exception as error:  # fsspec's file systems raise any error of the libraries below them
-        denied = isinstance(error, _DENIED) or "403 Forbidden" in str(error) or "401 Unauth" in str(error)
+        denied = isinstance(error, _DENIED) or any(text in str(error) for text in _DENIED_TEXTS)
         remedy, kind = (_DENIED_REMEDY, AccessDeniedError) if denied else (_RETRY_REMEDY, StorageError)
         raise kind(f"cannot {doing} {url}: {first_line(error)}. {remedy}.") from error
 

@@ -78,6 +78,19 @@ def test_a_machine_that_stopped_holds_up_no_other(
     assert folder.read_if_there("tokens.json", 2**20) is not None
 
 
+def test_tokens_that_were_here_before_are_sent(
+    world: World, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose sending failed: they are complete here, and the store lacks them."""
+    with monkeypatch.context() as patched:
+        patched.delenv("MINILM_CACHE_TOKENS")
+        address = tokens_of(world, "first").folder.name
+    tokens_of(world, "first")
+
+    assert open_store(shared).below(address).read_if_there("tokens.json", 2**20) is not None
+    assert content(tokens_of(world, "second")) == content(tokens_of(world, "first"))
+
+
 def test_whoever_waits_can_be_stopped(world: World, shared: str) -> None:
     address = tokens_of(world, "first").folder.name
     folder = open_store(shared).below(address)
@@ -90,14 +103,24 @@ def test_whoever_waits_can_be_stopped(world: World, shared: str) -> None:
     held.close()
 
 
-@pytest.mark.parametrize("damage", ["bit", "short", "ids", "other", "path"])
+@pytest.mark.parametrize(
+    "damage", ["bit", "short", "missing", "ids", "ends", "other", "path", "lacking", "malformed"]
+)
 def test_what_a_store_has_damaged_is_refused_and_not_kept(
     world: World, shared: str, server: str, damage: str
 ) -> None:
     first = tokens_of(world, "first")
     address, ids = first.folder.name, (first.folder / "part-00001.ids").read_bytes()
-    name, changed = "part-00001.ids", ids
-    if damage == "bit":
+    name = "part-00001.ids"
+    changed: bytes | None = ids
+    if damage == "missing":
+        changed = None
+    elif damage == "ends":
+        name = "ends"
+        changed = bytes(len((first.folder / "ends").read_bytes()))
+    elif damage == "malformed":
+        name, changed = "tokens.json", b"{}"
+    elif damage == "bit":
         changed = bytes([ids[0] ^ 1]) + ids[1:]
     elif damage == "short":
         changed = ids[:-2]
@@ -108,6 +131,8 @@ def test_what_a_store_has_damaged_is_refused_and_not_kept(
         document.pop("checksum")
         if damage == "other":
             document["corpus"]["sha256"] = "0" * 64
+        elif damage == "lacking":
+            del document["files"]["ends"]
         else:
             document["files"]["../../outside"] = document["files"]["ends"]
         changed = json.dumps(document).encode()
