@@ -15,6 +15,7 @@ from minilm_cache.corpus.tokens import (
     BLOCK,
     COPIES,
     ENDS,
+    MAX_JSON_BYTES,
     TEXTS,
     TOKENS_FILE,
     TokenPart,
@@ -35,7 +36,6 @@ _LEASE: Final = "tokenise"
 _POLL_S: Final = 1.0
 """Seconds between two looks at tokens that another machine makes."""
 _REQUEST_BYTES: Final = 2**23
-_MAX_JSON_BYTES: Final = 2**22
 
 
 def shared_tokens(address: str) -> RemoteFolder | None:
@@ -72,13 +72,14 @@ def fetched_or_first(
     leases, waits = Leases(shared.below("claims")), False
     try:
         while True:
-            lease = None if _is_sent(shared) else leases.acquire(_LEASE)
-            # Whoever held the lease before may have sent the tokens in the meantime.
-            content = shared.read_if_there(TOKENS_FILE, _MAX_JSON_BYTES)
-            with lease or nullcontext():
-                if content is None and lease is not None:
-                    yield False
-                    return
+            content = _sent(shared)
+            lease = leases.acquire(_LEASE) if content is None else None
+            if lease is not None:
+                with lease:
+                    content = _sent(shared)  # by whoever held the lease before
+                    if content is None:
+                        yield False
+                        return
             if content is not None:
                 arrival = _Arrival(shared, folder, _record(content, shared), progress, should_stop)
                 arrival.fetch(vocab_size)
@@ -95,8 +96,9 @@ def fetched_or_first(
         leases.close()
 
 
-def _is_sent(shared: RemoteFolder) -> bool:
-    return shared.read_if_there(TOKENS_FILE, _MAX_JSON_BYTES) is not None
+def _sent(shared: RemoteFolder) -> bytes | None:
+    """Return the description of the tokens in a store. None means that they have not been sent."""
+    return shared.read_if_there(TOKENS_FILE, MAX_JSON_BYTES)
 
 
 def send_if_missing(
@@ -106,13 +108,13 @@ def send_if_missing(
 
     Arguments and errors: see `send`.
     """
-    if _is_sent(shared):
+    if _sent(shared) is not None:
         return
     leases = Leases(shared.below("claims"))
     try:
         lease = leases.acquire(_LEASE)
         with lease or nullcontext():
-            if lease is not None and not _is_sent(shared):
+            if lease is not None and _sent(shared) is None:
                 send(folder, shared, progress=progress, should_stop=should_stop)
     finally:
         leases.close()

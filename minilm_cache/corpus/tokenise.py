@@ -108,12 +108,13 @@ def tokenise(
         if (folder / TOKENS_FILE).is_file():
             try:
                 tokens = Tokens(folder, corpus.name, tokenizer)
-                if shared is not None:
-                    send_if_missing(folder, shared, progress=progress, should_stop=should_stop)
-                return tokens
             except (CacheCorruptError, OSError) as error:
                 progress.note(f"{error} They are made again now.")
                 (folder / TOKENS_FILE).unlink()
+            else:
+                if shared is not None:
+                    send_if_missing(folder, shared, progress=progress, should_stop=should_stop)
+                return tokens
         pool = partial(_pool, engine=engine, num_processes=num_processes or os.cpu_count() or 1)
         write = partial(
             _write, folder, corpus, tokenizer, pool=pool, progress=progress, should_stop=should_stop

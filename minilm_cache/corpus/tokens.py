@@ -40,7 +40,8 @@ BLOCK: Final = 2**16
 """Bytes of token ids that are checked at a time: reading one document reads and hashes little more."""
 MAX_PARTS: Final = 512
 """Most parts: each is a mapped file, and systems allow a process 1,024 open files by default."""
-_MAX_JSON_BYTES: Final = 2**22
+MAX_JSON_BYTES: Final = 2**22
+"""Most bytes of `tokens.json`."""
 _VERSION: Final = 1
 
 Ids = npt.NDArray[np.int64]
@@ -187,7 +188,7 @@ def read_record(folder: Path) -> TokenRecord:
     """
     path = folder / TOKENS_FILE
     try:
-        return TokenRecord.model_validate_json(read_bounded(path, _MAX_JSON_BYTES))
+        return TokenRecord.model_validate_json(read_bounded(path, MAX_JSON_BYTES))
     except ValidationError as error:
         raise damaged(path) from error
 

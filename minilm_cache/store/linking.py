@@ -8,7 +8,7 @@ import numpy.typing as npt
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, CacheManifest
-from minilm_cache.store.checked import read_checked
+from minilm_cache.store.checked import checked_file, read_checked
 from minilm_cache.store.durable import link_file, write_file
 from minilm_cache.store.fingerprint import xxh3
 from minilm_cache.store.layout import below
@@ -57,11 +57,10 @@ def take_over(parts: CacheReader, root: Path, *, path: str, shard: int) -> FileD
         CacheCorruptError: the file is damaged in `parts`.
     """
     expected = parts.records[shard].files[path]
-    content = read_checked(parts.root, path, expected)
     try:
-        link_file(below(parts.root, path), below(root, path))
+        link_file(checked_file(parts.root, path, expected), below(root, path))
     except OSError:  # on another file system, or on one without hard links
-        write_file(below(root, path), content)
+        write_file(below(root, path), read_checked(parts.root, path, expected))
     return expected
 
 
@@ -79,8 +78,7 @@ def link_tokens(
         return None
     expected = donor.records[shard].files[path]
     try:
-        read_checked(donor.root, path, expected)
-        link_file(below(donor.root, path), below(root, path))
+        link_file(checked_file(donor.root, path, expected), below(root, path))
     except (CacheCorruptError, OSError):  # damaged, on another file system, or no hard links
         return None
     return expected

@@ -22,7 +22,7 @@ from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import named_manifest
-from minilm_cache.store.checked import is_sound, read_checked
+from minilm_cache.store.checked import checked_file, is_sound
 from minilm_cache.store.durable import (
     is_vacant,
     new_file,
@@ -130,7 +130,7 @@ def _is_sound(root: Path) -> bool:
     try:
         for shard in CacheReader(root).records.values():
             for path, expected in shard.files.items():
-                read_checked(root, path, expected)
+                checked_file(root, path, expected)
     except MiniLMCacheError:
         return False
     return True

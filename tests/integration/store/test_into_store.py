@@ -27,7 +27,7 @@ from tests.s3 import Between, tamper
 from tests.support import World
 
 KILLS = 20
-"""Of each codec."""
+"""How often the dumps of each codec are killed."""
 
 
 def config(world: World, **changes: Any) -> Any:

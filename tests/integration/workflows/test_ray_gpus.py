@@ -1,4 +1,4 @@
-"""How tasks of a Ray cluster share GPUs: Ray counts what it is told that a machine has."""
+"""How tasks of a Ray cluster share GPUs. The cluster here claims two GPUs, which nothing computes on."""
 
 import os
 from collections.abc import Iterator
