@@ -85,7 +85,7 @@ def mini_codes(teacher: Teacher) -> Array:
 
     codec = calibrate(signals(0, 256), signals(256, 320), MAX_KL, layer=teacher.layers[-1]).codec
     parts = [
-        codec.encode(signal, (), lengths=signal.lengths)[codec.codes_path]
+        codec.encode(signal, (), lengths=signal.lengths)[codec.codes_path].numpy()
         for signal in signals(320, 320 + NUM_TOKENS // 128)
     ]
     return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
@@ -99,10 +99,11 @@ def main() -> None:
         relations, lengths = mini_relations(teacher, length, NUM_TOKENS)
         codec = TopKCodec(max_length=length, k=K)
         sized = [
-            sizes(
-                codec.encode_relation(relations[kind], kind, sequences=range(len(lengths)), lengths=lengths)
-            )
+            sizes({name: values.numpy() for name, values in encoded.items()})
             for kind in KINDS
+            for encoded in [
+                codec.encode_relation(relations[kind], kind, sequences=range(len(lengths)), lengths=lengths)
+            ]
         ]
         table[str(length)] = {
             name: round(sum(relation[name] for relation in sized) / int(lengths.sum()), 1)

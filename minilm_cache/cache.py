@@ -137,7 +137,9 @@ class Cache(Described):
 
     def _segment(self, number: int) -> Segment:
         if number not in self._segments:
-            self._segments[number] = self.reader.segment(number)
+            segment = self.reader.segment(number)
+            _check_rows(self, segment)
+            self._segments[number] = segment
             if len(self._segments) > _SEGMENTS_KEPT:
                 self._segments.popitem(last=False)
         self._segments.move_to_end(number)

@@ -7,15 +7,16 @@ states of a cache. It is a frozen object that `build.py` makes from a manifest a
 2. The encoding of a sequence does not depend on its batch: random draws depend on its number alone.
 3. `decode` is the inverse of `encode` up to the error that the class documents, and ignores positions beyond
    a sequence's length.
-4. `check` and `decode` refuse rows that `encode` never writes.
+4. `check` refuses rows that `encode` never writes. `decode` relies on it: whoever reads rows checks them
+   first, on the CPU, where no device has to be waited for.
+5. `encode` and `decode` never wait for the device that they compute on.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-from jaxtyping import Int
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from minilm_cache.relations.rows import RowTargets, WantedRelations
@@ -24,13 +25,22 @@ from minilm_cache.storage_schema.identity import RelationKind
 
 NOT_OURS = "It was not written by `minilm-cache dump`: dump the cache again, or get it again from its author."
 """What a user can do about rows that no codec writes: the end of error messages."""
-PART_ENTRIES = 2**21
-"""Probabilities that are sampled from in one step: 8 MiB as float32, which fits into a processor's cache."""
-Rows = Mapping[str, npt.NDArray[np.generic]]
-"""Stored rows: the path of each array, and its values, `(batch, length, ...)`."""
+_CPU_ENTRIES = 2**21
+"""Probabilities that a CPU samples from in one step: 8 MiB as float32, which fits into its cache."""
+_DEVICE_ENTRIES = 2**26
+"""Probabilities that a device samples from in one step; intermediate values take up to 3 GiB."""
+Rows = Mapping[str, Tensor]
+"""Encoded rows, on the device of the content: the path of each array, and its values `(batch, length, ...)`,
+or `(batch, 1, ...)` where a sequence has one row."""
 Content_contra = TypeVar("Content_contra", contravariant=True)
 Wanted = TypeVar("Wanted")
 Decoded_co = TypeVar("Decoded_co", covariant=True)
+
+
+def rows_at_once(probs: Float[Tensor, "rows ..."]) -> int:
+    """Return how many of the first dimension's rows are sampled from in one step."""
+    entries = _CPU_ENTRIES if probs.device.type == "cpu" else _DEVICE_ENTRIES
+    return max(1, entries // probs[0].numel())
 
 
 @runtime_checkable
@@ -54,10 +64,10 @@ class Codec(Protocol[Content_contra, Wanted, Decoded_co]):
         Args:
             content: the teacher's output for the batch.
             sequences: numbers of the sequences in the cache; they seed the random draws.
-            lengths: valid positions of each sequence.
+            lengths: valid positions of each sequence, on the CPU.
 
         Returns:
-            Path of each array to its rows, `(batch, length, ...)`.
+            Path of each array to its rows, on the device of `content`.
         """
         ...
 
@@ -65,7 +75,7 @@ class Codec(Protocol[Content_contra, Wanted, Decoded_co]):
         """Check rows without decoding them.
 
         Args:
-            rows: path of an array to `(tokens, ...)`, for everything that is stored.
+            rows: path of an array to `(tokens, ...)`, on the CPU, for all that is stored or some of it.
             lengths: for each token, the number of tokens of its sequence.
 
         Raises:
@@ -76,23 +86,28 @@ class Codec(Protocol[Content_contra, Wanted, Decoded_co]):
     def decode(
         self, rows: Mapping[str, Tensor], wanted: Wanted, *, lengths: Int[Tensor, " batch"]
     ) -> Decoded_co:
-        """Decode the requested part, on the device of `rows`.
+        """Decode the requested part of rows that have been checked, on their device.
 
         Args:
             rows: path of an array to `(batch, length, ...)`; positions beyond a sequence's length are
                 ignored.
             wanted: what to decode.
-            lengths: valid positions of each sequence.
-
-        Raises:
-            CacheCorruptError: values that `encode` never writes.
+            lengths: valid positions of each sequence, on the same device.
         """
+        ...
+
+    def to(self, device: torch.device) -> "Codec[Content_contra, Wanted, Decoded_co]":
+        """Return the same codec with its constants on a device."""
         ...
 
 
 @runtime_checkable
 class RelationCodec(Codec[TeacherSignal, WantedRelations, dict[RelationKind, RowTargets]], Protocol):
     """A codec of the relations of one layer."""
+
+    def to(self, device: torch.device) -> "RelationCodec":
+        """Return the same codec with its constants on a device."""
+        ...
 
     @property
     def is_unbiased(self) -> bool:

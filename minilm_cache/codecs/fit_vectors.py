@@ -237,11 +237,12 @@ def _codec(moments: _Moments, analysis: Tensor, synthesis: Tensor) -> VectorsCod
 def measured_kl(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> dict[RelationKind, float]:
     """Return the mean KL(teacher || stored) over heads and valid rows, nats."""
     sums = dict.fromkeys(KINDS, 0.0)
+    codec = codec.to(signals[0].lengths.device)
     rows = 0
     for signal in signals:
         valid = key_mask(signal.lengths, signal.vectors.query.shape[2])[:, None, :]
         (codes,) = codec.encode(signal, (), lengths=signal.lengths).values()
-        stored = codec.vectors(torch.from_numpy(codes).to(signal.lengths.device))
+        stored = codec.vectors(codes)
         rows += int(signal.lengths.sum()) * codec.num_heads
         for kind in KINDS:
             teacher, decoded = signal.probs(kind), relation_probs(stored, kind, signal.lengths)
@@ -253,10 +254,11 @@ def measured_kl(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> dict[R
 
 def _bits(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> float:
     """Return the entropy of a token's codes, bits, summed over components."""
+    codec = codec.to(signals[0].lengths.device)
     encoded = [codec.encode(signal, (), lengths=signal.lengths)[codec.codes_path] for signal in signals]
     codes = torch.cat(
         [
-            torch.from_numpy(part)[key_mask(signal.lengths.cpu(), part.shape[1])]
+            part[key_mask(signal.lengths, part.shape[1])].cpu()
             for part, signal in zip(encoded, signals, strict=True)
         ]
     )

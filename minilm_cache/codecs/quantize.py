@@ -3,6 +3,7 @@
 Code c in 1..254 stands for ratio**-(c - 1); codes 0 and 255 mean what the codec defines (see SPEC.md).
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -50,8 +51,10 @@ class LogScale:
         return code * (code <= LAST_CODE)
 
 
+@functools.cache
 def _table(ratio: float, device: torch.device) -> Tensor:
-    exponents = torch.arange(LAST_CODE - FIRST_CODE + 1, dtype=torch.float64, device=device)
-    values = torch.zeros(LAST_CODE + 1, dtype=torch.float32, device=device)
-    values[FIRST_CODE:] = torch.tensor(ratio, dtype=torch.float64, device=device) ** -exponents
-    return values
+    """Return the weights of all codes; it is made once for each device, since a copy to a GPU waits."""
+    exponents = torch.arange(LAST_CODE - FIRST_CODE + 1, dtype=torch.float64)
+    values = torch.zeros(LAST_CODE + 1, dtype=torch.float32)
+    values[FIRST_CODE:] = torch.tensor(ratio, dtype=torch.float64) ** -exponents
+    return values.to(device)

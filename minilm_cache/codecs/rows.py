@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -58,7 +59,7 @@ class RowsCodec(ABC):
             probs: the teacher's relation; columns beyond a sequence's length are 0.
             kind: which relation it is; with `sequences` it seeds the random draws.
             sequences: numbers of the sequences in the cache.
-            lengths: valid positions of each sequence.
+            lengths: valid positions of each sequence, on the CPU.
 
         Returns:
             Name of each array of the relation to its rows, `(batch, length, ...)`.
@@ -99,17 +100,14 @@ class RowsCodec(ABC):
 
     def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
         """Raise CacheCorruptError for values that `encode` never writes."""
-        for kind in self.kinds:
-            self.check_relation({name: rows[path] for name, path in self._arrays(kind).items()}, lengths)
+        for arrays in map(self._arrays, self.kinds):
+            if rows.keys() >= set(arrays.values()):
+                self.check_relation({name: rows[path] for name, path in arrays.items()}, lengths)
 
     def decode(
         self, rows: Mapping[str, Tensor], wanted: WantedRelations, *, lengths: Int[Tensor, " batch"]
     ) -> dict[RelationKind, RowTargets]:
-        """Return relations as targets, with the relation heads that they were stored with.
-
-        Raises:
-            CacheCorruptError: values that `encode` never writes.
-        """
+        """Return relations as targets, with the relation heads that they were stored with."""
         assert wanted.heads is None, "stored rows cannot be split into other heads"
         return {
             kind: self.decode_relation(
@@ -117,3 +115,8 @@ class RowsCodec(ABC):
             )
             for kind in wanted.kinds
         }
+
+    def to(self, device: torch.device) -> "RowsCodec":
+        """Return this codec: its constants are a table that each device keeps."""
+        del device
+        return self

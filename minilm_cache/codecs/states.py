@@ -6,20 +6,21 @@ unbiased sample (`topk.py`), each kept weight within a factor `weight_ratio`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from minilm_cache.codecs.base import NOT_OURS, PART_ENTRIES, Rows
+from minilm_cache.codecs.base import NOT_OURS, Rows, rows_at_once
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
 from minilm_cache.codecs.topk import PPS_RATIO, sample_pps, share_remainder
 from minilm_cache.codecs.transform import TransformCode, refuse_codes
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.relations.states import DenseLabels, MaskedSequences, SparseLabels, States, WantedStates
+from minilm_cache.relations.transfer import send
 from minilm_cache.storage_schema.arrays import masked_paths, not_chosen, state_codes_path
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.states import (
@@ -90,12 +91,12 @@ class StatesCodec:
         """Encode a padded batch; integers may be int64 where their arrays store a smaller type."""
         states, reading = content, content.reading
         length = int(lengths.max())
-        rows: dict[str, np.ndarray] = {}
+        rows: dict[str, Tensor] = {}
         for name, values in states.hidden.items():
             if name.family is StateFamily.FIRST:
                 rows[_array(name)] = _at_first(values.half(), length)
             else:
-                codes = self.codes[name].codes(values).cpu().numpy()
+                codes = self.codes[name].codes(values)
                 rows[_array(name)] = codes[:, None] if name == POOLED else codes
         if states.logits is not None:
             rows[LOGITS_PATH] = _at_first(states.logits.float(), length)
@@ -105,37 +106,33 @@ class StatesCodec:
 
     def _encode_masked(
         self, masked: MaskedSequences, sequences: Sequence[int], reading: int
-    ) -> dict[str, np.ndarray]:
-        read = masked.ids.masked_fill(~masked.chosen, not_chosen(self.vocab_size))
-        rows = {READ_PATH: read.cpu().numpy()}
+    ) -> dict[str, Tensor]:
+        rows = {READ_PATH: masked.ids.masked_fill(~masked.chosen, not_chosen(self.vocab_size))}
         if self.parameters.labels is None or masked.labels is None:  # the caller requested none
             return rows
         assert isinstance(masked.labels, DenseLabels)
         probs, k = masked.labels.probs, self.parameters.labels.k
-        labelled = masked.with_labels
-        draws = self._draws(labelled, sequences, reading).to(probs.device)
-        part = max(1, PART_ENTRIES // probs.shape[-1])
+        draws = send(self._draws(masked.label_counts, sequences, reading), probs.device)
+        part = rows_at_once(probs)
         scale = LogScale(ratio=self.parameters.labels.weight_ratio)
         drawn = [
             sample_pps(part_probs, k, draws=part_draws, scale=scale)
             for part_probs, part_draws in zip(probs.split(part), draws.split(part), strict=True)
         ]
-        index = torch.zeros((*masked.ids.shape, k), dtype=torch.int64, device=probs.device)
-        weight = torch.zeros_like(index)
-        index[labelled] = torch.cat([entries.column for entries in drawn]).long()
-        weight[labelled] = torch.cat([entries.code for entries in drawn]).long()
-        rows[INDEX_PATH] = index.cpu().numpy()
-        rows[WEIGHT_PATH] = weight.cpu().numpy()
+        for path, parts in zip((INDEX_PATH, WEIGHT_PATH), zip(*drawn, strict=True), strict=True):
+            values = torch.zeros((masked.ids.numel(), k), dtype=torch.int32, device=probs.device)
+            values.index_copy_(0, masked.with_labels, torch.cat(parts))
+            rows[path] = values.view(*masked.ids.shape, k)
         return rows
 
-    def _draws(self, labelled: Tensor, sequences: Sequence[int], reading: int) -> Tensor:
+    def _draws(self, counts: Sequence[int], sequences: Sequence[int], reading: int) -> Tensor:
         """Return a uniform number for each labelled token, `(labelled, 1)`.
 
         They are a pure function of seed, sequence and reading.
         """
         assert self.parameters.masking is not None
         seed, numbers = self.parameters.masking.seed, []
-        for sequence, count in zip(sequences, labelled.sum(-1).tolist(), strict=True):
+        for sequence, count in zip(sequences, counts, strict=True):
             counter = [0, reading, _LABEL_STREAM, sequence]
             generator = np.random.Generator(np.random.Philox(key=seed, counter=counter))
             numbers.append(generator.random(count, dtype=np.float32))
@@ -144,53 +141,75 @@ class StatesCodec:
     def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
         """Raise CacheCorruptError for values that `encode` never writes."""
         del lengths
-        for name in self.parameters.coded:
-            refuse_codes(rows[_array(name)])
-        numbers = [rows[_array(name)] for name in self.everything.hidden if name.family is StateFamily.FIRST]
-        if self.parameters.num_classes is not None:
-            numbers.append(rows[LOGITS_PATH])
-        if not all(bool(values.isfinite().all()) for values in numbers):
-            raise CacheCorruptError(f"a stored state is NaN or infinite. {NOT_OURS}")
-        if self.parameters.masking is not None:
-            chosen = self._chosen(rows[READ_PATH])
-            if self.parameters.labels is not None:
-                self._entries(rows, torch.ones_like(chosen) if self._labels_all else chosen)
+        first = [_array(name) for name in self.everything.hidden if name.family is StateFamily.FIRST]
+        for path in {_array(name) for name in self.parameters.coded} & rows.keys():
+            refuse_codes(rows[path])
+        for path in {*first, LOGITS_PATH} & rows.keys():
+            if not bool(rows[path].isfinite().all()):
+                raise CacheCorruptError(f"a stored state is NaN or infinite. {NOT_OURS}")
+        if READ_PATH in rows:
+            self._check_masked(rows)
+
+    def _check_masked(self, rows: Mapping[str, Tensor]) -> None:
+        """Raise CacheCorruptError for a masked reading, or labels, that `encode` never writes."""
+        read = rows[READ_PATH].to(torch.int64)
+        chosen = read.ne(not_chosen(self.vocab_size))
+        if bool((chosen & (read >= self.vocab_size)).any()):
+            raise CacheCorruptError(f"a masked reading holds a token id outside the vocabulary. {NOT_OURS}")
+        if self.parameters.labels is None:
+            return
+        labelled = torch.ones_like(chosen) if self._labels_all else chosen
+        index, code = (rows[path][labelled].to(torch.int64) for path in (INDEX_PATH, WEIGHT_PATH))
+        if index.numel() and (int(index.amax()) >= self.vocab_size or int(code.amax()) > LAST_CODE):
+            raise CacheCorruptError(
+                f"a label holds a token id outside the vocabulary, or an invalid weight. {NOT_OURS}"
+            )
+        if not bool(code.eq(0).any(-1).all()):
+            raise CacheCorruptError(f"a stored row has no slot. {NOT_OURS}")
 
     def decode(
         self, rows: Mapping[str, Tensor], wanted: WantedStates, *, lengths: Int[Tensor, " batch"]
     ) -> States:
-        """Decode states, on the device of `rows`.
+        """Decode states, on the device of `rows`. Masked sequences must be on the CPU (see `masked`).
 
         Args:
             rows: path of an array to `(batch, length, ...)`, and `tokens`; positions beyond a sequence's
                 length are ignored.
             wanted: which states to decode.
             lengths: valid positions of each sequence, `(batch,)`.
-
-        Raises:
-            CacheCorruptError: values that `encode` never writes.
         """
-        hidden = {name: self._hidden(rows[_array(name)], name) for name in wanted.hidden}
-        masked = None
-        if wanted.masked:
-            valid = key_mask(lengths, rows[READ_PATH].shape[1])
-            chosen = self._chosen(rows[READ_PATH]) & valid
-            tokens = rows["tokens"].to(torch.int64)
-            masked = MaskedSequences(
-                ids=torch.where(chosen, rows[READ_PATH].to(torch.int64), tokens),
-                chosen=chosen,
-                labelled=valid if self._labels_all else None,
-                labels=(
-                    None
-                    if self.parameters.labels is None
-                    else self._entries(rows, valid if self._labels_all else chosen)
-                ),
-                temperature=1.0 if self.parameters.labels is None else self.parameters.labels.temperature,
-            )
-        logits = rows[LOGITS_PATH][:, 0].float() if wanted.logits else None
-        if logits is not None and not bool(logits.isfinite().all()):
-            raise CacheCorruptError(f"a stored state is NaN or infinite. {NOT_OURS}")
-        return States(hidden=hidden, masked=masked, logits=logits)
+        return States(
+            hidden={name: self._hidden(rows[_array(name)], name) for name in wanted.hidden},
+            masked=self.masked(rows, lengths) if wanted.masked else None,
+            logits=rows[LOGITS_PATH][:, 0].float() if wanted.logits else None,
+        )
+
+    def masked(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> MaskedSequences:
+        """Decode the masked sequences and their labels, on the CPU, which alone knows how many there are.
+
+        Args:
+            rows: path of an array to `(batch, length, ...)`, and `tokens`.
+            lengths: valid positions of each sequence.
+        """
+        read, tokens = rows[READ_PATH].to(torch.int64), rows["tokens"].to(torch.int64)
+        valid = key_mask(lengths, read.shape[1])
+        chosen = read.ne(not_chosen(self.vocab_size)) & valid
+        labels = self.parameters.labels
+        masked = MaskedSequences.of(
+            torch.where(chosen, read, tokens), chosen, labelled=valid if self._labels_all else None
+        )
+        if labels is None:
+            return masked
+        index, code = (
+            rows[path].flatten(0, 1)[masked.with_labels].to(torch.int64) for path in (INDEX_PATH, WEIGHT_PATH)
+        )
+        weight = LogScale(ratio=labels.weight_ratio).value(code)
+        entries = SparseLabels(index, share_remainder(code, weight))
+        return replace(masked, labels=entries, temperature=labels.temperature)
+
+    def to(self, device: torch.device) -> "StatesCodec":
+        """Return the same codec with its codes on a device."""
+        return replace(self, codes={name: code.to(device) for name, code in self.codes.items()})
 
     @property
     def _labels_all(self) -> bool:
@@ -199,40 +218,15 @@ class StatesCodec:
 
     def _hidden(self, rows: Tensor, name: StateName) -> Tensor:
         if name.family is not StateFamily.FIRST:
-            refuse_codes(rows)
             decoded = self.codes[name].rows(rows.flatten(0, 1))
             return decoded if name == POOLED else decoded.view(*rows.shape[:2], -1)
-        first = rows[:, 0].float()
-        if not bool(first.isfinite().all()):
-            raise CacheCorruptError(f"a stored state is NaN or infinite. {NOT_OURS}")
-        return first
-
-    def _chosen(self, read: Tensor) -> Tensor:
-        """Return True at the tokens that were chosen, from the ids that were read in their place."""
-        read = read.to(torch.int64)
-        chosen = read.ne(not_chosen(self.vocab_size))
-        if bool((chosen & (read >= self.vocab_size)).any()):
-            raise CacheCorruptError(f"a masked reading holds a token id outside the vocabulary. {NOT_OURS}")
-        return chosen
-
-    def _entries(self, rows: Mapping[str, Tensor], labelled: Tensor) -> SparseLabels:
-        assert self.parameters.labels is not None
-        index = rows[INDEX_PATH][labelled].to(torch.int64)
-        code = rows[WEIGHT_PATH][labelled].to(torch.int64)
-        if index.numel() and (int(index.amax()) >= self.vocab_size or int(code.amax()) > LAST_CODE):
-            raise CacheCorruptError(
-                f"a label holds a token id outside the vocabulary, or an invalid weight. {NOT_OURS}"
-            )
-        weight = LogScale(ratio=self.parameters.labels.weight_ratio).value(code)
-        return SparseLabels(index, share_remainder(code, weight))
+        return rows[:, 0].float()
 
 
 def _array(name: StateName) -> str:
     return name.folder if name.family is StateFamily.FIRST else state_codes_path(name)
 
 
-def _at_first(values: Tensor, length: int) -> np.ndarray:
+def _at_first(values: Tensor, length: int) -> Tensor:
     """Return values of sequences as rows of their first tokens: `(batch, n)` to `(batch, length, n)`."""
-    rows = torch.zeros((len(values), length, values.shape[-1]), dtype=values.dtype)
-    rows[:, 0] = values.cpu()
-    return rows.numpy()
+    return torch.nn.functional.pad(values[:, None], (0, 0, 0, length - 1))

@@ -28,12 +28,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from minilm_cache.codecs.base import NOT_OURS, PART_ENTRIES, Rows
+from minilm_cache.codecs.base import NOT_OURS, Rows, rows_at_once
 from minilm_cache.codecs.packed_bytes import byte_sums, has_zero_byte
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
 from minilm_cache.codecs.rows import RowsCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.relations.rows import SparseRows
+from minilm_cache.relations.transfer import send
 from minilm_cache.storage_schema.arrays import MAX_ONE_BYTE_LENGTH
 from minilm_cache.storage_schema.identity import RelationKind, TopKParameters
 
@@ -94,9 +95,8 @@ class TopKCodec(RowsCodec):
     ) -> Rows:
         """Return `gap`, `weight` and, above length 256, `gap_high`: uint8, `(batch, length, heads, k)`."""
         if self.select == "pps":
-            draws = self._draws(kind, sequences, lengths=lengths, shape=probs.shape).to(probs.device)
-            # One part at a time, small enough for the processor's cache.
-            part = max(1, PART_ENTRIES // probs[0].numel())
+            draws = send(self._draws(kind, sequences, lengths=lengths, shape=probs.shape), probs.device)
+            part = rows_at_once(probs)
             parts = zip(probs.split(part), draws.split(part), strict=True)
             sampled = [sample_pps(rows, self.k, draws=numbers, scale=self._scale) for rows, numbers in parts]
             entries = Entries(*(torch.cat(pieces) for pieces in zip(*sampled, strict=True)))
@@ -106,7 +106,7 @@ class TopKCodec(RowsCodec):
         rows = {"gap": gap & _BYTE, "weight": entries.code}
         if self.max_length > MAX_ONE_BYTE_LENGTH:
             rows["gap_high"] = gap >> 8
-        return {name: row.to(torch.uint8).transpose(1, 2).cpu().numpy() for name, row in rows.items()}
+        return {name: row.to(torch.uint8).transpose(1, 2) for name, row in rows.items()}
 
     def _draws(
         self, kind: RelationKind, sequences: Sequence[int], *, lengths: Tensor, shape: torch.Size
@@ -130,18 +130,15 @@ class TopKCodec(RowsCodec):
             last = byte_sums(gap)
             if self.max_length > MAX_ONE_BYTE_LENGTH:
                 last += byte_sums(rows["gap_high"][part].numpy()) << 8
-            _refuse_entries(
-                beyond=bool((last >= lengths[part].numpy()[:, None]).any()), highest=int(weight.max())
-            )
+            if (last >= lengths[part].numpy()[:, None]).any() or weight.max() > LAST_CODE:
+                raise CacheCorruptError(
+                    f"a stored row holds a column beyond its sequence or an invalid weight. {NOT_OURS}"
+                )
             if self.select == "pps" and not has_zero_byte(weight).all():
                 raise CacheCorruptError(f"a stored row has no slot. {NOT_OURS}")
 
     def decode_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> SparseRows:
-        """Return entries as `(batch, heads, length, k)`: int64 columns, float32 weights.
-
-        Raises:
-            CacheCorruptError: a column beyond its sequence, or the fill value among the weights.
-        """
+        """Return entries as `(batch, heads, length, k)`: int64 columns, float32 weights."""
         gap = rows["gap"].transpose(1, 2).to(torch.int64)
         if self.max_length > MAX_ONE_BYTE_LENGTH:
             gap += rows["gap_high"].transpose(1, 2).to(torch.int64) << 8
@@ -149,20 +146,10 @@ class TopKCodec(RowsCodec):
         code = rows["weight"].transpose(1, 2).to(torch.int64)
         valid = (torch.arange(column.shape[2], device=column.device) < lengths[:, None])[:, None, :, None]
         column, code = column * valid, code * valid
-        beyond = bool((column[..., -1] >= lengths[:, None, None]).any())
-        _refuse_entries(beyond=beyond, highest=int(code.amax()))
         weight = self._scale.value(code)
         if self.select == "pps":
             return SparseRows(column, share_remainder(code, weight), None)
         return _with_tail(column, code, weight=weight, lengths=lengths, uniform=self.tail == "uniform")
-
-
-def _refuse_entries(*, beyond: bool, highest: int) -> None:
-    """Raise CacheCorruptError for entries that `encode` never writes."""
-    if beyond or highest > LAST_CODE:
-        raise CacheCorruptError(
-            f"a stored row holds a column beyond its sequence or an invalid weight. {NOT_OURS}"
-        )
 
 
 def scale_ratio(select: Literal["pps", "largest"]) -> float:
@@ -186,20 +173,51 @@ def sample_pps(
     """
     shape = (*probs.shape[:-1], k)
     probs, draws = probs.flatten(0, -2), draws.flatten(0, -2)
+    kept = (_list_kept if probs.device.type == "cpu" else _place_kept)(probs, k, scale)
+    slot = torch.arange(k, device=probs.device).expand(len(probs), k)
+    num_slots = k - kept.number[:, None]
+    drawn = _draw_slots(kept.pool, slot, num_slots=num_slots, draws=draws) * _CODE_RANGE
+    # Kept entries take the places behind their row's slots.
+    merged = torch.where(slot < num_slots, drawn, kept.merged).sort(-1).values.view(shape)
+    return Entries(merged // _CODE_RANGE, merged % _CODE_RANGE)
+
+
+class _Kept(NamedTuple):
+    """The entries that are kept with their own weight."""
+
+    number: Int[Tensor, " rows"]
+    """Number of each row's kept entries, less than k."""
+    merged: Int[Tensor, "rows k"]
+    """Each kept entry's column * 256 + code, at the end of its row; other places hold anything."""
+    pool: Float[Tensor, "rows key"]
+    """What the kept entries leave of each row."""
+
+
+def _list_kept(probs: Float[Tensor, "rows key"], k: int, scale: LogScale) -> _Kept:
+    """Return the kept entries. Only they are worked on, which suits a CPU; a GPU's are of unknown number."""
     row, column = (probs > _least_kept(probs, k, scale)).nonzero(as_tuple=True)
     weight = probs[row, column]
     code = scale.round_down(weight)
     pool = probs.index_put((row, column), (weight - scale.value(code)).clamp_(min=0))
-    num_kept = row.bincount(minlength=len(probs))
-
-    slot = torch.arange(k, device=probs.device).expand(len(probs), k)
-    merged = _draw_slots(pool, slot, num_slots=k - num_kept[:, None], draws=draws) * _CODE_RANGE
-    # Kept entries take the places behind their row's slots.
-    before = num_kept.cumsum(0) - num_kept
-    place = k - num_kept[row] + torch.arange(len(row), device=row.device) - before[row]
+    count = row.bincount(minlength=len(probs))
+    before = count.cumsum(0) - count
+    place = k - count[row] + torch.arange(len(row)) - before[row]
+    merged = torch.zeros((len(probs), k), dtype=torch.int32)
     merged[row, place] = (column * _CODE_RANGE + code).int()
-    merged = merged.sort(-1).values.view(shape)
-    return Entries(merged // _CODE_RANGE, merged % _CODE_RANGE)
+    return _Kept(count, merged, pool)
+
+
+def _place_kept(probs: Float[Tensor, "rows key"], k: int, scale: LogScale) -> _Kept:
+    """Return the same entries by operations of fixed shapes, which a GPU never has to be waited for."""
+    is_kept = probs > _least_kept(probs, k, scale)
+    code = scale.round_down(probs)
+    pool = torch.where(is_kept, (probs - scale.value(code)).clamp_(min=0), probs)
+    count = is_kept.sum(-1)
+    place = torch.where(is_kept, is_kept.cumsum(-1) - 1 + k - count[:, None], k)  # others: an extra column
+    column = torch.arange(probs.shape[-1], device=probs.device)
+    merged = torch.zeros((len(probs), k + 1), dtype=torch.int32, device=probs.device)
+    merged.scatter_(-1, place, (column * _CODE_RANGE + code).int())
+    return _Kept(count, merged[:, :k], pool)
 
 
 def _least_kept(probs: Float[Tensor, "rows key"], k: int, scale: LogScale) -> Float[Tensor, "rows 1"]:
@@ -249,15 +267,9 @@ def select_largest(probs: Float[Tensor, "*rows key"], k: int, scale: LogScale) -
 def share_remainder(
     code: Int[Tensor, "*rows entries"], weight: Float[Tensor, "*rows entries"]
 ) -> Float[Tensor, "*rows entries"]:
-    """Return weights, with the rest of 1 that the kept entries leave shared equally among the slots.
-
-    Raises:
-        CacheCorruptError: a row has no slot, which pps never draws.
-    """
+    """Return weights, with the rest of 1 that the kept entries leave shared equally among the slots."""
     slot = code == 0
     num_slots = slot.sum(-1, keepdim=True)
-    if not bool(num_slots.all()):
-        raise CacheCorruptError(f"a stored row has no slot. {NOT_OURS}")
     share = (1 - weight.sum(-1, keepdim=True)).clamp(min=0) / num_slots
     return torch.where(slot, share, weight)
 

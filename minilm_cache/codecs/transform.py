@@ -4,7 +4,7 @@ Rounding goes towards zero more often than to the nearest (`ROUNDING`), which sa
 The basis corrects the average shrinkage.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float, Float16, Int16
@@ -43,15 +43,17 @@ class TransformCode:
     gain: Float[Tensor, " components"]
 
     def codes(self, rows: Float[Tensor, "*rows width"]) -> Int16[Tensor, "*rows components"]:
-        """Return the codes of rows, on their device."""
-        centred = rows.float() - self.mean.to(rows.device)
-        analysis = self.analysis.to(rows.device).float()
-        return quantise(centred @ analysis.T * self.gain.to(rows.device)).to(torch.int16)
+        """Return the codes of rows, which are on the device of this code."""
+        centred = rows.float() - self.mean
+        return quantise(centred @ self.analysis.float().T * self.gain).to(torch.int16)
 
     def rows(self, codes: Int16[Tensor, "rows components"]) -> Float[Tensor, "rows width"]:
-        """Return the rows that codes stand for, float32, on their device."""
-        mean, basis, step = (part.to(codes.device) for part in (self.mean, self.basis, self.step))
-        return torch.addmm(mean, codes.float(), basis.float() * step[:, None])
+        """Return the rows that codes stand for, float32; the codes are on the device of this code."""
+        return torch.addmm(self.mean, codes.float(), self.basis.float() * self.step[:, None])
+
+    def to(self, device: torch.device) -> "TransformCode":
+        """Return the same code on a device."""
+        return TransformCode(**{part.name: getattr(self, part.name).to(device) for part in fields(self)})
 
 
 def fit_code(

@@ -45,20 +45,18 @@ class Masker:
     def mask(
         self, ids: torch.Tensor, numbers: list[int], *, lengths: list[int], reading: int = 0
     ) -> MaskedSequences:
-        """Return a padded batch with tokens masked, on the device of `ids`.
+        """Return a padded batch with tokens masked, on the CPU.
 
         Args:
-            ids: token ids, `(batch, length)`.
+            ids: token ids, `(batch, length)`, on the CPU.
             numbers: numbers of the sequences in the cache.
             lengths: tokens of each sequence.
             reading: number of the reading; each reading masks other tokens.
         """
-        read, chosen = ids.cpu().numpy().copy(), np.zeros(ids.shape, dtype=np.bool_)
+        read, chosen = ids.numpy().copy(), np.zeros(ids.shape, dtype=np.bool_)
         for at, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
             self._mask_sequence(read[at, :length], chosen[at, :length], number=number, reading=reading)
-        return MaskedSequences(
-            ids=torch.from_numpy(read).to(ids.device), chosen=torch.from_numpy(chosen).to(ids.device)
-        )
+        return MaskedSequences.of(torch.from_numpy(read), torch.from_numpy(chosen))
 
     def _mask_sequence(self, read: Ids, chosen: npt.NDArray[np.bool_], *, number: int, reading: int) -> None:
         """Mask one sequence in place."""

@@ -103,7 +103,7 @@ def audit(
     for start in range(0, len(numbers), batch_size):
         sequences = [stored(number) for number in numbers[start : start + batch_size]]
         ids, lengths = pad([sequence.input_ids for sequence in sequences], teacher.tokenizer.pad_token_id)
-        signals = teacher.signals(ids.to(teacher.device), lengths.to(teacher.device))
+        signals = teacher.signals(ids, lengths)
         for layer, signal in zip(teacher.layers, signals, strict=True):
             for kind in kinds:
                 for at, sequence in enumerate(sequences):

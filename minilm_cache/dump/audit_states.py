@@ -79,12 +79,9 @@ def audit_states(
         ids, lengths = pad(
             [sequence.input_ids for sequence in sequences], reader.teacher.tokenizer.pad_token_id
         )
-        device = reader.teacher.device
         for reading in range(codec.parameters.num_readings):
             wanted = codec.everything if reading == 0 else codec.everything.of_masked_reading()
-            _, output = reader.read(
-                ids.to(device), lengths.to(device), numbers=batch, layers=(), wanted=wanted, reading=reading
-            )
+            _, output = reader.read(ids, lengths, numbers=batch, layers=(), wanted=wanted, reading=reading)
             for at, sequence in enumerate(sequences):
                 _compare(output, sequence.states(reading), at=at, length=int(lengths[at]), errors=errors)
             if output.masked is not None and output.masked.labels is not None:
@@ -125,7 +122,7 @@ def _bias(output: MaskedSequences, stored: Sequence[MaskedSequences]) -> Tensor:
     expected_logs, first = [], 0
     for sequence in stored:
         assert sequence.labels is not None
-        count = int(sequence.with_labels.sum())
+        count = len(sequence.with_labels)
         expected_logs.append(expected(sequence.labels, logs[first : first + count]))
         first += count
     return torch.cat(expected_logs) - (probs * logs).sum(-1)

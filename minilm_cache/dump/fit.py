@@ -245,7 +245,7 @@ class CodecFitter:
         return signals
 
     def _batches(self, numbers: range) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
-        """Yield padded batches of sequences on the teacher's device, and their numbers.
+        """Yield padded batches of sequences, on the CPU, and their numbers.
 
         Sequences of a batch have about the same length, which saves padding. Batches come in a mixed order,
         because gains are computed from the first rows.
@@ -259,7 +259,7 @@ class CodecFitter:
             batch = order[first : first + self.batch_size].tolist()
             rows = [self.sequences.read(number, number + 1).ids[0] for number in batch]
             ids, lengths = pad([torch.from_numpy(row) for row in rows], teacher.tokenizer.pad_token_id)
-            yield ids.to(teacher.device), lengths.to(teacher.device), batch
+            yield ids, lengths, batch
 
     def _fit_states(
         self, names: Sequence[StateName]
@@ -303,7 +303,7 @@ class CodecFitter:
         wanted = WantedStates(hidden=tuple(names))
         for ids, lengths, batch in self._batches(numbers):
             _, states = self.reader.read(ids, lengths, numbers=batch, layers=(), wanted=wanted)
-            valid = key_mask(lengths, ids.shape[1])
+            valid = key_mask(lengths, ids.shape[1]).to(self.reader.teacher.device)
             for name in names:
                 values = states.hidden[name]
                 rows[name].append((values if name == POOLED else values[valid]).cpu())

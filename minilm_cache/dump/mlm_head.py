@@ -205,17 +205,15 @@ class _MaskedReader:
         """Return a batch; number plus shift of a sequence determine which of its tokens are masked."""
         rows = [torch.from_numpy(self.sequences.read(number, number + 1).ids[0]) for number in numbers]
         ids, lengths = pad(rows, self.pad_token)
-        masked = self.masker.mask(
-            ids.to(self.device), [number + shift for number in numbers], lengths=lengths.tolist()
-        )
-        return _Batch(lengths=lengths.to(self.device), ids=ids.to(self.device), masked=masked)
+        masked = self.masker.mask(ids, [number + shift for number in numbers], lengths=lengths.tolist())
+        return _Batch(lengths=lengths.to(self.device), ids=ids.to(self.device), masked=masked.to(self.device))
 
 
 def _loss(model: TappedModel, batch: _Batch) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy of chosen tokens, nats, and their logits, `(chosen, vocabulary)`."""
     mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
-    logits = model(batch.masked.ids, mask, batch.masked.chosen).logits
-    targets = batch.ids[batch.masked.chosen]
+    logits = model(batch.masked.ids, mask, batch.masked.places).logits
+    targets = batch.ids.flatten()[batch.masked.places]
     return F.cross_entropy(logits, targets, reduction="sum") / max(len(targets), 1), logits
 
 
@@ -229,7 +227,7 @@ def _measure(
     for first in range(numbers.start, numbers.stop, config.batch_size):
         batch = reader.batch(list(range(first, min(first + config.batch_size, numbers.stop))))
         loss, logits = _loss(model, batch)
-        targets = batch.ids[batch.masked.chosen]
+        targets = batch.ids.flatten()[batch.masked.places]
         total += float(loss) * len(targets)
         right += int((logits.argmax(-1) == targets).sum())
         count += len(targets)

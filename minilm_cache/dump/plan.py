@@ -273,7 +273,6 @@ def _teacher_rate(teacher: Teacher, sequences: SequenceTable, batch_size: int) -
     ids, lengths = pad(
         [torch.from_numpy(row) for row in sequences.read(0, size).ids], teacher.tokenizer.pad_token_id
     )
-    ids, lengths = ids.to(teacher.device), lengths.to(teacher.device)
     times = []
     for _ in range(TIMED_BATCHES + 1):
         started = time.perf_counter()

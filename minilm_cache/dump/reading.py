@@ -14,7 +14,7 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.scores import TeacherSignal, key_mask
 from minilm_cache.relations.states import MaskedSequences, States, WantedStates, soft_labels
 from minilm_cache.storage_schema.identity import CacheIdentity
-from minilm_cache.storage_schema.states import POOLED, StateFamily, StateName, StatesIdentity
+from minilm_cache.storage_schema.states import POOLED, SoftLabels, StateFamily, StateName, StatesIdentity
 
 _MOST_PROBABILITIES: Final = 2**28
 """Most probabilities that the labels of a batch may have: 1 GiB as float32; the logits take 1 GiB more."""
@@ -63,8 +63,8 @@ class SequenceReader:
         """Return the teacher's output for a padded batch: one forward pass, and one more for masked tokens.
 
         Args:
-            ids: token ids `(batch, length)`, on the teacher's device.
-            lengths: tokens of each sequence `(batch,)`, on the same device.
+            ids: token ids `(batch, length)`, on the CPU.
+            lengths: tokens of each sequence `(batch,)`, on the CPU.
             numbers: numbers of the sequences in the cache; they determine what is masked.
             layers: layers whose relations are returned.
             wanted: states to return.
@@ -82,8 +82,12 @@ class SequenceReader:
         masked = [name for name in wanted.hidden if name.family is StateFamily.MASKED]
         if wanted.masked or masked:
             assert self.masker is not None
+            labels = self.states.labels if self.states is not None and wanted.masked else None
             sequences = self.masker.mask(ids, list(numbers), lengths=lengths.tolist(), reading=reading)
-            states = self._read_masked(states, sequences, lengths=lengths, names=masked, labels=wanted.masked)
+            if labels is not None and labels.tokens == "all":
+                valid = key_mask(lengths, ids.shape[1])
+                sequences = MaskedSequences.of(sequences.ids, sequences.chosen, labelled=valid)
+            states = self._read_masked(states, sequences, lengths=lengths, names=masked, labels=labels)
         return signals, states
 
     def _read_plain(
@@ -117,23 +121,20 @@ class SequenceReader:
         *,
         lengths: Tensor,
         names: Sequence[StateName],
-        labels: bool,
+        labels: SoftLabels | None,
     ) -> States:
-        """Return `states` with those of masked sequences added."""
-        assert self.states is not None
-        wants_labels = labels and self.states.labels is not None
-        if wants_labels and self.states.labels is not None and self.states.labels.tokens == "all":
-            masked = replace(masked, labelled=key_mask(lengths, masked.ids.shape[1]))
+        """Return `states` with those of masked sequences added, and their labels unless `labels` is None."""
         output = self.teacher.read(
             masked.ids,
             lengths,
             hidden=_numbers(names),
-            head="tokens" if wants_labels else None,
-            chosen=masked.with_labels,
+            head="tokens" if labels is not None else None,
+            places=masked.with_labels,
             layers=(),
         )
-        if wants_labels and self.states.labels is not None and output.logits is not None:
-            temperature = self.states.labels.temperature
+        masked = masked.to(self.teacher.device)
+        if labels is not None and output.logits is not None:
+            temperature = labels.temperature
             masked = replace(masked, labels=soft_labels(output.logits, temperature), temperature=temperature)
         hidden = {**states.hidden, **{name: output.hidden[name.number] for name in names}}
         return replace(states, hidden=hidden, masked=masked)

@@ -273,10 +273,11 @@ def _differences(cache: Cache, teacher: Teacher, progress: Progress) -> tuple[Sh
 def _encode_anew(cache: Cache, teacher: Teacher, numbers: Sequence[int]) -> dict[int, CachedSequence]:
     """Return sequences as a dump with this teacher and the cache's codecs would store them."""
     ids, lengths = pad([cache[number].input_ids for number in numbers], teacher.tokenizer.pad_token_id)
-    signals = teacher.signals(ids.to(teacher.device), lengths.to(teacher.device))
+    signals = teacher.signals(ids, lengths)
     rows: dict[str, npt.NDArray[np.generic]] = {"tokens": ids.numpy()}
     for layer, signal in zip(teacher.layers, signals, strict=True):
-        rows |= cache.codecs[layer].encode(signal, numbers, lengths=signal.lengths)
+        encoded = cache.codecs[layer].to(teacher.device).encode(signal, numbers, lengths=lengths)
+        rows |= {path: values.cpu().numpy() for path, values in encoded.items()}
     return {
         number: CachedSequence(cache, number, {path: values[at, :length] for path, values in rows.items()})
         for at, (number, length) in enumerate(zip(numbers, lengths.tolist(), strict=True))

@@ -197,11 +197,15 @@ def _begin(resolved: ResolvedDump, fitter: CodecFitter, writer_type: Callable[..
     writer = writer_type(
         resolved.path, manifest, ranges=ranges, attachments=attachments, tokens_of=tokens, parts_of=donor
     )
+    device = fitter.reader.teacher.device
     return ShardJob(
         config=resolved.config,
         reader=fitter.reader,
-        codecs=layers_to_write(fitted.codecs, identity, donor),
-        states=fitted.states,
+        codecs={
+            layer: codec.to(device)
+            for layer, codec in layers_to_write(fitted.codecs, identity, donor).items()
+        },
+        states=None if fitted.states is None else fitted.states.to(device),
         wanted=states_to_write(fitted.states, donor),
         sequences=fitter.sequences,
         writer=writer,

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from minilm_cache.codecs.base import RelationCodec, Rows
 from minilm_cache.codecs.states import StatesCodec
-from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.sequences import SequenceTable, TokenBatch
 from minilm_cache.dump.claims import Claim, Claims
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.reading import SequenceReader, sequences_at_once
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.padding import pad
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.relations.scores import TeacherSignal, mean_row_entropy
-from minilm_cache.relations.states import WantedStates
+from minilm_cache.relations.scores import TeacherSignal, key_mask, mean_row_entropy
+from minilm_cache.relations.states import WantedStates, places_of
+from minilm_cache.relations.transfer import Arrival, send
 from minilm_cache.storage_schema.arrays import array_specs, token_dtype
 from minilm_cache.storage_schema.documents import ShardRange
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.sequences import entropy_column
 from minilm_cache.store.durable import ShardLock, refuse_full_disk
 from minilm_cache.store.segments import Segments
@@ -132,14 +134,32 @@ class ShardJob:
         self, sequences: range, progress: Progress, should_stop: ShouldStop
     ) -> tuple[_Rows, pa.Table] | None:
         """Return the rows and the table of sequences of one segment. None means that a stop was requested."""
+        segment = self._begin(sequences)
+        lengths = segment.lengths
+        # Sequences of the same length share a batch: the least padding, and the same batches in every run.
+        by_length = np.argsort(lengths, kind="stable")
+        size = sequences_at_once(self.writer.manifest.identity, self.config.batch_size)
+        before: _Batch | None = None
+        for chosen in np.split(by_length, range(size, len(lengths), size)):
+            if should_stop():
+                return None
+            batch = self._encode_batch(segment, chosen)
+            if before is not None:
+                segment.take(before)  # while a GPU computes the batch after it
+            before = batch
+            progress.advance(int(lengths[chosen].sum()))
+        if before is not None:
+            segment.take(before)
+        return segment.rows, self._table(sequences, segment)
+
+    def _begin(self, sequences: range) -> "_Segment":
+        """Return a segment whose rows are still to be encoded, except for its tokens."""
         manifest = self.writer.manifest
         tokens = self.sequences.read(sequences.start, sequences.stop)
         lengths = np.asarray([len(ids) for ids in tokens.ids])
-        starts = np.cumsum(lengths) - lengths
         part = ShardRange(
             first_sequence=sequences.start, num_sequences=len(sequences), num_tokens=int(lengths.sum())
         )
-        teacher = self.reader.teacher
         specs = [
             spec
             for spec in array_specs(manifest.identity, manifest.calibration)
@@ -148,53 +168,61 @@ class ShardJob:
         rows: _Rows = {
             spec.path: np.zeros((spec.num_rows(part), *spec.row_shape), dtype=spec.dtype) for spec in specs
         }
-        by_sequence = {spec.path for spec in specs if spec.by_sequence}
-        rows["tokens"] = np.concatenate(tokens.ids).astype(token_dtype(teacher.identity.vocab_size))
+        rows["tokens"] = np.concatenate(tokens.ids).astype(token_dtype(manifest.identity.teacher.vocab_size))
         # Relations that are linked or copied have their entropies in a table that is reused, too.
         kinds = manifest.identity.relations if self.codecs else ()
-        entropy = {kind: np.zeros(len(lengths), dtype=np.float32) for kind in kinds}
-        # Sequences of the same length share a batch: the least padding, and the same batches in every run.
-        by_length = np.argsort(lengths, kind="stable")
-        size = sequences_at_once(manifest.identity, self.config.batch_size)
-        for chosen in np.split(by_length, range(size, len(lengths), size)):
-            if should_stop():
-                return None
-            batch, batch_lengths = pad(
-                [torch.from_numpy(tokens.ids[n]) for n in chosen], teacher.tokenizer.pad_token_id
-            )
-            on_device = batch_lengths.to(teacher.device)
-            numbers = (sequences.start + chosen).tolist()
-            signals, encoded = self._encode_batch(batch.to(teacher.device), on_device, numbers)
-            for path, values in [item for arrays in encoded for item in arrays.items() if item[0] in rows]:
-                if path in by_sequence:
-                    rows[path][chosen] = values[:, 0]
-                    continue
-                for at, n in enumerate(chosen):
-                    rows[path][starts[n] : starts[n] + lengths[n]] = values[at, : lengths[n]]
-            for kind in kinds:
-                probs = signals[0].probs(kind)  # rows of relations are stored for a single layer
-                entropy[kind][chosen] = mean_row_entropy(probs, on_device).cpu().numpy()
-            progress.advance(int(batch_lengths.sum()))
+        return _Segment(
+            first_sequence=sequences.start,
+            tokens=tokens,
+            lengths=lengths,
+            starts=np.cumsum(lengths) - lengths,
+            rows=rows,
+            by_sequence=frozenset(spec.path for spec in specs if spec.by_sequence),
+            entropy={kind: np.zeros(len(lengths), dtype=np.float32) for kind in kinds},
+        )
+
+    def _table(self, sequences: range, segment: "_Segment") -> pa.Table:
+        """Return the table of a segment's sequences."""
         ranges = self.writer.ranges
         shard = ranges.shard_of(sequences.start)
         before = self.sequences.tokens_before(int(ranges.first_sequences[shard]))
-        first_row = shard * manifest.shard_tokens + self.sequences.tokens_before(sequences.start) - before
+        shard_tokens = self.writer.manifest.shard_tokens
+        first_row = shard * shard_tokens + self.sequences.tokens_before(sequences.start) - before
         table = {
             "sequence": np.asarray(sequences),
-            "offset": first_row + starts,
-            "length": lengths,
-            "document": tokens.documents,
+            "offset": first_row + segment.starts,
+            "length": segment.lengths,
+            "document": segment.tokens.documents,
         }
-        return rows, pa.table(table | {entropy_column(kind): entropy[kind] for kind in kinds})
+        return pa.table(table | {entropy_column(kind): values for kind, values in segment.entropy.items()})
 
-    def _encode_batch(
+    def _encode_batch(self, segment: "_Segment", chosen: npt.NDArray[np.int64]) -> "_Batch":
+        """Run the teacher on sequences of a segment, and begin to copy their encoded rows to the CPU."""
+        teacher = self.reader.teacher
+        rows = [torch.from_numpy(segment.tokens.ids[at]) for at in chosen]
+        ids, lengths = pad(rows, teacher.tokenizer.pad_token_id)
+        numbers = (segment.first_sequence + chosen).tolist()
+        signals, encoded = self._read_and_encode(ids, lengths, numbers)
+        valid = key_mask(lengths, ids.shape[1])
+        places = None if bool(valid.all()) else send(places_of(valid), teacher.device)
+        wanted = {
+            path: values[:, 0] if path in segment.by_sequence else _valid_rows(values, places)
+            for arrays in encoded
+            for path, values in arrays.items()
+            if path in segment.rows
+        }
+        for kind in segment.entropy:  # rows of relations are stored for a single layer
+            wanted[entropy_column(kind)] = mean_row_entropy(signals[0].probs(kind), signals[0].lengths)
+        return _Batch(chosen=chosen, rows=Arrival(wanted))
+
+    def _read_and_encode(
         self, ids: Tensor, lengths: Tensor, numbers: list[int]
     ) -> tuple[list[TeacherSignal], list[Rows]]:
         """Run the teacher on a batch, and encode its relations and states.
 
         Args:
-            ids: token ids `(batch, length)`, padded, on the teacher's device.
-            lengths: tokens of each sequence `(batch,)`, on the same device.
+            ids: token ids `(batch, length)`, padded, on the CPU.
+            lengths: tokens of each sequence `(batch,)`, on the CPU.
             numbers: numbers of the sequences in the cache.
 
         Returns:
@@ -216,6 +244,51 @@ class ShardJob:
                 )
                 encoded.append(self.states.encode(states, numbers, lengths=lengths))
         return signals, encoded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """Sequences of a segment, and their encoded rows on the way to the CPU."""
+
+    chosen: npt.NDArray[np.int64]
+    """Places of the sequences in their segment."""
+    rows: Arrival
+    """Path of each array to the rows of the sequences' tokens, one sequence after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Segment:
+    """The sequences of a segment, and their rows as they are stored."""
+
+    first_sequence: int
+    tokens: TokenBatch
+    lengths: npt.NDArray[np.int64]
+    """Tokens of each sequence."""
+    starts: npt.NDArray[np.int64]
+    """Row of each sequence's first token."""
+    rows: _Rows
+    """Path of each array to its rows."""
+    by_sequence: frozenset[str]
+    """Paths of the arrays that have a row for each sequence, and not for each token."""
+    entropy: dict[RelationKind, npt.NDArray[np.float32]]
+    """The teacher's mean row entropy of each sequence, nats."""
+
+    def take(self, batch: _Batch) -> None:
+        """Wait for a batch's rows, and put them where they belong."""
+        arrived = batch.rows.wait()
+        lengths = self.lengths[batch.chosen]
+        ends = np.cumsum(lengths)
+        places = np.repeat(self.starts[batch.chosen] - ends + lengths, lengths) + np.arange(ends[-1])
+        for kind, values in self.entropy.items():
+            values[batch.chosen] = arrived.pop(entropy_column(kind)).numpy()
+        for path, rows in arrived.items():
+            self.rows[path][batch.chosen if path in self.by_sequence else places] = rows.numpy()
+
+
+def _valid_rows(values: Tensor, places: Tensor | None) -> Tensor:
+    """Return the rows of all tokens, `(batch, length, ...)` to `(tokens, ...)`; None means no padding."""
+    flat = values.flatten(0, 1)
+    return flat if places is None else flat.index_select(0, places)
 
 
 def _abandon(files: ShardWriter | None, lock: ShardLock, error: BaseException) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
@@ -108,8 +108,20 @@ def _refuse_inexact(module: nn.Module, query: Tensor, *, key: Tensor, kwargs: di
     raise TeacherError(f"{type(module).__name__} cannot be tapped exactly: {reason}. {_USE}")
 
 
+def _attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:  # noqa: ANN401 - transformers' arguments
+    """Return the mask as for sdpa.
+
+    Only on a CPU is it looked at whether anything is padded at all: a GPU would be waited for. Callers leave
+    out the mask of a batch that is not padded.
+    """
+    padding = kwargs.get("attention_mask")
+    if padding is not None and padding.device.type != "cpu":
+        kwargs["allow_is_bidirectional_skip"] = False
+    return sdpa_mask(*args, **kwargs)
+
+
 AttentionInterface.register(ATTENTION, _tapped_attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(ATTENTION, _attention_mask)
 
 
 def refuse_untapped(model: PreTrainedModel) -> None:
@@ -167,7 +179,7 @@ class TappedModel(nn.Module):
         weights = [weight for weight in self.parameters() if weight.requires_grad]
         self.eval()  # draws no dropout
         ids = torch.zeros((1, 4), dtype=torch.int64, device=weights[0].device)
-        outputs = self(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
+        outputs = self(ids, None, torch.arange(ids.numel(), device=ids.device))
         parts = [part for layer in outputs.vectors for part in (layer.query, layer.key, layer.value)]
         parts += [*outputs.hidden.values(), *(() if outputs.logits is None else (outputs.logits,))]
         total = torch.stack([part.sum() for part in parts]).sum()
@@ -199,8 +211,8 @@ class TappedModel(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor,
-        chosen: Bool[Tensor, "batch length"] | None = None,
+        attention_mask: Tensor | None,
+        places: Int[Tensor, " chosen"] | None = None,
         *,
         token_type_ids: Tensor | None = None,
     ) -> Reading:
@@ -208,8 +220,9 @@ class TappedModel(nn.Module):
 
         Args:
             input_ids: `(batch, length)` int64.
-            attention_mask: `(batch, length)`, 1 at tokens and 0 at padding.
-            chosen: tokens whose logits a head for masked tokens computes. None means all.
+            attention_mask: `(batch, length)`, 1 at tokens and 0 at padding. None means no padding.
+            places: places of the tokens, in the batch as one row, whose logits a head for masked tokens
+                computes. None means all.
             token_type_ids: segment of each token, `(batch, length)`; None means one segment.
         """
         segments = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
@@ -217,7 +230,7 @@ class TappedModel(nn.Module):
         # Heads cost more than layers where a vocabulary is large.
         model = self.model if self.head else self.model.base_model
         try:
-            with _gathered(self.model, chosen if self.head == "tokens" else None):
+            with _gathered(self.model, places if self.head == "tokens" else None):
                 output = model(
                     input_ids=input_ids,
                     attention_mask=attention_mask,
@@ -237,14 +250,14 @@ class TappedModel(nn.Module):
 
 
 @contextmanager
-def _gathered(model: PreTrainedModel, chosen: Tensor | None) -> Iterator[None]:
+def _gathered(model: PreTrainedModel, places: Tensor | None) -> Iterator[None]:
     """Give a head only the last hidden states of the chosen tokens; it treats each token separately."""
-    if chosen is None:
+    if places is None:
         yield
         return
 
     def gather(_module: nn.Module, _inputs: object, output: Any) -> Any:  # noqa: ANN401 - of any family
-        output.last_hidden_state = output.last_hidden_state[chosen][None]
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places)[None]
         return output
 
     hook = model.base_model.register_forward_hook(gather)

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,6 +26,7 @@ from minilm_cache.models.pooling import SentencePooler, load_pooler
 from minilm_cache.models.saving import saving
 from minilm_cache.models.tap import Head, TappedModel
 from minilm_cache.relations.scores import TeacherSignal, key_mask
+from minilm_cache.relations.transfer import send
 from minilm_cache.storage_schema.identity import MAX_LAYERS, TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
 from minilm_cache.storage_schema.states import PoolingMode
@@ -183,7 +184,7 @@ class Teacher:
     def signals(
         self, ids: Int[Tensor, "batch length"], lengths: Int[Tensor, " batch"]
     ) -> list[TeacherSignal]:
-        """Return the signal of each tapped layer for a padded batch, on the teacher's device."""
+        """Return the signal of each tapped layer for a padded batch; arguments as for `read`."""
         return self.read(ids, lengths).signals
 
     @torch.no_grad()
@@ -194,23 +195,26 @@ class Teacher:
         *,
         hidden: Sequence[int] = (),
         head: Head | None = None,
-        chosen: Bool[Tensor, "batch length"] | None = None,
+        places: Int[Tensor, " chosen"] | None = None,
         layers: Sequence[int] | None = None,
     ) -> "TeacherReading":
         """Return the teacher's outputs for a padded batch, on its device.
 
         Args:
-            ids: token ids, padded.
-            lengths: tokens of each sequence.
+            ids: token ids, padded, on any device.
+            lengths: tokens of each sequence. On the CPU it costs nothing to see that there is no padding.
             hidden: numbers of the hidden states to return, 0 for the output of the embeddings.
             head: head whose logits are returned; the teacher must be loaded with it. None means no logits.
-            chosen: tokens that logits are computed for, with head `tokens`. None means all.
+            places: places of the tokens, in the batch as one row, that logits are computed for, with head
+                `tokens`. None means all.
             layers: layers whose vectors are returned. None means the tapped layers.
         """
-        mask = key_mask(lengths, ids.shape[1]).to(torch.int64)
+        is_full = lengths.device.type == "cpu" and bool((lengths == ids.shape[1]).all())
+        ids, lengths = send(ids, self.device), send(lengths, self.device)
+        mask = None if is_full else key_mask(lengths, ids.shape[1]).to(torch.int64)
         tapped_layers = self.layers
         self._tapped.tap(tapped_layers if layers is None else layers, hidden, head)
-        outputs = self._tapped(ids, mask, chosen)
+        outputs = self._tapped(ids, mask, None if places is None else send(places, self.device))
         self._tapped.tap(tapped_layers)
         signals = [TeacherSignal(vectors, lengths) for vectors in outputs.vectors]
         return TeacherReading(signals, outputs.hidden, outputs.logits)
@@ -239,7 +243,7 @@ def check_length(model: TappedModel, name: str, *, token: int, max_length: int) 
     """
 
     def read(ids: Tensor) -> None:
-        model(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
+        model(ids, None, torch.arange(ids.numel(), device=ids.device))
 
     longest = torch.full((1, max_length), token, device=next(model.parameters()).device)
     check_positions(read, model.model.config, name=f"teacher {name}", ids=longest)

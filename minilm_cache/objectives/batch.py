@@ -47,6 +47,11 @@ class StudentBatch:
         """Number of tokens of all sequences, without padding."""
         return self.counts["tokens"]
 
+    @property
+    def is_full(self) -> bool:
+        """True if no sequence is padded."""
+        return self.num_tokens == self.ids.numel()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedTargets:

@@ -110,7 +110,7 @@ def masked_token_loss(
     masked = batch.states.masked
     assert reading.logits is not None
     assert masked is not None
-    logits = reading.logits[masked.chosen[masked.with_labels]] if everywhere else reading.logits
+    logits = masked.of_chosen(reading.logits) if everywhere else reading.logits
     with torch.autocast(logits.device.type, enabled=False):
-        tokens = batch.ids[masked.chosen]
+        tokens = batch.ids.flatten()[masked.places]
         return F.cross_entropy(logits.float(), tokens, reduction="sum") / max(len(tokens), 1)

@@ -124,12 +124,12 @@ def masked_agreement(cache: Cache, teacher: Teacher, students: Sequence[Path]) -
     for batch in reader.held_out_batches(_BATCH_SIZE, MAX_SEQUENCES):
         masked = batch.states.masked
         assert masked is not None
-        reading = teacher.read(masked.ids, batch.lengths, head="tokens", chosen=masked.chosen, layers=())
+        reading = teacher.read(masked.ids, batch.lengths, head="tokens", places=masked.places, layers=())
         assert reading.logits is not None
         expected = reading.logits.argmax(-1)
         count += len(expected)
         mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
         for index, model in enumerate(models):
-            logits = model(masked.ids, mask, masked.chosen).logits
+            logits = model(masked.ids, mask, masked.places).logits
             same[index] += int((logits.argmax(-1) == expected).sum())
     return [num_same / max(count, 1) for num_same in same]

@@ -1,10 +1,11 @@
-"""Makes batches for students from segments of a cache: read ahead in threads, decoded for all students."""
+"""Makes batches for students: segments are read and checked in threads, and decoded for all students."""
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,17 +15,17 @@ from torch import Tensor
 
 from minilm_cache.cache import Cache
 from minilm_cache.codecs.states import StatesCodec
-from minilm_cache.codecs.transform import refuse_codes
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.objectives.batch import UNITS, Counts, StudentBatch, WantedTargets
 from minilm_cache.relations.loss import choose_method
 from minilm_cache.relations.rows import RowTargets, Targets, VectorRows, densify, to_dense
-from minilm_cache.relations.scores import Vectors, mean_row_entropy
-from minilm_cache.relations.states import States
+from minilm_cache.relations.scores import Vectors, key_mask, mean_row_entropy
+from minilm_cache.relations.states import MaskedSequences, States
+from minilm_cache.relations.transfer import pin, send
 from minilm_cache.storage_schema.arrays import not_chosen
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.states import READ_PATH
+from minilm_cache.storage_schema.states import INDEX_PATH, READ_PATH, WEIGHT_PATH
 from minilm_cache.store.reader import Segment
 from minilm_cache.train.sampler import Buffer, StepPlan
 
@@ -34,13 +35,16 @@ _LEAST_BUFFERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredBatch:
-    """A batch with its arrays as they are stored, padded but not decoded."""
+    """A batch with its arrays as they are stored, padded but not decoded, on the CPU."""
 
-    lengths: npt.NDArray[np.int64]
+    ids: Int[Tensor, "batch length"]
+    lengths: Int[Tensor, " batch"]
     counts: Counts
-    rows: Mapping[str, npt.NDArray[np.generic]]
+    rows: Mapping[str, Tensor]
     """Array path to `(batch, length, ...)`, or `(batch, 1, ...)` where a sequence has one row."""
-    entropy: Mapping[RelationKind, npt.NDArray[np.float32]]
+    masked: MaskedSequences | None
+    """The masked sequences, decoded. None means not wanted."""
+    entropy: Mapping[RelationKind, Tensor]
     """The teacher's mean row entropy of each sequence, nats."""
 
 
@@ -60,6 +64,14 @@ class _ReadPlan:
     def path_in(self, epoch: int, path: str) -> str:
         """Return the path of the array that an epoch reads: epochs use the masked readings in turn."""
         return self.readings[epoch % len(self.readings)].get(path, path)
+
+
+_Piece = tuple[Mapping[int, Segment], npt.NDArray[np.int64], int]
+"""Segments by number, the numbers of the sequences to take from them, and the epoch of these sequences."""
+
+
+_Reads = dict[tuple[int, int], Future[Segment]]
+"""Segments that are being read, by the number of the segment and of the masked reading."""
 
 
 class BatchReader:
@@ -83,15 +95,17 @@ class BatchReader:
         """
         self._cache = cache
         self._wanted = wanted
-        self._codecs = [cache.codecs[layer] for layer in wanted.layers or cache.layers[-1:]]
+        self._codecs = [cache.codecs[layer].to(device) for layer in wanted.layers or cache.layers[-1:]]
+        states_codec = cache.states_codec
+        self._states_codec = None if states_codec is None else states_codec.to(device)
         estimated = cache.manifest.identity.relations if cache.is_unbiased else ()
         paths = {path: None for codec in self._codecs for path in codec.paths(wanted.relations)}
         if wanted.vectors:
             paths |= {codec.codes_path: None for codec in self._codecs if isinstance(codec, VectorsCodec)}
-        if cache.states_codec is not None:
-            paths |= dict.fromkeys(cache.states_codec.paths(wanted.states))
+        if states_codec is not None:
+            paths |= dict.fromkeys(states_codec.paths(wanted.states))
         self._read_plan = _ReadPlan(
-            readings=_paths_by_reading(cache.states_codec, paths),
+            readings=_paths_by_reading(states_codec, paths),
             paths=tuple(paths),
             entropies=tuple(kind for kind in wanted.kinds if kind in estimated),
             not_chosen=not_chosen(cache.manifest.identity.teacher.vocab_size),
@@ -116,10 +130,10 @@ class BatchReader:
                 )
                 streams[number] = _pieces(buffers, plan.part_size, by_length=plan.by_length)
             ahead = stack.enter_context(ThreadPoolExecutor(max_workers=1))
-            pending = ahead.submit(_gather_step, streams, plan, self._read_plan)
+            pending = ahead.submit(self._gather_step, streams, plan)
             while True:
                 step = pending.result()
-                pending = ahead.submit(_gather_step, streams, plan, self._read_plan)
+                pending = ahead.submit(self._gather_step, streams, plan)
                 total: Counts = {unit: sum(batch.counts[unit] for batch in step.values()) for unit in UNITS}
                 for part, stored in step.items():
                     ends_step = part == plan.own_parts[-1]
@@ -138,7 +152,7 @@ class BatchReader:
             numbers = np.arange(first, min(first + batch_size, sequences.stop))
             wanted = {self._cache.reader.segments.segment_of(number) for number in numbers.tolist()}
             segments = {n: segments.get(n) or self._read(n) for n in wanted}
-            stored = _gather([(segments, numbers, 0)], self._read_plan)
+            stored = self._gather([(segments, numbers, 0)])
             yield self._decode(stored, part=0, step_counts=stored.counts, ends_step=True)
 
     def segments_of(self, buffers: Iterator[Buffer]) -> Generator[tuple[Mapping[int, Segment], Buffer]]:
@@ -168,31 +182,72 @@ class BatchReader:
         return sum(spec.row_bytes for spec in self._cache.reader.specs if spec.path in paths)
 
     def _read(self, number: int, reading: int = 0) -> Segment:
-        paths = [self._read_plan.path_in(reading, path) for path in self._read_plan.paths]
-        return self._cache.reader.segment(number, paths)
+        """Return a segment whose rows have been checked.
 
-    def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(values)
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()  # else the copy would wait for what the GPU is doing
-        return tensor.to(self._device, non_blocking=True)
+        Raises:
+            CacheCorruptError: it is damaged, or holds rows that no codec writes.
+        """
+        paths = {path: self._read_plan.path_in(reading, path) for path in self._read_plan.paths}
+        reader = self._cache.reader
+        segment = reader.segment(number, list(paths.values()))
+        rows = {path: torch.from_numpy(segment.rows[stored]) for path, stored in paths.items()}
+        lengths = torch.from_numpy(np.repeat(segment.lengths, segment.lengths))
+        try:
+            for codec in self._codecs:
+                codec.check(rows, lengths)
+            if self._states_codec is not None:
+                self._states_codec.check(rows, lengths)
+        except CacheCorruptError as error:
+            raise CacheCorruptError(f"{reader.root}: {error}") from error
+        return segment
+
+    def _gather_step(
+        self, streams: Mapping[int, Iterator[list[_Piece]]], plan: StepPlan
+    ) -> dict[int, _StoredBatch]:
+        """Return this process's parts of the next step, by number; parts of other processes are skipped."""
+        parts = {}
+        for part in range(plan.num_parts):
+            stream = streams.get(part % len(plan.streams))
+            if stream is not None:
+                pieces = next(stream)
+                if part in plan.own_parts:
+                    parts[part] = self._gather(pieces)
+        return parts
+
+    def _gather(self, pieces: Sequence[_Piece]) -> _StoredBatch:
+        """Copy sequences out of their segments into a batch that can be sent to the device."""
+        gathered = _gathered_rows(pieces, self._read_plan)
+        rows = {path: torch.from_numpy(values) for path, values in gathered.rows.items()}
+        lengths = torch.from_numpy(gathered.lengths)
+        tokens = rows["tokens"].to(torch.int64)
+        ids = tokens.masked_fill_(~key_mask(lengths, tokens.shape[1]), self._pad_token)
+        masked, states = None, self._states_codec
+        if states is not None and self._wanted.states.masked:
+            masked = states.masked(rows, lengths).pinned_for(self._device)
+        on_device = rows.keys() - {"tokens", READ_PATH, INDEX_PATH, WEIGHT_PATH}
+        return _StoredBatch(
+            ids=pin(ids, self._device),
+            lengths=pin(lengths, self._device),
+            counts=gathered.counts,
+            rows={path: pin(rows[path], self._device) for path in on_device},
+            masked=masked,
+            entropy={
+                kind: pin(torch.from_numpy(values), self._device) for kind, values in gathered.entropy.items()
+            },
+        )
 
     def _decode(
         self, stored: _StoredBatch, *, part: int, step_counts: Counts, ends_step: bool
     ) -> StudentBatch:
-        lengths = self._to_device(stored.lengths)
-        ids = torch.from_numpy(stored.rows["tokens"].astype(np.int64))
-        beyond = torch.arange(ids.shape[1]) >= torch.from_numpy(stored.lengths)[:, None]
+        lengths = send(stored.lengths, self._device)
         # Rows stay small integers, as stored, until a codec decodes them into relations.
-        rows = {path: self._to_device(values) for path, values in stored.rows.items()}
-        states, states_codec = States(), self._cache.states_codec
-        try:
-            decoded = [codec.decode(rows, self._wanted.relations, lengths=lengths) for codec in self._codecs]
-            vectors = self._vectors(rows) if self._wanted.vectors else ()
-            if states_codec is not None and self._wanted.states:
-                states = states_codec.decode(rows, self._wanted.states, lengths=lengths)
-        except CacheCorruptError as error:
-            raise CacheCorruptError(f"{self._cache.reader.root}: {error}") from error
+        rows = {path: send(values, self._device) for path, values in stored.rows.items()}
+        decoded = [codec.decode(rows, self._wanted.relations, lengths=lengths) for codec in self._codecs]
+        states = States()
+        if self._states_codec is not None:
+            unmasked = replace(self._wanted.states, masked=False)
+            masked = None if stored.masked is None else stored.masked.to(self._device)
+            states = replace(self._states_codec.decode(rows, unmasked, lengths=lengths), masked=masked)
         targets = tuple(
             {
                 kind: self._targets(kind, relation_rows, stored=stored, lengths=lengths)
@@ -201,43 +256,33 @@ class BatchReader:
             for layer in decoded
         )
         return StudentBatch(
-            ids=ids.masked_fill(beyond, self._pad_token).to(self._device),
+            ids=send(stored.ids, self._device),
             lengths=lengths,
             counts=stored.counts,
             part=part,
             step_counts=step_counts,
             ends_step=ends_step,
             targets=targets,
-            vectors=vectors,
+            vectors=self._vectors(rows) if self._wanted.vectors else (),
             states=states,
         )
 
     def _vectors(self, rows: Mapping[str, Tensor]) -> tuple[Vectors, ...]:
         codecs = [codec for codec in self._codecs if isinstance(codec, VectorsCodec)]
-        for codec in codecs:
-            refuse_codes(rows[codec.codes_path])
         return tuple(codec.vectors(rows[codec.codes_path]) for codec in codecs)
 
     def _targets(
         self, kind: RelationKind, rows: RowTargets, *, stored: _StoredBatch, lengths: Int[Tensor, " batch"]
     ) -> Targets:
         if kind in stored.entropy:
-            return Targets(rows, self._to_device(stored.entropy[kind]))
-        batch, length = stored.rows["tokens"].shape
+            return Targets(rows, send(stored.entropy[kind], self._device))
+        batch, length = stored.ids.shape
         if choose_method(batch, self._num_heads, length) == "sdpa":
             return Targets(rows, None)
         if isinstance(rows, VectorRows):
             return Targets(*densify(rows, lengths))  # once for all students
         # Biased rows do not estimate the teacher's: they are the target, and so their own entropy is used.
         return Targets(rows, mean_row_entropy(to_dense(rows, lengths, length), lengths))
-
-
-_Piece = tuple[Mapping[int, Segment], npt.NDArray[np.int64], int]
-"""Segments by number, the numbers of the sequences to take from them, and the epoch of these sequences."""
-
-
-_Reads = dict[tuple[int, int], Future[Segment]]
-"""Segments that are being read, by the number of the segment and of the masked reading."""
 
 
 def _paths_by_reading(codec: StatesCodec | None, paths: Iterable[str]) -> tuple[Mapping[str, str], ...]:
@@ -281,21 +326,16 @@ def _lengths(segments: Mapping[int, Segment], buffer: Buffer) -> npt.NDArray[np.
     return lengths
 
 
-def _gather_step(
-    streams: Mapping[int, Iterator[list[_Piece]]], plan: StepPlan, read_plan: _ReadPlan
-) -> dict[int, _StoredBatch]:
-    """Return this process's parts of the next step, by number; parts of other processes are skipped."""
-    parts = {}
-    for part in range(plan.num_parts):
-        stream = streams.get(part % len(plan.streams))
-        if stream is not None:
-            pieces = next(stream)
-            if part in plan.own_parts:
-                parts[part] = _gather(pieces, read_plan)
-    return parts
+class _GatheredRows(NamedTuple):
+    """Rows of a batch, padded."""
+
+    lengths: npt.NDArray[np.int64]
+    counts: Counts
+    rows: Mapping[str, npt.NDArray[np.generic]]
+    entropy: Mapping[RelationKind, npt.NDArray[np.float32]]
 
 
-def _gather(pieces: Sequence[_Piece], read_plan: _ReadPlan) -> _StoredBatch:
+def _gathered_rows(pieces: Sequence[_Piece], read_plan: _ReadPlan) -> _GatheredRows:
     """Copy sequences out of their segments into padded arrays."""
     sequences = [
         (next(segment for segment in segments.values() if number in segment), number, epoch)
@@ -330,7 +370,7 @@ def _gather(pieces: Sequence[_Piece], read_plan: _ReadPlan) -> _StoredBatch:
         "sequences": len(sequences),
         "pairs": int((lengths**2).sum()),
     }
-    return _StoredBatch(lengths=lengths, counts=counts, rows=rows, entropy=entropy)
+    return _GatheredRows(lengths, counts, rows, entropy)
 
 
 def _num_chosen(sequences: Sequence[tuple[Segment, int, int]], read_plan: _ReadPlan) -> int:

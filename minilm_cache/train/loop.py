@@ -196,13 +196,9 @@ class _Journal:
             return
         loop, step = self._loop, self._loop.state.step
         means_of = {}
-        for at, trainer in enumerate(loop.trainers):
-            pending = [losses[at] for losses in self._pending]
-            kinds = list(pending[0].parts)
-            means = [_mean([losses.total for losses in pending])]
-            means += [_mean([losses.parts[kind] for losses in pending]) for kind in kinds]
+        for trainer, (kinds, means) in zip(loop.trainers, _means(self._pending), strict=True):
             sums = loop.ranks.sum_data(means)  # each process has its share of the loss
-            means_of[trainer.shape.arch] = dict(zip(("loss", *map(str, kinds)), sums, strict=True))
+            means_of[trainer.shape.arch] = dict(zip(("loss", *kinds), sums, strict=True))
         self._pending.clear()
         students = loop.ranks.union(means_of)
         rate = learning_rate(loop.config, step - 1, loop.steps)
@@ -276,5 +272,22 @@ class _Journal:
             self._log.close()
 
 
-def _mean(values: Sequence[torch.Tensor]) -> float:
-    return float(torch.stack(list(values)).mean())
+def _means(steps: Sequence[Sequence[Losses]]) -> list[tuple[list[str], list[float]]]:
+    """Return, for each student, the names of its losses' parts, and the means of the loss and of each part.
+
+    A device is waited for once for all of them.
+    """
+    kinds = [list(losses.parts) for losses in steps[0]]
+    means = [
+        torch.stack([torch.stack(values).mean() for values in zip(*rows, strict=True)])
+        for rows in (
+            [[losses[at].total, *(losses[at].parts[kind] for kind in names)] for losses in steps]
+            for at, names in enumerate(kinds)
+        )
+    ]
+    sizes = [len(values) for values in means]
+    parts = torch.cat(means).tolist() if means else []
+    return [
+        ([str(kind) for kind in names], parts[sum(sizes[:at]) : sum(sizes[: at + 1])])
+        for at, names in enumerate(kinds)
+    ]

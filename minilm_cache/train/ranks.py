@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object, reduce
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.nn.parallel import DistributedDataParallel
@@ -58,6 +58,11 @@ class Ranks:
     """What the processes divide among themselves: the sequences of a step, or the students."""
     device: torch.device
     """Device of this process."""
+    cpu_group: dist.ProcessGroup | None = None
+    """Group of the processes whose messages go from CPU to CPU, so that no GPU is waited for.
+
+    None means the default group, which is one on machines without GPUs.
+    """
     is_outermost: bool = True
     """Whether this work joined the processes into a group; False in a stage of work that had joined them."""
 
@@ -93,11 +98,13 @@ class Ranks:
                 f"the processes of this run cannot connect: {first_line(error)}. Start it by torchrun again."
             ) from error
         own_device = chosen if chosen.type == "cpu" else state.device
+        cpu_group = None if chosen.type == "cpu" else dist.new_group(backend="gloo")
         return cls(
             number=state.process_index,
             size=state.num_processes,
             place=place,
             device=own_device,
+            cpu_group=cpu_group,
             is_outermost=is_outermost,
         )
 
@@ -179,10 +186,11 @@ class Ranks:
             raise explained from error
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Return sums over all processes."""
+        """Return sums over all processes; the device is not waited for."""
         if self.size == 1:
             return list(numbers)
-        totals = reduce(torch.tensor(numbers, dtype=torch.float64, device=self.device), reduction="sum")
+        totals = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(totals, group=self.cpu_group)
         return list(totals.tolist())
 
     def sum_data(self, numbers: Sequence[float]) -> list[float]:

@@ -126,7 +126,7 @@ class StudentTrainer:
 
     def is_finite(self) -> bool:
         """Return whether no trained weight is NaN or infinite."""
-        return all(bool(weight.isfinite().all()) for weight in self.trained)
+        return bool(torch.stack([weight.isfinite().all() for weight in self.trained]).all())
 
     def loss_of(self, parts: Mapping[str, float] | None) -> float | None:
         """Return the loss that parts add up to, weighted as in training. None means no parts."""
@@ -187,11 +187,11 @@ class Learner(nn.Module):
 
 def read(model: TappedModel, objective: StudentObjective, batch: StudentBatch) -> Reading:
     """Return a student's outputs on a batch, with tokens masked if the objective needs that."""
-    mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
+    mask = None if batch.is_full else key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
     masked = batch.states.masked
     if objective.needs.is_masked and masked is not None:
-        positions = masked.with_labels if objective.needs.all_labels else masked.chosen
-        return model(masked.ids, mask, positions)  # type: ignore[no-any-return]
+        places = masked.with_labels if objective.needs.all_labels else masked.places
+        return model(masked.ids, mask, places)  # type: ignore[no-any-return]
     return model(batch.ids, mask)  # type: ignore[no-any-return]
 
 

@@ -42,13 +42,12 @@ def write_codec_bytes() -> None:
     probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     for name, codec in CODECS.items():
         rows = codec.encode_relation(probs, RelationKind.ATTENTION, sequences=[0, 1], lengths=lengths)
-        decoded = codec.decode_relation(
-            {key: torch.from_numpy(values) for key, values in rows.items()}, lengths
-        )
+        decoded = codec.decode_relation(rows, lengths)
         expected = to_dense(decoded, lengths, 12).numpy()
         folder = HERE / "codecs"
         folder.mkdir(exist_ok=True)
-        arrays: dict[str, Any] = {**rows, "expected": expected, "lengths": lengths.numpy()}
+        arrays: dict[str, Any] = {name: values.numpy() for name, values in rows.items()}
+        arrays |= {"expected": expected, "lengths": lengths.numpy()}
         np.savez(folder / f"{name}.npz", **arrays)
         (folder / f"{name}.json").write_text(json.dumps(codec.parameters.model_dump(mode="json")) + "\n")
 

@@ -292,7 +292,7 @@ def test_a_row_of_vectors_has_no_mask_beyond_its_window() -> None:
         signals.append(TeacherSignal(plain.vectors._replace(mask=window.expand(2, 1, -1, -1)), plain.lengths))
     codec = calibrate(signals[:3], signals[3:], 0.02, layer=0).codec
     rows = codec.encode(signals[0], (), lengths=signals[0].lengths)
-    vectors = codec.vectors(torch.from_numpy(rows[codec.codes_path]))
+    vectors = codec.vectors(rows[codec.codes_path])
 
     assert codec.window == 2
     assert isinstance(vectors, Vectors)

@@ -4,6 +4,7 @@ Values and gradients agree to 1e-5 on a batch without padding: the published los
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -110,12 +111,9 @@ def test_distilbert() -> None:
     hidden = {2: drawn(BATCH, LENGTH, WIDTH, seed=4).requires_grad_()}
     everywhere = torch.ones_like(chosen)
     soft = (told / t).softmax(-1).flatten(0, 1)
-    masked = MaskedSequences(
-        ids=torch.zeros(BATCH, LENGTH, dtype=torch.int64),
-        chosen=chosen,
-        labelled=everywhere,
-        labels=DenseLabels(soft),
-        temperature=t,
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    masked = replace(
+        MaskedSequences.of(ids, chosen, labelled=everywhere), labels=DenseLabels(soft), temperature=t
     )
     name = StateName(StateFamily.MASKED, 6)
     batch = batch_of(States(hidden={name: teacher}, masked=masked))
@@ -222,9 +220,8 @@ def test_ground_truth_is_mixed_into_the_targets_of_mlm_kd(share: float) -> None:
     chosen = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
     chosen[0, 2] = chosen[2, 6] = True
     soft, own = drawn(2, WORDS, seed=1).softmax(-1), drawn(2, WORDS, seed=3).requires_grad_()
-    masked = MaskedSequences(
-        ids=torch.zeros(BATCH, LENGTH, dtype=torch.int64), chosen=chosen, labels=DenseLabels(soft)
-    )
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    masked = replace(MaskedSequences.of(ids, chosen), labels=DenseLabels(soft))
     batch = batch_of(States(masked=masked))
     target = (1 - share) * soft + share * F.one_hot(batch.ids[chosen], WORDS)
     expected = -(target * own.log_softmax(-1)).sum(-1).mean()

@@ -1,6 +1,7 @@
 """The forms that a teacher's rows come in, against plain torch."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -130,18 +131,22 @@ def test_labels_of_masked_tokens_are_picked_out_of_those_of_all_tokens() -> None
     chosen = torch.tensor([[False, True, False], [True, False, False]])
     labelled = torch.tensor([[True, True, True], [True, True, False]])
     probs = torch.eye(5)
-    everything = MaskedSequences(
-        ids=torch.zeros(2, 3, dtype=torch.int64), chosen=chosen, labelled=labelled, labels=DenseLabels(probs)
-    )
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    everything = replace(MaskedSequences.of(ids, chosen, labelled=labelled), labels=DenseLabels(probs))
 
     picked = everything.labels_at_chosen()
 
     assert isinstance(picked, DenseLabels)
     assert torch.equal(picked.probs, probs[[1, 3]])
-    assert torch.equal(everything.with_labels, labelled)
-    alone = MaskedSequences(ids=everything.ids, chosen=chosen, labels=DenseLabels(probs[:2]))
-    assert alone.labels_at_chosen() is alone.labels
-    assert torch.equal(alone.with_labels, chosen)
+    assert everything.places.tolist() == [1, 3]
+    assert everything.with_labels.tolist() == [0, 1, 2, 3, 4]
+    assert everything.label_counts == (3, 2)
+    alone = replace(MaskedSequences.of(ids, chosen), labels=DenseLabels(probs[:2]))
+    kept = alone.labels_at_chosen()
+    assert isinstance(kept, DenseLabels)
+    assert torch.equal(kept.probs, probs[:2])
+    assert alone.with_labels.tolist() == [1, 3]
+    assert alone.label_counts == (1, 1)
 
 
 def test_only_what_depends_on_masks_is_read_again() -> None:

@@ -1,0 +1,46 @@
+"""Copies between the CPU and a device. The CPU waits for none of them until it needs the values."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_SHARES_MEMORY = frozenset({"cpu", "mps"})
+"""Types of devices whose copies are not faster from pinned memory."""
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Return values on a device; the copy is made while the CPU goes on.
+
+    A copy from memory that is not pinned would wait for everything that the device is computing.
+    """
+    if values.device.type != "cpu" or device.type in _SHARES_MEMORY:
+        return values.to(device)
+    return pin(values, device).to(device, non_blocking=True)
+
+
+def pin(values: Tensor, device: torch.device) -> Tensor:
+    """Return values of the CPU in memory from which `send` need not copy them first."""
+    return values if device.type in _SHARES_MEMORY else values.pin_memory()
+
+
+class Arrival:
+    """Tensors on their way from a device to the CPU."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin to copy tensors of one device, after what the device has been told to compute so far."""
+        self._device = next((values.device for values in tensors.values()), torch.device("cpu"))
+        # torch takes pinned memory for copies to the CPU that nothing waits for.
+        self._tensors = {name: values.to("cpu", non_blocking=True) for name, values in tensors.items()}
+        self._copied: torch.cuda.Event | None = None
+        if self._device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> dict[str, Tensor]:
+        """Wait for the copies, and return the tensors on the CPU."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        elif self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return self._tensors

@@ -1,0 +1,47 @@
+"""Copies between the CPU and a device: which of them are waited for, on a pretend accelerator."""
+
+import torch
+
+from minilm_cache.relations.transfer import Arrival, pin, send
+from tests.accelerator import accelerator
+
+CPU = torch.device("cpu")
+
+
+def test_nothing_is_copied_on_a_cpu() -> None:
+    values = torch.arange(4)
+
+    assert send(values, CPU) is values
+    assert pin(values, CPU) is values
+    assert Arrival({"values": values}).wait()["values"] is values
+
+
+def test_a_copy_to_a_device_is_not_waited_for() -> None:
+    with accelerator() as (device, counts):
+        pinned = pin(torch.arange(4), device)
+        sent = send(pinned, device)
+        again = send(torch.arange(4), device)
+
+        assert not counts.waits
+        assert counts.copies.total() == 2
+        assert send(sent, device) is sent
+        assert sent.tolist() == again.tolist() == [0, 1, 2, 3]
+
+
+def test_a_copy_from_a_device_is_waited_for_once_when_it_is_needed() -> None:
+    with accelerator() as (device, counts):
+        parts = {"first": torch.ones(2, device=device), "second": torch.zeros(3, device=device)}
+        arrival = Arrival(parts)
+        assert not counts.waits
+        arrived = arrival.wait()
+
+        assert counts.waits.total() == 1
+        assert {name: values.tolist() for name, values in arrived.items()} == {
+            "first": [1, 1],
+            "second": [0, 0, 0],
+        }
+        assert all(values.device == CPU for values in arrived.values())
+
+
+def test_nothing_arrives_of_nothing() -> None:
+    assert Arrival({}).wait() == {}
