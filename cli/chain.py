@@ -41,7 +41,7 @@ _NOT_OF_A_CHAIN = {"rank", "world_size", "serve", *StateSettings.model_fields} -
     DumpConfig,
     TrainConfig,
     leave_out={ChainConfig: ("dump", "train"), DumpConfig: _NOT_OF_A_CHAIN},
-    rename={DumpConfig: {"batch_size": "dump_batch_size"}},
+    rename={DumpConfig: {"batch_size": "dump_batch_size", "precision": "dump_precision"}},
 )
 def chain(
     given: Given,

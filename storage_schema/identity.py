@@ -21,6 +21,11 @@ MAX_TOKENS: Final = 2**44
 """Most tokens of a cache: far more than any corpus has, and it bounds arithmetic on hostile sizes."""
 
 
+Precision = Literal["float32", "tf32", "bfloat16"]
+"""How a teacher computes: in float32, in float32 with products of TF32 (10 bits behind the point), or with
+weights and activations in bfloat16."""
+
+
 class RelationKind(StrEnum):
     """Which relation of a layer (MiniLM, Wang et al. 2020, section 3)."""
 
@@ -184,7 +189,10 @@ class CacheIdentity(StoredModel):
     states: StatesIdentity | None = None
     """What is stored in addition to relations. None means nothing."""
 
-    sections: ClassVar[frozenset[str]] = frozenset({"states"})
+    precision: Literal["tf32", "bfloat16"] | None = None
+    """Precision that the teacher computed in. None means float32, in which all caches of 0.1.0 are."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"states", "precision"})
 
     @property
     def vectors(self) -> VectorsParameters | None:

@@ -269,8 +269,8 @@ def _synchronize(*_: object) -> None:
 
 
 @cache
-def _register() -> torch.library.Library:
-    """Make the device known to torch; once for a process."""
+def register() -> torch.library.Library:
+    """Make the device known to torch; once for a process, and before its first backward pass."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
@@ -281,7 +281,7 @@ def _register() -> torch.library.Library:
 @contextmanager
 def accelerator() -> Iterator[tuple[torch.device, Counts]]:
     """Yield the pretend accelerator, and what it counts."""
-    _register()
+    register()
     _counts.clear()
     replaced: dict[str, Callable[..., Any]] = {
         "torch.Tensor.pin_memory": _pinned,

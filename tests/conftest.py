@@ -12,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("COLUMNS", None)  # test runners set it, and tables would be as narrow
 
 from minilm_cache.cli.main import run
+from tests import accelerator
 from tests.s3 import BUCKET, CREDENTIALS, s3_server
 from tests.support import World, save_teacher, write_corpus
 
@@ -37,7 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Keep the files of tests in memory if there is room."""
+    """Make the pretend accelerator known to torch; keep the files of tests in memory if there is room."""
+    accelerator.register()
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2**33:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 

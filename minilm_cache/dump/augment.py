@@ -196,10 +196,11 @@ class _WordReplacer:
         likeliest: list[list[str]] = []
         for first in range(0, len(variants), _BATCH):
             ids, lengths = pad(variants[first : first + _BATCH], self.tokenizer.pad_token_id)
-            chosen = torch.zeros_like(ids, dtype=torch.bool)
-            chosen[torch.arange(len(ids)), torch.tensor(masked[first : first + _BATCH])] = True
+            masked_tokens = torch.arange(len(ids)) * ids.shape[1] + torch.tensor(
+                masked[first : first + _BATCH]
+            )
             attention = key_mask(lengths, ids.shape[1]).to(torch.int64)
-            inputs = [part.to(device) for part in (ids, attention, chosen)]
+            inputs = [part.to(device) for part in (ids, attention, masked_tokens)]
             segment_ids = types.expand_as(ids).to(device) if self._has_segments else None
             output = self.model(*inputs, token_type_ids=segment_ids)
             likeliest += [self._whole_words(logits) for logits in output.logits]

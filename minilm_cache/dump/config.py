@@ -15,7 +15,7 @@ from minilm_cache.settings import (
     SequenceSettings,
     TeacherSettings,
 )
-from minilm_cache.storage_schema.identity import MAX_LAYERS
+from minilm_cache.storage_schema.identity import MAX_LAYERS, Precision
 from minilm_cache.storage_schema.states import MAX_READINGS, PoolingMode
 
 Chosen = Literal["last", "all"] | tuple[int, ...]
@@ -170,7 +170,21 @@ class StateSettings(FrozenSettings):
         return self
 
 
-class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings):
+class SpeedSettings(DeviceSettings):
+    """How the teacher computes."""
+
+    precision: Precision | None = None
+    """Precision of the teacher: `float32`, `tf32` (NVIDIA GPUs) or `bfloat16`. It belongs to what identifies
+    a cache. None means that of the cache that is resumed or added to, otherwise bfloat16 on a GPU and float32
+    on a CPU."""
+    batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Sequences per forward pass of the teacher. None means as many as a quarter of a GPU's free memory
+    holds, from 32 to 1024, and 32 on a CPU."""
+    compiled: Annotated[bool, Field(json_schema_extra={"flag": "--compile"})] = False
+    """Compile the teacher's layers by torch.compile."""
+
+
+class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings, SpeedSettings):
     """Settings of a dump: everything but the folder that it is written to."""
 
     group = "Writing"
@@ -182,8 +196,6 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings):
     keep_weights: bool = False
     """Keep the teacher's weights in the cache, in float16, so that students can be cut from them wherever the
     cache is."""
-    batch_size: Annotated[int, Field(ge=1)] = 32
-    """Sequences per forward pass of the teacher."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of documents and of what codec `topk` draws."""
     rank: Annotated[int, Field(ge=0, json_schema_extra=_DETECTED)] = 0

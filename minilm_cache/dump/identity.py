@@ -87,6 +87,7 @@ def identify(
         relations=() if config.codec in ("vectors", "none") else ROW_RELATIONS,
         codec=parameters,
         states=_states(config, teacher),
+        precision=None if teacher.precision == "float32" else teacher.precision,
     )
 
 

@@ -27,7 +27,7 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.dump.identity import identify, name_labels
-from minilm_cache.dump.reading import SequenceReader
+from minilm_cache.dump.reading import LEAST_BATCH, SequenceReader
 from minilm_cache.dump.run import DumpResult, write_cache
 from minilm_cache.dump.setup import ResolvedDump
 from minilm_cache.errors import CorpusError, InvalidConfigError, TeacherError, first_line
@@ -108,6 +108,7 @@ def import_vectors(
     refuse_file(path)
     resolved = ResolvedDump(
         config=dump,
+        batch_size=LEAST_BATCH,
         teacher=teacher,
         corpus=corpus,
         home=home,
@@ -256,7 +257,8 @@ class ImportedTeacher(Teacher):
             InvalidConfigError: it has fewer positions than `max_length`.
         """
         source = locate_teacher(config.tokenizer, without_weights=True)
-        self.name, self.folder, self.device = name, source.folder, torch.device("cpu")
+        self.name, self.folder = name, source.folder
+        self.device, self.precision = torch.device("cpu"), "float32"
         self.tokenizer = load_tokenizer(source.folder)
         self.config: PreTrainedConfig = read_config(source.folder)
         self._known, self._mode = known, config.pooling

@@ -20,10 +20,10 @@ from minilm_cache.dump.audit import MAX_SEQUENCES
 from minilm_cache.dump.config import MIN_SHARD_TOKENS, DumpConfig
 from minilm_cache.dump.fit import MIN_SEQUENCES
 from minilm_cache.dump.identity import CALIBRATION_TOKENS, STATE_CALIBRATION_TOKENS, codec_parameters
+from minilm_cache.dump.reading import batch_size_for
 from minilm_cache.dump.run import dump_cache
+from minilm_cache.dump.setup import load_teacher
 from minilm_cache.errors import CorpusError, InterruptedRunError
-from minilm_cache.models.device import choose_device
-from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.padding import pad
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent
@@ -117,14 +117,11 @@ def plan(
         MiniLMCacheError: see `minilm_cache.errors`.
     """
     first = configs[0]
-    layers = next((config.layers for config in configs if config.layers != "last"), "last")
-    teacher = Teacher(
-        locate_teacher(first.teacher, first.revision), choose_device(first.device), layers=layers
-    )
-    teacher.check_length(first.max_length)
+    teacher = load_teacher(next((config for config in configs if config.layers != "last"), first))
     sequences = _load_sequences(first, teacher, progress=progress, should_stop=should_stop)
     num_tokens = sequences.num_tokens
-    rate = _teacher_rate(teacher, sequences, first.batch_size)
+    batch_size = first.batch_size or batch_size_for(teacher.identity, first.max_length, teacher.device)
+    rate = _teacher_rate(teacher, sequences, batch_size)
     sample = min(max(sample_tokens, LEAST_SEQUENCES * first.max_length), num_tokens)
     sample = max(sample, first.max_length)
     settings = []

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -13,11 +14,36 @@ from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.scores import TeacherSignal, key_mask
 from minilm_cache.relations.states import MaskedSequences, States, WantedStates, soft_labels
-from minilm_cache.storage_schema.identity import CacheIdentity
+from minilm_cache.storage_schema.identity import CacheIdentity, TeacherIdentity
 from minilm_cache.storage_schema.states import POOLED, SoftLabels, StateFamily, StateName, StatesIdentity
 
+LEAST_BATCH: Final = 32
+"""Sequences per forward pass of a CPU, and the fewest of a GPU."""
+_MOST_BATCH: Final = 1024
+_MEMORY_PART: Final = 4
+"""A batch may take one part in so many of a GPU's free memory."""
+_MATRICES: Final = 8
+"""Matrices `(heads, length, length)` of float32 that exist at once: a relation and what is made of it."""
+_ROWS: Final = 24
+"""Rows as wide as hidden states that exist at once for each token of a layer, feed-forward units included."""
 _MOST_PROBABILITIES: Final = 2**28
 """Most probabilities that the labels of a batch may have: 1 GiB as float32; the logits take 1 GiB more."""
+
+
+def batch_size_for(teacher: TeacherIdentity, max_length: int, device: torch.device) -> int:
+    """Return the sequences per forward pass that a device has memory for; on a CPU, more are not faster."""
+    if device.type != "cuda":
+        return LEAST_BATCH
+    free, _ = torch.cuda.mem_get_info(device)
+    return batch_within(free // _MEMORY_PART, teacher, max_length)
+
+
+def batch_within(num_bytes: int, teacher: TeacherIdentity, max_length: int) -> int:
+    """Return the greatest power of two of sequences that a forward pass and its relations have memory for."""
+    matrices = _MATRICES * teacher.num_heads * max_length**2
+    rows = _ROWS * teacher.hidden_size * max_length
+    fitting = num_bytes // (4 * (matrices + rows))
+    return min(_MOST_BATCH, max(LEAST_BATCH, 1 << max(0, fitting.bit_length() - 1)))
 
 
 def sequences_at_once(identity: CacheIdentity, batch_size: int) -> int:

@@ -124,7 +124,12 @@ def recheck(
     """
     identity = cache.manifest.identity
     head = None if identity.states is None else identity.states.head
-    teacher = Teacher(locate_teacher(teacher_name), choose_device(device), head=head)
+    teacher = Teacher(
+        locate_teacher(teacher_name),
+        choose_device(device),
+        head=head,
+        precision=identity.precision or "float32",
+    )
     differing = [
         f"the teacher's {name}"
         for name, value in identity.teacher.model_dump().items()

@@ -141,7 +141,7 @@ def write_cache(
         identity=resolved.identity,
         reader=reader,
         sequences=sequences,
-        batch_size=resolved.config.batch_size,
+        batch_size=resolved.batch_size,
         progress=progress,
         should_stop=should_stop,
     )
@@ -200,6 +200,7 @@ def _begin(resolved: ResolvedDump, fitter: CodecFitter, writer_type: Callable[..
     device = fitter.reader.teacher.device
     return ShardJob(
         config=resolved.config,
+        batch_size=resolved.batch_size,
         reader=fitter.reader,
         codecs={
             layer: codec.to(device)
@@ -217,7 +218,7 @@ def _finish(job: ShardJob, progress: Progress) -> None:
     writer, teacher = job.writer, job.reader.teacher
     with writer.sealing() as ready:
         if ready:
-            _seal(writer, job.reader, config=job.config, progress=progress)
+            _seal(writer, job.reader, batch_size=job.batch_size, progress=progress)
         elif writer.has_damaged_preview:
             progress.note("the preview is damaged and is written again")
             preview = preview_table(Cache(CacheReader(writer.root)), teacher.tokenizer)
@@ -273,7 +274,7 @@ def _unseal_by_records(writer: CacheWriter, progress: Progress) -> None:
     writer.unseal()
 
 
-def _seal(writer: CacheWriter, reader: SequenceReader, *, config: DumpConfig, progress: Progress) -> None:
+def _seal(writer: CacheWriter, reader: SequenceReader, *, batch_size: int, progress: Progress) -> None:
     """Measure the finished dump from its bytes on disk, then mark it as complete."""
     teacher = reader.teacher
     cache = Cache(CacheReader(writer.root, partial=True))
@@ -283,16 +284,14 @@ def _seal(writer: CacheWriter, reader: SequenceReader, *, config: DumpConfig, pr
     identity = writer.manifest.identity
     passes = identity.has_relations + (identity.states is not None)
     progress.start("measure fidelity", passes * len(numbers), "sequences")
-    audited = audit(
-        cache.__getitem__, teacher, numbers=numbers, batch_size=config.batch_size, progress=progress
-    )
+    audited = audit(cache.__getitem__, teacher, numbers=numbers, batch_size=batch_size, progress=progress)
     total = sum(cache.reader.records.bytes_by_name().values())
     measured = Measured(
         bytes_per_token=total / writer.manifest.num_tokens,
         total_bytes=total,
         fidelity_sequences=audited.num_sequences,
         fidelity=audited.fidelity,
-        states=audit_states(cache, reader, numbers=numbers, batch_size=config.batch_size, progress=progress),
+        states=audit_states(cache, reader, numbers=numbers, batch_size=batch_size, progress=progress),
     )
     preview = preview_table(cache, teacher.tokenizer)
     writer.seal(measured, preview)

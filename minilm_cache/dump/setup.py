@@ -10,6 +10,7 @@ from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.add import open_donor
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.identity import identify, name_labels
+from minilm_cache.dump.reading import batch_size_for
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.known import remember_teacher
@@ -17,7 +18,7 @@ from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.storage_schema.identity import CacheIdentity
+from minilm_cache.storage_schema.identity import CacheIdentity, Precision
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.layout import MANIFEST, cache_name
 from minilm_cache.store.reader import CacheReader, read_manifest
@@ -30,6 +31,8 @@ class ResolvedDump:
 
     config: DumpConfig
     """The settings, with the shard size of the donor or of a complete cache in the folder."""
+    batch_size: int
+    """Sequences per forward pass of the teacher."""
     teacher: Teacher
     corpus: Corpus
     home: Path
@@ -81,7 +84,7 @@ def resolve_dump(
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; nothing has been written.
     """
-    teacher, corpus = _load(config, home, progress)
+    teacher, corpus = _load(config, home, progress, like=add or out)
     identity, path = _identity_and_place(
         config, teacher, corpus=corpus, out=out, home=home, like=add or tokens_of
     )
@@ -94,6 +97,7 @@ def resolve_dump(
         )
     return ResolvedDump(
         config=_with_shards(config, path, donor),
+        batch_size=(config.batch_size or batch_size_for(teacher.identity, config.max_length, teacher.device)),
         teacher=teacher,
         corpus=corpus,
         home=home,
@@ -121,10 +125,42 @@ def head_for(config: DumpConfig) -> Head | None:
     return "tokens" if config.labels else None
 
 
-def _load(config: DumpConfig, home: Path, progress: Progress) -> tuple[Teacher, Corpus]:
-    source = locate_teacher(config.teacher, config.revision)
-    teacher = Teacher(source, choose_device(config.device), layers=config.layers, head=head_for(config))
+def load_teacher(
+    config: DumpConfig, *, head: Head | None = None, precision: Precision | None = None
+) -> Teacher:
+    """Return the teacher of a dump.
+
+    Args:
+        config: settings of the dump.
+        head: head that the teacher must have. None means that an encoder is enough.
+        precision: precision where the settings have none. None means bfloat16 on a GPU, float32 on a CPU.
+
+    Raises:
+        InvalidConfigError: it lacks layers or positions, or the device cannot compute as requested.
+        TeacherError: it cannot be loaded or tapped.
+    """
+    device = choose_device(config.device)
+    teacher = Teacher(
+        locate_teacher(config.teacher, config.revision),
+        device,
+        layers=config.layers,
+        head=head,
+        precision=config.precision or precision or ("bfloat16" if device.type == "cuda" else "float32"),
+    )
     teacher.check_length(config.max_length)
+    if config.compiled:
+        teacher.compile_layers()
+    return teacher
+
+
+def _precision_of(*caches: Path | None) -> Precision | None:
+    """Return the precision of the first of these caches that is there. None means that none is."""
+    places = [place for place in caches if place is not None and (place / MANIFEST).is_file()]
+    return read_manifest(places[0]).identity.precision or "float32" if places else None
+
+
+def _load(config: DumpConfig, home: Path, progress: Progress, *, like: Path | None) -> tuple[Teacher, Corpus]:
+    teacher = load_teacher(config, head=head_for(config), precision=_precision_of(like))
     if config.codec == "none":
         teacher.tap(())
     corpus = load_corpus(config.corpus, config.text_column, config.documents, home=home)

@@ -39,6 +39,8 @@ class ShardJob:
     """Writes the shards of a cache."""
 
     config: DumpConfig
+    batch_size: int
+    """Sequences per forward pass of the teacher."""
     reader: SequenceReader
     codecs: Mapping[int, RelationCodec]
     """Codecs by the layers whose relations are written."""
@@ -138,7 +140,7 @@ class ShardJob:
         lengths = segment.lengths
         # Sequences of the same length share a batch: the least padding, and the same batches in every run.
         by_length = np.argsort(lengths, kind="stable")
-        size = sequences_at_once(self.writer.manifest.identity, self.config.batch_size)
+        size = sequences_at_once(self.writer.manifest.identity, self.batch_size)
         before: _Batch | None = None
         for chosen in np.split(by_length, range(size, len(lengths), size)):
             if should_stop():

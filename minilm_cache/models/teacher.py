@@ -1,8 +1,8 @@
 """A teacher: its identity by content, and the outputs of its layers."""
 
-import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +27,7 @@ from minilm_cache.models.saving import saving
 from minilm_cache.models.tap import Head, TappedModel
 from minilm_cache.relations.scores import TeacherSignal, key_mask
 from minilm_cache.relations.transfer import send
-from minilm_cache.storage_schema.identity import MAX_LAYERS, TeacherIdentity, canonical_sha256
+from minilm_cache.storage_schema.identity import MAX_LAYERS, Precision, TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
 from minilm_cache.storage_schema.states import PoolingMode
 
@@ -45,6 +45,7 @@ class Teacher:
         *,
         layers: str | Sequence[int] = "last",
         head: Head | None = None,
+        precision: Precision = "float32",
     ) -> None:
         """Load a teacher.
 
@@ -53,9 +54,10 @@ class Teacher:
             device: device that it runs on.
             layers: layers to tap: `last`, `all`, or numbers counted from 0, ascending.
             head: head that it must have. None means that an encoder without a head is enough.
+            precision: what it computes in. Relations and softmaxes are computed in float32 in any case.
 
         Raises:
-            InvalidConfigError: the teacher has no such layer.
+            InvalidConfigError: the teacher has no such layer, or the device cannot compute in TF32.
             TeacherError: no safetensors weights, no tokenizer, no such head, or a family that cannot be
                 tapped.
         """
@@ -68,8 +70,14 @@ class Teacher:
                 f"the tokenizer in {source.folder} has {len(self.tokenizer)} tokens, the model only "
                 f"{model.config.vocab_size}. Put the tokenizer that belongs to the model there."
             )
-        self.device = device
-        tapped = TappedModel(model).eval().requires_grad_(requires_grad=False).to(device)
+        if precision == "tf32" and device.type != "cuda":
+            raise InvalidConfigError(
+                f"--precision tf32: only NVIDIA GPUs compute in TF32, and device {device} is none. "
+                "Choose float32 or bfloat16."
+            )
+        self.device, self.precision, self._head = device, precision, head
+        dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        tapped = TappedModel(model).eval().requires_grad_(requires_grad=False).to(device, dtype)
         self._tapped = tapped.tap(self._layer_numbers(layers, tapped.num_layers))
 
     @property
@@ -166,7 +174,7 @@ class Teacher:
         Raises:
             TeacherError: a weight is too large for float16.
         """
-        half = copy.deepcopy(self.model).cpu().half()
+        half = load_model(self.folder, self._head, name=self.name).half()
         if not all(bool(weight.isfinite().all()) for weight in half.parameters()):
             raise TeacherError(
                 f"--keep-weights: teacher {self.name} has weights above 65504, which float16 cannot hold. "
@@ -175,6 +183,10 @@ class Teacher:
         with TemporaryDirectory() as folder:
             half.save_pretrained(folder, max_shard_size="1TB")
             return Path(folder, "model.safetensors").read_bytes()
+
+    def compile_layers(self) -> None:
+        """Compile each layer with torch.compile on its first call."""
+        self._tapped.compile_layers()
 
     def check_length(self, max_length: int) -> None:
         """Raise InvalidConfigError if the teacher has fewer positions than a sequence."""
@@ -214,10 +226,12 @@ class Teacher:
         mask = None if is_full else key_mask(lengths, ids.shape[1]).to(torch.int64)
         tapped_layers = self.layers
         self._tapped.tap(tapped_layers if layers is None else layers, hidden, head)
-        outputs = self._tapped(ids, mask, None if places is None else send(places, self.device))
+        with _products_in(self.precision):
+            outputs = self._tapped(ids, mask, None if places is None else send(places, self.device))
         self._tapped.tap(tapped_layers)
         signals = [TeacherSignal(vectors, lengths) for vectors in outputs.vectors]
-        return TeacherReading(signals, outputs.hidden, outputs.logits)
+        states = {number: values.float() for number, values in outputs.hidden.items()}
+        return TeacherReading(signals, states, None if outputs.logits is None else outputs.logits.float())
 
 
 class TeacherReading(NamedTuple):
@@ -232,6 +246,17 @@ class TeacherReading(NamedTuple):
 
 
 @torch.no_grad()
+@contextmanager
+def _products_in(precision: Precision) -> Iterator[None]:
+    """Let a GPU compute float32 products in TF32 or not, whatever the process has chosen."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def check_length(model: TappedModel, name: str, *, token: int, max_length: int) -> None:
     """Raise InvalidConfigError if a model has fewer positions than a sequence.
 

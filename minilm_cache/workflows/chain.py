@@ -18,12 +18,10 @@ from pydantic import BaseModel, ConfigDict
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
+from minilm_cache.dump.setup import load_teacher
 from minilm_cache.engines.jobs import Job, run_jobs
 from minilm_cache.engines.ray_cluster import RayCluster
 from minilm_cache.errors import InterruptedRunError
-from minilm_cache.models.device import choose_device
-from minilm_cache.models.load import locate_teacher
-from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.report.page import write_report
 from minilm_cache.report.runs import TrainedRun
@@ -269,8 +267,7 @@ def _finish(
         for stage in trainings
     ]
     progress.note("comparing students with the teacher")
-    source = locate_teacher(config.dump.teacher, config.dump.revision)
-    teacher = Teacher(source, choose_device(config.dump.device), layers=config.dump.layers)
+    teacher = load_teacher(config.dump)
     table = students_table(runs, teacher, device=config.dump.device)
     students = _students(table, trainings)
     gains = _gains(students)

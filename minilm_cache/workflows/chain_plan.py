@@ -40,7 +40,7 @@ _NEEDS: Final = (Needs(), Needs(vectors=True), Needs(pooled=True, relations=Fals
 Way = Literal["assistant", "via assistants", "direct"]
 _NOT_IDENTIFYING: Final[dict[str, Any]] = {
     "compare_direct": True,
-    "dump": {"device": True, "batch_size": True, "keep_weights": True, "check": True},
+    "dump": {"device": True, "batch_size": True, "compiled": True, "keep_weights": True, "check": True},
     "train": {"arch": True, "device": True, "checkpoint_steps": True, "init_layers": True},
 }
 """Settings that may differ between commands for the same chain; for example, students may be added."""

@@ -23,6 +23,7 @@ LATER_DUMP_SETTINGS: Final[Mapping[str, Any]] = {
     "pooled": False,
     "pooling": None,
     "min_cosine": None,
+    "precision": None,
 }
 """Settings of a dump that chains of earlier releases did not have, with their defaults."""
 

@@ -176,7 +176,8 @@ def test_parts_of_a_step_add_up_to_it(still: World) -> None:
     whole, parts = go(still, "whole", **common), go(still, "parts", accumulate=4, **common)
     for left, right in zip(lines(whole, "students"), lines(parts, "students"), strict=True):
         for arch in ("2x16", "1x32"):
-            assert right["students"][arch] == pytest.approx(left["students"][arch], rel=1e-5)
+            # Attention without a mask, in parts that happen to have no padding, rounds otherwise.
+            assert right["students"][arch] == pytest.approx(left["students"][arch], rel=3e-5)
     for arch, expected in weights(whole).items():
         for name, weight in weights(parts)[arch].items():
             # Adam makes as much of the rounding in a gradient that should be zero as of any other.

@@ -1,0 +1,106 @@
+"""`dump --precision`: what a teacher computes in belongs to what identifies a cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel
+
+from minilm_cache.cache import open_cache
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from tests.conftest import Command
+from tests.integration.cli.test_processes import start
+from tests.support import World, dump_arguments
+
+
+def test_a_cache_in_bfloat16_holds_what_such_a_teacher_computes(world: World) -> None:
+    plain = world.dump("plain", codec="dense")
+    rounded = world.dump("rounded", codec="dense", precision="bfloat16")
+    sequence, own = open_cache(rounded.path)[3], open_cache(plain.path)[3]
+    model = AutoModel.from_pretrained(world.teacher, dtype=torch.bfloat16)
+    sides: list[torch.Tensor] = []
+    attention = model.encoder.layer[-1].attention.self
+    for module in (attention.query, attention.key):
+        module.register_forward_hook(lambda _module, _inputs, output: sides.append(output.float()))
+    with torch.no_grad():
+        model(sequence.input_ids[None])
+    query, key = (side[0].unflatten(-1, (4, -1)).transpose(0, 1) for side in sides)
+    attentions = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).softmax(-1)
+
+    assert rounded.manifest.identity.precision == "bfloat16"
+    assert plain.manifest.identity.precision is None
+    assert rounded.manifest.fingerprint != plain.manifest.fingerprint
+    assert torch.equal(sequence.input_ids, own.input_ids)
+    torch.testing.assert_close(sequence.relation("attention"), attentions, rtol=2**-10, atol=1e-6)
+    assert not torch.allclose(own.relation("attention"), attentions, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("states", ["minilm,tinybert", "minilm,bert-pkd"])
+def test_states_in_bfloat16_are_stored_too(world: World, states: str) -> None:
+    dumped = world.dump(**{"for": states}, codec="vectors", max_kl=0.01, precision="bfloat16")
+
+    assert dumped.manifest.complete
+    measured = dumped.manifest.measured
+    assert measured is not None
+    assert all((state.relative_error or 0) < 0.11 for state in measured.states)
+
+
+def test_a_dump_goes_on_in_the_precision_that_it_began_in(world: World) -> None:
+    first = world.dump(precision="bfloat16", world_size=2)
+    rest = world.dump(rank=1, world_size=2)  # names no precision, and a CPU's own is float32
+
+    assert not first.manifest.complete
+    assert rest.manifest.complete
+    with pytest.raises(IdentityMismatchError, match="precision"):
+        world.dump(precision="float32")
+
+
+def test_weights_are_kept_as_they_are_in_the_teacher(world: World) -> None:
+    dumped = world.dump(precision="bfloat16", keep_weights=True)
+    kept = load_file(dumped.path / "teacher/model.safetensors")
+    plain = load_file(world.teacher / "model.safetensors")
+
+    assert all(torch.equal(values, plain[name].half()) for name, values in kept.items())
+
+
+def test_verify_runs_the_teacher_in_the_precision_of_the_cache(world: World, command: Command) -> None:
+    path = world.dump(codec="dense", precision="bfloat16").path
+    code, _, err = command("verify", path, "--teacher", world.teacher, "--corpus", world.corpus)
+
+    assert code == 0, err
+
+
+def test_tf32_needs_a_gpu_that_has_it(world: World, command: Command) -> None:
+    code, _, err = command(*dump_arguments(world, "--precision", "tf32"))
+
+    assert code == 2
+    assert err.splitlines()[-1] == (
+        "error: --precision tf32: only NVIDIA GPUs compute in TF32, and device cpu is none. "
+        "Choose float32 or bfloat16."
+    )
+    with pytest.raises(InvalidConfigError, match="precision"):
+        world.config(precision="float16")
+
+
+def test_a_compiled_teacher_computes_the_same(world: World) -> None:
+    """In a process of its own: the compiler cannot look through the tests' type checks."""
+    plain = open_cache(world.dump("plain", codec="dense").path)
+    arguments = dump_arguments(world, "--codec", "dense", "--device", "cpu", "--compile", k=None)
+    code, _, err = start(world, *arguments).end()
+    assert code == 0, err
+    compiled = open_cache(world.root / "cache")
+
+    assert plain.manifest.fingerprint == compiled.manifest.fingerprint
+    for number in (0, len(plain) - 1):
+        torch.testing.assert_close(
+            plain[number].relation("value"), compiled[number].relation("value"), rtol=0, atol=1e-3
+        )
+
+
+def test_a_cache_says_its_precision(world: World, command: Command, tmp_path: Path) -> None:
+    del tmp_path
+    code, out, err = command("info", world.dump(precision="bfloat16").path)
+
+    assert code == 0, err
+    assert "bfloat16" in out
