@@ -149,7 +149,7 @@ def load_teacher(
     )
     teacher.check_length(config.max_length)
     if config.compiled:
-        teacher.compile_layers()
+        teacher.compile_forward()
     return teacher
 
 

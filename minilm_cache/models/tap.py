@@ -33,6 +33,9 @@ _USE = "Use an encoder such as BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT or Mode
 class _RecordingDone(Exception):  # noqa: N818 - not an error: it ends a forward pass early
     """Everything that was requested has been recorded."""
 
+    def __init__(self, vectors: "dict[int, Vectors]") -> None:
+        self.vectors = vectors
+
 
 Head = Literal["tokens", "sequences"]
 """What a model's logits score: the vocabulary at masked tokens, or the classes of sequences."""
@@ -72,7 +75,7 @@ class _Recorder:
         if number in self.layers:
             self.vectors[number] = vectors
             if self.stops and len(self.vectors) == len(self.layers):
-                raise _RecordingDone
+                raise _RecordingDone(self.vectors)
 
 
 def _tapped_attention(  # noqa: PLR0917 - the signature is transformers'
@@ -200,13 +203,21 @@ class TappedModel(nn.Module):
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True
 
-    def compile_layers(self) -> "TappedModel":
-        """Compile each layer with torch.compile on its first call; the tap is not compiled."""
+    def compile_forward(self) -> None:
+        """Compile the forward pass, up to the last chosen output, with torch.compile on its first call.
+
+        It is one graph, which a GPU replays with a single launch. Nothing ends it early: the compiler leaves
+        out what no output depends on. A head for masked tokens gets some of the tokens, by a hook that would
+        be compiled again for each batch, so layers are compiled one by one with it.
+        """
+        if self.head != "tokens":
+            is_gpu = next(self.parameters()).device.type == "cuda"
+            self._outputs = torch.compile(self._outputs, mode="reduce-overhead" if is_gpu else None)  # type: ignore[method-assign]
+            return
         for modules in self.modules():
             if isinstance(modules, nn.ModuleList):
                 for layer in modules:
                     layer.compile()
-        return self
 
     def forward(
         self,
@@ -225,27 +236,31 @@ class TappedModel(nn.Module):
                 computes. None means all.
             token_type_ids: segment of each token, `(batch, length)`; None means one segment.
         """
-        segments = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-        recorder = _Recorder(self.layers, stops=not (self.hidden or self.head))
+        with _gathered(self.model, places if self.head == "tokens" else None):
+            try:
+                return self._outputs(input_ids, attention_mask, token_type_ids)
+            except _RecordingDone as done:
+                return Reading([done.vectors[layer] for layer in self.layers], {}, None)
+
+    def _outputs(
+        self, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
+    ) -> Reading:
+        needs_end = bool(self.hidden or self.head or torch.compiler.is_compiling())
+        recorder = _Recorder(self.layers, stops=not needs_end)
         # Heads cost more than layers where a vocabulary is large.
         model = self.model if self.head else self.model.base_model
-        try:
-            with _gathered(self.model, places if self.head == "tokens" else None):
-                output = model(
-                    input_ids=input_ids,
-                    attention_mask=attention_mask,
-                    minilm_tap=recorder,
-                    output_hidden_states=bool(self.hidden),
-                    return_dict=True,
-                    **segments,
-                )
-        except _RecordingDone:
-            return Reading([recorder.vectors[layer] for layer in self.layers], {}, None)
-        logits = output.logits.flatten(0, -2) if self.head else None
+        output = model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            minilm_tap=recorder,
+            output_hidden_states=bool(self.hidden),
+            return_dict=True,
+            **({} if token_type_ids is None else {"token_type_ids": token_type_ids}),
+        )
         return Reading(
             vectors=[recorder.vectors[layer] for layer in self.layers],
             hidden={number: output.hidden_states[number] for number in self.hidden},
-            logits=logits,
+            logits=output.logits.flatten(0, -2) if self.head else None,
         )
 
 

@@ -184,9 +184,9 @@ class Teacher:
             half.save_pretrained(folder, max_shard_size="1TB")
             return Path(folder, "model.safetensors").read_bytes()
 
-    def compile_layers(self) -> None:
-        """Compile each layer with torch.compile on its first call."""
-        self._tapped.compile_layers()
+    def compile_forward(self) -> None:
+        """Compile the forward pass with torch.compile on its first call."""
+        self._tapped.compile_forward()
 
     def check_length(self, max_length: int) -> None:
         """Raise InvalidConfigError if the teacher has fewer positions than a sequence."""

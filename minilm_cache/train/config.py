@@ -77,7 +77,7 @@ class ComputeSettings(DeviceSettings):
     gradient_checkpointing: bool = False
     """Compute activations inside layers again in the backward pass instead of keeping them."""
     compiled: Annotated[bool, Field(json_schema_extra={"flag": "--compile"})] = False
-    """Compile layers by torch.compile."""
+    """Compile students by torch.compile: a GPU then launches a whole forward pass at once."""
     place: Literal["data", "students"] = "data"
     """What the processes of torchrun divide among themselves."""
     streams: Annotated[int, Field(ge=1)] | None = None

@@ -56,7 +56,7 @@ class StudentTrainer:
         if config.gradient_checkpointing:
             self.model.checkpoint_layers()
         if config.compiled:
-            self.model.compile_layers()
+            self.model.compile_forward()
         else:
             draw_faster(self.model)
         self._parallel = ranks.parallel(self.learner)
