@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,7 @@ from benchmarks.scale.processes import run
 from minilm_cache import DumpConfig, dump_cache
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.sequences import entropy_column
+from minilm_cache.store.cores import own_cores
 from minilm_cache.store.layout import default_shard_tokens
 from minilm_cache.store.ranges import ShardRanges
 from minilm_cache.store.reader import CacheReader, Segment
@@ -70,8 +72,9 @@ def written_and_read(path: Path, home: Path, shard_tokens: int) -> dict[str, Any
         contents, manifest = begun(source, ranges, shard_tokens)
         writer = CacheWriter(path, manifest, ranges=ranges, attachments=contents)
         files = writer.begin_shard(0)
-        for number in range(times):
-            files.append(repeated.rows, _table(repeated, number))
+        with ThreadPoolExecutor(own_cores()) as threads:
+            for number in range(times):
+                files.append(repeated.rows, _table(repeated, number), threads=threads)
         writer.commit_shard(files)
 
     def read() -> None:

@@ -26,6 +26,7 @@ from minilm_cache.storage_schema.arrays import array_specs, token_dtype
 from minilm_cache.storage_schema.documents import ShardRange
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.sequences import entropy_column
+from minilm_cache.store.cores import own_cores
 from minilm_cache.store.durable import ShardLock, refuse_full_disk
 from minilm_cache.store.segments import Segments
 from minilm_cache.store.shard_writer import ShardWriter
@@ -68,7 +69,7 @@ class ShardJob:
         """Write claimed shards, of `left` tokens together, and return how many they are."""
         written = 0
         pending: Future[None] | None = None
-        with ThreadPoolExecutor(max_workers=1) as disk:
+        with ThreadPoolExecutor(own_cores()) as encoders, ThreadPoolExecutor(max_workers=1) as disk:
             for claim in claims:
                 files: ShardWriter | None = None
                 try:
@@ -76,7 +77,7 @@ class ShardJob:
                     for encoded in self._encoded(claim.shard, progress, should_stop):
                         if pending is not None:
                             pending.result()
-                        pending = disk.submit(files.append, *encoded)
+                        pending = disk.submit(files.append, *encoded, threads=encoders)
                 except BaseException as error:
                     disk.submit(_abandon, files, claim.lock, error)  # after what is still being written
                     raise

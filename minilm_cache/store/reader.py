@@ -31,6 +31,7 @@ from minilm_cache.store.checked import (
     open_table,
     read_checked,
 )
+from minilm_cache.store.cores import own_cores
 from minilm_cache.store.durable import read_bounded
 from minilm_cache.store.folders import described_otherwise
 from minilm_cache.store.index import CommittedShard, committed_shards, open_shards
@@ -100,8 +101,8 @@ class CacheReader:
     segment counts as its share of the files of its shard.
     """
 
-    reads_at_once: ClassVar[int] = 2
-    """Segments that are best read at the same time."""
+    reads_at_once: ClassVar[int] = min(8, max(2, own_cores()))
+    """Segments that are best read at the same time; reading them is mostly decompressing."""
     bytes_ahead: ClassVar[int] = 0
     """Decoded bytes that are best read ahead of use, where the next buffer of segments has fewer."""
 

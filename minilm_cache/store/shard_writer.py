@@ -1,6 +1,7 @@
 """Write the files of one shard, a segment at a time, so that never more than a segment is in memory."""
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -57,19 +58,27 @@ class ShardWriter:
         """Sequence table of what has been appended."""
         return pa.concat_tables(self._tables)
 
-    def append(self, rows: Mapping[str, npt.NDArray[np.generic]], table: pa.Table) -> None:
+    def append(
+        self, rows: Mapping[str, npt.NDArray[np.generic]], table: pa.Table, *, threads: Executor
+    ) -> None:
         """Write the next segment.
 
         Args:
             rows: array path to rows, `(tokens of the segment, ...)`, or one row for each sequence.
             table: sequence table of the segment.
+            threads: threads that compress chunks of all arrays; they are written by this one, in order.
 
         Raises:
             StorageError: the file system refused.
         """
         with storage_errors("write", self._root):
-            for path, (_, encoder) in self._encoders.items():
-                encoder.append(rows[path])
+            encoded = [
+                (encoder, threads.submit(encoder.encoded, chunk))
+                for path, (_, encoder) in self._encoders.items()
+                for chunk in encoder.full_chunks(rows[path])
+            ]
+            for encoder, chunk in encoded:
+                encoder.write(chunk.result())
         self._tokens.append(rows["tokens"])
         self._tables.append(table)
 

@@ -10,6 +10,7 @@ chunk in memory order, which undoes the transposition.
 import io
 import math
 import os
+from collections.abc import Iterator
 from typing import Final
 
 import google_crc32c
@@ -123,17 +124,22 @@ class ShardEncoder:
         """Rows of the chunk that is not full yet."""
 
     def append(self, rows: npt.NDArray[np.generic]) -> None:
-        """Write the next rows, `(rows, ...)`."""
+        """Write the next rows, `(rows, ...)`, one chunk after the other."""
+        for chunk in self.full_chunks(rows):
+            self.write(self.encoded(chunk))
+
+    def full_chunks(self, rows: npt.NDArray[np.generic]) -> Iterator[npt.NDArray[np.generic]]:
+        """Yield the chunks that the next rows fill; each must be encoded and written, in order."""
         head = rows[: self._chunk_rows - len(self._left)] if len(self._left) else rows[:0]
         if len(head):
             self._left = np.concatenate([self._left, head])
             if len(self._left) == self._chunk_rows:
-                self._write(self._encoded(self._left))
+                yield self._left
                 self._left = self._left[:0]
         for first in range(len(head), len(rows), self._chunk_rows):
             part = rows[first : first + self._chunk_rows]
             if len(part) == self._chunk_rows:
-                self._write(self._encoded(part))
+                yield part
             else:
                 self._left = part.astype(self._spec.dtype)
 
@@ -141,17 +147,18 @@ class ShardEncoder:
         """Write the slack and the index of the chunks; return size and hashes of the file."""
         slack = np.full((self._chunk_rows, *self._spec.row_shape), self._spec.fill_value, self._spec.dtype)
         if len(self._left):
-            self._write(self._encoded(np.concatenate([self._left, slack[len(self._left) :]])))
+            self.write(self.encoded(np.concatenate([self._left, slack[len(self._left) :]])))
         if len(self._entries) < self._num_chunks:
-            encoded = self._encoded(slack)
+            encoded = self.encoded(slack)
             while len(self._entries) < self._num_chunks:
-                self._write(encoded)
+                self.write(encoded)
         index = _with_checksum(np.asarray(self._entries, "<u8").tobytes())
         self._file.write(index)
         self._hasher.update(index)
         return self._hasher.digest()
 
-    def _encoded(self, chunk: npt.NDArray[np.generic]) -> bytes:
+    def encoded(self, chunk: npt.NDArray[np.generic]) -> bytes:
+        """Return a chunk as it is written; any thread may do it, since compressing releases Python's lock."""
         values = np.ascontiguousarray(chunk, np.dtype(self._spec.dtype).newbyteorder("<"))
         if self._spec.compressor == "pcodec":
             config = ChunkConfig(compression_level=PCODEC_LEVEL)
@@ -160,7 +167,8 @@ class ShardEncoder:
             coded = Zstd(level=ZSTD_LEVEL, checksum=False).encode(values)
         return _with_checksum(bytes(coded))
 
-    def _write(self, encoded: bytes) -> None:
+    def write(self, encoded: bytes) -> None:
+        """Write the next chunk, which is encoded already."""
         self._file.write(encoded)
         self._hasher.update(encoded)
         self._entries.append((self._size, len(encoded)))

@@ -5,7 +5,6 @@
 compares the token ids with the hash that was committed and checks the sequence tables.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, MiniLMCac
 from minilm_cache.progress import Progress
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, CacheManifest
+from minilm_cache.store.cores import own_cores
 from minilm_cache.store.fingerprint import sha256_file
 from minilm_cache.store.index import open_shards
 from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path
@@ -131,7 +131,7 @@ def default_threads() -> int:
 
     It is at most 8, since each thread holds a decoded segment in memory.
     """
-    return min(2 * (os.cpu_count() or 1), 8)
+    return min(2 * own_cores(), 8)
 
 
 def shards_of_other_sizes(root: Path, shards: Sequence[int]) -> list[int]:

@@ -1,6 +1,7 @@
 """Shards of several segments: written and read a part at a time, with the same content as in one part."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -37,9 +38,9 @@ def test_shards_that_are_written_in_segments_are_the_same(
     appended: Counter[int] = Counter()
     real = ShardWriter.append
 
-    def counting(self: ShardWriter, rows: dict[str, object], table: object) -> None:
+    def counting(self: ShardWriter, *segment: Any, threads: Any) -> None:
         appended[self.shard] += 1
-        real(self, rows, table)  # type: ignore[arg-type]
+        real(self, *segment, threads=threads)
 
     monkeypatch.setattr(ShardWriter, "append", counting)
     path = world.dump("cut", codec=codec, shard_tokens=SHARD).path

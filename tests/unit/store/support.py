@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def write_shard(
     """Write and commit a shard as one segment."""
     files = writer.begin_shard(shard)
     try:
-        files.append(rows, table)
+        with ThreadPoolExecutor(2) as threads:
+            files.append(rows, table, threads=threads)
         return writer.commit_shard(files, rank)
     except BaseException as error:
         files.abandon(error)

@@ -1,6 +1,7 @@
 """Files of a shard while it is written: whole in the end, or gone."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import BufferedIOBase, BytesIO
 from pathlib import Path
@@ -36,7 +37,8 @@ def full_disk(path: Path, *, durable: bool) -> Iterator[BufferedIOBase]:
 
 def append(writer: CacheWriter, source: Path) -> module.ShardWriter:
     files = writer.begin_shard(1)
-    files.append(plain_shard(source, 1), plain_table(source, 1))
+    with ThreadPoolExecutor(2) as threads:
+        files.append(plain_shard(source, 1), plain_table(source, 1), threads=threads)
     return files
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError
 from minilm_cache.progress import Silent
+from minilm_cache.store.cores import own_cores
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import commit_path
 from minilm_cache.store.reader import CacheReader, Segment
@@ -158,9 +159,19 @@ def test_damage_outside_the_shards_is_not_laid_on_them(cache: Path) -> None:
 
 
 def test_there_are_one_to_eight_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, expected in ((None, 2), (1, 2), (2, 4), (4, 8), (64, 8)):
-        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+    for cores, expected in ((1, 2), (2, 4), (4, 8), (64, 8)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: range(cores))
         assert default_threads() == expected
+
+
+def test_processes_of_torchrun_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
+    for processes, expected in (("8", 2), ("1", 16), ("64", 1), ("", 16)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        assert own_cores() == expected
+    monkeypatch.delattr("os.sched_getaffinity")
+    monkeypatch.setattr("os.cpu_count", lambda: None)
+    assert own_cores() == 1
 
 
 @pytest.mark.parametrize("path", ["tokens/c/1", "index/shards.parquet", "teacher/config.json"])
