@@ -7,6 +7,7 @@ unbiased sample (`topk.py`), each kept weight within a factor `weight_ratio`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from minilm_cache.codecs.base import NOT_OURS, Rows, rows_at_once
+from minilm_cache.codecs.draws import SeededDraws
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
 from minilm_cache.codecs.topk import PPS_RATIO, sample_pps, share_remainder
 from minilm_cache.codecs.transform import TransformCode, refuse_codes
@@ -131,12 +133,10 @@ class StatesCodec:
         They are a pure function of seed, sequence and reading.
         """
         assert self.parameters.masking is not None
-        seed, numbers = self.parameters.masking.seed, []
-        for sequence, count in zip(sequences, counts, strict=True):
-            counter = [0, reading, _LABEL_STREAM, sequence]
-            generator = np.random.Generator(np.random.Philox(key=seed, counter=counter))
-            numbers.append(generator.random(count, dtype=np.float32))
-        return torch.from_numpy(np.concatenate(numbers))[:, None]
+        draws, numbers = SeededDraws(self.parameters.masking.seed), np.empty(sum(counts), np.float32)
+        for end, sequence, count in zip(accumulate(counts), sequences, counts, strict=True):
+            draws.fill(numbers[end - count : end], [0, reading, _LABEL_STREAM, sequence])
+        return torch.from_numpy(numbers)[:, None]
 
     def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
         """Raise CacheCorruptError for values that `encode` never writes."""

@@ -29,6 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minilm_cache.codecs.base import NOT_OURS, Rows, rows_at_once
+from minilm_cache.codecs.draws import SeededDraws
 from minilm_cache.codecs.packed_bytes import byte_sums, has_zero_byte
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
 from minilm_cache.codecs.rows import RowsCodec
@@ -111,16 +112,12 @@ class TopKCodec(RowsCodec):
     def _draws(
         self, kind: RelationKind, sequences: Sequence[int], *, lengths: Tensor, shape: torch.Size
     ) -> Float[Tensor, "batch heads query 1"]:
-        """Return one uniform number per row, a pure function of seed, relation, sequence, head and row.
-
-        Philox is counter-based, so a sequence's numbers do not depend on the batch that it is encoded in.
-        """
-        draws = np.zeros((shape[0], shape[1], shape[2], 1), dtype=np.float32)
-        stream = list(RelationKind).index(kind)
-        for at, (sequence, length) in enumerate(zip(sequences, lengths.tolist(), strict=True)):
-            generator = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, stream, sequence]))
-            draws[at, :, :length, 0] = generator.random((length, shape[1]), dtype=np.float32).T
-        return torch.from_numpy(draws)
+        """Return one uniform number per row, a pure function of seed, relation, sequence, head and row."""
+        numbers = np.zeros((shape[0], shape[2], shape[1]), dtype=np.float32)
+        draws, stream = SeededDraws(self.seed), list(RelationKind).index(kind)
+        for of_sequence, sequence, length in zip(numbers, sequences, lengths.tolist(), strict=True):
+            draws.fill(of_sequence[:length], [0, 0, stream, sequence])
+        return torch.from_numpy(numbers).transpose(1, 2)[..., None]
 
     def check_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
         """Raise CacheCorruptError for the rows that `decode_relation` refuses, several times as fast."""
