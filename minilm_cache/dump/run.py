@@ -21,6 +21,7 @@ from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.dump.setup import ResolvedDump, resolve_dump
 from minilm_cache.dump.shards import ShardJob
 from minilm_cache.errors import CacheCorruptError, ShardBusyError
+from minilm_cache.models.device import enough_memory
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.identity import CacheIdentity
@@ -147,10 +148,11 @@ def write_cache(
     )
     # Ranks on different machines would fit different codecs: all ranks use the codecs of the first.
     several = resolved.config.world_size > 1
-    with creating(resolved.path, progress, should_stop) if several else nullcontext():
-        job = _begin(resolved, fitter, writer_type)
-    with closing(job.writer):
-        return _write_shards(job, resolved.path, progress=progress, should_stop=should_stop)
+    with enough_memory(resolved.teacher.device, f"Choose a --batch-size below {resolved.batch_size}"):
+        with creating(resolved.path, progress, should_stop) if several else nullcontext():
+            job = _begin(resolved, fitter, writer_type)
+        with closing(job.writer):
+            return _write_shards(job, resolved.path, progress=progress, should_stop=should_stop)
 
 
 def _with_weights(pulled: DumpResult, resolved: ResolvedDump) -> DumpResult:

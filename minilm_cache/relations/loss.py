@@ -13,7 +13,7 @@ KL(P || softmax S) = -H(P) - sum_j P_j S_j + LSE(S), and its gradient in S is so
   dense. The value of this sum is not the KL, so the KL is computed on some of the rows.
 """
 
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,17 +42,29 @@ from minilm_cache.storage_schema.identity import RelationKind
 
 Method = Literal["dense", "sdpa"]
 
-MAX_SCORES_BYTES: Final = 2**28
-"""Greatest size of one relation's scores for a batch, float32; above it, no such matrix is made."""
-LONG: Final = 384
-"""Length, tokens, from which `sdpa` is the faster form on a CPU (benchmarks/relation_loss.py)."""
+
+class _Limits(NamedTuple):
+    """Where form `sdpa` begins on a kind of device."""
+
+    length: int
+    """Tokens of a sequence from which it is the faster form."""
+    scores_bytes: int
+    """Greatest size of one relation's scores for a batch, float32; above it, no such matrix is made."""
+
+
+CPU_LIMITS: Final = _Limits(384, 2**28)
+"""Measured by benchmarks/relation_loss.py."""
+GPU_LIMITS: Final = _Limits(512, 2**31)
+"""Not measured on a GPU: memory is several times as fast there, and `dense` launches fewer kernels."""
 _SAMPLED_ROWS: Final = 32
 """Rows of each sequence whose KL is computed in form `sdpa`, where the gradient does not need it."""
 
 
-def choose_method(batch: int, heads: int, length: int) -> Method:
-    """Return the form that suits a relation of this size."""
-    return "dense" if length < LONG and scores_bytes(batch, heads, length) <= MAX_SCORES_BYTES else "sdpa"
+def choose_method(batch: int, heads: int, length: int, *, device: torch.device) -> Method:
+    """Return the form that suits a relation of this size on a device."""
+    limits = CPU_LIMITS if device.type == "cpu" else GPU_LIMITS
+    fits = scores_bytes(batch, heads, length) <= limits.scores_bytes
+    return "dense" if length < limits.length and fits else "sdpa"
 
 
 def scores_bytes(batch: int, heads: int, length: int) -> int:
@@ -83,7 +95,7 @@ def relation_loss(
         method: form of the computation. None means the form that suits the size (`choose_method`).
     """
     batch, heads, length, _ = vectors.query.shape
-    if (method or choose_method(batch, heads, length)) == "dense":
+    if (method or choose_method(batch, heads, length, device=lengths.device)) == "dense":
         mask = key_mask(lengths, length)[:, None, None, :]
         return relation_kl(relation_scores(vectors, kind, mask), targets, lengths)
     with torch.autocast(vectors.query.device.type, enabled=False):

@@ -277,7 +277,7 @@ class BatchReader:
         if kind in stored.entropy:
             return Targets(rows, send(stored.entropy[kind], self._device))
         batch, length = stored.ids.shape
-        if choose_method(batch, self._num_heads, length) == "sdpa":
+        if choose_method(batch, self._num_heads, length, device=self._device) == "sdpa":
             return Targets(rows, None)
         if isinstance(rows, VectorRows):
             return Targets(*densify(rows, lengths))  # once for all students

@@ -6,7 +6,7 @@ import torch
 
 from minilm_cache.objectives.base import Losses
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
-from minilm_cache.relations.loss import MAX_SCORES_BYTES, scores_bytes
+from minilm_cache.relations.loss import CPU_LIMITS, scores_bytes
 from minilm_cache.storage_schema.manifest import CacheManifest
 
 MAX_SEQUENCES = 256
@@ -19,7 +19,7 @@ HeldOutLosses = dict[str, float]
 def batch_size(wanted: WantedTargets, manifest: CacheManifest, most: int) -> int:
     """Return the sequences of a batch: `most`, or fewer where a relation's scores would be too large."""
     heads = wanted.relation_heads or manifest.identity.relation_heads
-    fitting = MAX_SCORES_BYTES // scores_bytes(1, heads, manifest.identity.packing.max_length)
+    fitting = CPU_LIMITS.scores_bytes // scores_bytes(1, heads, manifest.identity.packing.max_length)
     return max(1, min(most, fitting))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minilm_cache.relations.loss import MAX_SCORES_BYTES, Method, choose_method, relation_loss
+from minilm_cache.relations.loss import CPU_LIMITS, Method, choose_method, relation_loss
 from minilm_cache.relations.rows import (
     DenseRows,
     RowTargets,
@@ -19,6 +19,8 @@ from minilm_cache.relations.rows import (
 )
 from minilm_cache.relations.scores import Vectors, mean_row_entropy, split_heads
 from minilm_cache.storage_schema.identity import RelationKind
+
+CPU = torch.device("cpu")
 
 LENGTHS = torch.tensor([40, 23, 1])
 SIZE = 40
@@ -183,9 +185,11 @@ def test_losses_are_float32_under_autocast() -> None:
 def test_nothing_of_length_by_length_is_made_where_it_would_be_large() -> None:
     """512 MiB of scores: neither kept for the backward pass nor made on the way."""
     batch, heads, length, size = 1, 32, 2048, 8
-    assert choose_method(batch, heads, length) == "sdpa"
-    assert choose_method(16, 12, 128) == "dense"
-    assert choose_method(1, 12, 512) == choose_method(4096, 12, 128) == "sdpa"
+    assert choose_method(batch, heads, length, device=CPU) == "sdpa"
+    assert choose_method(16, 12, 128, device=CPU) == "dense"
+    assert choose_method(1, 12, 512, device=CPU) == choose_method(4096, 12, 128, device=CPU) == "sdpa"
+    assert choose_method(1024, 12, 128, device=torch.device("cuda")) == "dense"
+    assert choose_method(1, 12, 512, device=torch.device("cuda")) == "sdpa"
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(batch, heads, length, size, generator=generator).requires_grad_() for _ in range(3)]
     student = Vectors(parts[0], parts[1], parts[2], None, size**-0.5)
@@ -202,7 +206,7 @@ def test_nothing_of_length_by_length_is_made_where_it_would_be_large() -> None:
         relation_loss(
             student, RelationKind.VALUE, targets=Targets(rows, None), lengths=torch.tensor([length])
         ).backward()
-    assert 4 * batch * heads * length**2 > MAX_SCORES_BYTES > 5 * sum(kept)
+    assert 4 * batch * heads * length**2 > CPU_LIMITS.scores_bytes > 5 * sum(kept)
     assert parts[2].grad is not None
     assert bool(parts[2].grad.isfinite().all())
 
