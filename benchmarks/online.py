@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from minilm_cache.models.load import load_model
 from minilm_cache.objectives.batch import StudentBatch
+from minilm_cache.relations.scores import key_mask
 
 
 class _LastValues:
@@ -50,7 +51,7 @@ class _Model:
 
     def relations(self, batch: StudentBatch) -> tuple[Tensor, Tensor]:
         """Return the attention distribution and the value relation of the last layer."""
-        mask = torch.arange(batch.ids.shape[1]) < batch.lengths[:, None]
+        mask = key_mask(batch.lengths, batch.ids.shape[1])
         output = self.model(input_ids=batch.ids, attention_mask=mask.long(), output_attentions=True)
         return output.attentions[-1], self.values.relation(mask)
 
@@ -58,19 +59,28 @@ class _Model:
 class UsualOnlineTrainer:
     """Trains one student, and runs the teacher for each batch."""
 
-    def __init__(self, teacher: Path, student: PreTrainedModel, num_heads: int) -> None:
-        """Load the teacher with eager attention; the student keeps the attention that it was made with."""
-        self._teacher = _Model.of(load_model(teacher, attention="eager").eval(), num_heads)
-        self._student = _Model.of(student.train(), num_heads)
+    def __init__(
+        self, teacher: Path, student: PreTrainedModel, num_heads: int, *, device: torch.device
+    ) -> None:
+        """Load the teacher with eager attention; the student keeps the attention that it was made with.
+
+        A GPU computes both in bfloat16 by autocast, a CPU in float32.
+        """
+        self._device = device
+        self._teacher = _Model.of(load_model(teacher, attention="eager").eval().to(device), num_heads)
+        self._student = _Model.of(student.train().to(device), num_heads)
         self._optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4)
 
     def step(self, batch: StudentBatch) -> None:
         """Take one optimizer step."""
-        with torch.no_grad():
-            targets = self._teacher.relations(batch)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+            with torch.no_grad():
+                targets = self._teacher.relations(batch)
+            relations = self._student.relations(batch)
         losses = [
-            F.kl_div(relation.clamp(min=1e-12).log(), target, reduction="sum") / relation.shape[:-1].numel()
-            for relation, target in zip(self._student.relations(batch), targets, strict=True)
+            F.kl_div(relation.float().clamp(min=1e-12).log(), target.float(), reduction="sum")
+            / relation.shape[:-1].numel()
+            for relation, target in zip(relations, targets, strict=True)
         ]
         self._optimizer.zero_grad()
         torch.stack(losses).sum().backward()

@@ -10,19 +10,19 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
+def machine() -> dict[str, object]:
+    """Return what figures were measured with."""
+    return {
+        "cores": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "transformers", "zarr", "numpy")},
+    }
+
+
 def write_result(name: str, result: dict[str, object]) -> None:
     """Write `results/NAME.json` and print it."""
-    document = {
-        "benchmark": name,
-        "machine": {
-            "cores": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "python": platform.python_version(),
-            **{package: version(package) for package in ("torch", "transformers", "zarr", "numpy")},
-        },
-        **result,
-    }
-    text = json.dumps(document, indent=1)
+    text = json.dumps({"benchmark": name, "machine": machine(), **result}, indent=1)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(text + "\n")
     print(text)

@@ -11,37 +11,30 @@ vectors, attention is sdpa, and all students share one teacher.
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import cycle, islice
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from transformers import AutoModel, BertConfig
 
-from benchmarks.online import UsualOnlineTrainer
+from benchmarks.loops import CPU, offline, rates, stream_of, trainers_of, usual
 from benchmarks.report import read_result, write_result
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.load import MINI, load_tokenizer, locate_teacher
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.objectives.batch import StudentBatch, WantedTargets
+from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.check import choose_objective
-from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.live import with_live_targets
-from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.sampler import plan_steps
-from minilm_cache.train.setup import build_trainers
-from minilm_cache.train.trainer import StudentTrainer
 
 CODECS = ("topk", "vectors")
 SHAPES = ("3x384", "4x384", "6x384", "12x384")
@@ -49,8 +42,6 @@ GROUPS = (*SHAPES, "+".join(SHAPES))
 """Groups of students that train in one pass."""
 SMALL = ("2x96", "3x96", "2x192", "3x192")
 LENGTHS = (64, 128, 256, 512)
-CPU = torch.device("cpu")
-TURNS = 3
 
 
 def save_teacher(folder: Path) -> Path:
@@ -80,72 +71,6 @@ class Bench:
         return open_cache(path)
 
 
-def stream_of(cache: Cache, config: TrainConfig, wanted: WantedTargets) -> Any:  # noqa: ANN401 - a generator
-    """Return the batches of a run, read from disk."""
-    return BatchReader(cache, wanted, pad_token=0, device=CPU).train_batches(
-        plan_steps(config, cache.reader), 0
-    )
-
-
-def trainers_of(cache: Cache, config: TrainConfig) -> list[StudentTrainer]:
-    """Return trainers of new students."""
-    heads = cache.manifest.identity.relation_heads
-    shapes = [parse_arch(arch, heads) for arch in config.arch]
-    return build_trainers(
-        config,
-        cache,
-        shapes=shapes,
-        objective=choose_objective(config, cache, arch=config.arch),
-        steps=10**6,
-        ranks=Ranks.alone(CPU),
-    )
-
-
-def rates(ways: dict[str, Callable[[], int]], seconds: float) -> dict[str, float]:
-    """Return the tokens per second of each way, medians over turns of about `seconds` each."""
-    rates_by_way: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        way()
-    for _ in range(TURNS):
-        for name, way in ways.items():
-            started, tokens = time.perf_counter(), 0
-            while time.perf_counter() - started < seconds:
-                tokens += way()
-            rates_by_way[name].append(tokens / (time.perf_counter() - started))
-    return {name: median(values) for name, values in rates_by_way.items()}
-
-
-def offline(trainers: list[StudentTrainer], batches: Iterator[StudentBatch]) -> Callable[[], int]:
-    """Return a function that trains the students on the next batch, and returns the batch's tokens."""
-
-    def step() -> int:
-        batch = next(batches)
-        for trainer in trainers:
-            trainer.step(batch, 0)
-        return batch.num_tokens
-
-    return step
-
-
-def usual(
-    bench: Bench, cache: Cache, *, config: TrainConfig, batches: Iterator[StudentBatch]
-) -> Callable[[], int]:
-    """Return a function that trains each student on the next batch with a live teacher of its own."""
-    heads = cache.manifest.identity.relation_heads
-    loops = []
-    for trainer in trainers_of(cache, config):
-        student = AutoModel.from_config(trainer.model.model.config, attn_implementation="eager")
-        loops.append(UsualOnlineTrainer(bench.teacher, student, heads))
-
-    def step() -> int:
-        batch = next(batches)
-        for loop in loops:
-            loop.step(batch)
-        return batch.num_tokens
-
-    return step
-
-
 def ratios(bench: Bench, groups: Sequence[str] = GROUPS) -> dict[str, object]:
     """Compare every way of training for each group of students and batch size."""
     teacher = Teacher(locate_teacher(str(bench.teacher)), CPU)
@@ -168,7 +93,9 @@ def ratios(bench: Bench, groups: Sequence[str] = GROUPS) -> dict[str, object]:
                 tokens_only = WantedTargets(kinds=())
                 live = with_live_targets(opened(cache, tokens_only), teacher, targets)
                 ways["best online"] = offline(trainers_of(cache, config), live)
-                ways["usual online"] = usual(bench, cache, config=config, batches=opened(cache, tokens_only))
+                ways["usual online"] = usual(
+                    bench.teacher, cache, config=config, batches=opened(cache, tokens_only)
+                )
                 measured = rates(ways, 4.0 if batch_size == 8 else 8.0)
             name = f"{group}, batch {batch_size}"
             result[name] = {"tokens_per_s": {way: round(rate) for way, rate in measured.items()}} | {
@@ -281,7 +208,7 @@ def peak_bytes(bench: Bench, way: str) -> int:
     targets = choose_objective(config, cache, arch=config.arch).wanted
     with closing(stream_of(cache, config, targets if way in CODECS else WantedTargets(kinds=()))) as batches:
         if way == "usual online":
-            step = usual(bench, cache, config=config, batches=batches)
+            step = usual(bench.teacher, cache, config=config, batches=batches)
         elif way == "best online":
             teacher = Teacher(locate_teacher(str(bench.teacher)), CPU)
             step = offline(trainers_of(cache, config), with_live_targets(batches, teacher, targets))

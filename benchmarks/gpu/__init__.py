@@ -1,0 +1,1 @@
+"""Everything that a GPU decides, measured by one command."""

@@ -1,0 +1,80 @@
+"""Measure on one GPU what the project claims of one: `python -m benchmarks.gpu`.
+
+It needs the project and PyTorch, no network, and at most nine minutes: what is not measured by then is named
+in the result, `results/gpu.json`. `--small --device cpu` runs everything in small, to see that it runs.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.correctness import correctness
+from benchmarks.gpu.dumping import dumping
+from benchmarks.gpu.inputs import LARGE, SMALL, Bench, prepare
+from benchmarks.gpu.profiling import profiling
+from benchmarks.gpu.training import forms, training
+from benchmarks.report import machine, write_result
+
+PARTS: dict[str, Callable[[Bench], Any]] = {
+    "correctness": correctness,
+    "profile": profiling,
+    "dump": dumping,
+    "forms_of_the_loss": forms,
+    "train": training,
+}
+
+
+def main() -> None:
+    """Measure the parts one after the other, until the time is over."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", help="torch device to measure")
+    parser.add_argument(
+        "--part", choices=PARTS, action="append", help="part to measure; all of them by default"
+    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="most minutes that it takes")
+    parser.add_argument("--small", action="store_true", help="measure little, to see that it runs")
+    parser.add_argument("--out", type=Path, help="file of the result; results/gpu.json by default")
+    given = parser.parse_args()
+    began = time.perf_counter()
+    result: dict[str, Any] = {"device": _name(torch.device(given.device)), "not_measured": []}
+    with TemporaryDirectory() as folder:
+        bench = prepare(Path(folder), torch.device(given.device), SMALL if given.small else LARGE)
+        for name in given.part or PARTS:
+            if time.perf_counter() - began > 60 * given.minutes:
+                result["not_measured"].append(name)
+                continue
+            measured = PARTS[name](bench)
+            is_stream = isinstance(measured, Iterable) and not isinstance(measured, (dict, list))
+            result[name] = _until(measured, began + 60 * given.minutes, result) if is_stream else measured
+            print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+    result["seconds"] = round(time.perf_counter() - began)
+    if given.out is None:
+        write_result("gpu", result)
+    else:
+        given.out.write_text(json.dumps({"benchmark": "gpu", "machine": machine(), **result}, indent=1))
+
+
+def _until(rows: Iterable[dict[str, Any]], end: float, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows that are measured before the time is over."""
+    kept = []
+    for row in rows:
+        kept.append(row)
+        print(json.dumps(row), flush=True)
+        if time.perf_counter() > end:
+            result["not_measured"].append(f"what follows {row['arch']}, {row['batch_size']}, {row['length']}")
+            break
+    return kept
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+if __name__ == "__main__":
+    main()

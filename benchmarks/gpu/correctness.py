@@ -1,0 +1,70 @@
+"""What a device computes against a CPU, both in float32: stored rows, losses and gradients."""
+
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.inputs import Bench
+from benchmarks.loops import CPU, stream_of, trainers_of
+from minilm_cache.cache import Cache, open_cache
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.train.config import TrainConfig
+
+CODECS = ("topk", "vectors", "dense")
+
+
+def correctness(bench: Bench) -> dict[str, Any]:
+    """Return, for each codec, how far a device is from a CPU."""
+    length = min(bench.sizes.lengths)
+    result = {}
+    for codec in CODECS:
+        caches = {}
+        for device in (CPU, bench.device):
+            path = bench.folder / f"checked-{codec}-{device.type}"
+            config = bench.config(
+                codec, length, tokens=min(2**13, bench.sizes.tokens), device=device, precision="float32"
+            )
+            dump_cache(config, out=path, home=bench.folder)
+            caches[device.type] = open_cache(path)
+        result[codec] = {
+            "equal_stored_values": _equal_values(caches["cpu"], caches[bench.device.type]),
+            **_step_differences(bench, caches["cpu"]),
+        }
+    return result
+
+
+def _equal_values(first: Cache, second: Cache) -> dict[str, float]:
+    """Return the share of stored numbers that are equal, by array."""
+    shares: dict[str, list[tuple[int, int]]] = {}
+    for shard in range(len(first.reader.ranges)):
+        for own, other in zip(first.reader.segments_of(shard), second.reader.segments_of(shard), strict=True):
+            for path, rows in own.rows.items():
+                equal = int(np.count_nonzero(rows == other.rows[path]))
+                shares.setdefault(path, []).append((equal, rows.size))
+    return {
+        path: round(sum(equal for equal, _ in parts) / sum(size for _, size in parts), 6)
+        for path, parts in shares.items()
+    }
+
+
+def _step_differences(bench: Bench, cache: Cache) -> dict[str, float]:
+    """Return relative differences of the loss and of the gradient of one step from the same cache."""
+    config = TrainConfig(
+        arch=bench.sizes.arch[:1], batch_size=8, dropout="none", precision="float32", device=bench.device.type
+    )
+    wanted = choose_objective(config, cache, arch=config.arch).wanted
+    losses, gradients = [], []
+    for device in (CPU, bench.device):
+        (trainer,) = trainers_of(cache, config, device)
+        with closing(stream_of(cache, config, wanted, device=device)) as batches:
+            losses.append(float(trainer.step(next(batches), 0).total))
+        parts = [weight.grad.flatten().cpu() for weight in trainer.trained if weight.grad is not None]
+        gradients.append(torch.cat(parts))
+    far = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
+    return {
+        "loss_relative_difference": abs(losses[1] - losses[0]) / losses[0],
+        "gradient_relative_difference": float(far),
+    }

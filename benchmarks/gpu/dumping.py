@@ -1,0 +1,81 @@
+"""Tokens per second of dumps, by codec and precision, over the same teacher's plain forward pass."""
+
+import time
+from typing import Any, get_args
+
+import torch
+from transformers import AutoModel
+
+from benchmarks.gpu.inputs import Bench
+from benchmarks.loops import synchronize
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.progress import Silent
+from minilm_cache.storage_schema.identity import Precision
+
+CODECS = ("topk", "vectors", "dense")
+FORWARD_S = 2.0
+
+
+class _DumpTimer(Silent):
+    """Measures the seconds of the task `dump`, in which the teacher runs and shards are written."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._task, self._began = "", 0.0
+
+    def start(self, task: str, total: int, unit: str) -> None:
+        """Begin a task, which ends the one before."""
+        del total, unit
+        now = time.perf_counter()
+        if self._task == "dump":
+            self.seconds += now - self._began
+        self._task, self._began = task, now
+
+
+def dumping(bench: Bench) -> list[dict[str, Any]]:
+    """Return a row for each precision that the device has, and each codec."""
+    length = min(bench.sizes.lengths)
+    rows = []
+    for precision in get_args(Precision):
+        if precision == "tf32" and bench.device.type != "cuda":
+            continue
+        plain = plain_rate(bench, length, precision)
+        for codec in CODECS:
+            path = bench.folder / f"dumped-{codec}-{precision}"
+            config = bench.config(codec, length, tokens=bench.sizes.dump_tokens, precision=precision)
+            timer = _DumpTimer()
+            manifest = dump_cache(config, out=path, home=bench.folder, progress=timer).manifest
+            timer.start("", 0, "")
+            rate = manifest.num_tokens / timer.seconds
+            rows.append(
+                {
+                    "codec": codec,
+                    "precision": precision,
+                    "tokens_per_s": round(rate),
+                    "plain_forward_tokens_per_s": round(plain),
+                    "over_plain_forward": round(rate / plain, 3),
+                }
+            )
+    return rows
+
+
+def plain_rate(bench: Bench, length: int, precision: Precision) -> float:
+    """Return tokens per second of the teacher's whole forward pass by sdpa, nothing captured."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    model = AutoModel.from_pretrained(bench.teacher, dtype=dtype, attn_implementation="sdpa")
+    model = model.eval().to(bench.device)
+    ids = torch.randint(5, 30_000, (32 if bench.device.type == "cpu" else 512, length), device=bench.device)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids)
+            synchronize(bench.device)
+            started, passes = time.perf_counter(), 0
+            while time.perf_counter() - started < FORWARD_S * bench.sizes.seconds:
+                model(input_ids=ids)
+                synchronize(bench.device)
+                passes += 1
+            return passes * ids.numel() / (time.perf_counter() - started)
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,76 @@
+"""What a training step waits for: synchronisations, and the time of kernels and of calls."""
+
+import time
+import warnings
+from collections import Counter
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu.inputs import Bench
+from benchmarks.gpu.training import CODEC
+from benchmarks.loops import stream_of, synchronize, trainers_of
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.train.config import TrainConfig
+
+STEPS = 8
+MOST = 8
+"""Calls and kernels that are named."""
+
+
+def profiling(bench: Bench) -> dict[str, Any]:
+    """Return what steps of the first shape wait for, with a small batch, where launches cost most."""
+    is_gpu = bench.device.type == "cuda"
+    config = TrainConfig(
+        arch=bench.sizes.arch[:1], batch_size=bench.sizes.batch_sizes[0], device=bench.device.type
+    )
+    cache = bench.cache(CODEC, bench.sizes.lengths[0])
+    wanted = choose_objective(config, cache, arch=config.arch).wanted
+    (trainer,) = trainers_of(cache, config, bench.device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
+    with closing(stream_of(cache, config, wanted, device=bench.device)) as batches:
+
+        def steps() -> None:
+            for _ in range(STEPS):
+                trainer.step(next(batches), 0)
+
+        steps()
+        waits = _synchronisations(steps) if is_gpu else None
+        synchronize(bench.device)
+        started = time.perf_counter()
+        with profile(activities=activities) as profiled:
+            steps()
+            synchronize(bench.device)
+        wall = time.perf_counter() - started
+    calls = profiled.key_averages()
+    on_device = sum(call.self_device_time_total for call in calls) / 1e6
+    slowest = {
+        "calls": sorted(calls, key=lambda call: -call.self_cpu_time_total)[:MOST],
+        "kernels": sorted(calls, key=lambda call: -call.self_device_time_total)[:MOST] if is_gpu else [],
+    }
+    return {
+        "steps": STEPS,
+        "seconds_per_step": wall / STEPS,
+        "share_of_time_that_the_device_computes": round(on_device / wall, 3) if is_gpu else None,
+        "waits": waits,
+        "slowest_calls_ms": {call.key: round(call.self_cpu_time_total / 1e3, 2) for call in slowest["calls"]},
+        "slowest_kernels_ms": {
+            call.key[:100]: round(call.self_device_time_total / 1e3, 2) for call in slowest["kernels"]
+        },
+    }
+
+
+def _synchronisations(steps: Any) -> dict[str, int]:  # noqa: ANN401 - a function
+    """Return how often a line of code waited for the GPU."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            steps()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    lines = [f"{warning.filename.rpartition('/')[2]}:{warning.lineno}" for warning in caught]
+    return dict(Counter(lines).most_common())

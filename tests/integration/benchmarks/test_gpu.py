@@ -1,0 +1,44 @@
+"""The benchmark of a GPU runs on a CPU in small, so that it will run when a GPU is there."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.__main__ import PARTS, main
+
+
+def run(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[str, Any]:
+    words = ["benchmarks.gpu", "--small", "--device", "cpu", "--out", str(out), *options]
+    monkeypatch.setattr(sys, "argv", words)
+    main()
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def test_every_part_runs_and_a_cpu_computes_what_a_cpu_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    result = run(monkeypatch, tmp_path / "gpu.json")
+
+    assert result["not_measured"] == []
+    assert result.keys() >= PARTS.keys()
+    for codec in result["correctness"].values():
+        assert set(codec["equal_stored_values"].values()) == {1.0}
+        assert codec["loss_relative_difference"] < 1e-6
+        assert codec["gradient_relative_difference"] < 1e-6
+    assert {(row["codec"], row["precision"]) for row in result["dump"]} == {
+        (codec, precision) for codec in ("topk", "vectors", "dense") for precision in ("float32", "bfloat16")
+    }
+    (row,) = result["train"]
+    assert all(rate > 0 for rate in row["tokens_per_s"].values())
+    assert row["over_usual_online"] > 0
+    assert result["profile"]["slowest_calls_ms"]
+
+
+def test_what_no_time_is_left_for_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = run(monkeypatch, tmp_path / "gpu.json", "--minutes", "0", "--part", "train")
+
+    assert result["not_measured"] == ["train"]
