@@ -1,6 +1,7 @@
 """Copies between the CPU and a device. The CPU waits for none of them until it needs the values."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -21,7 +22,11 @@ def send(values: Tensor, device: torch.device) -> Tensor:
 
 def pin(values: Tensor, device: torch.device) -> Tensor:
     """Return values of the CPU in memory from which `send` need not copy them first."""
-    return values if device.type in _SHARES_MEMORY else values.pin_memory()
+    if device.type in _SHARES_MEMORY:
+        return values
+    # In any thread: pinning opens a context on the thread's current GPU, which is the first one by default.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return values.pin_memory()
 
 
 class Arrival:

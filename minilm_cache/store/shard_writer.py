@@ -66,19 +66,17 @@ class ShardWriter:
         Args:
             rows: array path to rows, `(tokens of the segment, ...)`, or one row for each sequence.
             table: sequence table of the segment.
-            threads: threads that compress chunks of all arrays; they are written by this one, in order.
+            threads: threads that compress the chunks of all arrays, and write each file in order.
 
         Raises:
             StorageError: the file system refused.
         """
         with storage_errors("write", self._root):
-            encoded = [
-                (encoder, threads.submit(encoder.encoded, chunk))
-                for path, (_, encoder) in self._encoders.items()
-                for chunk in encoder.full_chunks(rows[path])
+            written = [
+                encoder.append_by(threads, rows[path]) for path, (_, encoder) in self._encoders.items()
             ]
-            for encoder, chunk in encoded:
-                encoder.write(chunk.result())
+            for file in written:
+                file.result()
         self._tokens.append(rows["tokens"])
         self._tables.append(table)
 

@@ -11,6 +11,7 @@ import io
 import math
 import os
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future
 from typing import Final
 
 import google_crc32c
@@ -127,6 +128,19 @@ class ShardEncoder:
         """Write the next rows, `(rows, ...)`, one chunk after the other."""
         for chunk in self.full_chunks(rows):
             self.write(self.encoded(chunk))
+
+    def append_by(self, threads: Executor, rows: npt.NDArray[np.generic]) -> Future[None]:
+        """Let threads compress the next rows' chunks, and then one of them write them; return its result.
+
+        What waits was submitted after what it waits for, so it may take a thread while others compress.
+        """
+        encoded = [threads.submit(self.encoded, chunk) for chunk in self.full_chunks(rows)]
+
+        def write() -> None:
+            for chunk in encoded:
+                self.write(chunk.result())
+
+        return threads.submit(write)
 
     def full_chunks(self, rows: npt.NDArray[np.generic]) -> Iterator[npt.NDArray[np.generic]]:
         """Yield the chunks that the next rows fill; each must be encoded and written, in order."""

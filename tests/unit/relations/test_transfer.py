@@ -1,5 +1,9 @@
 """Copies between the CPU and a device: which of them are waited for, on a pretend accelerator."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 
 from minilm_cache.relations.transfer import Arrival, pin, send
@@ -41,6 +45,29 @@ def test_a_copy_from_a_device_is_waited_for_once_when_it_is_needed() -> None:
             "second": [0, 0, 0],
         }
         assert all(values.device == CPU for values in arrived.values())
+
+
+def test_memory_is_pinned_by_the_gpu_that_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other GPU would give a context, and its memory, to every process."""
+    current: list[torch.device] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    pinned_by: list[torch.device] = []
+
+    def pin_memory(values: torch.Tensor) -> torch.Tensor:
+        pinned_by.extend(current)
+        return values
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    pin(torch.arange(3), torch.device("cuda", 3))
+
+    assert pinned_by == [torch.device("cuda", 3)]
 
 
 def test_nothing_arrives_of_nothing() -> None:

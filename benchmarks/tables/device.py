@@ -1,0 +1,74 @@
+"""Tables of what a GPU was measured to do, and of what was counted without one."""
+
+from benchmarks.report import RESULTS
+from benchmarks.tables.cells import read, table_of
+
+NOT_MEASURED = "Not measured on a GPU.\n"
+
+
+def on_a_gpu() -> str:
+    """Return tokens per second of trainings on the GPU that was measured last, or that none was."""
+    if not (RESULTS / "gpu.json").exists():
+        return NOT_MEASURED
+    result = read("gpu")
+    rows = [
+        [
+            f"{row['arch']}, {row['batch_size']}, {row['length']}",
+            *(
+                [f"{row['tokens_per_s'][way]:,}" for way in ("from the cache", "compiled")]
+                + [f"{row[f'over_{way}']:.2f}" for way in ("from_memory", "best_online", "usual_online")]
+                if "tokens_per_s" in row
+                else [row["error"], "", "", "", ""]
+            ),
+        ]
+        for row in result["train"]
+    ]
+    head = [f"{result['device']}: student, batch, length", "from the cache, tokens/s", "compiled, tokens/s"]
+    return table_of(
+        [*head, "over targets in memory", "over the best online loop", "over the usual online loop"], rows
+    )
+
+
+def device_counts() -> str:
+    """Return what a step and a batch launch, and how often they wait."""
+    result = read("device_counts")
+    rows = [
+        [
+            f"`{codec}`",
+            f"{result[codec]['batch_of_a_dump']['waits']} / {result[codec]['batch_of_a_dump']['kernels']}",
+            f"{result[codec]['training_step']['waits']} / {result[codec]['training_step']['kernels']}",
+            str(result[codec]["training_step"]["kernels_of_decoding"]),
+        ]
+        for codec in ("topk", "vectors", "dense")
+    ]
+    return table_of(
+        [
+            "codec",
+            "batch of a dump: waits / kernels",
+            "training step: waits / kernels",
+            "of them for decoding",
+        ],
+        rows,
+    )
+
+
+def precision() -> str:
+    """Return what bfloat16 does to relations and to students."""
+    result = read("precision")
+    kls, students = result["kl_float32_to_bfloat16_nats"], result["held_out_kl_nats"]
+    ratios = ", ".join(f"{ratio:.4f}" for ratio in result["bfloat16_over_float32_by_seed"])
+    return table_of(
+        ["the teacher in bfloat16", ""],
+        [
+            [
+                "KL(float32, bfloat16) of attention / value, nats",
+                f"{kls['attention']:.5f} / {kls['value']:.5f}",
+            ],
+            [
+                "held-out KL of a `3x192` from a cache in float32 / bfloat16, nats",
+                f"{students['float32']['mean']:.4f} ± {students['float32']['stdev']:.4f} / "
+                f"{students['bfloat16']['mean']:.4f} ± {students['bfloat16']['stdev']:.4f}",
+            ],
+            ["bfloat16 over float32, each seed", ratios],
+        ],
+    )
