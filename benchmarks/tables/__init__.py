@@ -16,6 +16,7 @@ from benchmarks.tables.caches import (
     objective_rows,
     steps,
 )
+from benchmarks.tables.device import device_counts, feeding, on_a_gpu, precision
 from benchmarks.tables.embeddings import (
     embedding_bytes,
     embedding_first,
@@ -38,6 +39,10 @@ PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _BLOCK: Final = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
+    "on_a_gpu": on_a_gpu,
+    "device_counts": device_counts,
+    "feeding": feeding,
+    "precision": precision,
     "students": students,
     "many_epochs": many_epochs,
     "many_shards": many_shards,

@@ -72,3 +72,22 @@ def precision() -> str:
             ["bfloat16 over float32, each seed", ratios],
         ],
     )
+
+
+def feeding() -> str:
+    """Return the rates of gathering, reading and writing."""
+    result = read("feeding")
+    rows = [
+        [
+            name,
+            f"{row['gather_tokens_per_s']:,}",
+            *(
+                f"{row[way]['one_thread']:,} / {row[way]['two_threads']:,} ({row[way]['scales_by']:.2f})"
+                for way in ("read", "write")
+            ),
+        ]
+        for name, row in result.items()
+        if isinstance(row, dict) and "read" in row
+    ]
+    head = ["cache", "gathering, one thread", "reading, one / two threads", "writing, one / two threads"]
+    return table_of(head, rows)
