@@ -31,7 +31,7 @@ from minilm_cache.storage_schema.sequences import sequence_columns
 from minilm_cache.store.fingerprint import Hasher
 
 _CRC_BYTES: Final = 4
-_TRANSPOSED_ROWS: Final = 128
+_TRANSPOSED_ROWS: Final = 32
 _HEADER_BYTES: Final = 2**16
 """Bytes that a chunk may have in addition to twice its decoded size."""
 _ENTRY_BYTES: Final = 16

@@ -343,6 +343,8 @@ def _gathered_rows(pieces: Sequence[_Piece], read_plan: _ReadPlan) -> _GatheredR
         for number in numbers.tolist()
     ]
     lengths = np.asarray([segment.length(number) for segment, number, _ in sequences])
+    longest = int(lengths.max())
+    is_full = longest == lengths.min()
     rows = {}
     for path in ("tokens", *read_plan.paths):
         first_segment, _, first_epoch = sequences[0]
@@ -354,7 +356,8 @@ def _gathered_rows(pieces: Sequence[_Piece], read_plan: _ReadPlan) -> _GatheredR
             ]
             rows[path] = np.stack(parts)
             continue
-        padded = np.zeros((len(sequences), lengths.max(), *like.shape[1:]), dtype=like.dtype)
+        shape = (len(sequences), longest, *like.shape[1:])
+        padded = np.empty(shape, like.dtype) if is_full else np.zeros(shape, like.dtype)
         for at, (segment, number, epoch) in enumerate(sequences):
             padded[at, : lengths[at]] = segment.rows_of(read_plan.path_in(epoch, path), number)
         rows[path] = padded
