@@ -280,7 +280,9 @@ def test_training_has_no_settings_of_codecs(world: World) -> None:
     codecs = (TopKParameters, DenseParameters, VectorsParameters)
     settings = {name for codec in codecs for name in codec.model_fields} | set(DumpConfig.model_fields)
 
-    assert settings & set(TrainConfig.model_fields) == {"seed", "device", "batch_size"}
+    # How a student is computed has the names of how the teacher was.
+    shared = {"seed", "device", "batch_size", "precision", "compiled"}
+    assert settings & set(TrainConfig.model_fields) == shared
     for k in (3, 6):
         assert manifest_of(world.dump(f"k{k}", k=k).path).identity.codec.model_dump()["k"] == k
         rows = open_cache(world.root / f"k{k}")[0].target_rows("value")
@@ -294,11 +296,11 @@ def test_a_writer_in_the_background_that_dies_ends_the_dump(
 ) -> None:
     real = getattr(written_by, method)
 
-    def fail(self: Any, *arguments: Any) -> Any:
+    def fail(self: Any, *arguments: Any, **named: Any) -> Any:
         files = arguments[0] if method == "commit_shard" else self
         if files.shard == 1:
             raise StorageError("the disk went away")
-        return real(self, *arguments)
+        return real(self, *arguments, **named)
 
     monkeypatch.setattr(written_by, method, fail)
     with pytest.raises(StorageError, match="the disk went away"):
