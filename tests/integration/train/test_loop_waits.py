@@ -1,0 +1,43 @@
+"""A training's loop on the pretend accelerator: only losses that are due are waited for."""
+
+from typing import Any
+
+import pytest
+
+from minilm_cache.train.loop import LOG_STEPS, TrainingLoop
+from minilm_cache.train.run import train_students
+from tests.accelerator import accelerator
+from tests.integration.train.test_train import settings
+from tests.support import World
+
+
+class Enough(Exception):  # noqa: N818 - not an error
+    """Enough steps have been counted; weights of the pretend accelerator cannot be saved."""
+
+
+def test_steps_between_two_looks_at_the_losses_wait_for_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = world.dump(codec="vectors", max_kl=0.01).path
+    waits: dict[int, int] = {}
+    real = TrainingLoop._step
+    with accelerator() as (device, counts):
+
+        def counting(self: TrainingLoop, *arguments: Any, **named: Any) -> int:
+            counts.clear()
+            tokens = real(self, *arguments, **named)
+            waits[self.state.step] = counts.waits.total()
+            if self.state.step == 2 * LOG_STEPS + 2:
+                raise Enough
+            return tokens
+
+        monkeypatch.setattr(TrainingLoop, "_step", counting)
+        config = settings(steps=60, device=str(device), checkpoint_steps=60, precision="float32")
+        with pytest.raises(Enough):
+            train_students(config, cache, out=world.root / "run", home=world.home)
+
+    # The first step makes constants that stay on the device.
+    assert {step: number for step, number in waits.items() if number and step > 1} == {
+        LOG_STEPS: 1,
+        2 * LOG_STEPS: 1,
+    }
