@@ -127,7 +127,11 @@ def train_command(run: TrainedRun, *, paths: bool = True) -> str:
         del given["streams"]
     if identity.layer_map != "last" or not identity.spec.one_layer:
         del given["teacher_layer"]
-    given |= {"dropout": identity.dropout or "teacher", "batches": identity.batches or "shuffled"}
+    given |= {
+        "dropout": identity.dropout or "teacher",
+        "batches": identity.batches or "shuffled",
+        "frozen": identity.frozen or "none",
+    }
     words += ["--layer-map", given.pop("layer_map")]
     words += _begun_with(run, paths=paths)
     fields = TrainConfig.model_fields

@@ -49,6 +49,9 @@ class RecipeSettings(FrozenSettings):
     """Seed of initial weights, dropout and order."""
     dropout: Literal["teacher", "none"] = "teacher"
     """Dropout of students: as in the teacher's configuration, or none (default of `embedding`)."""
+    frozen: Literal["none", "embeddings"] = "none"
+    """Weights that stay as students begin with them: none, or the word embeddings, which suits students that
+    begin with the teacher's: words that the text hardly has keep their meaning."""
     batches: Literal["shuffled", "by-length"] = "shuffled"
     """How sequences come together in batches: at random, or with others of about their length (default of
     `embedding`), which saves padding."""

@@ -188,6 +188,18 @@ class Beginnings:
         kinds = {name.rsplit("-", 1)[0] for name in names if name != RANDOM}
         return f"{'-'.join(sorted(kinds))}-{canonical_sha256(names)}"
 
+    def refuse_random(self, option: str) -> None:
+        """Raise InvalidConfigError if a student of a new run begins with random weights.
+
+        Args:
+            option: option that goes with weights of a teacher or of another model only.
+        """
+        for arch, weights in self.of.items():
+            if self.of_record is None and weights.kind == RANDOM:
+                raise InvalidConfigError(
+                    f"{option}: {arch} begins with {weights.in_words}. Leave it out, or choose another --init."
+                )
+
     @property
     def in_words(self) -> list[str]:
         """A line for each different beginning: the students, and what they begin with."""

@@ -60,6 +60,8 @@ class RunIdentity(StoredModel):
     warmup: float
     dropout: Literal["none"] | None = None
     """`none`: students are trained without dropout. None means with that of the teacher's configuration."""
+    frozen: Literal["embeddings"] | None = None
+    """`embeddings`: word embeddings are not trained. None means that all weights are."""
     batches: Literal["by-length"] | None = None
     """`by-length`: sequences of about the same length share a batch. None means that they come at random."""
     weight_decay: float
@@ -92,6 +94,7 @@ class RunIdentity(StoredModel):
             "matryoshka",
             "dropout",
             "batches",
+            "frozen",
         }
     )
 
@@ -129,6 +132,7 @@ class RunIdentity(StoredModel):
             "num_streams": len(plan.streams),
             "dropout": "none" if config.dropout == "none" else None,
             "batches": "by-length" if config.batches == "by-length" else None,
+            "frozen": "embeddings" if config.frozen == "embeddings" else None,
             "form": "authors" if config.form == "authors" else None,
             "dealing": "sequences" if len(plan.streams) > 1 else None,
             "num_parts": plan.num_parts,

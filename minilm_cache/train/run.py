@@ -152,6 +152,8 @@ def _train(
         init=beginnings.name,
     )
     path, identity, beginnings = recorded(config, out, identity=identity, beginnings=beginnings, home=home)
+    if config.frozen == "embeddings":
+        beginnings.refuse_random("--frozen embeddings")
     refuse_file(path)
     if not resume and path.exists():
         raise IdentityMismatchError(

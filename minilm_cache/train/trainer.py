@@ -53,6 +53,8 @@ class StudentTrainer:
         self.learner = Learner(model, student_objective)
         needs = student_objective.needs
         model.tap(needs.layers, needs.hidden, needs.head).freeze_unused()
+        if config.frozen == "embeddings":
+            model.model.get_input_embeddings().weight.requires_grad_(requires_grad=False)
         if config.gradient_checkpointing:
             self.model.checkpoint_layers()
         if config.compiled:

@@ -15,6 +15,7 @@ LATER_TRAIN_SETTINGS: Final[Mapping[str, Any]] = {
     "first": None,
     "first_steps": None,
     "dropout": "teacher",
+    "frozen": "none",
     "batches": "shuffled",
 }
 """Settings of a training that chains and studies of earlier releases did not have, with their defaults."""
