@@ -10,6 +10,7 @@ results hold. Parts:
 
 - `students` trains students from cached vectors.
 - `teacher` scores the teacher.
+- `untrained` scores students before training.
 - `peer` trains a student with sentence-transformers' own loss and the teacher in its loop, too.
 - `imported` trains a student from the same vectors after an export and an import.
 - `batches` compares batches of texts of like lengths with shuffled ones.
@@ -48,6 +49,8 @@ from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.settings import validated
+from minilm_cache.slicing.config import SliceConfig
+from minilm_cache.slicing.run import slice_teacher
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.initial import initial_weights
 from minilm_cache.train.ranks import Ranks
@@ -63,6 +66,8 @@ LAYERS = "1,3,5"
 _Learner = tuple[StudentTrainer, Generator[StudentBatch], TrainConfig]
 _Encode = Callable[[list[str]], np.ndarray]
 CPU = torch.device("cpu")
+KEYS = ("arch", "init", "layers", "frozen", "steps", "lr", "first", "relations", "paragraphs", "seed")
+"""What tells one student from another."""
 
 
 def main() -> None:
@@ -75,6 +80,9 @@ def main() -> None:
     parser.add_argument("--layers", help="layers of the teacher to begin with, like 0,2,5")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument(
+        "--frozen", choices=["none", "embeddings"], default="none", help="what is not trained"
+    )
     parser.add_argument("--first", type=int, default=0, help="steps of relations before the vectors")
     parser.add_argument("--relations", action="store_true", help="the cache holds relations, too")
     parser.add_argument("--seed", type=int, action="append")
@@ -90,8 +98,7 @@ def main() -> None:
         for name in given.student:
             arch, _, init = name.partition("=")
             row = _trained(given, cache, arch=arch, init=init, seed=seed)
-            keys = ("arch", "init", "layers", "steps", "lr", "first", "relations", "paragraphs", "seed")
-            kept = [other for other in rows if any(other[key] != row[key] for key in keys)]
+            kept = [other for other in rows if any(other[key] != row[key] for key in KEYS)]
             rows = [*kept, row]
             _write(students=rows)
 
@@ -152,7 +159,9 @@ def _records(data: Path, share: float) -> list[str]:
 def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, seed: int) -> dict[str, Any]:
     """Train one student, and return its scores."""
     name = f"{arch}-{init}-{given.layers or 'even'}-{given.steps}-{given.lr:g}-{given.first}-{seed}"
+    name += "-frozen" if given.frozen != "none" else ""
     settings: dict[str, Any] = {"arch": (arch,), "seed": seed, "init": init, "init_layers": given.layers}
+    settings["frozen"] = given.frozen
     if given.first:
         settings |= {"first": "minilm", "first_steps": given.first}
     settings |= {"objective": "embedding", "steps": given.steps, "lr": given.lr}
@@ -165,6 +174,7 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
         "arch": arch,
         "init": init,
         "layers": given.layers,
+        "frozen": given.frozen,
         "steps": given.steps,
         "lr": given.lr,
         "first": given.first,
@@ -323,6 +333,16 @@ def _batches(given: argparse.Namespace, cache: Cache) -> dict[str, float]:
     return {name: round(tokens[name] / seconds[name]) for name in learners}
 
 
+def _untrained(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
+    """Score a 3x384 as it begins: cut from the teacher, and of whole layers."""
+    cut = given.home / "untrained-slice"
+    if not cut.exists():
+        slice_teacher(validated(SliceConfig, {"teacher": "mini", "arch": "3x384"}), cut)
+    del cache
+    folders = {"slice": cut, "teacher-layers": _start(given)}
+    return {name: _scores(folder, given.data) for name, folder in folders.items()}
+
+
 def _teacher(given: argparse.Namespace, cache: Cache) -> dict[str, float]:
     """Score the teacher."""
     folder = locate_teacher("mini").folder
@@ -331,6 +351,7 @@ def _teacher(given: argparse.Namespace, cache: Cache) -> dict[str, float]:
 
 _ONCE: dict[str, Callable[[argparse.Namespace, Cache], dict[str, Any]]] = {
     "teacher": _teacher,
+    "untrained": _untrained,
     "peer": _peer,
     "imported": _imported,
     "batches": _batches,

@@ -2,9 +2,14 @@
 
 from collections.abc import Sequence
 from statistics import mean
-from typing import Any
+from typing import Any, Final
 
 from benchmarks.tables.cells import read, spread_of, table_of
+
+_SCORES: Final = ("stsb_spearman", "squad_ndcg")
+_AT_128: Final = "squad_ndcg_128"
+_FROZEN: Final = {"none": "", "embeddings": "(kept)"}
+"""What is said of word embeddings that are not trained."""
 
 
 def embedding_bytes() -> str:
@@ -23,25 +28,29 @@ def embedding_students() -> str:
     """Return scores of students of embeddings, means over seeds, the teacher first."""
     result = read("embeddings")
     teacher = result["teacher"]
-    scores = [f"{teacher['stsb_spearman']:.1f}", f"{teacher['squad_ndcg']:.1f}"]
+    scores = [f"{teacher[name]:.1f}" for name in (*_SCORES, _AT_128)]
     table = [["teacher", f"{teacher['num_parameters']:,}", "-", "-", "-", *scores, "-"]]
+    for init, row in result.get("untrained", {}).items():
+        scores = [f"{row[name]:.1f}" for name in (*_SCORES, _AT_128)]
+        table.append(["`3x384`", "", init, "-", "0", *scores, "-"])
     chosen = [row for row in result["students"] if not row["relations"]]
-    for rows in groups(chosen, "arch", "init", "layers", "paragraphs", "steps", "lr"):
+    for rows in groups(chosen, "arch", "init", "layers", "frozen", "paragraphs", "steps", "lr"):
         row = rows[0]
         minutes = [row["train_s"] / 60 for row in rows if row["threads"] == 2]
         table.append(
             [
                 f"`{row['arch']}`",
                 f"{row['num_parameters']:,}",
-                f"{row['init']} {row['layers'] or ''}".strip(),
+                " ".join(filter(None, [row["init"], row["layers"], _FROZEN[row["frozen"]]])),
                 f"{100 * row['paragraphs']:.1f} %",
                 f"{row['steps']:,}",
                 *_scores(rows),
+                spread_of(at_128) if (at_128 := [row[_AT_128] for row in rows if _AT_128 in row]) else "-",
                 f"{mean(minutes):.1f}" if minutes else "-",
             ]
         )
     head = ["student", "parameters", "begins with", "whole paragraphs", "steps", "STS-B", "retrieval"]
-    return table_of([*head, "minutes on two cores"], table)
+    return table_of([*head, "retrieval, 128 tokens", "minutes on two cores"], table)
 
 
 def groups(rows: Sequence[dict[str, Any]], *keys: str) -> list[list[dict[str, Any]]]:
@@ -54,7 +63,7 @@ def groups(rows: Sequence[dict[str, Any]], *keys: str) -> list[list[dict[str, An
 
 def _scores(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return both scores over seeds."""
-    return [spread_of([row[name] for row in rows]) for name in ("stsb_spearman", "squad_ndcg")]
+    return [spread_of([row[name] for row in rows]) for name in _SCORES]
 
 
 def embedding_peer() -> str:

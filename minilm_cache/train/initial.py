@@ -197,7 +197,8 @@ class Beginnings:
         for arch, weights in self.of.items():
             if self.of_record is None and weights.kind == RANDOM:
                 raise InvalidConfigError(
-                    f"{option}: {arch} begins with {weights.in_words}. Leave it out, or choose another --init."
+                    f"{option}: {arch} begins with {weights.in_words}. "
+                    "Leave it out, or choose another --init."
                 )
 
     @property

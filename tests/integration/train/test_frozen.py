@@ -40,9 +40,7 @@ def test_a_run_that_is_interrupted_goes_on_with_frozen_embeddings(world: World) 
     )
     whole = train_students(config, cache, out=world.root / "whole", home=world.home)
     with pytest.raises(Exception, match="interrupted"):
-        train_students(
-            config, cache, out=world.root / "cut", home=world.home, should_stop=stop_after(4)
-        )
+        train_students(config, cache, out=world.root / "cut", home=world.home, should_stop=stop_after(4))
     resumed = train_students(config, cache, out=world.root / "cut", home=world.home)
 
     for name, weight in load_file(whole.student_path("2x32") / "model.safetensors").items():
@@ -58,7 +56,7 @@ def test_random_embeddings_are_not_frozen(world: World, command: Command) -> Non
     assert err.splitlines()[-1] == (
         "error: --frozen embeddings: 2x32 begins with random weights. Leave it out, or choose another --init."
     )
-    code, out, err = command(
+    code, _, err = command(
         *arguments, "--steps", 20, "--batch-size", 4, "--init-teacher", world.teacher, "--json"
     )
     assert code in (0, 1), err
