@@ -54,7 +54,7 @@ class StudentTrainer:
         needs = student_objective.needs
         model.tap(needs.layers, needs.hidden, needs.head).freeze_unused()
         if config.frozen == "embeddings":
-            model.model.get_input_embeddings().weight.requires_grad_(False)  # noqa: FBT003 - torch has no name for it
+            model.model.get_input_embeddings().weight.requires_grad_(False)
         if config.gradient_checkpointing:
             self.model.checkpoint_layers()
         if config.compiled:
