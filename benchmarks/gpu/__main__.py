@@ -1,7 +1,8 @@
 """Measure on one GPU what the project claims of one: `python -m benchmarks.gpu`.
 
-It needs the project and PyTorch, no network, and at most nine minutes: what is not measured by then is named
-in the result, `results/gpu.json`. `--small --device cpu` runs everything in small, to see that it runs.
+It needs the project and PyTorch, no network, and at most nine minutes and the row that is being measured
+then: what is left is named in the result, `results/gpu.json`, which is written after each part. `--small
+--device cpu` runs everything in small, to see that it runs.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from benchmarks.gpu.profiling import profiling
 from benchmarks.gpu.training import forms, training
 from benchmarks.report import machine, write_result
 
-PARTS: dict[str, Callable[[Bench], Any]] = {
+PARTS: dict[str, Callable[[Bench], Iterable[dict[str, Any]]]] = {
     "correctness": correctness,
     "profile": profiling,
     "dump": dumping,
@@ -41,35 +42,39 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="measure little, to see that it runs")
     parser.add_argument("--out", type=Path, help="file of the result; results/gpu.json by default")
     given = parser.parse_args()
-    began = time.perf_counter()
-    result: dict[str, Any] = {"device": _name(torch.device(given.device)), "not_measured": []}
+    device = torch.device(given.device)
+    end = time.perf_counter() + 60 * given.minutes
+    result: dict[str, Any] = {"device": _name(device), "not_measured": []}
     with TemporaryDirectory() as folder:
-        bench = prepare(Path(folder), torch.device(given.device), SMALL if given.small else LARGE)
+        bench = prepare(Path(folder), device, SMALL if given.small else LARGE)
         for name in given.part or PARTS:
-            if time.perf_counter() - began > 60 * given.minutes:
-                result["not_measured"].append(name)
-                continue
-            measured = PARTS[name](bench)
-            is_stream = isinstance(measured, Iterable) and not isinstance(measured, (dict, list))
-            result[name] = _until(measured, began + 60 * given.minutes, result) if is_stream else measured
-            print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
-    result["seconds"] = round(time.perf_counter() - began)
-    if given.out is None:
-        write_result("gpu", result)
-    else:
-        given.out.write_text(json.dumps({"benchmark": "gpu", "machine": machine(), **result}, indent=1))
+            _measure(name, bench, end=end, result=result)
+            if given.out is None:
+                write_result("gpu", result)
+            else:
+                given.out.write_text(
+                    json.dumps({"benchmark": "gpu", "machine": machine(), **result}, indent=1)
+                )
 
 
-def _until(rows: Iterable[dict[str, Any]], end: float, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows that are measured before the time is over."""
-    kept = []
-    for row in rows:
-        kept.append(row)
-        print(json.dumps(row), flush=True)
-        if time.perf_counter() > end:
-            result["not_measured"].append(f"what follows {row['arch']}, {row['batch_size']}, {row['length']}")
-            break
-    return kept
+def _measure(name: str, bench: Bench, *, end: float, result: dict[str, Any]) -> None:
+    """Add the rows of a part to the result, until the time is over; an error ends the part alone."""
+    if time.perf_counter() > end:
+        result["not_measured"].append(name)
+        return
+    began = time.perf_counter()
+    rows = result[name] = []
+    try:
+        for row in PARTS[name](bench):
+            rows.append(row)
+            print(name, json.dumps(row), flush=True)
+            if time.perf_counter() > end:
+                result["not_measured"].append(f"{name}, after row {len(rows)}")
+                break
+    except Exception as error:  # noqa: BLE001 - the other parts are worth having
+        rows.append({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+        print(name, rows[-1], flush=True)
+    print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def _name(device: torch.device) -> str:

@@ -1,5 +1,6 @@
 """What a device computes against a CPU, both in float32: stored rows, losses and gradients."""
 
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -16,10 +17,9 @@ from minilm_cache.train.config import TrainConfig
 CODECS = ("topk", "vectors", "dense")
 
 
-def correctness(bench: Bench) -> dict[str, Any]:
-    """Return, for each codec, how far a device is from a CPU."""
+def correctness(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield, for each codec, how far a device is from a CPU."""
     length = min(bench.sizes.lengths)
-    result = {}
     for codec in CODECS:
         caches = {}
         for device in (CPU, bench.device):
@@ -29,11 +29,11 @@ def correctness(bench: Bench) -> dict[str, Any]:
             )
             dump_cache(config, out=path, home=bench.folder)
             caches[device.type] = open_cache(path)
-        result[codec] = {
+        yield {
+            "codec": codec,
             "equal_stored_values": _equal_values(caches["cpu"], caches[bench.device.type]),
             **_step_differences(bench, caches["cpu"]),
         }
-    return result
 
 
 def _equal_values(first: Cache, second: Cache) -> dict[str, float]:

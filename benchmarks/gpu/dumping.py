@@ -1,6 +1,7 @@
 """Tokens per second of dumps, by codec and precision, over the same teacher's plain forward pass."""
 
 import time
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import torch
@@ -32,10 +33,9 @@ class _DumpTimer(Silent):
         self._task, self._began = task, now
 
 
-def dumping(bench: Bench) -> list[dict[str, Any]]:
-    """Return a row for each precision that the device has, and each codec."""
+def dumping(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield a row for each precision that the device has, and each codec."""
     length = min(bench.sizes.lengths)
-    rows = []
     for precision in get_args(Precision):
         if precision == "tf32" and bench.device.type != "cuda":
             continue
@@ -47,16 +47,13 @@ def dumping(bench: Bench) -> list[dict[str, Any]]:
             manifest = dump_cache(config, out=path, home=bench.folder, progress=timer).manifest
             timer.start("", 0, "")
             rate = manifest.num_tokens / timer.seconds
-            rows.append(
-                {
-                    "codec": codec,
-                    "precision": precision,
-                    "tokens_per_s": round(rate),
-                    "plain_forward_tokens_per_s": round(plain),
-                    "over_plain_forward": round(rate / plain, 3),
-                }
-            )
-    return rows
+            yield {
+                "codec": codec,
+                "precision": precision,
+                "tokens_per_s": round(rate),
+                "plain_forward_tokens_per_s": round(plain),
+                "over_plain_forward": round(rate / plain, 3),
+            }
 
 
 def plain_rate(bench: Bench, length: int, precision: Precision) -> float:

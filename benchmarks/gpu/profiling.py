@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -20,8 +21,8 @@ MOST = 8
 """Calls and kernels that are named."""
 
 
-def profiling(bench: Bench) -> dict[str, Any]:
-    """Return what steps of the first shape wait for, with a small batch, where launches cost most."""
+def profiling(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield what steps of the first shape wait for, with a small batch, where launches cost most."""
     is_gpu = bench.device.type == "cuda"
     config = TrainConfig(
         arch=bench.sizes.arch[:1], batch_size=bench.sizes.batch_sizes[0], device=bench.device.type
@@ -50,7 +51,7 @@ def profiling(bench: Bench) -> dict[str, Any]:
         "calls": sorted(calls, key=lambda call: -call.self_cpu_time_total)[:MOST],
         "kernels": sorted(calls, key=lambda call: -call.self_device_time_total)[:MOST] if is_gpu else [],
     }
-    return {
+    yield {
         "steps": STEPS,
         "seconds_per_step": wall / STEPS,
         "share_of_time_that_the_device_computes": round(on_device / wall, 3) if is_gpu else None,

@@ -41,6 +41,9 @@ def training(bench: Bench) -> Iterator[dict[str, Any]]:
         cache = bench.cache(CODEC, length)
         row: dict[str, Any] = {"arch": arch, "batch_size": size, "length": length, "codec": CODEC}
         config = TrainConfig(arch=(arch,), batch_size=size, buffer_shards=2, device=bench.device.type)
+        if is_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(bench.device)
         try:
             with ExitStack() as stack:
                 ways = _ways(bench, cache, config, teacher=teacher, stack=stack)
@@ -50,9 +53,7 @@ def training(bench: Bench) -> Iterator[dict[str, Any]]:
         except torch.OutOfMemoryError:
             row["error"] = "out of memory"
         if is_gpu:
-            row["peak_bytes"] = torch.cuda.max_memory_allocated(bench.device)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(bench.device)
+            row["peak_bytes_of_all_ways"] = torch.cuda.max_memory_allocated(bench.device)
         yield row
 
 
@@ -91,13 +92,11 @@ def _over(measured: dict[str, float]) -> dict[str, float]:
     }
 
 
-def forms(bench: Bench) -> list[dict[str, Any]]:
-    """Return tokens per second of both forms of the loss, which decide `GPU_LIMITS` of relations/loss.py."""
-    return [
-        {"batch_size": batch, "length": length, "tokens_per_s": _forms_of(bench, batch, length)}
-        for length, batch in product(bench.sizes.lengths, bench.sizes.batch_sizes)
-        if scores_bytes(batch, HEADS, length) <= MOST_SCORES_BYTES
-    ]
+def forms(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield tokens per second of both forms of the loss, which decide `GPU_LIMITS` of relations/loss.py."""
+    for length, batch in product(bench.sizes.lengths, bench.sizes.batch_sizes):
+        if scores_bytes(batch, HEADS, length) <= MOST_SCORES_BYTES:
+            yield {"batch_size": batch, "length": length, "tokens_per_s": _forms_of(bench, batch, length)}
 
 
 def _forms_of(bench: Bench, batch: int, length: int) -> dict[str, float]:

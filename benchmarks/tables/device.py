@@ -13,7 +13,7 @@ def on_a_gpu() -> str:
     result = read("gpu")
     rows = [
         [
-            f"{row['arch']}, {row['batch_size']}, {row['length']}",
+            ", ".join(str(row[name]) for name in ("arch", "batch_size", "length") if name in row),
             *(
                 [f"{row['tokens_per_s'][way]:,}" for way in ("from the cache", "compiled")]
                 + [f"{row[f'over_{way}']:.2f}" for way in ("from_memory", "best_online", "usual_online")]
@@ -21,7 +21,7 @@ def on_a_gpu() -> str:
                 else [row["error"], "", "", "", ""]
             ),
         ]
-        for row in result["train"]
+        for row in result.get("train", [])
     ]
     head = [f"{result['device']}: student, batch, length", "from the cache, tokens/s", "compiled, tokens/s"]
     return table_of(

@@ -12,6 +12,7 @@ states of a cache. It is a frozen object that `build.py` makes from a manifest a
 5. `encode` and `decode` never wait for the device that they compute on.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -40,7 +41,7 @@ Decoded_co = TypeVar("Decoded_co", covariant=True)
 def rows_at_once(probs: Float[Tensor, "rows ..."]) -> int:
     """Return how many of the first dimension's rows are sampled from in one step."""
     entries = _CPU_ENTRIES if probs.device.type == "cpu" else _DEVICE_ENTRIES
-    return max(1, entries // probs[0].numel())
+    return max(1, entries // math.prod(probs.shape[1:]))
 
 
 @runtime_checkable

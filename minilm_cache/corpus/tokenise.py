@@ -45,7 +45,7 @@ from minilm_cache.models.load import load_tokenizer, locate_teacher, tokenizer_s
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import CorpusSettings, cache_home
 from minilm_cache.storage_schema.arrays import token_dtype
-from minilm_cache.store.cores import own_cores
+from minilm_cache.store.cores import machine_cores
 from minilm_cache.store.durable import new_file, storage_errors, wait_for, write_file
 from minilm_cache.store.fingerprint import digest_file
 
@@ -116,7 +116,7 @@ def tokenise(
                 if shared is not None:
                     send_if_missing(folder, shared, progress=progress, should_stop=should_stop)
                 return tokens
-        pool = partial(_pool, engine=engine, num_processes=num_processes or own_cores())
+        pool = partial(_pool, engine=engine, num_processes=num_processes or machine_cores())
         write = partial(
             _write, folder, corpus, tokenizer, pool=pool, progress=progress, should_stop=should_stop
         )

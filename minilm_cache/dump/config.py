@@ -179,7 +179,7 @@ class SpeedSettings(DeviceSettings):
     on a CPU."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
     """Sequences per forward pass of the teacher. None means as many as a quarter of a GPU's free memory
-    holds, from 32 to 1024, and 32 on a CPU."""
+    holds, at most 1024, and 32 on a CPU."""
     compiled: Annotated[bool, Field(json_schema_extra={"flag": "--compile"})] = False
     """Compile the teacher by torch.compile: a GPU then launches a whole forward pass at once."""
 

@@ -27,7 +27,7 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.dump.identity import identify, name_labels
-from minilm_cache.dump.reading import LEAST_BATCH, SequenceReader
+from minilm_cache.dump.reading import CPU_BATCH, SequenceReader
 from minilm_cache.dump.run import DumpResult, write_cache
 from minilm_cache.dump.setup import ResolvedDump
 from minilm_cache.errors import CorpusError, InvalidConfigError, TeacherError, first_line
@@ -108,7 +108,7 @@ def import_vectors(
     refuse_file(path)
     resolved = ResolvedDump(
         config=dump,
-        batch_size=LEAST_BATCH,
+        batch_size=CPU_BATCH,
         teacher=teacher,
         corpus=corpus,
         home=home,

@@ -17,7 +17,13 @@ from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import RANGES, TEACHER_WEIGHTS, CacheManifest
-from minilm_cache.store.begun import OtherBeginningError, finished_manifest, join, remove_leftovers
+from minilm_cache.store.begun import (
+    OtherBeginningError,
+    begun_manifest,
+    finished_manifest,
+    join,
+    remove_leftovers,
+)
 from minilm_cache.store.durable import lock_if_free, storage_errors, write_file
 from minilm_cache.store.layout import below
 from minilm_cache.store.ranges_table import read_ranges
@@ -56,6 +62,8 @@ def dump_into_store(
             "`minilm-cache push` it."
         )
     target, home, progress = open_store(url), home or cache_home(), progress or Silent()
+    if config.precision is None and (begun := begun_manifest(target)) is not None:
+        config = config.with_changes(precision=begun.identity.precision or "float32")
     with _scratch(home, url) as scratch:
         resolved = resolve_dump(
             config,

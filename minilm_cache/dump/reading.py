@@ -1,5 +1,6 @@
 """Read a batch with the teacher: its relations, and the states that a cache stores in addition to them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -14,11 +15,12 @@ from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.scores import TeacherSignal, key_mask
 from minilm_cache.relations.states import MaskedSequences, States, WantedStates, soft_labels
+from minilm_cache.relations.transfer import send
 from minilm_cache.storage_schema.identity import CacheIdentity, TeacherIdentity
 from minilm_cache.storage_schema.states import POOLED, SoftLabels, StateFamily, StateName, StatesIdentity
 
-LEAST_BATCH: Final = 32
-"""Sequences per forward pass of a CPU, and the fewest of a GPU."""
+CPU_BATCH: Final = 32
+"""Sequences per forward pass of a CPU."""
 _MOST_BATCH: Final = 1024
 _MEMORY_PART: Final = 4
 """A batch may take one part in so many of a GPU's free memory."""
@@ -33,7 +35,7 @@ _MOST_PROBABILITIES: Final = 2**28
 def batch_size_for(teacher: TeacherIdentity, max_length: int, device: torch.device) -> int:
     """Return the sequences per forward pass that a device has memory for; on a CPU, more are not faster."""
     if device.type != "cuda":
-        return LEAST_BATCH
+        return CPU_BATCH
     free, _ = torch.cuda.mem_get_info(device)
     return batch_within(free // _MEMORY_PART, teacher, max_length)
 
@@ -42,16 +44,17 @@ def batch_within(num_bytes: int, teacher: TeacherIdentity, max_length: int) -> i
     """Return the greatest power of two of sequences that a forward pass and its relations have memory for."""
     matrices = _MATRICES * teacher.num_heads * max_length**2
     rows = _ROWS * teacher.hidden_size * max_length
-    fitting = num_bytes // (4 * (matrices + rows))
-    return min(_MOST_BATCH, max(LEAST_BATCH, 1 << max(0, fitting.bit_length() - 1)))
+    fitting = max(1, num_bytes // (4 * (matrices + rows)))
+    return min(_MOST_BATCH, 1 << (fitting.bit_length() - 1))
 
 
 def sequences_at_once(identity: CacheIdentity, batch_size: int) -> int:
-    """Return the sequences per forward pass: `batch_size`, or fewer where all tokens have labels."""
+    """Return the sequences per forward pass: `batch_size`, or fewer where labels would not fit."""
     states = identity.states
-    if states is None or states.labels is None or states.labels.tokens != "all":
+    if states is None or states.labels is None or states.masking is None:
         return batch_size
-    per_sequence = identity.packing.max_length * identity.teacher.vocab_size
+    share = 1.0 if states.labels.tokens == "all" else states.masking.share
+    per_sequence = math.ceil(share * identity.packing.max_length) * identity.teacher.vocab_size
     return max(1, min(batch_size, _MOST_PROBABILITIES // per_sequence))
 
 
@@ -137,7 +140,8 @@ class SequenceReader:
         """Return the state that a name stands for, from the teacher's hidden states by number."""
         if name == POOLED:
             assert self.pooler is not None
-            return self.pooler(hidden[self.teacher.num_layers], lengths)  # type: ignore[no-any-return]
+            last = hidden[self.teacher.num_layers]
+            return self.pooler(last, send(lengths, last.device))  # type: ignore[no-any-return]
         return hidden[name.number][:, 0] if name.family is StateFamily.FIRST else hidden[name.number]
 
     def _read_masked(

@@ -124,11 +124,12 @@ def recheck(
     """
     identity = cache.manifest.identity
     head = None if identity.states is None else identity.states.head
+    own_device, is_tf32 = choose_device(device), identity.precision == "tf32"
     teacher = Teacher(
         locate_teacher(teacher_name),
-        choose_device(device),
+        own_device,
         head=head,
-        precision=identity.precision or "float32",
+        precision="float32" if is_tf32 and own_device.type != "cuda" else identity.precision or "float32",
     )
     differing = [
         f"the teacher's {name}"

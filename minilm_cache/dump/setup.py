@@ -88,6 +88,11 @@ def resolve_dump(
     identity, path = _identity_and_place(
         config, teacher, corpus=corpus, out=out, home=home, like=add or tokens_of
     )
+    if config.precision is None and out is None and _has_begun_in_float32(config, identity, path, home=home):
+        plain = config.with_changes(precision="float32")
+        return resolve_dump(
+            plain, out=out, home=home, resume=resume, add=add, tokens_of=tokens_of, progress=progress
+        )
     refuse_file(path)
     _remember(home, teacher, progress)
     donor = None if add is None else open_donor(add, identity)
@@ -106,6 +111,15 @@ def resolve_dump(
         donor=donor,
         tokens_of=tokens_of,
     )
+
+
+def _has_begun_in_float32(config: DumpConfig, identity: CacheIdentity, path: Path, *, home: Path) -> bool:
+    """Return whether the home has the same cache in float32 and not in the device's own precision."""
+    plain = identity.model_copy(update={"precision": None})
+    place = home / "caches" / cache_name(name_labels(config), plain)
+    if identity.precision is None or (path / MANIFEST).is_file() or not (place / MANIFEST).is_file():
+        return False
+    return read_manifest(place).fingerprint == plain.fingerprint()
 
 
 def _remember(home: Path, teacher: Teacher, progress: Progress) -> None:
@@ -153,10 +167,11 @@ def load_teacher(
     return teacher
 
 
-def _precision_of(*caches: Path | None) -> Precision | None:
-    """Return the precision of the first of these caches that is there. None means that none is."""
-    places = [place for place in caches if place is not None and (place / MANIFEST).is_file()]
-    return read_manifest(places[0]).identity.precision or "float32" if places else None
+def _precision_of(cache: Path | None) -> Precision | None:
+    """Return the precision of a cache. None means that there is none."""
+    if cache is None or not (cache / MANIFEST).is_file():
+        return None
+    return read_manifest(cache).identity.precision or "float32"
 
 
 def _load(config: DumpConfig, home: Path, progress: Progress, *, like: Path | None) -> tuple[Teacher, Corpus]:

@@ -139,7 +139,8 @@ class ShardJob:
         """Return the rows and the table of sequences of one segment. None means that a stop was requested."""
         segment = self._begin(sequences)
         lengths = segment.lengths
-        # Sequences of the same length share a batch: the least padding, and the same batches in every run.
+        # Sequences of the same length share a batch: the least padding, and the same batches in every run
+        # with this batch size.
         by_length = np.argsort(lengths, kind="stable")
         size = sequences_at_once(self.writer.manifest.identity, self.batch_size)
         before: _Batch | None = None

@@ -47,9 +47,19 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
+def is_of_compiler(error: RuntimeError) -> bool:
+    """Return whether torch.compile raised an error; its modules take seconds to import."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+def not_compiled(error: RuntimeError) -> DeviceError:
+    """Return the error for users that explains an error of torch.compile."""
+    return DeviceError(f"--compile does not work here: {first_line(error)}. Leave it out.")
+
+
 @contextmanager
 def enough_memory(device: torch.device, remedy: str) -> Iterator[None]:
-    """Turn a lack of memory into a DeviceError.
+    """Turn a lack of memory, or an error of torch.compile, into a DeviceError.
 
     Args:
         device: device that computes.
@@ -60,4 +70,6 @@ def enough_memory(device: torch.device, remedy: str) -> Iterator[None]:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise DeviceError(f"{device} has too little memory. {remedy}.") from error
+        if is_of_compiler(error):
+            raise not_compiled(error) from error
         raise

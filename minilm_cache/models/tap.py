@@ -203,16 +203,21 @@ class TappedModel(nn.Module):
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True
 
-    def compile_forward(self) -> None:
+    def compile_forward(self, head: Head | None, *, replays: bool = False) -> None:
         """Compile the forward pass, up to the last chosen output, with torch.compile on its first call.
 
-        It is one graph, which a GPU replays with a single launch. Nothing ends it early: the compiler leaves
-        out what no output depends on. A head for masked tokens gets some of the tokens, by a hook that would
-        be compiled again for each batch, so layers are compiled one by one with it.
+        It is one graph. Nothing ends it early: the compiler leaves out what no output depends on. A head for
+        masked tokens gets some of the tokens, by a hook that would be compiled again for each batch, so
+        layers are compiled one by one with it.
+
+        Args:
+            head: head that the model will be tapped with.
+            replays: let a GPU replay the whole graph with one launch. Outputs and gradients are then valid
+                until the next forward pass of any model that is replayed.
         """
-        if self.head != "tokens":
-            is_gpu = next(self.parameters()).device.type == "cuda"
-            self._outputs = torch.compile(self._outputs, mode="reduce-overhead" if is_gpu else None)  # type: ignore[method-assign]
+        if head != "tokens":
+            mode = "reduce-overhead" if replays else None
+            self._outputs = torch.compile(self._outputs, mode=mode)  # type: ignore[method-assign]
             return
         for modules in self.modules():
             if isinstance(modules, nn.ModuleList):

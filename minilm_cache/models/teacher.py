@@ -76,8 +76,11 @@ class Teacher:
                 "Choose float32 or bfloat16."
             )
         self.device, self.precision, self._head = device, precision, head
-        dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        tapped = TappedModel(model).eval().requires_grad_(requires_grad=False).to(device, dtype)
+        tapped = TappedModel(model).eval().requires_grad_(requires_grad=False).to(device)
+        if precision == "bfloat16":
+            # Weights alone: buffers such as the frequencies of rotary positions need float32.
+            for weight in tapped.parameters():
+                weight.data = weight.data.bfloat16()
         self._tapped = tapped.tap(self._layer_numbers(layers, tapped.num_layers))
 
     @property
@@ -186,7 +189,7 @@ class Teacher:
 
     def compile_forward(self) -> None:
         """Compile the forward pass with torch.compile on its first call."""
-        self._tapped.compile_forward()
+        self._tapped.compile_forward(self._head)
 
     def check_length(self, max_length: int) -> None:
         """Raise InvalidConfigError if the teacher has fewer positions than a sequence."""
@@ -209,6 +212,7 @@ class Teacher:
         head: Head | None = None,
         places: Int[Tensor, " chosen"] | None = None,
         layers: Sequence[int] | None = None,
+        is_full: bool | None = None,
     ) -> "TeacherReading":
         """Return the teacher's outputs for a padded batch, on its device.
 
@@ -220,8 +224,11 @@ class Teacher:
             places: places of the tokens, in the batch as one row, that logits are computed for, with head
                 `tokens`. None means all.
             layers: layers whose vectors are returned. None means the tapped layers.
+            is_full: whether no sequence is padded. None means that lengths on the CPU say so; on a GPU, that
+                some may be.
         """
-        is_full = lengths.device.type == "cpu" and bool((lengths == ids.shape[1]).all())
+        if is_full is None:
+            is_full = lengths.device.type == "cpu" and bool((lengths == ids.shape[1]).all())
         ids, lengths = send(ids, self.device), send(lengths, self.device)
         mask = None if is_full else key_mask(lengths, ids.shape[1]).to(torch.int64)
         tapped_layers = self.layers
@@ -245,7 +252,6 @@ class TeacherReading(NamedTuple):
     """Logits of the head. None means not requested."""
 
 
-@torch.no_grad()
 @contextmanager
 def _products_in(precision: Precision) -> Iterator[None]:
     """Let a GPU compute float32 products in TF32 or not, whatever the process has chosen."""
@@ -257,6 +263,7 @@ def _products_in(precision: Precision) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+@torch.no_grad()
 def check_length(model: TappedModel, name: str, *, token: int, max_length: int) -> None:
     """Raise InvalidConfigError if a model has fewer positions than a sequence.
 

@@ -40,7 +40,8 @@ class Arrival:
         self._copied: torch.cuda.Event | None = None
         if self._device.type == "cuda":
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            # The current GPU of the process may be another one.
+            self._copied.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> dict[str, Tensor]:
         """Wait for the copies, and return the tensors on the CPU."""

@@ -55,6 +55,7 @@ def dump_command(manifest: CacheManifest) -> str:
         **codec,
         "layers": "last" if identity.layers in ((), last) else _listed(identity.layers),
         **_states(identity.states),
+        "precision": identity.precision or "float32",
         "packing": identity.packing.mode,
         "max_length": identity.packing.max_length,
         "max_tokens": identity.packing.max_tokens,

@@ -27,6 +27,15 @@ class OtherBeginningError(Exception):
     """Another process has begun this dump first, perhaps with other codes, or has finished it."""
 
 
+def begun_manifest(target: RemoteFolder) -> CacheManifest | None:
+    """Return the manifest of what a store holds, complete or begun, whatever it is. None means nothing."""
+    for path in (MANIFEST, BEGUN):
+        content = target.read_if_there(path, MAX_MANIFEST_BYTES)
+        if content is not None:
+            return parse(CacheManifest, content, f"{target.url}/{path}")
+    return None
+
+
 def finished_manifest(target: RemoteFolder, identity: CacheIdentity) -> CacheManifest | None:
     """Return the manifest of a complete cache in a store. None means that it is not complete.
 

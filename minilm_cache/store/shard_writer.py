@@ -1,7 +1,7 @@
 """Write the files of one shard, a segment at a time, so that never more than a segment is in memory."""
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -75,6 +75,7 @@ class ShardWriter:
             written = [
                 encoder.append_by(threads, rows[path]) for path, (_, encoder) in self._encoders.items()
             ]
+            wait(written)  # also after an error: nothing may write into files that are removed
             for file in written:
                 file.result()
         self._tokens.append(rows["tokens"])

@@ -21,7 +21,7 @@ def with_live_targets(
         wanted: which relations, and how many relation heads.
     """
     for batch in batches:
-        signals = teacher.signals(batch.ids, batch.lengths)
+        signals = teacher.read(batch.ids, batch.lengths, is_full=batch.is_full).signals
         yield replace(batch, targets=tuple(_targets(signal, wanted) for signal in signals))
 
 

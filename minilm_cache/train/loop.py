@@ -10,7 +10,6 @@ import torch
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import DivergedError, InterruptedRunError
-from minilm_cache.models.device import enough_memory
 from minilm_cache.objectives.base import Losses
 from minilm_cache.objectives.batch import UNITS, StudentBatch
 from minilm_cache.progress import Progress, ShouldStop
@@ -99,10 +98,8 @@ class TrainingLoop:
         with closing(stream), closing(_Journal(self)) as journal:
             session = _TrainingSession.begin(self.state)
             num_tokens = 0
-            remedy = f"Choose a --batch-size below {self.config.batch_size}, --accumulate or fewer students"
-            with enough_memory(self.ranks.device, remedy):
-                while self.state.step < self.steps:
-                    num_tokens += self._step(stream, journal, should_stop=should_stop, session=session)
+            while self.state.step < self.steps:
+                num_tokens += self._step(stream, journal, should_stop=should_stop, session=session)
             self.progress.advance(
                 expected - num_tokens, journal.losses_in_words
             )  # lengths differ: now it is 100 %

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
 from torch.nn.parallel import DistributedDataParallel
 
 from minilm_cache.engines.common_folder import check_common, common_file
@@ -27,7 +27,7 @@ from minilm_cache.errors import (
     StorageError,
     first_line,
 )
-from minilm_cache.models.device import choose_device, is_out_of_memory
+from minilm_cache.models.device import choose_device, is_of_compiler, is_out_of_memory, not_compiled
 
 Value = TypeVar("Value")
 
@@ -44,6 +44,13 @@ def refuse_ranks(what: str, shown_by: str) -> None:
             f"{what} runs in one process. Start it without torchrun, or its stages by `minilm-cache dump` "
             f"and `torchrun ... train` with the folders that {shown_by}; completed stages are reused."
         )
+
+
+@cache
+def _cpu_group() -> dist.ProcessGroup:
+    """Return the group of all processes whose messages go from CPU to CPU; stages of a chain share it."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +100,12 @@ class Ranks:
         is_outermost = not dist.is_initialized()
         try:
             state = PartialState(cpu=chosen.type == "cpu")
+            cpu_group = None if chosen.type == "cpu" else _cpu_group()
         except (RuntimeError, ValueError) as error:
             raise RankLostError(
                 f"the processes of this run cannot connect: {first_line(error)}. Start it by torchrun again."
             ) from error
         own_device = chosen if chosen.type == "cpu" else state.device
-        cpu_group = None if chosen.type == "cpu" else dist.new_group(backend="gloo")
         return cls(
             number=state.process_index,
             size=state.num_processes,
@@ -231,8 +238,8 @@ class Ranks:
                 f"{self.device} has too little memory for a step. Take a higher --accumulate, a lower "
                 "--batch-size, or --gradient-checkpointing."
             )
-        if isinstance(error, TorchDynamoException):
-            return DeviceError(f"--compile does not work here: {first_line(error)}. Leave it out.")
+        if is_of_compiler(error):
+            return not_compiled(error)
         if self.size > 1 and (isinstance(error, dist.DistError) or "gloo" in text or "Connection" in text):
             return RankLostError(
                 f"another process of this run has ended, its own message says why ({first_line(error)}). "

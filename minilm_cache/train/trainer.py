@@ -58,7 +58,9 @@ class StudentTrainer:
         if config.gradient_checkpointing:
             self.model.checkpoint_layers()
         if config.compiled:
-            self.model.compile_forward()
+            # Gradients of a graph that is replayed end with the next one's forward pass.
+            is_alone = len(config.arch) == 1 and config.accumulate == 1
+            self.model.compile_forward(needs.head, replays=is_alone and ranks.device.type == "cuda")
         else:
             draw_faster(self.model)
         self._parallel = ranks.parallel(self.learner)

@@ -267,7 +267,9 @@ def _finish(
         for stage in trainings
     ]
     progress.note("comparing students with the teacher")
-    teacher = load_teacher(config.dump)
+    teacher = load_teacher(
+        config.dump, precision=read_manifest(planned[0].path).identity.precision or "float32"
+    )
     table = students_table(runs, teacher, device=config.dump.device)
     students = _students(table, trainings)
     gains = _gains(students)

@@ -186,6 +186,10 @@ def _check_init(config: TrainConfig) -> None:
             f"--init {config.init}: the stages of a chain have different teachers, and no folder fits all of "
             f"them. Give {RANDOM} or {', '.join(FROM_TEACHER)}, or dump and train stage by stage."
         )
+    if config.init == RANDOM and config.frozen == "embeddings":
+        raise InvalidConfigError(
+            "--frozen embeddings goes with weights of the teacher, not with --init random. Leave one out."
+        )
     for name in ("init_layers", "init_teacher"):
         if getattr(config, name) is not None:
             raise InvalidConfigError(

@@ -25,7 +25,9 @@ def test_every_part_runs_and_a_cpu_computes_what_a_cpu_does(
 
     assert result["not_measured"] == []
     assert result.keys() >= PARTS.keys()
-    for codec in result["correctness"].values():
+    assert not any("error" in row for part in PARTS for row in result[part])
+    assert len(result["correctness"]) == 3
+    for codec in result["correctness"]:
         assert set(codec["equal_stored_values"].values()) == {1.0}
         assert codec["loss_relative_difference"] < 1e-6
         assert codec["gradient_relative_difference"] < 1e-6
@@ -35,10 +37,22 @@ def test_every_part_runs_and_a_cpu_computes_what_a_cpu_does(
     (row,) = result["train"]
     assert all(rate > 0 for rate in row["tokens_per_s"].values())
     assert row["over_usual_online"] > 0
-    assert result["profile"]["slowest_calls_ms"]
+    (profile,) = result["profile"]
+    assert profile["slowest_calls_ms"]
 
 
 def test_what_no_time_is_left_for_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = run(monkeypatch, tmp_path / "gpu.json", "--minutes", "0", "--part", "train")
 
     assert result["not_measured"] == ["train"]
+
+
+def test_an_error_ends_one_part_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nmore lines")
+
+    monkeypatch.setitem(PARTS, "profile", fails)
+    result = run(monkeypatch, tmp_path / "gpu.json", "--part", "profile", "--part", "forms_of_the_loss")
+
+    assert result["profile"] == [{"error": "RuntimeError: CUDA error: an illegal memory access"}]
+    assert result["forms_of_the_loss"][0]["tokens_per_s"]["dense"] > 0

@@ -33,5 +33,6 @@ def test_a_training_names_its_batch_size(
 
     assert code == 1
     assert err.splitlines()[-1] == (
-        "error: cpu has too little memory. Choose a --batch-size below 8, --accumulate or fewer students."
+        "error: cpu has too little memory for a step. Take a higher --accumulate, a lower --batch-size, or "
+        "--gradient-checkpointing."
     )

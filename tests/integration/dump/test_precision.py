@@ -1,6 +1,7 @@
 """`dump --precision`: what a teacher computes in belongs to what identifies a cache."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,16 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 
 from minilm_cache.cache import open_cache
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
+from minilm_cache.dump.into_store import dump_into_store
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
+from minilm_cache.models.load import TeacherSource, locate_teacher
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.storage_schema.manifest import CacheManifest
 from tests.conftest import Command
 from tests.integration.cli.test_processes import start
-from tests.support import World, dump_arguments
+from tests.integration.train.test_train import stop_after
+from tests.support import World, dump_arguments, save_teacher
 
 
 def test_a_cache_in_bfloat16_holds_what_such_a_teacher_computes(world: World) -> None:
@@ -104,3 +111,64 @@ def test_a_cache_says_its_precision(world: World, command: Command, tmp_path: Pa
 
     assert code == 0, err
     assert "bfloat16" in out
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let dumps choose as they do on a GPU, and compute on the CPU."""
+
+    def teacher(source: TeacherSource, _device: object, **named: Any) -> Teacher:
+        return Teacher(source, torch.device("cpu"), **named)
+
+    monkeypatch.setattr("minilm_cache.dump.setup.choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("minilm_cache.dump.setup.Teacher", teacher)
+
+
+def test_a_gpu_computes_in_bfloat16_but_goes_on_with_what_was_begun(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = world.config(world_size=2)
+    begun = dump_cache(config, home=world.home)
+    on_a_gpu(monkeypatch)
+    rest = dump_cache(world.config(world_size=2, rank=1), home=world.home)
+    other = dump_cache(world.config(seed=1), home=world.home)
+
+    assert rest.path == begun.path
+    assert rest.manifest.complete
+    assert rest.manifest.identity.precision is None
+    assert other.manifest.identity.precision == "bfloat16"
+
+
+def test_a_dump_into_a_store_goes_on_in_its_precision(
+    world: World, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, url = world.config(check="sizes"), f"{store}/begun"
+    with pytest.raises(InterruptedRunError):
+        dump_into_store(config, url, home=world.home / "one", should_stop=stop_after(2))
+    on_a_gpu(monkeypatch)
+    rest = dump_into_store(config, url, home=world.home / "two")
+
+    assert rest.manifest.complete
+    assert rest.manifest.identity.precision is None
+
+
+def test_frequencies_of_rotary_positions_stay_in_float32(tmp_path: Path) -> None:
+    folder = save_teacher(tmp_path / "teacher", "modernbert")
+    teacher = Teacher(locate_teacher(str(folder)), torch.device("cpu"), precision="bfloat16")
+
+    assert {weight.dtype for weight in teacher.model.parameters()} == {torch.bfloat16}
+    floats = {name: part.dtype for name, part in teacher.model.named_buffers() if part.is_floating_point()}
+    assert floats
+    assert set(floats.values()) == {torch.float32}
+
+
+def test_a_cache_in_tf32_is_verified_without_a_gpu(world: World, command: Command) -> None:
+    path = world.dump(codec="dense").path
+    file = path / "manifest.json"
+    manifest = CacheManifest.model_validate_json(file.read_bytes())
+    identity = manifest.identity.model_copy(update={"precision": "tf32"})
+    changes = {"identity": identity, "fingerprint": identity.fingerprint()}
+    file.write_bytes(manifest.model_copy(update=changes).to_json())
+    code, out, err = command("verify", path, "--teacher", world.teacher)
+
+    assert "tf32" not in err
+    assert "run again on a sample" in out, (code, err)

@@ -70,5 +70,31 @@ def test_memory_is_pinned_by_the_gpu_that_it_is_for(monkeypatch: pytest.MonkeyPa
     assert pinned_by == [torch.device("cuda", 3)]
 
 
+def test_the_event_of_a_copy_is_of_the_gpu_that_is_copied_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event on the current GPU's stream would say at once that another GPU's rows are there."""
+    steps: list[object] = []
+
+    class Event:
+        def record(self, stream: object) -> None:
+            steps.append(stream)
+
+        def synchronize(self) -> None:
+            steps.append("waited")
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda", 3)
+
+        def to(self, *place: object, **how: object) -> torch.Tensor:
+            steps.append((*place, how))
+            return torch.ones(2)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    copied = Arrival({"rows": torch.zeros(2).as_subclass(OnGpu)}).wait()
+
+    assert copied["rows"].tolist() == [1, 1]
+    assert steps == [("cpu", {"non_blocking": True}), "stream of cuda:3", "waited"]
+
+
 def test_nothing_arrives_of_nothing() -> None:
     assert Arrival({}).wait() == {}
