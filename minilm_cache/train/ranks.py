@@ -47,8 +47,13 @@ def refuse_ranks(what: str, shown_by: str) -> None:
 
 
 @cache
-def _cpu_group() -> dist.ProcessGroup:
-    """Return the group of all processes whose messages go from CPU to CPU; stages of a chain share it."""
+def _cpu_group(of: object) -> dist.ProcessGroup:
+    """Return the group of all processes whose messages go from CPU to CPU.
+
+    Args:
+        of: the default group, which the stages of a chain share, and with it this one.
+    """
+    del of
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group
 
@@ -100,7 +105,7 @@ class Ranks:
         is_outermost = not dist.is_initialized()
         try:
             state = PartialState(cpu=chosen.type == "cpu")
-            cpu_group = None if chosen.type == "cpu" else _cpu_group()
+            cpu_group = None if chosen.type == "cpu" else _cpu_group(dist.group.WORLD)
         except (RuntimeError, ValueError) as error:
             raise RankLostError(
                 f"the processes of this run cannot connect: {first_line(error)}. Start it by torchrun again."

@@ -332,7 +332,8 @@ def test_commands_of_the_page_make_the_same_again(
 
     assert run.cache.manifest.fingerprint in text
     dumped = "minilm-cache dump --teacher teacher --corpus corpus.txt --codec topk --k 6 --select pps"
-    dumped += " --layers last --precision float32 --packing packed --max-length 32 --shard-tokens 256 --seed 0"
+    dumped += " --layers last --precision float32 --packing packed"
+    dumped += " --max-length 32 --shard-tokens 256 --seed 0"
     assert dumped in text
     (trained_by,) = re.findall("minilm-cache train [^<]*", text)
     again = trained.root / "again"
