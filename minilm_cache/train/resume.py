@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Final
 
 from minilm_cache.errors import IdentityMismatchError
-from minilm_cache.store.durable import is_vacant
+from minilm_cache.store.durable import is_vacant, refuse_file
 from minilm_cache.train.checkpoint import load_state
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, is_run, state_name
@@ -35,6 +35,24 @@ def recorded(
         return path, identity, beginnings
     begun = beginnings.recorded(record.identity.init)
     return path, identity.model_copy(update={"init": begun.name}), begun
+
+
+def refuse_beginning(path: Path, config: TrainConfig, *, beginnings: Beginnings, resume: bool) -> None:
+    """Raise the error of a run that cannot begin as requested, or not in this folder.
+
+    Args:
+        path: folder of the run.
+        config: settings of the run.
+        beginnings: what its students begin with.
+        resume: whether the folder may exist.
+    """
+    if config.frozen == "embeddings":
+        beginnings.refuse_random("--frozen embeddings")
+    refuse_file(path)
+    if not resume and path.exists():
+        raise IdentityMismatchError(
+            f"{path} exists. Leave out --no-resume to resume it, or choose another --out."
+        )
 
 
 def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:

@@ -9,14 +9,14 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, StorageError
+from minilm_cache.errors import InvalidConfigError, StorageError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.student import student_config
 from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
-from minilm_cache.store.durable import refuse_file, storage_errors
+from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.remote import is_url
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
@@ -35,7 +35,7 @@ from minilm_cache.train.record import (
     run_recipe,
     write_record,
 )
-from minilm_cache.train.resume import read_record, recorded
+from minilm_cache.train.resume import read_record, recorded, refuse_beginning
 from minilm_cache.train.sampler import StepPlan, plan_steps
 from minilm_cache.train.setup import build_trainers, fit_objectives, num_steps, student_shapes
 from minilm_cache.train.tracking import tracking
@@ -152,13 +152,7 @@ def _train(
         init=beginnings.name,
     )
     path, identity, beginnings = recorded(config, out, identity=identity, beginnings=beginnings, home=home)
-    if config.frozen == "embeddings":
-        beginnings.refuse_random("--frozen embeddings")
-    refuse_file(path)
-    if not resume and path.exists():
-        raise IdentityMismatchError(
-            f"{path} exists. Leave out --no-resume to resume it, or choose another --out."
-        )
+    refuse_beginning(path, config, beginnings=beginnings, resume=resume)
     progress.note(_run_in_words(path, config, objective=objective, steps=steps))
     for line in beginnings.in_words:
         progress.note(line)
