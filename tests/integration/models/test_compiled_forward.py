@@ -20,7 +20,7 @@ for hidden, padding in (((), None), ((), mask), ((1,), mask)):
     compiled = TappedModel(plain.model)
     for model in (plain, compiled):
         model.tap((plain.num_layers - 1,), hidden)
-    compiled.compile_forward()
+    compiled.compile_forward(None)
     expected, found = plain(ids, padding), compiled(ids, padding)
     for side in ("query", "key", "value"):
         values = (getattr(reading.vectors[0], side) for reading in (found, expected))
