@@ -6,6 +6,7 @@ Safetensors only, no code from a model's folder, fast tokenizers only (their who
 import copy
 import importlib.util
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,9 @@ HEADS: Final = {
     "spans": AutoModelForQuestionAnswering,
 }
 """Class of a model, by its head. None means that it has no head."""
+ONE_AT_A_TIME: Final = threading.Lock()
+"""Held while transformers makes a model. It replaces functions of its classes until the model is made, so two
+threads at once would leave tied weights without memory, in every later model too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +223,7 @@ def load_weights(
     """
     config = _config_of(folder, **head_config(head, labels))
     weight_files(folder)  # refuses an index that points elsewhere
-    with library_errors(f"cannot load a model from {folder}"):
+    with library_errors(f"cannot load a model from {folder}"), ONE_AT_A_TIME:
         model, loaded = HEADS[head].from_pretrained(
             folder,
             output_loading_info=True,
@@ -236,9 +240,10 @@ def load_weights(
     if head is None or not lacking:
         return model, lacking
     # transformers may leave tied weights of a missing head without memory, so the head is drawn here.
-    whole = HEADS[head].from_config(
-        config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
-    )
+    with ONE_AT_A_TIME:
+        whole = HEADS[head].from_config(
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+        )
     encoder, _ = load_weights(folder, None, attention=attention)
     whole.base_model.load_state_dict(encoder.state_dict(), strict=False)
     return whole.eval(), lacking

@@ -12,7 +12,7 @@ from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.device import enough_memory
 from minilm_cache.models.files import model_description, out_of_bounds
-from minilm_cache.models.load import HEADS
+from minilm_cache.models.load import HEADS, ONE_AT_A_TIME
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.storage_schema.problems import REMEDY
@@ -240,9 +240,10 @@ def build_model(config: PreTrainedConfig, attention: str, head: Head | None = No
 
 
 def _from_config(config: PreTrainedConfig, attention: str, head: Head | None) -> PreTrainedModel:
-    model = HEADS[head].from_config(
-        config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
-    )
+    with ONE_AT_A_TIME:
+        model = HEADS[head].from_config(
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+        )
     assert isinstance(model, PreTrainedModel)
     return model
 

@@ -1,13 +1,16 @@
 """Models made of a teacher: a head for masked tokens, and some of its layers."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import numpy as np
+import pytest
 import torch
-from transformers import AutoModel, AutoModelForMaskedLM
+from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, PreTrainedModel
 
-from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.load import load_weights, locate_teacher
 from minilm_cache.models.teacher import Teacher
 from tests.conftest import Command
 from tests.support import VOCABULARY, World, save_teacher
@@ -65,3 +68,27 @@ def test_keys_that_say_nothing_of_a_model_stay_in_its_identity(tmp_path: Path) -
 
     assert config["_num_labels"] == 5
     assert config["auto_map"] == {"AutoModel": "x.Y"}
+
+
+def test_models_loaded_by_two_threads_have_their_tied_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers ties no weights while it makes a model, and the second thread would keep it so."""
+    teacher = save_teacher(tmp_path / "teacher", head="tokens")
+    monkeypatch.setattr(PreTrainedModel, "tie_weights", PreTrainedModel.tie_weights)  # restored if this fails
+    first, second = Event(), Event()
+    real = BertForMaskedLM.__init__
+
+    def overlapping(model: BertForMaskedLM, config: BertConfig) -> None:
+        real(model, config)
+        begun, ended = (second, first) if first.is_set() else (first, second)
+        begun.set()
+        ended.wait(0.5)
+
+    monkeypatch.setattr(BertForMaskedLM, "__init__", overlapping)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: load_weights(teacher, "tokens"), range(2)))
+    model, lacking = load_weights(teacher, "tokens")
+
+    assert not lacking
+    assert not any(weight.is_meta for weight in model.parameters())
