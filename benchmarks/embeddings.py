@@ -4,8 +4,9 @@
     python -m benchmarks.embeddings --data DATA --part peer --steps 300
 
 `DATA` holds text in `enwiki/train.txt` and `enwiki_core/train.txt` (a paragraph a line), `glue/STS-B` and
-`squad/dev-v1.1.reconstructed.json`. The training text is the sentences of enwiki, and a share of its
-paragraphs as they are; nothing of STS-B or SQuAD is in it. A second command adds to what `--home` and the
+`squad/dev-v1.1.reconstructed.json`. The training text is the sentences of enwiki, some of them as
+questions, and a share of its paragraphs as they are (`benchmarks/texts.py`); nothing of STS-B or SQuAD is in
+it. A second command adds to what `--home` and the
 results hold. Parts:
 
 - `students` trains students from cached vectors.
@@ -18,8 +19,6 @@ results hold. Parts:
 
 import argparse
 import json
-import random
-import re
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
@@ -34,6 +33,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MSELoss
 
 from benchmarks.report import read_result, write_result
+from benchmarks.texts import records
 from minilm_cache import DumpConfig, TrainConfig, dump_cache, open_cache, train_students
 from minilm_cache.cache import Cache
 from minilm_cache.dump.config import ImportConfig
@@ -49,8 +49,6 @@ from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.settings import validated
-from minilm_cache.slicing.config import SliceConfig
-from minilm_cache.slicing.run import slice_teacher
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.initial import initial_weights
 from minilm_cache.train.ranks import Ranks
@@ -59,14 +57,25 @@ from minilm_cache.train.setup import build_trainers
 from minilm_cache.train.trainer import StudentTrainer, learning_rate
 from minilm_cache.workflows.export import export_vectors
 
-SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
 MAX_LENGTH = 256
 SHORT_LENGTH = 128
 LAYERS = "1,3,5"
 _Learner = tuple[StudentTrainer, Generator[StudentBatch], TrainConfig]
 _Encode = Callable[[list[str]], np.ndarray]
 CPU = torch.device("cpu")
-KEYS = ("arch", "init", "layers", "frozen", "steps", "lr", "first", "relations", "paragraphs", "seed")
+KEYS = (
+    "arch",
+    "init",
+    "layers",
+    "frozen",
+    "steps",
+    "lr",
+    "first",
+    "relations",
+    "paragraphs",
+    "questions",
+    "seed",
+)
 """What tells one student from another."""
 
 
@@ -87,6 +96,7 @@ def main() -> None:
     parser.add_argument("--relations", action="store_true", help="the cache holds relations, too")
     parser.add_argument("--seed", type=int, action="append")
     parser.add_argument("--paragraphs", type=float, default=0.125, help="share of paragraphs kept whole")
+    parser.add_argument("--questions", type=float, default=0.0, help="share of sentences made questions")
     parser.add_argument("--max-tokens", type=int, help="most tokens of the cache")
     given = parser.parse_args()
     cache = _cache(given)
@@ -114,7 +124,8 @@ def _cache(given: argparse.Namespace) -> Cache:
     text = given.home / "text.txt"
     if not text.exists():
         given.home.mkdir(parents=True, exist_ok=True)
-        text.write_text("".join(f"{record}\n\n" for record in _records(given.data, given.paragraphs)))
+        written = records(given.data, paragraphs=given.paragraphs, questions=given.questions)
+        text.write_text("".join(f"{record}\n\n" for record in written))
     place = given.home / "cache"
     if not (place / "manifest.json").exists():
         settings: dict[str, Any] = {"teacher": "mini", "corpus": str(text), "for": "embedding"}
@@ -138,22 +149,6 @@ def _cache(given: argparse.Namespace) -> Cache:
             }
         )
     return cache
-
-
-def _records(data: Path, share: float) -> list[str]:
-    """Return sentences, and a share of the paragraphs as they are."""
-    generator = random.Random(0)  # noqa: S311 - a sample of text
-    records = []
-    for name in ("enwiki", "enwiki_core"):
-        for line in (data / name / "train.txt").read_text().splitlines():
-            paragraph = line.strip()
-            if not paragraph:
-                continue
-            if generator.random() < share and len(paragraph) > 200:
-                records.append(paragraph)
-                continue
-            records += [part for part in SENTENCE.split(paragraph) if 20 <= len(part) <= 600]
-    return records
 
 
 def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, seed: int) -> dict[str, Any]:
@@ -180,6 +175,7 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
         "first": given.first,
         "relations": given.relations,
         "paragraphs": given.paragraphs,
+        "questions": given.questions,
         "seed": seed,
         "num_parameters": student.num_parameters,
         "train_s": result.record.train_s,
@@ -230,7 +226,7 @@ def _retrieval(encode: _Encode, data: Path) -> float:
     return round(100 * float(gains.mean()), 2)
 
 
-def _learner(given: argparse.Namespace, cache: Cache, **settings: str) -> _Learner:
+def _learner(given: argparse.Namespace, cache: Cache, **settings: str | None) -> _Learner:
     """Return a student that begins with the teacher's layers, and its endless batches."""
     values = {"arch": ("3x384",), "objective": "embedding", "steps": given.steps, "lr": given.lr}
     config = validated(TrainConfig, {**values, "init": "teacher-layers", **settings})
@@ -284,11 +280,7 @@ def _peer(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
             optimizer.step()
             times["sentence-transformers"].append(time.perf_counter() - started)
     folders = {"minilm-cache": given.home / "peer-ours", "sentence-transformers": given.home / "peer-theirs"}
-    pooler = ours.learner.objective.sentence_pooler
-    assert pooler is not None
-    ours.model.model.save_pretrained(folders["minilm-cache"])
-    load_tokenizer(start).save_pretrained(folders["minilm-cache"])
-    pooler.save(folders["minilm-cache"], hidden_size=384, max_length=MAX_LENGTH)
+    _saved(ours, folders["minilm-cache"])
     peer.save_pretrained(str(folders["sentence-transformers"]), create_model_card=False)
     return {
         "steps": given.steps,
@@ -334,13 +326,24 @@ def _batches(given: argparse.Namespace, cache: Cache) -> dict[str, float]:
 
 
 def _untrained(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
-    """Score a 3x384 as it begins: cut from the teacher, and of whole layers."""
-    cut = given.home / "untrained-slice"
-    if not cut.exists():
-        slice_teacher(validated(SliceConfig, {"teacher": "mini", "arch": "3x384"}), cut)
-    del cache
-    folders = {"slice": cut, "teacher-layers": _start(given)}
-    return {name: _scores(folder, given.data) for name, folder in folders.items()}
+    """Score a 3x384 as it begins: of whole layers, and cut from the teacher with the cache's sequences."""
+    scores = {}
+    for init, layers in (("teacher-layers", None), ("slice", None), ("slice", "1,4,5")):
+        name = " ".join(filter(None, [init, layers]))
+        trainer, stream, _ = _learner(given, cache, init=init, init_layers=layers)
+        stream.close()
+        scores[name] = _scores(_saved(trainer, given.home / "untrained" / name), given.data)
+    return scores
+
+
+def _saved(trainer: StudentTrainer, folder: Path) -> Path:
+    """Write a 3x384 as a folder of sentence-transformers, and return it."""
+    pooler = trainer.learner.objective.sentence_pooler
+    assert pooler is not None
+    trainer.model.model.save_pretrained(folder)
+    load_tokenizer(locate_teacher("mini").folder).save_pretrained(folder)
+    pooler.save(folder, hidden_size=384, max_length=MAX_LENGTH)
+    return folder
 
 
 def _teacher(given: argparse.Namespace, cache: Cache) -> dict[str, float]:

@@ -8,8 +8,7 @@ from benchmarks.tables.cells import read, spread_of, table_of
 
 _SCORES: Final = ("stsb_spearman", "squad_ndcg")
 _AT_128: Final = "squad_ndcg_128"
-_FROZEN: Final = {"none": "", "embeddings": "(kept)"}
-"""What is said of word embeddings that are not trained."""
+_FROZEN: Final = {"none": "", "embeddings": "(word embeddings frozen)"}
 
 
 def embedding_bytes() -> str:
@@ -29,12 +28,12 @@ def embedding_students() -> str:
     result = read("embeddings")
     teacher = result["teacher"]
     scores = [f"{teacher[name]:.1f}" for name in (*_SCORES, _AT_128)]
-    table = [["teacher", f"{teacher['num_parameters']:,}", "-", "-", "-", *scores, "-"]]
+    table = [["teacher", f"{teacher['num_parameters']:,}", "-", "-", "-", "-", *scores, "-"]]
     for init, row in result.get("untrained", {}).items():
         scores = [f"{row[name]:.1f}" for name in (*_SCORES, _AT_128)]
-        table.append(["`3x384`", "", init, "-", "0", *scores, "-"])
+        table.append(["`3x384`", "", init, "-", "-", "0", *scores, "-"])
     chosen = [row for row in result["students"] if not row["relations"]]
-    for rows in groups(chosen, "arch", "init", "layers", "frozen", "paragraphs", "steps", "lr"):
+    for rows in groups(chosen, "arch", "init", "layers", "frozen", "paragraphs", "questions", "steps", "lr"):
         row = rows[0]
         minutes = [row["train_s"] / 60 for row in rows if row["threads"] == 2]
         table.append(
@@ -43,14 +42,15 @@ def embedding_students() -> str:
                 f"{row['num_parameters']:,}",
                 " ".join(filter(None, [row["init"], row["layers"], _FROZEN[row["frozen"]]])),
                 f"{100 * row['paragraphs']:.1f} %",
+                "yes" if row["questions"] else "-",
                 f"{row['steps']:,}",
                 *_scores(rows),
                 spread_of(at_128) if (at_128 := [row[_AT_128] for row in rows if _AT_128 in row]) else "-",
                 f"{mean(minutes):.1f}" if minutes else "-",
             ]
         )
-    head = ["student", "parameters", "begins with", "whole paragraphs", "steps", "STS-B", "retrieval"]
-    return table_of([*head, "retrieval, 128 tokens", "minutes on two cores"], table)
+    head = ["student", "parameters", "begins with", "whole paragraphs", "questions", "steps", "STS-B"]
+    return table_of([*head, "retrieval", "retrieval, 128 tokens", "minutes on two cores"], table)
 
 
 def groups(rows: Sequence[dict[str, Any]], *keys: str) -> list[list[dict[str, Any]]]:
