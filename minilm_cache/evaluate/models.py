@@ -13,9 +13,9 @@ from minilm_cache.evaluate.tasks import SpanTask, Task, TextTask
 from minilm_cache.models.classifier import PooledClassifier
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import (
-    HEADS,
     TaskHead,
     check_positions,
+    draw_weights,
     load_for_task,
     load_model,
     load_tokenizer,
@@ -122,9 +122,7 @@ class Evaluated:
         if not self.untrained:
             return model
         set_seed(seed)
-        drawn: PreTrainedModel = HEADS[head].from_config(
-            model.config, attn_implementation="sdpa", dtype=torch.float32
-        )
+        drawn = draw_weights(model.config, head, attention="sdpa")
         drawn.eval()
         return drawn
 

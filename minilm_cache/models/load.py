@@ -63,7 +63,7 @@ HEADS: Final = {
     "spans": AutoModelForQuestionAnswering,
 }
 """Class of a model, by its head. None means that it has no head."""
-ONE_AT_A_TIME: Final = threading.Lock()
+_ONE_AT_A_TIME: Final = threading.Lock()
 """Held while transformers makes a model. It replaces functions of its classes until the model is made, so two
 threads at once would leave tied weights without memory, in every later model too."""
 
@@ -223,7 +223,7 @@ def load_weights(
     """
     config = _config_of(folder, **head_config(head, labels))
     weight_files(folder)  # refuses an index that points elsewhere
-    with library_errors(f"cannot load a model from {folder}"), ONE_AT_A_TIME:
+    with library_errors(f"cannot load a model from {folder}"), _ONE_AT_A_TIME:
         model, loaded = HEADS[head].from_pretrained(
             folder,
             output_loading_info=True,
@@ -240,13 +240,26 @@ def load_weights(
     if head is None or not lacking:
         return model, lacking
     # transformers may leave tied weights of a missing head without memory, so the head is drawn here.
-    with ONE_AT_A_TIME:
-        whole = HEADS[head].from_config(
-            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
-        )
+    whole = draw_weights(config, head, attention=attention)
     encoder, _ = load_weights(folder, None, attention=attention)
     whole.base_model.load_state_dict(encoder.state_dict(), strict=False)
     return whole.eval(), lacking
+
+
+def draw_weights(config: PreTrainedConfig, head: TaskHead | None, *, attention: str) -> PreTrainedModel:
+    """Return a model in float32 with random weights.
+
+    Args:
+        config: configuration of the model.
+        head: head that the model gets. None means no head.
+        attention: name of an implementation of attention, as transformers knows it.
+    """
+    with _ONE_AT_A_TIME:
+        model = HEADS[head].from_config(
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+        )
+    assert isinstance(model, PreTrainedModel)
+    return model
 
 
 def head_config(head: TaskHead | None, labels: Sequence[str] | None) -> dict[str, object]:

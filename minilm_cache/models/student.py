@@ -12,7 +12,7 @@ from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.device import enough_memory
 from minilm_cache.models.files import model_description, out_of_bounds
-from minilm_cache.models.load import HEADS, ONE_AT_A_TIME
+from minilm_cache.models.load import draw_weights
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.storage_schema.problems import REMEDY
@@ -233,18 +233,9 @@ def build_model(config: PreTrainedConfig, attention: str, head: Head | None = No
     try:
         _refuse_oversized(config, attention, head)
         with enough_memory(torch.device("cpu"), "Take a smaller --arch"):
-            model = _from_config(config, attention, head)
+            model = draw_weights(config, head, attention=attention)
     except _BAD_CONFIG as error:
         raise _unusable(error) from error
-    return model
-
-
-def _from_config(config: PreTrainedConfig, attention: str, head: Head | None) -> PreTrainedModel:
-    with ONE_AT_A_TIME:
-        model = HEADS[head].from_config(
-            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
-        )
-    assert isinstance(model, PreTrainedModel)
     return model
 
 
@@ -272,7 +263,7 @@ def num_weights(config: PreTrainedConfig, attention: str, head: Head | None = No
     """
     try:
         with torch.device("meta"):
-            model = _from_config(config, attention, head)
+            model = draw_weights(config, head, attention=attention)
     except _BAD_CONFIG as error:
         raise _unusable(error) from error
     return sum(weight.numel() for weight in model.parameters())
