@@ -12,12 +12,11 @@ states of a cache. It is a frozen object that `build.py` makes from a manifest a
 5. `encode` and `decode` never wait for the device that they compute on.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from minilm_cache.relations.rows import RowTargets, WantedRelations
@@ -26,22 +25,12 @@ from minilm_cache.storage_schema.identity import RelationKind
 
 NOT_OURS = "It was not written by `minilm-cache dump`: dump the cache again, or get it again from its author."
 """What a user can do about rows that no codec writes: the end of error messages."""
-_CPU_ENTRIES = 2**21
-"""Probabilities that a CPU samples from in one step: 8 MiB as float32, which fits into its cache."""
-_DEVICE_ENTRIES = 2**26
-"""Probabilities that a device samples from in one step; intermediate values take up to 3 GiB."""
 Rows = Mapping[str, Tensor]
 """Encoded rows, on the device of the content: the path of each array, and its values `(batch, length, ...)`,
 or `(batch, 1, ...)` where a sequence has one row."""
 Content_contra = TypeVar("Content_contra", contravariant=True)
 Wanted = TypeVar("Wanted")
 Decoded_co = TypeVar("Decoded_co", covariant=True)
-
-
-def rows_at_once(probs: Float[Tensor, "rows ..."]) -> int:
-    """Return how many of the first dimension's rows are sampled from in one step."""
-    entries = _CPU_ENTRIES if probs.device.type == "cpu" else _DEVICE_ENTRIES
-    return max(1, entries // math.prod(probs.shape[1:]))
 
 
 @runtime_checkable

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.rows import ROW_RELATIONS, RowsCodec
-from minilm_cache.codecs.topk import LARGEST_RATIO, PPS_RATIO, TopKCodec
+from minilm_cache.codecs.sampling import PPS_RATIO
+from minilm_cache.codecs.topk import LARGEST_RATIO, TopKCodec
 from minilm_cache.codecs.transform import TransformCode
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import UnsupportedFormatError

@@ -2,7 +2,7 @@
 
 Error bounds: a hidden state of every token and a pooled vector have no bound for a single row, and the error
 over all rows is in the manifest; a hidden state of first tokens has 2**-11 for each number; labels are an
-unbiased sample (`topk.py`), each kept weight within a factor `weight_ratio`.
+unbiased sample (`sampling.py`), each kept weight within a factor `weight_ratio`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from minilm_cache.codecs.base import NOT_OURS, Rows, rows_at_once
+from minilm_cache.codecs.base import NOT_OURS, Rows
 from minilm_cache.codecs.draws import SeededDraws
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
-from minilm_cache.codecs.topk import PPS_RATIO, sample_pps, share_remainder
+from minilm_cache.codecs.sampling import PPS_RATIO, sample_pps, share_remainder
 from minilm_cache.codecs.transform import TransformCode, refuse_codes
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
 from minilm_cache.relations.scores import key_mask
@@ -115,15 +115,11 @@ class StatesCodec:
         assert isinstance(masked.labels, DenseLabels)
         probs, k = masked.labels.probs, self.parameters.labels.k
         draws = send(self._draws(masked.label_counts, sequences, reading), probs.device)
-        part = rows_at_once(probs)
         scale = LogScale(ratio=self.parameters.labels.weight_ratio)
-        drawn = [
-            sample_pps(part_probs, k, draws=part_draws, scale=scale)
-            for part_probs, part_draws in zip(probs.split(part), draws.split(part), strict=True)
-        ]
-        for path, parts in zip((INDEX_PATH, WEIGHT_PATH), zip(*drawn, strict=True), strict=True):
+        entries = sample_pps(probs, k, draws=draws, scale=scale)
+        for path, drawn in zip((INDEX_PATH, WEIGHT_PATH), entries, strict=True):
             values = torch.zeros((masked.ids.numel(), k), dtype=torch.int32, device=probs.device)
-            values.index_copy_(0, masked.with_labels, torch.cat(parts))
+            values.index_copy_(0, masked.with_labels, drawn.int())
             rows[path] = values.view(*masked.ids.shape, k)
         return rows
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 from minilm_cache.codecs.rows import ROW_RELATIONS
-from minilm_cache.codecs.topk import PPS_RATIO, scale_ratio
+from minilm_cache.codecs.sampling import PPS_RATIO
+from minilm_cache.codecs.topk import scale_ratio
 from minilm_cache.corpus.load import Corpus
 from minilm_cache.corpus.masking import SHARE, mask_token
 from minilm_cache.corpus.sequences import SequenceTable

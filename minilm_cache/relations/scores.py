@@ -96,6 +96,8 @@ def relation_scores(
     left, right, scaling = sides(vectors, kind)
     with torch.autocast(left.device.type, enabled=False):
         scores = torch.matmul(left * scaling, right.transpose(-1, -2))
+    if mask.device.type == "cpu" and bool(mask.all()):
+        return scores  # a pass over memory less; a GPU would have to be waited for
     # Finite, so that a row without any valid column is uniform instead of NaN.
     return scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
 
@@ -122,8 +124,12 @@ def row_mask(
 def relation_probs(
     vectors: Vectors, kind: RelationKind, lengths: Int[Tensor, " batch"]
 ) -> Float[Tensor, "batch heads query key"]:
-    """Return the teacher's relation: each row sums to 1 over the columns it may see (`row_mask`)."""
-    return relation_scores(vectors, kind, row_mask(vectors, kind, lengths)).softmax(-1)
+    """Return the teacher's relation: each row sums to 1 over the columns it may see (`row_mask`).
+
+    No gradient flows through it.
+    """
+    scores = relation_scores(vectors, kind, row_mask(vectors, kind, lengths))
+    return torch.softmax(scores, -1, out=scores)  # new memory would take as long as the softmax
 
 
 def softmax_and_lse(

@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minilm_cache.codecs import sampling
 from minilm_cache.codecs.build import build_codec, layer_codec
 from minilm_cache.codecs.fit_states import fit_state, relative_bound, relative_error
 from minilm_cache.codecs.fit_vectors import calibrate, measured_kl, split_sample
 from minilm_cache.codecs.packed_bytes import byte_sums, has_zero_byte
 from minilm_cache.codecs.quantize import FIRST_CODE, LAST_CODE, LogScale
-from minilm_cache.codecs.topk import LARGEST_RATIO, PPS_RATIO, sample_pps, scale_ratio, select_largest
+from minilm_cache.codecs.sampling import PPS_RATIO, sample_pps
+from minilm_cache.codecs.topk import LARGEST_RATIO, scale_ratio, select_largest
 from minilm_cache.codecs.transform import MAX_CODE, ROUNDING, fit_code, quantise, refuse_codes
 from minilm_cache.codecs.vectors import concatenate
 from minilm_cache.errors import (
@@ -98,6 +100,36 @@ def test_sampled_entries_ascend_and_the_largest_are_among_them(probs: Tensor, k:
     for row, columns in zip(probs, entries.column, strict=True):
         certain = (row > 1 / k + 1e-3).nonzero()[:, 0].tolist()
         assert set(certain) <= set(columns.tolist())
+
+
+DRAWS = st.one_of(st.floats(0, 0.999), st.sampled_from([0.0, 0.5, 1 - 2**-24]))
+
+
+@settings(deadline=None)
+@given(rows_of_probabilities(), st.integers(1, 64), DRAWS)
+def test_a_cpu_and_a_device_draw_the_same_entries(probs: Tensor, k: int, draw: float) -> None:
+    draws, scale = torch.full((len(probs), 1), draw), LogScale(ratio=PPS_RATIO)
+
+    for listed, placed in zip(
+        sampling._sample_listed(probs, draws, k=k, scale=scale),
+        sampling._sample_placed(probs, draws, k=k, scale=scale),
+        strict=True,
+    ):
+        assert listed.view(len(probs), k).tolist() == placed.tolist()
+
+
+@settings(deadline=None)
+@given(rows_of_probabilities(), st.integers(1, 64), DRAWS)
+def test_slots_lie_where_numpy_finds_their_positions(probs: Tensor, k: int, draw: float) -> None:
+    slots = sampling._slots_so_far(probs, torch.full((len(probs), 1), k), torch.full((len(probs), 1), draw))
+
+    for row, so_far in zip(probs.numpy().astype(np.float64), slots.numpy(), strict=True):
+        ends = row.cumsum() / row.sum() * k
+        expected = np.searchsorted(np.arange(k) + draw, ends)
+        is_near = np.abs(ends - draw - np.rint(ends - draw)) < 1e-4
+        assert so_far[-1] == k
+        assert (np.abs(so_far - expected) <= is_near).all()
+        assert (np.diff(so_far, prepend=0)[row == 0] == 0).all()
 
 
 @settings(deadline=None)
