@@ -23,6 +23,7 @@ from minilm_cache.dump.identity import CALIBRATION_TOKENS, STATE_CALIBRATION_TOK
 from minilm_cache.dump.reading import batch_size_for
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.dump.setup import load_teacher
+from minilm_cache.dump.shards import COMPILE
 from minilm_cache.errors import CorpusError, InterruptedRunError
 from minilm_cache.models.padding import pad
 from minilm_cache.models.teacher import Teacher
@@ -219,10 +220,11 @@ def _measure(
 
 
 def _fixed_s(manifest: CacheManifest, clock: "_Clock", sequences: SequenceTable) -> float:
-    """Return the seconds that measuring fidelity and fitting the codec take for the whole corpus."""
+    """Return the seconds that compiling, measuring fidelity and fitting take for the whole corpus."""
     assert manifest.measured is not None
     audited = min(max(sequences.num_held_out, 1), MAX_SEQUENCES)
     seconds = clock.seconds["measure fidelity"] * audited / manifest.measured.fidelity_sequences
+    seconds += clock.seconds.get(COMPILE, 0)
     if manifest.calibration is None:
         return seconds
     num_train = sequences.num_train

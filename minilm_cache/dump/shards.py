@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ from minilm_cache.store.segments import Segments
 from minilm_cache.store.shard_writer import ShardWriter
 from minilm_cache.store.writer import CacheWriter
 
+COMPILE: Final = "compile the teacher"
+"""Task of a dump that compiles its teacher."""
 _Rows = dict[str, npt.NDArray[np.generic]]
 
 
@@ -59,9 +62,20 @@ class ShardJob:
         """
         claims = Claims(writer=self.writer, config=self.config, progress=progress, should_stop=should_stop)
         left = int(self.writer.ranges.num_tokens[shards].sum())
+        if self.config.compiled and shards:
+            self._compile(shards[0], progress)
         progress.start("dump", left, "tokens")
         written = self._write_claimed(claims.own(shards), progress, should_stop=should_stop, left=left)
         return written + self._write_claimed(claims.others(), progress, should_stop=should_stop, left=0)
+
+    def _compile(self, shard: int, progress: Progress) -> None:
+        """Encode a batch for nothing, so that the speed of a dump is not that of the compiler."""
+        first = int(self.writer.ranges.first_sequences[shard])
+        size = sequences_at_once(self.writer.manifest.identity, self.batch_size)
+        size = min(size, self.writer.ranges[shard].num_sequences)
+        progress.start(COMPILE, size, "sequences")
+        self._encode_batch(self._begin(range(first, first + size)), np.arange(size)).rows.wait()
+        progress.advance(size)
 
     def _write_claimed(
         self, claims: Iterator[Claim], progress: Progress, *, should_stop: ShouldStop, left: int
