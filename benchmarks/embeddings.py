@@ -11,7 +11,7 @@ results hold. Parts:
 
 - `students` trains students from cached vectors.
 - `teacher` scores the teacher.
-- `untrained` scores students before training.
+- `untrained` scores students before training, as the cache's sequences make them.
 - `peer` trains a student with sentence-transformers' own loss and the teacher in its loop, too.
 - `imported` trains a student from the same vectors after an export and an import.
 - `batches` compares batches of texts of like lengths with shuffled ones.
@@ -74,6 +74,7 @@ KEYS = (
     "relations",
     "paragraphs",
     "questions",
+    "max_length",
     "seed",
 )
 """What tells one student from another."""
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, action="append")
     parser.add_argument("--paragraphs", type=float, default=0.125, help="share of paragraphs kept whole")
     parser.add_argument("--questions", type=float, default=0.0, help="share of sentences made questions")
+    parser.add_argument("--max-length", type=int, default=MAX_LENGTH, help="tokens that texts are cut at")
     parser.add_argument("--max-tokens", type=int, help="most tokens of the cache")
     given = parser.parse_args()
     cache = _cache(given)
@@ -131,7 +133,7 @@ def _cache(given: argparse.Namespace) -> Cache:
         settings: dict[str, Any] = {"teacher": "mini", "corpus": str(text), "for": "embedding"}
         if given.relations:
             settings["for"] = ("minilm", "embedding")
-        settings |= {"max_length": MAX_LENGTH, "max_tokens": given.max_tokens}
+        settings |= {"max_length": given.max_length, "max_tokens": given.max_tokens}
         dump_cache(validated(DumpConfig, settings), out=place, home=given.home)
     cache = open_cache(place)
     measured = cache.manifest.measured
@@ -176,6 +178,7 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
         "relations": given.relations,
         "paragraphs": given.paragraphs,
         "questions": given.questions,
+        "max_length": given.max_length,
         "seed": seed,
         "num_parameters": student.num_parameters,
         "train_s": result.record.train_s,
@@ -226,7 +229,7 @@ def _retrieval(encode: _Encode, data: Path) -> float:
     return round(100 * float(gains.mean()), 2)
 
 
-def _learner(given: argparse.Namespace, cache: Cache, **settings: str | None) -> _Learner:
+def _learner(given: argparse.Namespace, cache: Cache, **settings: object) -> _Learner:
     """Return a student that begins with the teacher's layers, and its endless batches."""
     values = {"arch": ("3x384",), "objective": "embedding", "steps": given.steps, "lr": given.lr}
     config = validated(TrainConfig, {**values, "init": "teacher-layers", **settings})
@@ -326,23 +329,24 @@ def _batches(given: argparse.Namespace, cache: Cache) -> dict[str, float]:
 
 
 def _untrained(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
-    """Score a 3x384 as it begins: of whole layers, and cut from the teacher with the cache's sequences."""
-    scores = {}
-    for init, layers in (("teacher-layers", None), ("slice", None), ("slice", "1,4,5")):
-        name = " ".join(filter(None, [init, layers]))
-        trainer, stream, _ = _learner(given, cache, init=init, init_layers=layers)
+    """Score students as they begin: of whole layers, or cut from the teacher with the cache's sequences."""
+    scores: dict[str, Any] = dict(read_result("embeddings").get("untrained", {}))  # type: ignore[call-overload]
+    for student in given.student:
+        arch, _, init = student.partition("=")
+        name = " ".join(filter(None, [arch, init, given.layers]))
+        trainer, stream, _ = _learner(given, cache, arch=(arch,), init=init, init_layers=given.layers)
         stream.close()
         scores[name] = _scores(_saved(trainer, given.home / "untrained" / name), given.data)
     return scores
 
 
 def _saved(trainer: StudentTrainer, folder: Path) -> Path:
-    """Write a 3x384 as a folder of sentence-transformers, and return it."""
+    """Write a student as a folder of sentence-transformers, and return it."""
     pooler = trainer.learner.objective.sentence_pooler
     assert pooler is not None
     trainer.model.model.save_pretrained(folder)
     load_tokenizer(locate_teacher("mini").folder).save_pretrained(folder)
-    pooler.save(folder, hidden_size=384, max_length=MAX_LENGTH)
+    pooler.save(folder, hidden_size=trainer.model.model.config.hidden_size, max_length=MAX_LENGTH)
     return folder
 
 

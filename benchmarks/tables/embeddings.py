@@ -28,12 +28,14 @@ def embedding_students() -> str:
     result = read("embeddings")
     teacher = result["teacher"]
     scores = [f"{teacher[name]:.1f}" for name in (*_SCORES, _AT_128)]
-    table = [["teacher", f"{teacher['num_parameters']:,}", "-", "-", "-", "-", *scores, "-"]]
-    for init, row in result.get("untrained", {}).items():
-        scores = [f"{row[name]:.1f}" for name in (*_SCORES, _AT_128)]
-        table.append(["`3x384`", "", init, "-", "-", "0", *scores, "-"])
+    table = [["teacher", f"{teacher['num_parameters']:,}", "-", "-", "-", "-", "-", *scores, "-"]]
+    for name, row in sorted(result["untrained"].items()):
+        arch, init = name.split(" ", 1)
+        scores = [f"{row[score]:.1f}" for score in (*_SCORES, _AT_128)]
+        table.append([f"`{arch}`", "", init, "-", "-", "-", "0", *scores, "-"])
     chosen = [row for row in result["students"] if not row["relations"]]
-    for rows in groups(chosen, "arch", "init", "layers", "frozen", "paragraphs", "questions", "steps", "lr"):
+    same = ("arch", "init", "layers", "frozen", "max_length", "paragraphs", "questions", "steps", "lr")
+    for rows in groups(chosen, *same):
         row = rows[0]
         minutes = [row["train_s"] / 60 for row in rows if row["threads"] == 2]
         table.append(
@@ -43,14 +45,17 @@ def embedding_students() -> str:
                 " ".join(filter(None, [row["init"], row["layers"], _FROZEN[row["frozen"]]])),
                 f"{100 * row['paragraphs']:.1f} %",
                 "yes" if row["questions"] else "-",
+                str(row["max_length"]),
                 f"{row['steps']:,}",
                 *_scores(rows),
                 spread_of(at_128) if (at_128 := [row[_AT_128] for row in rows if _AT_128 in row]) else "-",
                 f"{mean(minutes):.1f}" if minutes else "-",
             ]
         )
-    head = ["student", "parameters", "begins with", "whole paragraphs", "questions", "steps", "STS-B"]
-    return table_of([*head, "retrieval", "retrieval, 128 tokens", "minutes on two cores"], table)
+    head = ["student", "parameters", "begins with", "whole paragraphs", "questions", "cut at"]
+    return table_of(
+        [*head, "steps", "STS-B", "retrieval", "retrieval, 128 tokens", "minutes on two cores"], table
+    )
 
 
 def groups(rows: Sequence[dict[str, Any]], *keys: str) -> list[list[dict[str, Any]]]:
