@@ -15,6 +15,7 @@ arXiv 2503.16870), which draws with replacement.
 import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ _DEVICE_ENTRIES = 2**26
 _ROUNDING = 1e-5
 """A bound above the rounding error of a row's sum."""
 _ROUNDING_OF_SLOTS = 1e-6
-"""A bound above the relative rounding error of a slot's position: the last slot is never lost."""
+"""A bound above the relative rounding error of a slot's position: no slot is lost or added."""
 _NO_WEIGHT = 1e-30
 """A pool of at most this weight is empty; it is far above what float32 can divide by."""
 _CODE_BITS = 8
@@ -87,10 +88,23 @@ def _threads(process: int, number: int) -> ThreadPoolExecutor:
     """Return threads that sample; numpy computes without the interpreter's lock.
 
     A process keeps them, because new ones would take a tenth of the time. A process that was forked from it
-    makes its own.
+    makes its own. Each computes on one core: with threads of their own for PyTorch there would be more than
+    cores, and then OpenMP makes all of them wait asleep, the teacher's too.
     """
     del process
-    return ThreadPoolExecutor(number, thread_name_prefix="sampling")
+    begun = Barrier(number + 1)
+
+    def compute_alone() -> None:
+        torch.get_num_threads()  # PyTorch sets a thread up on its first call
+        torch.set_num_threads(1)
+        begun.wait()
+
+    threads = ThreadPoolExecutor(number, thread_name_prefix="sampling")
+    for _ in range(number):
+        threads.submit(compute_alone)
+    begun.wait()
+    torch.set_num_threads(number)  # of this thread, and of threads that begin later
+    return threads
 
 
 def _sample_listed(
@@ -187,8 +201,10 @@ def _slots_so_far(
     total = so_far[:, -1:].clone()
     has_weight = total > _NO_WEIGHT
     slots_per_weight = torch.where(has_weight, num_slots * (1 + _ROUNDING_OF_SLOTS) / total, 0)
-    first = torch.where(has_weight, draws, -num_slots.float())
-    return torch.minimum(so_far.mul_(slots_per_weight).sub_(first).ceil_(), num_slots, out=so_far)
+    # The first slot begins late enough for the last column to have exactly as many as there are.
+    first = torch.maximum(draws, num_slots * (2 * _ROUNDING_OF_SLOTS))
+    first = torch.where(has_weight, first, -num_slots)
+    return so_far.mul_(slots_per_weight).sub_(first).ceil_()
 
 
 def share_remainder(

@@ -80,7 +80,10 @@ class TopKCodec(RowsCodec):
             entries = sample_pps(probs, self.k, draws=draws, scale=self._scale)
         else:
             entries = select_largest(probs, self.k, self._scale)
-        gap = torch.diff(entries.column, dim=-1, prepend=torch.zeros_like(entries.column[..., :1]))
+        column = entries.column.flatten()
+        gap = column.diff(prepend=column[:1])  # of all rows as one, which takes a third of the time
+        gap[:: self.k] = column[:: self.k]
+        gap = gap.view_as(entries.column)
         rows = {"gap": gap & _BYTE, "weight": entries.code}
         if self.max_length > MAX_ONE_BYTE_LENGTH:
             rows["gap_high"] = gap >> 8

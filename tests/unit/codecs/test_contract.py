@@ -15,8 +15,9 @@ from minilm_cache.codecs.base import Codec, RelationCodec
 from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.fit_states import fit_state, relative_bound
 from minilm_cache.codecs.fit_vectors import calibrate
+from minilm_cache.codecs.sampling import PPS_RATIO
 from minilm_cache.codecs.states import StatesCodec
-from minilm_cache.codecs.topk import PPS_RATIO, TopKCodec
+from minilm_cache.codecs.topk import TopKCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.relations.rows import RowTargets, WantedRelations, to_dense
 from minilm_cache.relations.scores import TeacherSignal, Vectors, key_mask

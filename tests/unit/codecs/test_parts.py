@@ -1,6 +1,8 @@
 """The parts that codecs are made of: log scales, transform codes, sums of packed bytes, fitted states."""
 
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -116,6 +118,19 @@ def test_a_cpu_and_a_device_draw_the_same_entries(probs: Tensor, k: int, draw: f
         strict=True,
     ):
         assert listed.view(len(probs), k).tolist() == placed.tolist()
+
+
+def test_sampling_leaves_other_threads_as_many_cores_as_they_had() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        sample_pps(torch.eye(4), 2, draws=torch.zeros(4, 1), scale=LogScale(ratio=PPS_RATIO))
+        threads = sampling._threads(os.getpid(), 3)
+        assert list(threads.map(lambda _: torch.get_num_threads(), range(9))) == [1] * 9
+        with ThreadPoolExecutor(1) as new:
+            assert new.submit(torch.get_num_threads).result() == torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @settings(deadline=None)

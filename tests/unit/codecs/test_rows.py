@@ -17,7 +17,8 @@ from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.packed_bytes import byte_sums, has_zero_byte
 from minilm_cache.codecs.quantize import LAST_CODE, LogScale
 from minilm_cache.codecs.rows import RowsCodec
-from minilm_cache.codecs.topk import LARGEST_RATIO, PPS_RATIO, TopKCodec
+from minilm_cache.codecs.sampling import PPS_RATIO
+from minilm_cache.codecs.topk import LARGEST_RATIO, TopKCodec
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
 from minilm_cache.relations.rows import SparseRows, to_dense
 from minilm_cache.relations.scores import key_mask
