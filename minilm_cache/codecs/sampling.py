@@ -117,7 +117,9 @@ def _sample_listed(
     pool = rows.copy()
     pool.ravel()[kept] = (weight - scale.value(code)).clamp_(min=0)
     num_slots = k - np.bincount(kept // size, minlength=len(rows))
-    slots = _slots_so_far(torch.from_numpy(pool), torch.from_numpy(num_slots)[:, None], draws).numpy()
+    slots = _slots_so_far(
+        torch.from_numpy(pool), k, num_slots=torch.from_numpy(num_slots)[:, None], draws=draws
+    ).numpy()
 
     has_entry, codes = np.empty(rows.size, np.bool_), np.zeros(rows.size, np.uint8)
     np.not_equal(slots.ravel()[1:], slots.ravel()[:-1], out=has_entry[1:])
@@ -164,7 +166,7 @@ def _sample_placed(
     kept.scatter_(-1, place, (column * _CODE_RANGE + code).int())
 
     slot = torch.arange(k, dtype=torch.float32, device=probs.device).expand(len(probs), k)
-    slots = _slots_so_far(pool, num_slots, draws)
+    slots = _slots_so_far(pool, k, num_slots=num_slots, draws=draws)
     drawn = torch.searchsorted(slots, slot.contiguous(), right=True, out_int32=True) * _CODE_RANGE
     # Kept entries take the places behind their row's slots.
     return _split(torch.where(slot < num_slots, drawn, kept[:, :k]).sort(-1).values)
@@ -190,7 +192,11 @@ def _least_kept(
 
 
 def _slots_so_far(
-    pool: Float[Tensor, "rows key"], num_slots: Int[Tensor, "rows 1"], draws: Float[Tensor, "rows 1"]
+    pool: Float[Tensor, "rows key"],
+    k: int,
+    *,
+    num_slots: Int[Tensor, "rows 1"],
+    draws: Float[Tensor, "rows 1"],
 ) -> Float[Tensor, "rows key"]:
     """Return how many of a row's slots fall on each column and those before it, systematically drawn.
 
@@ -198,12 +204,11 @@ def _slots_so_far(
     never has a slot; with nothing left to draw from, all slots are on column 0.
     """
     so_far = pool.cumsum(-1)
-    total = so_far[:, -1:].clone()
+    total = so_far[:, -1:]
     has_weight = total > _NO_WEIGHT
     slots_per_weight = torch.where(has_weight, num_slots * (1 + _ROUNDING_OF_SLOTS) / total, 0)
     # The first slot begins late enough for the last column to have exactly as many as there are.
-    first = torch.maximum(draws, num_slots * (2 * _ROUNDING_OF_SLOTS))
-    first = torch.where(has_weight, first, -num_slots)
+    first = torch.where(has_weight, draws.clamp(min=2 * _ROUNDING_OF_SLOTS * k), -num_slots)
     return so_far.mul_(slots_per_weight).sub_(first).ceil_()
 
 

@@ -129,7 +129,7 @@ def relation_probs(
     No gradient flows through it.
     """
     scores = relation_scores(vectors, kind, row_mask(vectors, kind, lengths))
-    return torch.softmax(scores, -1, out=scores)  # new memory would take as long as the softmax
+    return torch.softmax(scores, -1, out=scores)  # on a CPU, new memory would take as long as the softmax
 
 
 def softmax_and_lse(

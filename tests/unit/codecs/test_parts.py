@@ -136,7 +136,8 @@ def test_sampling_leaves_other_threads_as_many_cores_as_they_had() -> None:
 @settings(deadline=None)
 @given(rows_of_probabilities(), st.integers(1, 64), DRAWS)
 def test_slots_lie_where_numpy_finds_their_positions(probs: Tensor, k: int, draw: float) -> None:
-    slots = sampling._slots_so_far(probs, torch.full((len(probs), 1), k), torch.full((len(probs), 1), draw))
+    num_slots, draws = torch.full((len(probs), 1), k), torch.full((len(probs), 1), draw)
+    slots = sampling._slots_so_far(probs, k, num_slots=num_slots, draws=draws)
 
     for row, so_far in zip(probs.numpy().astype(np.float64), slots.numpy(), strict=True):
         ends = row.cumsum() / row.sum() * k
