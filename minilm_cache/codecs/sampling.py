@@ -32,7 +32,7 @@ _CPU_ENTRIES = 2**20
 _DEVICE_ENTRIES = 2**26
 """Probabilities that a device samples from in one step; intermediate values take up to 3 GiB."""
 _ROUNDING = 1e-5
-"""A bound above the rounding error of a row's sum."""
+"""A bound above the rounding error of a row's sum, and above the relative one of a scale's least weight."""
 _ROUNDING_OF_SLOTS = 1e-6
 """A bound above the relative rounding error of a slot's position: no slot is lost or added."""
 _NO_WEIGHT = 1e-30
@@ -74,12 +74,14 @@ def sample_pps(
         Columns ascending, int32, and codes, int32 or uint8.
     """
     flat, draws = probs.flatten(0, -2), draws.flatten(0, -2)
-    on_cpu = probs.device.type == "cpu"
-    at_once = max(1, (_CPU_ENTRIES if on_cpu else _DEVICE_ENTRIES) // probs.shape[-1])
-    sample = functools.partial(_sample_listed if on_cpu else _sample_placed, k=k, scale=scale)
-    parts = (flat.split(at_once), draws.split(at_once))
-    run = _threads(os.getpid(), torch.get_num_threads()).map if on_cpu else map
-    sampled = list(run(sample, *parts))
+    if probs.device.type == "cpu":
+        threads = torch.get_num_threads()
+        at_once = min(_CPU_ENTRIES // probs.shape[-1], -(-len(flat) // threads))
+        run, sample = _threads(os.getpid(), threads).map, _sample_listed
+    else:
+        at_once, run, sample = _DEVICE_ENTRIES // probs.shape[-1], map, _sample_placed
+    parts = (rows.split(max(1, at_once)) for rows in (flat, draws))
+    sampled = list(run(functools.partial(sample, k=k, scale=scale), *parts))
     return Entries(*(torch.cat(pieces).view(*probs.shape[:-1], k) for pieces in zip(*sampled, strict=True)))
 
 
@@ -87,30 +89,41 @@ def sample_pps(
 def _threads(process: int, number: int) -> ThreadPoolExecutor:
     """Return threads that sample; numpy computes without the interpreter's lock.
 
-    A process keeps them, because new ones would take a tenth of the time. A process that was forked from it
-    makes its own. Each computes on one core: with threads of their own for PyTorch there would be more than
-    cores, and then OpenMP makes all of them wait asleep, the teacher's too.
+    A process keeps them, because starting new ones would take a tenth of the time. A process that was forked
+    from it starts its own. Each computes on one core. If PyTorch used more in each, there would be more
+    threads than cores, and OpenMP would then let all of them sleep while they wait, the teacher's too.
+
+    Args:
+        process: number of this process.
+        number: number of threads.
     """
     del process
     begun = Barrier(number + 1)
 
     def compute_alone() -> None:
-        torch.get_num_threads()  # PyTorch sets a thread up on its first call
+        torch.get_num_threads()  # PyTorch prepares a thread on its first call
         torch.set_num_threads(1)
         begun.wait()
 
     threads = ThreadPoolExecutor(number, thread_name_prefix="sampling")
-    for _ in range(number):
-        threads.submit(compute_alone)
-    begun.wait()
-    torch.set_num_threads(number)  # of this thread, and of threads that begin later
+    try:
+        for _ in range(number):
+            threads.submit(compute_alone)
+        begun.wait()
+    except BaseException:
+        begun.abort()  # threads that wait for it would keep the process from ending
+        threads.shutdown(wait=False)
+        raise
+    finally:
+        # The workers set it to 1 for threads that begin later, too.
+        torch.set_num_threads(number)
     return threads
 
 
 def _sample_listed(
     probs: Float[Tensor, "rows key"], draws: Float[Tensor, "rows 1"], *, k: int, scale: LogScale
 ) -> Entries:
-    """Draw entries by listing the columns that have any. Only they are worked on, which suits a CPU."""
+    """Draw entries by listing the columns that have any, so that a CPU works on nothing else."""
     rows, size = probs.numpy(), probs.shape[-1]
     kept, weight = _list_kept(rows, k, scale)
     code = scale.round_down(weight)
@@ -130,7 +143,7 @@ def _sample_listed(
     # Where each column's entries end among the entries of all rows: its slots come first, then what is kept.
     slots_before = (num_slots.cumsum() - num_slots).astype(np.int32)
     end = slots_before[row] + slots.ravel()[filled].astype(np.int32)
-    end += (kept_codes > 0).cumsum(dtype=np.int32)  # which takes a third of the time of int64
+    end += (kept_codes > 0).cumsum(dtype=np.int32)  # sums of int64 would take three times as long
     column = np.repeat((filled - row * size).astype(np.int32), np.diff(end, prepend=np.int32(0)))
     sampled = np.zeros(len(rows) * k, np.uint8)
     sampled[end - 1] = kept_codes
@@ -153,7 +166,7 @@ def _list_kept(
 def _sample_placed(
     probs: Float[Tensor, "rows key"], draws: Float[Tensor, "rows 1"], *, k: int, scale: LogScale
 ) -> Entries:
-    """Draw the same entries by operations of fixed shapes, which a GPU never has to be waited for."""
+    """Draw the same entries by operations of fixed shapes: the CPU never has to wait for a GPU's results."""
     above = torch.where(probs > 1 / k + _ROUNDING, probs, 0)
     least = _least_kept(above.sum(-1), above.count_nonzero(-1), k=k, scale=scale)
     is_kept = probs > least[:, None]
@@ -165,7 +178,7 @@ def _sample_placed(
     kept = torch.zeros((len(probs), k + 1), dtype=torch.int32, device=probs.device)
     kept.scatter_(-1, place, (column * _CODE_RANGE + code).int())
 
-    slot = torch.arange(k, dtype=torch.float32, device=probs.device).expand(len(probs), k)
+    slot = torch.arange(k, dtype=probs.dtype, device=probs.device).expand(len(probs), k)
     slots = _slots_so_far(pool, k, num_slots=num_slots, draws=draws)
     drawn = torch.searchsorted(slots, slot.contiguous(), right=True, out_int32=True) * _CODE_RANGE
     # Kept entries take the places behind their row's slots.
@@ -180,7 +193,7 @@ def _least_kept(
     tau solves sum_j min(1, p_j / tau) = k: what the kept entries leave of 1, over the slots they leave of k.
     Any choice leaves the draw unbiased, and one step towards tau, from 1/k, comes within 0.01 % of its
     variance at k = 16 (1.2 % at k = 64 of 128). Fewer than k entries exceed what is returned, because it is
-    never below tau.
+    never below tau, and each that does has a code on the scale.
 
     Args:
         total: sum of each row's entries above 1/k.
@@ -188,7 +201,7 @@ def _least_kept(
         k: entries per row that are stored.
         scale: scale of kept weights.
     """
-    return ((1 - total) / (k - count) + _ROUNDING).clamp_(min=scale.smallest)
+    return ((1 - total) / (k - count) + _ROUNDING).clamp_(min=scale.smallest * (1 + _ROUNDING))
 
 
 def _slots_so_far(

@@ -36,15 +36,18 @@ class Claims:
     progress: Progress
     should_stop: ShouldStop
 
+    def announce(self) -> None:
+        """Announce this rank to other ranks, which then leave its shards to it or help it with them."""
+        if self.config.world_size > 1:
+            self.writer.announce(self.config.rank)
+
     def own(self, shards: list[int]) -> Iterator[Claim]:
-        """Announce this rank to others, and yield claims on those of its shards that are not committed.
+        """Yield claims on those of this rank's shards that are not committed.
 
         Raises:
             ShardBusyError: another process holds one, and this rank is alone.
             StorageError: the file system refused.
         """
-        if self.config.world_size > 1:
-            self.writer.announce(self.config.rank)
         for shard in shards:
             try:
                 claim = self._claim(shard)

@@ -62,20 +62,27 @@ class ShardJob:
         """
         claims = Claims(writer=self.writer, config=self.config, progress=progress, should_stop=should_stop)
         left = int(self.writer.ranges.num_tokens[shards].sum())
+        claims.announce()
         if self.config.compiled and shards:
-            self._compile(shards[0], progress)
+            self._compile(shards[0], progress, should_stop)
         progress.start("dump", left, "tokens")
         written = self._write_claimed(claims.own(shards), progress, should_stop=should_stop, left=left)
         return written + self._write_claimed(claims.others(), progress, should_stop=should_stop, left=0)
 
-    def _compile(self, shard: int, progress: Progress) -> None:
-        """Encode a batch for nothing, so that the speed of a dump is not that of the compiler."""
-        first = int(self.writer.ranges.first_sequences[shard])
-        size = sequences_at_once(self.writer.manifest.identity, self.batch_size)
-        size = min(size, self.writer.ranges[shard].num_sequences)
-        progress.start(COMPILE, size, "sequences")
-        self._encode_batch(self._begin(range(first, first + size)), np.arange(size)).rows.wait()
-        progress.advance(size)
+    def _compile(self, shard: int, progress: Progress, should_stop: ShouldStop) -> None:
+        """Encode the first and the last batch of a shard's first segment, and discard their rows.
+
+        The teacher is compiled for both, so that the speed of the dump is not that of the compiler.
+        """
+        segment = self._begin(next(self._segments(shard)))
+        batches = self._batches(segment.lengths)
+        ends = batches[:1] + batches[1:][-1:]
+        progress.start(COMPILE, len(ends), "batches")
+        for chosen in ends:
+            if should_stop():
+                raise self._interrupted()
+            self._encode_batch(segment, chosen).rows.wait()
+            progress.advance(1)
 
     def _write_claimed(
         self, claims: Iterator[Claim], progress: Progress, *, should_stop: ShouldStop, left: int
@@ -110,8 +117,7 @@ class ShardJob:
         Raises:
             InterruptedRunError: a stop was requested.
         """
-        segments = Segments.of(self.writer.manifest, self.writer.ranges)
-        for sequences in filter(len, map(segments.sequences, segments.of_shard(shard))):
+        for sequences in self._segments(shard):
             encoded = self._encode(sequences, progress, should_stop)
             if encoded is None:
                 raise self._interrupted()
@@ -152,23 +158,32 @@ class ShardJob:
     ) -> tuple[_Rows, pa.Table] | None:
         """Return the rows and the table of sequences of one segment. None means that a stop was requested."""
         segment = self._begin(sequences)
-        lengths = segment.lengths
-        # Sequences of the same length share a batch: the least padding, and the same batches in every run
-        # with this batch size.
-        by_length = np.argsort(lengths, kind="stable")
-        size = sequences_at_once(self.writer.manifest.identity, self.batch_size)
         before: _Batch | None = None
-        for chosen in np.split(by_length, range(size, len(lengths), size)):
+        for chosen in self._batches(segment.lengths):
             if should_stop():
                 return None
             batch = self._encode_batch(segment, chosen)
             if before is not None:
                 segment.take(before)  # while a GPU computes the batch after it
             before = batch
-            progress.advance(int(lengths[chosen].sum()))
+            progress.advance(int(segment.lengths[chosen].sum()))
         if before is not None:
             segment.take(before)
         return segment.rows, self._table(sequences, segment)
+
+    def _segments(self, shard: int) -> Iterator[range]:
+        """Yield the numbers of the sequences of each segment of a shard."""
+        segments = Segments.of(self.writer.manifest, self.writer.ranges)
+        yield from filter(len, map(segments.sequences, segments.of_shard(shard)))
+
+    def _batches(self, lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+        """Return places in a segment, batch by batch: its shortest sequences come first.
+
+        Sequences of the same length share a batch: the least padding, and the same batches in every run
+        with this batch size.
+        """
+        size = sequences_at_once(self.writer.manifest.identity, self.batch_size)
+        return np.split(np.argsort(lengths, kind="stable"), range(size, len(lengths), size))
 
     def _begin(self, sequences: range) -> "_Segment":
         """Return a segment whose rows are still to be encoded, except for its tokens."""

@@ -97,7 +97,7 @@ def relation_scores(
     with torch.autocast(left.device.type, enabled=False):
         scores = torch.matmul(left * scaling, right.transpose(-1, -2))
     if mask.device.type == "cpu" and bool(mask.all()):
-        return scores  # a pass over memory less; a GPU would have to be waited for
+        return scores  # This saves a pass over memory. On a GPU, the question itself would cost a wait.
     # Finite, so that a row without any valid column is uniform instead of NaN.
     return scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
 
@@ -126,7 +126,7 @@ def relation_probs(
 ) -> Float[Tensor, "batch heads query key"]:
     """Return the teacher's relation: each row sums to 1 over the columns it may see (`row_mask`).
 
-    No gradient flows through it.
+    Vectors must not require a gradient.
     """
     scores = relation_scores(vectors, kind, row_mask(vectors, kind, lengths))
     return torch.softmax(scores, -1, out=scores)  # on a CPU, new memory would take as long as the softmax

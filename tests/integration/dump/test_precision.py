@@ -14,6 +14,7 @@ from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
 from minilm_cache.models.load import TeacherSource, locate_teacher
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.progress import Silent
 from minilm_cache.storage_schema.manifest import CacheManifest
 from tests.conftest import Command
 from tests.integration.cli.test_processes import start
@@ -96,7 +97,6 @@ def test_a_compiled_teacher_computes_the_same(world: World) -> None:
     arguments = dump_arguments(world, "--codec", "dense", "--device", "cpu", "--compile", k=None)
     code, _, err = start(world, *arguments).end()
     assert code == 0, err
-    assert err.index("compile the teacher") < err.index("dump"), "not in the time of the dump"
     compiled = open_cache(world.root / "cache")
 
     assert plain.manifest.fingerprint == compiled.manifest.fingerprint
@@ -104,6 +104,56 @@ def test_a_compiled_teacher_computes_the_same(world: World) -> None:
         torch.testing.assert_close(
             plain[number].relation("value"), compiled[number].relation("value"), rtol=0, atol=1e-3
         )
+
+
+def test_a_teacher_is_compiled_for_both_ends_of_a_segment_before_a_dump_counts(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: dict[str, list[torch.Size]] = {}
+    read = Teacher.read
+
+    class Tasks(Silent):
+        def start(self, task: str, total: int, unit: str) -> None:
+            tasks[task] = []
+
+    def recorded(teacher: Teacher, ids: torch.Tensor, lengths: torch.Tensor, **named: Any) -> object:
+        list(tasks.values())[-1].append(ids.shape)
+        return read(teacher, ids, lengths, **named)
+
+    monkeypatch.setattr(Teacher, "compile_forward", lambda _: None)
+    monkeypatch.setattr(Teacher, "read", recorded)
+    dump_cache(
+        world.config(compiled=True, shard_tokens=None, packing="records"),
+        home=world.home,
+        progress=Tasks(),
+    )
+    compiled, dumped = tasks["compile the teacher"], tasks["dump"]
+
+    assert list(tasks).index("compile the teacher") < list(tasks).index("dump")
+    assert compiled == [dumped[0], dumped[-1]]
+    assert compiled[0][1] < compiled[1][1], "both lengths, so that no length between them is new"
+
+
+def test_a_rank_has_announced_itself_when_it_compiles_and_stops_there(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[str] = []
+
+    class Tasks(Silent):
+        def start(self, task: str, total: int, unit: str) -> None:
+            tasks.append(task)
+
+    monkeypatch.setattr(Teacher, "compile_forward", lambda _: None)
+    with pytest.raises(InterruptedRunError, match="are committed"):
+        dump_cache(
+            world.config(compiled=True, rank=1, world_size=2),
+            home=world.home,
+            progress=Tasks(),
+            should_stop=lambda: "compile the teacher" in tasks,
+        )
+
+    assert tasks[-1] == "compile the teacher"
+    assert [file.name for file in world.home.rglob("rank-*")] == ["rank-00001"]
 
 
 def test_a_cache_says_its_precision(world: World, command: Command, tmp_path: Path) -> None:

@@ -6,12 +6,16 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig, BertConfig
 
-from minilm_cache.dump.plan import plan
+from minilm_cache.dump.plan import _Clock, _fixed_s, _load_sequences, plan
+from minilm_cache.dump.shards import COMPILE
 from minilm_cache.errors import InterruptedRunError
+from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.size import model_size
-from minilm_cache.progress import Silent
+from minilm_cache.models.teacher import Teacher
+from minilm_cache.progress import Silent, never_stop
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import CostConfig
 from minilm_cache.train.cost import estimate, operations
@@ -48,6 +52,22 @@ def test_an_interrupted_plan_keeps_nothing_and_says_so(world: World) -> None:
     config = world.config(codec="vectors")
     with pytest.raises(InterruptedRunError, match="interrupted: a plan keeps nothing"):
         plan([config], 1024, progress=Silent(), should_stop=lambda: True)
+
+
+def test_compiling_takes_as_long_for_a_sample_as_for_the_corpus(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that takes a second adds a second to a dump, however long it is."""
+    monkeypatch.setattr(Teacher, "compile_forward", lambda _: None)
+    config = world.config(codec="dense")
+    clock, manifest = _Clock(Silent()), world.dump(codec="dense").manifest
+    clock.seconds["measure fidelity"] = 3.0
+    teacher = Teacher(locate_teacher(str(world.teacher)), torch.device("cpu"))
+    sequences = _load_sequences(config, teacher, progress=Silent(), should_stop=never_stop)
+    before = _fixed_s(manifest, clock, sequences)
+    clock.seconds[COMPILE] = 1.0
+
+    assert _fixed_s(manifest, clock, sequences) == pytest.approx(before + 1)
 
 
 def test_several_layers_are_planned(world: World, command: Command) -> None:
