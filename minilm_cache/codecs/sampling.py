@@ -13,6 +13,7 @@ arXiv 2503.16870), which draws with replacement.
 """
 
 import functools
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -74,14 +75,13 @@ def sample_pps(
         Columns ascending, int32, and codes, int32 or uint8.
     """
     flat, draws = probs.flatten(0, -2), draws.flatten(0, -2)
-    if probs.device.type == "cpu":
-        threads = torch.get_num_threads()
-        at_once = min(_CPU_ENTRIES // probs.shape[-1], -(-len(flat) // threads))
-        run, sample = _threads(os.getpid(), threads).map, _sample_listed
-    else:
-        at_once, run, sample = _DEVICE_ENTRIES // probs.shape[-1], map, _sample_placed
-    parts = (rows.split(max(1, at_once)) for rows in (flat, draws))
-    sampled = list(run(functools.partial(sample, k=k, scale=scale), *parts))
+    on_cpu = probs.device.type == "cpu"
+    threads, most = (torch.get_num_threads(), _CPU_ENTRIES) if on_cpu else (1, _DEVICE_ENTRIES)
+    at_once = max(1, min(most // probs.shape[-1], math.ceil(len(flat) / threads)))
+    sample = functools.partial(_sample_listed if on_cpu else _sample_placed, k=k, scale=scale)
+    parts = (flat.split(at_once), draws.split(at_once))
+    run = _threads(os.getpid(), threads).map if on_cpu else map
+    sampled = list(run(sample, *parts))
     return Entries(*(torch.cat(pieces).view(*probs.shape[:-1], k) for pieces in zip(*sampled, strict=True)))
 
 
