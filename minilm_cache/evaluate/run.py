@@ -250,19 +250,19 @@ def _scores(task: Task, track: Track[Any], tuned: Tuned) -> dict[str, Scores]:
     sets = track.sets()
     labelled = {name: sets[name] for name in tuned.predictions if is_labelled(sets[name])}
     return {
-        name: _score(task, name, examples=examples, told=tuned.predictions[name])
+        name: _score(task, name, examples=examples, predicted=tuned.predictions[name])
         for name, examples in labelled.items()
     }
 
 
-def _score(task: Task, name: str, *, examples: Sequence[Any], told: Predictions) -> Scores:
-    """Return the scores of one set; `told` has a model's predictions of it."""
+def _score(task: Task, name: str, *, examples: Sequence[Any], predicted: Predictions) -> Scores:
+    """Return the scores of one set; `predicted` has a model's predictions of it."""
     if isinstance(task, SpanTask):
-        assert not isinstance(told, np.ndarray)
+        assert not isinstance(predicted, np.ndarray)
         language = name.partition("-")[2] if task.by_language else None
-        return span_scores(examples, {key: answer.text for key, answer in told.items()}, language)
+        return span_scores(examples, {key: answer.text for key, answer in predicted.items()}, language)
     labels = np.asarray([example.label for example in examples], np.float64)
-    return text_scores(task.metrics, np.asarray(told), labels)
+    return text_scores(task.metrics, np.asarray(predicted), labels)
 
 
 def _write_trial(trial: _Trial, config: EvaluateConfig, *, tuned: Tuned, record: TrialRecord) -> None:

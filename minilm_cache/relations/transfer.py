@@ -33,7 +33,7 @@ class Arrival:
     """Tensors on their way from a device to the CPU."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin to copy tensors of one device, after what the device has been told to compute so far."""
+        """Begin to copy tensors of one device, after what the device was given to compute so far."""
         self._device = next((values.device for values in tensors.values()), torch.device("cpu"))
         # torch takes pinned memory for copies to the CPU that nothing waits for.
         self._tensors = {name: values.to("cpu", non_blocking=True) for name, values in tensors.items()}

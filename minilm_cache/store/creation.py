@@ -24,7 +24,7 @@ def prepare_root(root: Path) -> None:
         IdentityMismatchError: the folder holds something that is not a cache.
     """
     locks = below(root, CREATE_LOCK).parent
-    occupied = root.is_dir() and not is_vacant(root, beside=locks)
+    occupied = root.is_dir() and not is_vacant(root, apart_from=locks)
     # Another rank may have started in the meantime; the manifest is the first file that it writes.
     if occupied and not (root / MANIFEST).exists():
         raise IdentityMismatchError(f"{root} is not empty and is not a cache. Choose another --out.")

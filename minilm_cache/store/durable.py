@@ -213,13 +213,13 @@ def link_file(source: Path, target: Path) -> None:
         temporary.unlink(missing_ok=True)  # a rename onto another link of the same file does nothing
 
 
-def is_vacant(folder: Path, beside: Path | None = None) -> bool:
-    """Return whether a folder holds nothing but `beside` and what interrupted writes left in it.
+def is_vacant(folder: Path, apart_from: Path | None = None) -> bool:
+    """Return whether a folder holds nothing but `apart_from` and what interrupted writes left in it.
 
-    `beside` None means that no other entry is allowed.
+    `apart_from` None means that no other entry is allowed.
     """
     return all(
-        entry == beside or (entry.name.startswith(".") and entry.name.endswith(PARTIAL))
+        entry == apart_from or (entry.name.startswith(".") and entry.name.endswith(PARTIAL))
         for entry in folder.iterdir()
     )
 

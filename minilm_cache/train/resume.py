@@ -64,7 +64,7 @@ def read_record(folder: Path, identity: RunIdentity) -> RunRecord | None:
         IdentityMismatchError: the folder holds another run, or something else.
     """
     if not is_run(folder):
-        if folder.is_dir() and not is_vacant(folder, beside=RunFolder(path=folder).lock):
+        if folder.is_dir() and not is_vacant(folder, apart_from=RunFolder(path=folder).lock):
             raise IdentityMismatchError(f"{folder} is not empty and holds no run. Choose another --out.")
         return None
     record = load_record(folder)

@@ -58,9 +58,7 @@ class StudentTrainer:
         if config.gradient_checkpointing:
             self.model.checkpoint_layers()
         if config.compiled:
-            # Gradients of a graph that is replayed end with the next one's forward pass.
-            is_alone = len(config.arch) == 1 and config.accumulate == 1
-            self.model.compile_forward(needs.head, replays=is_alone and ranks.device.type == "cuda")
+            self.model.compile_forward(needs.head, replays=replays_graphs(config, ranks.device))
         else:
             draw_faster(self.model)
         self._parallel = ranks.parallel(self.learner)
@@ -202,6 +200,14 @@ def read(model: TappedModel, objective: StudentObjective, batch: StudentBatch) -
 def precision_of(config: TrainConfig, device: torch.device) -> Literal["float32", "bfloat16"]:
     """Return the precision of a run on a device."""
     return config.precision or ("bfloat16" if device.type == "cuda" else "float32")
+
+
+def replays_graphs(config: TrainConfig, device: torch.device) -> bool:
+    """Return whether a compiled student is replayed as a graph of CUDA: alone, with whole steps.
+
+    Gradients of a graph that is replayed last until the next forward pass of any such graph.
+    """
+    return device.type == "cuda" and len(config.arch) == 1 and config.accumulate == 1
 
 
 def learning_rate(config: TrainConfig, step: int, steps: int) -> float:

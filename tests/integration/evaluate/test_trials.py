@@ -76,9 +76,9 @@ def test_each_set_of_mnli_has_its_own_answers_in_words(
 
 def test_mlqas_sets_are_scored_by_their_languages() -> None:
     example = SpanExample(identifier="q", question="?", context="der Hund", answers=((4, "Hund"),))
-    told = {"q": SpanAnswer("der Hund", 0.0)}
-    assert _score(TASKS["mlqa"], "dev-de", examples=[example], told=told)["exact match"] == 100
-    assert _score(TASKS["mlqa"], "dev-en", examples=[example], told=told)["exact match"] == 0
+    predicted = {"q": SpanAnswer("der Hund", 0.0)}
+    assert _score(TASKS["mlqa"], "dev-de", examples=[example], predicted=predicted)["exact match"] == 100
+    assert _score(TASKS["mlqa"], "dev-en", examples=[example], predicted=predicted)["exact match"] == 0
 
 
 def test_the_trainer_gets_the_papers_settings(tmp_path: Path) -> None:

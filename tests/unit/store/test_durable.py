@@ -170,10 +170,10 @@ def test_a_link_to_what_is_not_there_leaves_the_target_alone(tmp_path: Path) -> 
         ([], True),
         ([".a.0123.partial"], True),
         ([".a.partial", ".b.partial"], True),
-        (["beside"], True),
+        (["lock"], True),
         (["a.partial"], False),
         ([".a"], False),
-        ([".a.partial", "beside", "file"], False),
+        ([".a.partial", "lock", "file"], False),
     ],
 )
 def test_only_what_interrupted_writes_leave_is_nothing(
@@ -182,7 +182,7 @@ def test_only_what_interrupted_writes_leave_is_nothing(
     for name in names:
         (tmp_path / name).touch()
 
-    assert is_vacant(tmp_path, beside=tmp_path / "beside") == vacant
+    assert is_vacant(tmp_path, apart_from=tmp_path / "lock") == vacant
 
 
 @settings(max_examples=50, deadline=None)
