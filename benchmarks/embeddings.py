@@ -70,6 +70,7 @@ KEYS = (
     "frozen",
     "steps",
     "lr",
+    "loss",
     "first",
     "relations",
     "paragraphs",
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument(
         "--frozen", choices=["none", "embeddings"], default="none", help="what is not trained"
     )
+    parser.add_argument("--loss", action="append", help="what vectors are compared by, like similarity=10")
     parser.add_argument("--first", type=int, default=0, help="steps of relations before the vectors")
     parser.add_argument("--relations", action="store_true", help="the cache holds relations, too")
     parser.add_argument("--seed", type=int, action="append")
@@ -157,8 +159,10 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
     """Train one student, and return its scores."""
     name = f"{arch}-{init}-{given.layers or 'even'}-{given.steps}-{given.lr:g}-{given.first}-{seed}"
     name += "-frozen" if given.frozen != "none" else ""
+    loss = tuple(given.loss or ["cosine"])
+    name += f"-{'-'.join(loss)}" if given.loss else ""
     settings: dict[str, Any] = {"arch": (arch,), "seed": seed, "init": init, "init_layers": given.layers}
-    settings["frozen"] = given.frozen
+    settings |= {"frozen": given.frozen, "loss": loss}
     if given.first:
         settings |= {"first": "minilm", "first_steps": given.first}
     settings |= {"objective": "embedding", "steps": given.steps, "lr": given.lr}
@@ -174,6 +178,7 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
         "frozen": given.frozen,
         "steps": given.steps,
         "lr": given.lr,
+        "loss": ", ".join(loss),
         "first": given.first,
         "relations": given.relations,
         "paragraphs": given.paragraphs,

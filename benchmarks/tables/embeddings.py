@@ -8,6 +8,19 @@ from benchmarks.tables.cells import read, spread_of, table_of
 
 _SCORES: Final = ("stsb_spearman", "squad_ndcg")
 _AT_128: Final = "squad_ndcg_128"
+_SETTINGS: Final = (
+    "arch",
+    "init",
+    "layers",
+    "frozen",
+    "max_length",
+    "paragraphs",
+    "questions",
+    "loss",
+    "steps",
+    "lr",
+)
+"""What students share that differ in their seed only."""
 _FROZEN: Final = {"none": "", "embeddings": "(word embeddings frozen)"}
 
 
@@ -28,14 +41,13 @@ def embedding_students() -> str:
     result = read("embeddings")
     teacher = result["teacher"]
     scores = [f"{teacher[name]:.1f}" for name in (*_SCORES, _AT_128)]
-    table = [["teacher", f"{teacher['num_parameters']:,}", "-", "-", "-", "-", "-", *scores, "-"]]
+    table = [["teacher", f"{teacher['num_parameters']:,}", *["-"] * 6, *scores, "-"]]
     for name, row in sorted(result["untrained"].items()):
         arch, init = name.split(" ", 1)
         scores = [f"{row[score]:.1f}" for score in (*_SCORES, _AT_128)]
-        table.append([f"`{arch}`", "", init, "-", "-", "-", "0", *scores, "-"])
+        table.append([f"`{arch}`", "", init, *["-"] * 4, "0", *scores, "-"])
     chosen = [row for row in result["students"] if not row["relations"]]
-    same = ("arch", "init", "layers", "frozen", "max_length", "paragraphs", "questions", "steps", "lr")
-    for rows in groups(chosen, *same):
+    for rows in groups(chosen, *_SETTINGS):
         row = rows[0]
         minutes = [row["train_s"] / 60 for row in rows if row["threads"] == 2]
         table.append(
@@ -46,13 +58,14 @@ def embedding_students() -> str:
                 f"{100 * row['paragraphs']:.1f} %",
                 "yes" if row["questions"] else "-",
                 str(row["max_length"]),
+                row["loss"],
                 f"{row['steps']:,}",
                 *_scores(rows),
                 spread_of(at_128) if (at_128 := [row[_AT_128] for row in rows if _AT_128 in row]) else "-",
                 f"{mean(minutes):.1f}" if minutes else "-",
             ]
         )
-    head = ["student", "parameters", "begins with", "whole paragraphs", "questions", "cut at"]
+    head = ["student", "parameters", "begins with", "whole paragraphs", "questions", "cut at", "loss"]
     return table_of(
         [*head, "steps", "STS-B", "retrieval", "retrieval, 128 tokens", "minutes on two cores"], table
     )
