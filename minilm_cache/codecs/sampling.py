@@ -142,12 +142,14 @@ def _sample_listed(
     row, kept_codes = filled // size, codes[filled]
     # Where each column's entries end among the entries of all rows: its slots come first, then what is kept.
     slots_before = (num_slots.cumsum() - num_slots).astype(np.int32)
-    end = slots_before[row] + slots.ravel()[filled].astype(np.int32)
-    end += (kept_codes > 0).cumsum(dtype=np.int32)  # sums of int64 would take three times as long
-    column = np.repeat((filled - row * size).astype(np.int32), np.diff(end, prepend=np.int32(0)))
+    end = torch.from_numpy(slots_before[row] + slots.ravel()[filled].astype(np.int32))
+    # numpy would hold the interpreter's lock for this sum, and to repeat columns.
+    end += torch.from_numpy(kept_codes > 0).cumsum(0, dtype=torch.int32)
+    num_entries = end.diff(prepend=end.new_zeros(1))
+    column = torch.repeat_interleave(torch.from_numpy((filled - row * size).astype(np.int32)), num_entries)
     sampled = np.zeros(len(rows) * k, np.uint8)
-    sampled[end - 1] = kept_codes
-    return Entries(torch.from_numpy(column), torch.from_numpy(sampled))
+    sampled[end.numpy() - 1] = kept_codes
+    return Entries(column, torch.from_numpy(sampled))
 
 
 def _list_kept(
