@@ -97,6 +97,7 @@ def test_a_compiled_teacher_computes_the_same(world: World) -> None:
     arguments = dump_arguments(world, "--codec", "dense", "--device", "cpu", "--compile", k=None)
     code, _, err = start(world, *arguments).end()
     assert code == 0, err
+    assert err.index("compile the teacher") < err.index("dump"), "not in the time of the dump"
     compiled = open_cache(world.root / "cache")
 
     assert plain.manifest.fingerprint == compiled.manifest.fingerprint

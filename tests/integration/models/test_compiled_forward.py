@@ -4,6 +4,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from minilm_cache.models.tap import ATTENTION, TappedModel
+from minilm_cache.train.trainer import replays_graphs
+from tests.integration.train.test_train import settings
+from tests.support import tiny_model
 
 SCRIPT = """
 import functools, sys, torch
@@ -37,3 +43,24 @@ def test_every_family_is_one_graph(family: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, family], check=False, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_only_a_single_student_with_whole_steps_is_replayed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str | None] = []
+
+    def compiled(function: object, *, mode: str | None) -> object:
+        modes.append(mode)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for changes, device in (
+        ({}, gpu),
+        ({}, cpu),
+        ({"accumulate": 2}, gpu),
+        ({"arch": ("1x16", "1x32")}, gpu),
+    ):
+        replays = replays_graphs(settings(**{"arch": ("1x16",), **changes}), device)
+        TappedModel(tiny_model("bert", attention=ATTENTION)).compile_forward(None, replays=replays)
+
+    assert modes == ["reduce-overhead", None, None, None]

@@ -14,7 +14,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from minilm_cache.cache import open_cache
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.tap import ATTENTION, TappedModel
 from minilm_cache.objectives.batch import UNITS
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.settings import validated
@@ -27,11 +26,11 @@ from minilm_cache.train.resume import read_record
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.setup import build_trainers
-from minilm_cache.train.trainer import StudentTrainer, replays_graphs
+from minilm_cache.train.trainer import StudentTrainer
 from tests.conftest import Command
 from tests.integration.cli.test_processes import start
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
-from tests.support import TINY, World, save_teacher, tiny_model
+from tests.support import TINY, World, save_teacher
 
 CPU = Ranks.alone(torch.device("cpu"))
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -209,27 +208,6 @@ def test_activations_inside_layers_are_not_kept(world: World) -> None:
             trainer._losses(trainer.learner, batch, method=None)
         sizes.append(sum(kept))
     assert sizes[1] < 0.6 * sizes[0]
-
-
-def test_only_a_single_student_with_whole_steps_is_replayed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[str | None] = []
-
-    def compiled(function: object, *, mode: str | None) -> object:
-        modes.append(mode)
-        return function
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    for changes, device in (
-        ({}, gpu),
-        ({}, cpu),
-        ({"accumulate": 2}, gpu),
-        ({"arch": ("1x16", "1x32")}, gpu),
-    ):
-        replays = replays_graphs(settings(**{"arch": ("1x16",), **changes}), device)
-        TappedModel(tiny_model("bert", attention=ATTENTION)).compile_forward(None, replays=replays)
-
-    assert modes == ["reduce-overhead", None, None, None]
 
 
 def test_compiled_layers_train_the_same(still: World) -> None:
