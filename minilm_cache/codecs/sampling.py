@@ -46,9 +46,15 @@ _CODE_RANGE = 2**_CODE_BITS
 class Entries(NamedTuple):
     """Entries of each row, sorted by column, and by code within a column."""
 
-    column: Int[Tensor, "*rows entries"]
+    gap: Int[Tensor, "*rows entries"]
+    """An entry's column less that of the entry before it; of a row's first entry, its column."""
     code: Int[Tensor, "*rows entries"]
     """0 for an equal slot, otherwise the code of the kept weight."""
+
+    @property
+    def column(self) -> Int[Tensor, "*rows entries"]:
+        """The column of each entry, int64."""
+        return self.gap.cumsum(-1)
 
 
 def sort_entries(column: Int[Tensor, "*rows entries"], code: Int[Tensor, "*rows entries"]) -> Entries:
@@ -57,7 +63,8 @@ def sort_entries(column: Int[Tensor, "*rows entries"], code: Int[Tensor, "*rows 
 
 
 def _split(merged: Tensor) -> Entries:
-    return Entries(merged >> _CODE_BITS, merged & _CODE_RANGE - 1)
+    column = merged >> _CODE_BITS
+    return Entries(column.diff(dim=-1, prepend=torch.zeros_like(column[..., :1])), merged & _CODE_RANGE - 1)
 
 
 def sample_pps(
@@ -72,7 +79,7 @@ def sample_pps(
         scale: scale that kept weights are rounded down to.
 
     Returns:
-        Columns ascending, int32, and codes, int32 or uint8.
+        Gaps and codes, whole numbers of any type that holds them.
     """
     flat, draws = probs.flatten(0, -2), draws.flatten(0, -2)
     on_cpu = probs.device.type == "cpu"
@@ -143,13 +150,15 @@ def _sample_listed(
     # Where each column's entries end among the entries of all rows: its slots come first, then what is kept.
     slots_before = (num_slots.cumsum() - num_slots).astype(np.int32)
     end = torch.from_numpy(slots_before[row] + slots.ravel()[filled].astype(np.int32))
-    # numpy would hold the interpreter's lock for this sum, and to repeat columns.
+    # numpy would hold the interpreter's lock for this sum.
     end += torch.from_numpy(kept_codes > 0).cumsum(0, dtype=torch.int32)
-    num_entries = end.diff(prepend=end.new_zeros(1))
-    column = torch.repeat_interleave(torch.from_numpy((filled - row * size).astype(np.int32)), num_entries)
-    sampled = np.zeros(len(rows) * k, np.uint8)
-    sampled[end.numpy() - 1] = kept_codes
-    return Entries(column, torch.from_numpy(sampled))
+    gaps, sampled = np.zeros((len(rows), k), np.int32), np.zeros((len(rows), k), np.uint8)
+    gaps.ravel()[end.numpy()[:-1]] = filled[1:] - filled[:-1]  # a column's entries begin where others end
+    is_first = np.ones(len(filled), np.bool_)
+    np.not_equal(row[1:], row[:-1], out=is_first[1:])
+    gaps[:, 0] = filled[is_first] % size
+    sampled.ravel()[end.numpy() - 1] = kept_codes
+    return Entries(torch.from_numpy(gaps), torch.from_numpy(sampled))
 
 
 def _list_kept(

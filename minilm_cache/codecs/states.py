@@ -117,7 +117,7 @@ class StatesCodec:
         draws = send(self._draws(masked.label_counts, sequences, reading), probs.device)
         scale = LogScale(ratio=self.parameters.labels.weight_ratio)
         entries = sample_pps(probs, k, draws=draws, scale=scale)
-        for path, drawn in zip((INDEX_PATH, WEIGHT_PATH), entries, strict=True):
+        for path, drawn in ((INDEX_PATH, entries.column), (WEIGHT_PATH, entries.code)):
             values = torch.zeros((masked.ids.numel(), k), dtype=torch.int32, device=probs.device)
             values.index_copy_(0, masked.with_labels, drawn.int())
             rows[path] = values.view(*masked.ids.shape, k)
