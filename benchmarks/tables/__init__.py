@@ -16,7 +16,7 @@ from benchmarks.tables.caches import (
     objective_rows,
     steps,
 )
-from benchmarks.tables.device import device_counts, feeding, on_a_gpu, precision
+from benchmarks.tables.device import cpu_precision, device_counts, feeding, on_a_gpu, precision
 from benchmarks.tables.embeddings import (
     embedding_bytes,
     embedding_first,
@@ -43,6 +43,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "device_counts": device_counts,
     "feeding": feeding,
     "precision": precision,
+    "cpu_precision": cpu_precision,
     "students": students,
     "many_epochs": many_epochs,
     "many_shards": many_shards,

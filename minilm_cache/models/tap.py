@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minilm_cache.errors import TeacherError
-from minilm_cache.models.dropout import attention
+from minilm_cache.models.cpu import attention
 from minilm_cache.relations.scores import Vectors
 
 ATTENTION = "minilm_cache"

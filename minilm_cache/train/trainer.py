@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minilm_cache.models.arch import StudentShape
-from minilm_cache.models.dropout import draw_faster
+from minilm_cache.models.cpu import draw_faster
 from minilm_cache.models.tap import Reading, TappedModel
 from minilm_cache.objectives.base import Losses, StudentObjective
 from minilm_cache.objectives.batch import UNITS, StudentBatch, Unit

@@ -1,9 +1,9 @@
-"""Dropout on a CPU: what torch's does, from other random numbers."""
+"""Dropout on a CPU: what torch's does, from other random numbers. Attention in bfloat16: as in float32."""
 
 import torch
 from torch import nn
 
-from minilm_cache.models.dropout import CpuDropout, attention_with_dropout, draw_faster, kept
+from minilm_cache.models.cpu import CpuDropout, attention, attention_with_dropout, draw_faster, kept
 
 
 def test_elements_are_dropped_with_the_probability_and_the_rest_scaled() -> None:
@@ -56,3 +56,24 @@ def test_attention_is_that_of_torch_but_for_what_is_dropped() -> None:
         for _ in range(4000)
     ]
     torch.testing.assert_close(torch.stack(draws).mean(0), expected, atol=0.06, rtol=0.0)
+
+
+def test_attention_of_bfloat16_vectors_is_trained_in_float32() -> None:
+    vectors = torch.randn(3, 2, 4, 6, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    upstream = torch.randn(2, 6, 4, 8, generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    ours = vectors.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = attention(nn.Module(), ours[0], ours[1], ours[2], mask)
+    found.backward(upstream)
+    plain = vectors.float().requires_grad_()
+    expected = nn.functional.scaled_dot_product_attention(
+        plain[0], plain[1], plain[2], attn_mask=mask
+    ).transpose(1, 2)
+    expected.backward(upstream)
+    assert ours.grad is not None
+    assert plain.grad is not None
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(ours.grad, plain.grad.bfloat16())
+    with torch.no_grad():
+        assert attention(nn.Module(), vectors[0], vectors[1], vectors[2], mask)[0].dtype == torch.bfloat16

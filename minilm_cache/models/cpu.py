@@ -1,7 +1,10 @@
-"""Dropout for training on a CPU.
+"""Attention and dropout where a CPU trains.
+
+torch's fused attention has a slow backward pass in bfloat16 on a CPU: four times as slow as in float32, and
+half of the step of a small student (benchmarks/cpu_steps.py). Here it computes in float32.
 
 torch draws a CPU's random numbers one after the other, at 6 ns each where MKL does not help: a seventh of a
-small student's step (benchmarks/dropout.py). Here each takes 16 bits from numpy's SFC64, seeded by one
+small student's step (benchmarks/cpu_steps.py). Here each takes 16 bits from numpy's SFC64, seeded by one
 number from torch's generator, so that code that restores torch's generator (checkpointed layers, resumed
 runs) restores these numbers as well.
 """
@@ -58,12 +61,25 @@ def attention(  # noqa: PLR0917 - the signature is transformers'
     scaling: float | None = None,
     **kwargs: Any,  # noqa: ANN401 - differs by model family
 ) -> tuple[Tensor, Tensor | None]:
-    """Return attention's output by torch's fused kernel, or with faster draws where a CPU drops out."""
-    if dropout > 0 and query.device.type == "cpu" and not torch.compiler.is_compiling():
+    """Return attention's output by torch's fused kernel, in the way that is fast on the device."""
+    is_cpu = query.device.type == "cpu"
+    if dropout > 0 and is_cpu and not torch.compiler.is_compiling():
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attention_with_dropout(
             query, key, value=value, mask=attention_mask, scaling=factor, probability=dropout
         ), None
+    if is_cpu and value.dtype == torch.bfloat16 and torch.is_grad_enabled():
+        with torch.autocast("cpu", enabled=False):
+            return sdpa_attention_forward(
+                module,
+                query.float(),
+                key.float(),
+                value.float(),
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                **kwargs,
+            )
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
