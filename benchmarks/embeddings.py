@@ -70,6 +70,7 @@ KEYS = (
     "frozen",
     "steps",
     "lr",
+    "precision",
     "loss",
     "first",
     "relations",
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument(
         "--frozen", choices=["none", "embeddings"], default="none", help="what is not trained"
     )
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--loss", action="append", help="what vectors are compared by, like similarity=10")
     parser.add_argument("--first", type=int, default=0, help="steps of relations before the vectors")
     parser.add_argument("--relations", action="store_true", help="the cache holds relations, too")
@@ -162,7 +164,8 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
     loss = tuple(given.loss or ["cosine"])
     name += f"-{'-'.join(loss)}" if given.loss else ""
     settings: dict[str, Any] = {"arch": (arch,), "seed": seed, "init": init, "init_layers": given.layers}
-    settings |= {"frozen": given.frozen, "loss": loss}
+    name += "-bfloat16" if given.precision == "bfloat16" else ""
+    settings |= {"frozen": given.frozen, "loss": loss, "precision": given.precision}
     if given.first:
         settings |= {"first": "minilm", "first_steps": given.first}
     settings |= {"objective": "embedding", "steps": given.steps, "lr": given.lr}
@@ -178,6 +181,7 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
         "frozen": given.frozen,
         "steps": given.steps,
         "lr": given.lr,
+        "precision": given.precision,
         "loss": ", ".join(loss),
         "first": given.first,
         "relations": given.relations,

@@ -17,6 +17,7 @@ _SETTINGS: Final = (
     "paragraphs",
     "questions",
     "loss",
+    "precision",
     "steps",
     "lr",
 )
@@ -41,11 +42,11 @@ def embedding_students() -> str:
     result = read("embeddings")
     teacher = result["teacher"]
     scores = [f"{teacher[name]:.1f}" for name in (*_SCORES, _AT_128)]
-    table = [["teacher", f"{teacher['num_parameters']:,}", *["-"] * 6, *scores, "-"]]
+    table = [["teacher", f"{teacher['num_parameters']:,}", *["-"] * 7, *scores, "-"]]
     for name, row in sorted(result["untrained"].items()):
         arch, init = name.split(" ", 1)
         scores = [f"{row[score]:.1f}" for score in (*_SCORES, _AT_128)]
-        table.append([f"`{arch}`", "", init, *["-"] * 4, "0", *scores, "-"])
+        table.append([f"`{arch}`", "", init, *["-"] * 5, "0", *scores, "-"])
     chosen = [row for row in result["students"] if not row["relations"]]
     for rows in groups(chosen, *_SETTINGS):
         row = rows[0]
@@ -59,6 +60,7 @@ def embedding_students() -> str:
                 "yes" if row["questions"] else "-",
                 str(row["max_length"]),
                 row["loss"],
+                row["precision"],
                 f"{row['steps']:,}",
                 *_scores(rows),
                 spread_of(at_128) if (at_128 := [row[_AT_128] for row in rows if _AT_128 in row]) else "-",
@@ -66,9 +68,8 @@ def embedding_students() -> str:
             ]
         )
     head = ["student", "parameters", "begins with", "whole paragraphs", "questions", "cut at", "loss"]
-    return table_of(
-        [*head, "steps", "STS-B", "retrieval", "retrieval, 128 tokens", "minutes on two cores"], table
-    )
+    head += ["precision", "steps", "STS-B", "retrieval", "retrieval, 128 tokens", "minutes on two cores"]
+    return table_of(head, table)
 
 
 def groups(rows: Sequence[dict[str, Any]], *keys: str) -> list[list[dict[str, Any]]]:
