@@ -32,7 +32,7 @@ from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MSELoss
 
-from benchmarks.report import read_result, write_result
+from benchmarks.report import cpu, read_result, write_result
 from benchmarks.texts import records
 from minilm_cache import DumpConfig, TrainConfig, dump_cache, open_cache, train_students
 from minilm_cache.cache import Cache
@@ -163,8 +163,8 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
     name += "-frozen" if given.frozen != "none" else ""
     loss = tuple(given.loss or ["cosine"])
     name += f"-{'-'.join(loss)}" if given.loss else ""
-    settings: dict[str, Any] = {"arch": (arch,), "seed": seed, "init": init, "init_layers": given.layers}
     name += "-bfloat16" if given.precision == "bfloat16" else ""
+    settings: dict[str, Any] = {"arch": (arch,), "seed": seed, "init": init, "init_layers": given.layers}
     settings |= {"frozen": given.frozen, "loss": loss, "precision": given.precision}
     if given.first:
         settings |= {"first": "minilm", "first_steps": given.first}
@@ -190,6 +190,7 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
         "max_length": given.max_length,
         "seed": seed,
         "num_parameters": student.num_parameters,
+        "cpu": cpu(),
         "train_s": result.record.train_s,
         "threads": torch.get_num_threads(),
         "cosine_before": round(1 - student.held_out_before["cosine"], 4),

@@ -6,7 +6,7 @@
 
 Parts: `starts` trains students of relations from each start, `recipe` takes parts of the fit away, `tasks`
 fine-tunes students of relations from random weights and from slices (needs `--data`, a folder of GLUE).
-Runs are kept in `--home`, so a second command adds what is missing.
+Runs are kept in `--home`. A command replaces the results of the students that it trains, and keeps others.
 """
 
 import argparse
@@ -65,7 +65,10 @@ def main() -> None:
     parser.add_argument("--home", type=Path, default=Path("head_start"))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--shape", action="append", help="shapes; all of them by default")
+    parser.add_argument("--start", action="append", choices=list(STARTS), help="all of them by default")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--data", type=Path, help="folder of GLUE, for part `tasks`")
     given = parser.parse_args()
     parts = given.part or ["starts", "recipe"]
@@ -90,19 +93,21 @@ _PARTS = ("starts", "recipe", "tasks")
 
 def _starts(given: argparse.Namespace, cache: Cache) -> list[dict[str, Any]]:
     """Return a row for each student: its shape, start, steps, seed, and KLs before and after training."""
-    wanted = set(given.shape or SHAPES)
-    rows: list[dict[str, Any]] = [
-        row
-        for row in _earlier_starts()
-        if row["steps"] != given.steps or row["arch"] not in wanted or row["seed"] >= given.seeds
-    ]
-    for seed in range(given.seeds):
-        for start, shapes in STARTS.items():
-            arch = tuple(shape for shape in shapes if shape in wanted)
+    rows = _earlier_starts()
+    for seed in range(given.first_seed, given.first_seed + given.seeds):
+        for start in given.start or STARTS:
+            arch = tuple(shape for shape in STARTS[start] if shape in (given.shape or SHAPES))
             if arch:
-                rows += _trained(given.home, cache, arch=arch, start=start, steps=given.steps, seed=seed)
+                new = _trained(given, cache, arch=arch, start=start, seed=seed)
+                replaced = [_student(row) for row in new]
+                rows = [*(row for row in rows if _student(row) not in replaced), *new]
                 _write(starts=rows)
     return rows
+
+
+def _student(row: dict[str, Any]) -> tuple[object, ...]:
+    """Return what tells a row's student from others."""
+    return tuple(row[key] for key in ("arch", "start", "steps", "precision", "seed"))
 
 
 def _earlier_starts() -> list[dict[str, Any]]:
@@ -112,19 +117,28 @@ def _earlier_starts() -> list[dict[str, Any]]:
 
 
 def _trained(
-    home: Path, cache: Cache, *, arch: tuple[str, ...], start: str, steps: int, seed: int
+    given: argparse.Namespace, cache: Cache, *, arch: tuple[str, ...], start: str, seed: int
 ) -> list[dict[str, Any]]:
     """Train the students of one start and seed in one pass, or read those that are there."""
+    steps = given.steps
     config = TrainConfig(
-        arch=arch, steps=steps, seed=seed, init=start, eval_steps=None if steps <= 300 else steps // 20
+        arch=arch,
+        steps=steps,
+        seed=seed,
+        init=start,
+        eval_steps=None if steps <= 300 else steps // 20,
+        precision=given.precision,
     )
-    out = home / "runs" / "-".join([start, str(steps), str(seed), *(() if arch == STARTS[start] else arch)])
-    record = train_students(config, cache.reader.root, out=out, home=home).record
+    name = [start, str(steps), str(seed), *(() if arch == STARTS[start] else arch)]
+    name += () if given.precision == "float32" else (given.precision,)
+    out = given.home / "runs" / "-".join(name)
+    record = train_students(config, cache.reader.root, out=out, home=given.home).record
     return [
         {
             "arch": student.arch,
             "start": start,
             "steps": steps,
+            "precision": given.precision,
             "seed": seed,
             "before": _rounded(student.held_out_before),
             "after": _rounded(student.held_out_after),

@@ -7,17 +7,27 @@ from pathlib import Path
 
 import torch
 
+CPUINFO = Path("/proc/cpuinfo")
 RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, object]:
     """Return what figures were measured with."""
     return {
+        "cpu": cpu(),
         "cores": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         **{package: version(package) for package in ("torch", "transformers", "zarr", "numpy")},
     }
+
+
+def cpu() -> str:
+    """Return the processor's name, and what it has for bfloat16, as Linux says."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    units = [unit for unit in ("amx_bf16", "avx512_bf16") if unit in facts.get("flags", "").split()]
+    return f"{facts.get('model name', platform.machine())} ({', '.join(units) or 'nothing for bfloat16'})"
 
 
 def write_result(name: str, result: dict[str, object]) -> None:

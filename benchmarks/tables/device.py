@@ -77,16 +77,18 @@ def precision() -> str:
 def cpu_precision() -> str:
     """Return what a training step takes on a CPU, in both precisions."""
     rows = []
-    for row in read("cpu_steps")["precision"]:
-        times = row["milliseconds"]
-        rows.append(
-            [
-                f"{row['batch']} of {row['length']} tokens",
-                f"{times['float32']:.0f} ms",
-                *(f"{times['float32'] / times[way]:.2f}" for way in ("bfloat16_torch", "bfloat16")),
-            ]
-        )
-    head = ["step of `3x384`", "float32", "bfloat16, attention as PyTorch has it", "bfloat16 as here"]
+    for cpu, measured in read("cpu_steps")["cpus"].items():
+        for row in measured["precision"]:
+            times = row["milliseconds"]
+            rows.append(
+                [
+                    cpu,
+                    f"{row['batch']} of {row['length']}" + (", with dropout" if row["dropout"] else ""),
+                    f"{times['float32']:.0f} ms",
+                    *(f"{times['float32'] / times[way]:.2f}" for way in ("bfloat16_torch", "bfloat16")),
+                ]
+            )
+    head = ["CPU", "sequences of tokens", "float32", "bfloat16, PyTorch's attention", "bfloat16, ours"]
     return table_of(head, rows)
 
 

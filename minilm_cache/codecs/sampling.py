@@ -154,9 +154,7 @@ def _sample_listed(
     end += torch.from_numpy(kept_codes > 0).cumsum(0, dtype=torch.int32)
     gaps, sampled = np.zeros((len(rows), k), np.int32), np.zeros((len(rows), k), np.uint8)
     gaps.ravel()[end.numpy()[:-1]] = filled[1:] - filled[:-1]  # a column's entries begin where others end
-    is_first = np.ones(len(filled), np.bool_)
-    np.not_equal(row[1:], row[:-1], out=is_first[1:])
-    gaps[:, 0] = filled[is_first] % size
+    gaps[:, 0] = has_entry.reshape(rows.shape).argmax(1)
     sampled.ravel()[end.numpy() - 1] = kept_codes
     return Entries(torch.from_numpy(gaps), torch.from_numpy(sampled))
 

@@ -1,7 +1,8 @@
-"""Attention and dropout where a CPU trains.
+"""How a CPU computes attention and dropout while it trains.
 
-torch's fused attention has a slow backward pass in bfloat16 on a CPU: four times as slow as in float32, and
-half of the step of a small student (benchmarks/cpu_steps.py). Here it computes in float32.
+The backward pass of torch's fused attention is slow in bfloat16 on a CPU, several times as slow as in float32
+(benchmarks/cpu_steps.py). So where there is no dropout, attention of bfloat16 vectors is computed in float32.
+torch has no fused attention with dropout on a CPU. It is three operations here.
 
 torch draws a CPU's random numbers one after the other, at 6 ns each where MKL does not help: a seventh of a
 small student's step (benchmarks/cpu_steps.py). Here each takes 16 bits from numpy's SFC64, seeded by one
@@ -61,7 +62,7 @@ def attention(  # noqa: PLR0917 - the signature is transformers'
     scaling: float | None = None,
     **kwargs: Any,  # noqa: ANN401 - differs by model family
 ) -> tuple[Tensor, Tensor | None]:
-    """Return attention's output by torch's fused kernel, in the way that is fast on the device."""
+    """Return attention's output, `(batch, length, heads, size)`, the way that is fast on its device."""
     is_cpu = query.device.type == "cpu"
     if dropout > 0 and is_cpu and not torch.compiler.is_compiling():
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -70,7 +71,7 @@ def attention(  # noqa: PLR0917 - the signature is transformers'
         ), None
     if is_cpu and value.dtype == torch.bfloat16 and torch.is_grad_enabled():
         with torch.autocast("cpu", enabled=False):
-            return sdpa_attention_forward(
+            output, _ = sdpa_attention_forward(
                 module,
                 query.float(),
                 key.float(),
@@ -80,6 +81,7 @@ def attention(  # noqa: PLR0917 - the signature is transformers'
                 scaling=scaling,
                 **kwargs,
             )
+        return output.to(value.dtype), None
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )

@@ -73,8 +73,8 @@ class ComputeSettings(DeviceSettings):
     """Where and how steps are computed."""
 
     precision: Literal["float32", "bfloat16"] | None = None
-    """Precision of matrix products; relations and losses are always float32. None means bfloat16 on a GPU,
-    else float32."""
+    """Precision of matrix products; weights, relations and losses are always float32. None means bfloat16 on
+    a GPU, else float32."""
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Parts that each process cuts its share of a step into, to save memory; their gradients are added."""
     gradient_checkpointing: bool = False

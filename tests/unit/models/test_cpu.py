@@ -1,9 +1,14 @@
-"""Dropout on a CPU: what torch's does, from other random numbers. Attention in bfloat16: as in float32."""
+"""Dropout on a CPU does what torch's does, from other random numbers. Attention of bfloat16 is float32's."""
 
+from typing import Any
+
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minilm_cache.models.cpu import CpuDropout, attention, attention_with_dropout, draw_faster, kept
+from minilm_cache.models.tap import ATTENTION
+from tests.support import TINY, VOCABULARY, tiny_model
 
 
 def test_elements_are_dropped_with_the_probability_and_the_rest_scaled() -> None:
@@ -58,22 +63,58 @@ def test_attention_is_that_of_torch_but_for_what_is_dropped() -> None:
     torch.testing.assert_close(torch.stack(draws).mean(0), expected, atol=0.06, rtol=0.0)
 
 
-def test_attention_of_bfloat16_vectors_is_trained_in_float32() -> None:
+@pytest.mark.parametrize("masked", [True, False])
+def test_attention_of_bfloat16_vectors_is_trained_in_float32(masked: bool) -> None:
     vectors = torch.randn(3, 2, 4, 6, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    upstream = torch.randn(2, 6, 4, 8, generator=torch.Generator().manual_seed(1))
-    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    upstream = torch.randn(2, 6, 4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril() if masked else None
     ours = vectors.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = attention(nn.Module(), ours[0], ours[1], ours[2], mask)
+        found, _ = attention(nn.Module(), ours[0], ours[1], ours[2], mask, is_causal=False)
     found.backward(upstream)
     plain = vectors.float().requires_grad_()
-    expected = nn.functional.scaled_dot_product_attention(
-        plain[0], plain[1], plain[2], attn_mask=mask
-    ).transpose(1, 2)
-    expected.backward(upstream)
+    expected = nn.functional.scaled_dot_product_attention(plain[0], plain[1], plain[2], attn_mask=mask)
+    expected.transpose(1, 2).backward(upstream.float())
     assert ours.grad is not None
     assert plain.grad is not None
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected.transpose(1, 2).bfloat16())
     torch.testing.assert_close(ours.grad, plain.grad.bfloat16())
     with torch.no_grad():
-        assert attention(nn.Module(), vectors[0], vectors[1], vectors[2], mask)[0].dtype == torch.bfloat16
+        evaluated, _ = attention(nn.Module(), vectors[0], vectors[1], vectors[2], mask, is_causal=False)
+        assert evaluated.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_every_family_trains_attention_in_float32_under_autocast(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = nn.functional.scaled_dot_product_attention
+    dtypes: list[torch.dtype] = []
+
+    def recorded(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dtypes.append(query.dtype)
+        return plain(query, *args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", recorded)
+    ids = torch.randint(5, len(VOCABULARY), (2, 12), generator=torch.Generator().manual_seed(0))
+    seen = torch.arange(12) < torch.tensor([[12], [7]])
+
+    def gradients(checkpointing: bool) -> list[Tensor]:
+        model = tiny_model(family, attention=ATTENTION)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        model.train()
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        dtypes.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            states = model(input_ids=ids, attention_mask=seen.long()).last_hidden_state
+        states.float()[seen].square().mean().backward()
+        calls = model.config.num_hidden_layers * (2 if checkpointing else 1)
+        assert dtypes == calls * [torch.float32]
+        return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    for kept_states, computed_again in zip(gradients(False), gradients(True), strict=True):
+        assert bool(kept_states.isfinite().all())
+        assert torch.equal(kept_states, computed_again)
