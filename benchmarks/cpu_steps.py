@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModel, BertConfig, PreTrainedModel
 
-from benchmarks.report import cpu, read_result, write_result
+from benchmarks.report import write_for_cpu
 from minilm_cache.models.cpu import draw_faster, kept
 from minilm_cache.models.tap import ATTENTION
 
@@ -143,9 +143,7 @@ def main() -> None:
             for batch, length, dropout in ((64, 32, 0.0), (64, 64, 0.0), (32, 128, 0.0), (32, 128, 0.1))
         ],
     }
-    cpus = read_result("cpu_steps").get("cpus", {})
-    assert isinstance(cpus, dict)
-    write_result("cpu_steps", {"cpus": {**cpus, cpu(): measured}})
+    write_for_cpu("cpu_steps", measured)
 
 
 if __name__ == "__main__":

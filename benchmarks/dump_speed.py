@@ -12,7 +12,7 @@ from transformers import AutoModel
 
 from benchmarks.inputs import KINDS, mini_teacher
 from benchmarks.plots import plot_dump_speed
-from benchmarks.report import write_result
+from benchmarks.report import write_for_cpu
 from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.build import build_codec
 from minilm_cache.codecs.fit_vectors import calibrate
@@ -72,7 +72,7 @@ def main() -> None:
             way(ids)
             times[name].append(time.perf_counter() - started)
     seconds = {name: median(values[1:]) for name, values in times.items()}
-    write_result(
+    write_for_cpu(
         "dump_speed",
         {
             "teacher": "mini (6 layers, hidden 384)",

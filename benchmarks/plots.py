@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from benchmarks.report import RESULTS
-from benchmarks.tables.students import SHORT_STEPS
+from benchmarks.tables.students import long_starts, short_starts
 
 COLOURS = {
     "vectors": "#0b6e4f",
@@ -43,13 +43,20 @@ def _colour(setting: str) -> str:
 
 
 @contextmanager
-def _axes(name: str, size: tuple[float, float]) -> Iterator[Axes]:
+def _panels(name: str, size: tuple[float, float], count: int) -> Iterator[list[Axes]]:
     mpl.use("Agg")
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
-    axes.spines[["top", "right"]].set_visible(False)
-    yield axes
+    figure, panels = plt.subplots(ncols=count, figsize=size, layout="constrained", sharey=True, squeeze=False)
+    for axes in panels[0]:
+        axes.spines[["top", "right"]].set_visible(False)
+    yield list(panels[0])
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
     plt.close(figure)
+
+
+@contextmanager
+def _axes(name: str, size: tuple[float, float]) -> Iterator[Axes]:
+    with _panels(name, size, 1) as (axes,):
+        yield axes
 
 
 START_COLOURS = {
@@ -111,19 +118,23 @@ def plot_student_quality() -> None:
 
 
 def plot_dump_speed() -> None:
-    """Draw tokens per second of each codec, over those of the plain forward pass."""
-    ratios = _read("dump_speed")["over_plain_forward"]
-    with _axes("dump_speed", (6, 2.5)) as axes:
-        bars = axes.barh(list(ratios), list(ratios.values()), color="#0b6e4f")
-        axes.bar_label(bars, fmt="%.2f", padding=3)
+    """Draw tokens per second of each codec, over those of the plain forward pass, on each processor."""
+    with _axes("dump_speed", (6, 3.5)) as axes:
+        for offset, (cpu, measured) in enumerate(_read("dump_speed")["cpus"].items()):
+            ratios = measured["over_plain_forward"]
+            places = [number + offset * 0.4 for number in range(len(ratios))]
+            bars = axes.barh(places, list(ratios.values()), height=0.36, label=cpu)
+            axes.bar_label(bars, fmt="%.2f", padding=3)
+        axes.set_yticks([number + 0.2 for number in range(len(ratios))], list(ratios))
         axes.invert_yaxis()
         axes.axvline(1, color=COLOURS["online"], linewidth=0.8)
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
         axes.set_xlabel("tokens per second of a dump, over the teacher's plain forward pass")
 
 
 def plot_head_start() -> None:
     """Draw held-out KLs by shape and start: bars after 300 steps, lines for slices before training."""
-    rows = [row for row in _read("head_start")["starts"] if row["steps"] == SHORT_STEPS]
+    rows = short_starts()
     shapes = list(dict.fromkeys(row["arch"] for row in rows))
 
     def kl(shape: str, start: str, when: str) -> float | None:
@@ -144,9 +155,26 @@ def plot_head_start() -> None:
         axes.legend(fontsize=8, frameon=False)
 
 
+def plot_head_start_curves() -> None:
+    """Draw held-out KLs over 3,000 steps, a line for each seed, of the shapes that have every start."""
+    shapes = {shape: starts for shape, starts in long_starts().items() if "embeddings" in starts}
+    with _panels("head_start_curves", (8, 3.2), len(shapes)) as panels:
+        for axes, (shape, starts) in zip(panels, sorted(shapes.items()), strict=True):
+            for start, curves in starts.items():
+                for number, curve in enumerate(curves):
+                    steps, kls = zip(*((step, kl) for step, kl in curve.items() if step), strict=True)
+                    label = start if number == 0 else None
+                    axes.plot(steps, kls, color=START_COLOURS[start], linewidth=1, label=label)
+            axes.set_title(shape, loc="left")
+            axes.set_xlabel("steps")
+        panels[0].set_ylabel("held-out KL, attention + value, nats")
+        panels[0].legend(fontsize=8, frameon=False)
+
+
 if __name__ == "__main__":
     for path in sorted(RESULTS.glob("fidelity_*.json")):
         plot_fidelity(path.stem)
     plot_student_quality()
     plot_dump_speed()
     plot_head_start()
+    plot_head_start_curves()

@@ -2,6 +2,7 @@
 
 import json
 import platform
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -36,6 +37,13 @@ def write_result(name: str, result: dict[str, object]) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(text + "\n")
     print(text)
+
+
+def write_for_cpu(name: str, measured: Mapping[str, object]) -> None:
+    """Write what was measured on this processor, in addition to what `results/NAME.json` has of others."""
+    cpus = read_result(name).get("cpus", {})
+    assert isinstance(cpus, dict)
+    write_result(name, {"cpus": {**cpus, cpu(): measured}})
 
 
 def read_result(name: str) -> dict[str, object]:

@@ -28,6 +28,7 @@ from benchmarks.tables.scale import far_and_together, growth, large_shards, many
 from benchmarks.tables.students import (
     head_start_recipe,
     head_starts,
+    head_starts_long,
     many_epochs,
     objective_students,
     scores,
@@ -58,6 +59,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "objective_students": objective_students,
     "codecs": codecs,
     "head_starts": head_starts,
+    "head_starts_long": head_starts_long,
     "head_start_recipe": head_start_recipe,
     "embedding_bytes": embedding_bytes,
     "embedding_students": embedding_students,

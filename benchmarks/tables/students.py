@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from statistics import mean, stdev
-from typing import Final
+from typing import Any, Final
 
 from benchmarks.tables.cells import mean_of, read, signed, table_of
 
@@ -16,6 +16,7 @@ NAMES: Final = {
 }
 STARTS: Final = ("random", "embeddings", "teacher-layers", "slice")
 SHORT_STEPS: Final = 300
+LONG_STEPS: Final = 3000
 
 
 def students() -> str:
@@ -93,7 +94,7 @@ def _kls(relations: dict[str, float]) -> str:
 
 def head_starts() -> str:
     """Return KLs of students by shape and start, before and after training."""
-    rows = [row for row in read("head_start")["starts"] if row["steps"] == SHORT_STEPS]
+    rows = short_starts()
     names = [f"{start}, {when}" for start in STARTS for when in ("before", "after")]
     table = []
     for arch in dict.fromkeys(row["arch"] for row in rows):
@@ -103,6 +104,37 @@ def head_starts() -> str:
             cells += [_mean_sum([row[when] for row in seeds]) for when in ("before", "after")]
         table.append([f"`{arch}`", *cells])
     return table_of(["student", *names], table)
+
+
+def short_starts() -> list[dict[str, Any]]:
+    """Return the rows of students that were trained for 300 steps in float32."""
+    return [
+        row
+        for row in read("head_start")["starts"]
+        if (row["steps"], row["precision"]) == (SHORT_STEPS, "float32")
+    ]
+
+
+def long_starts() -> dict[str, dict[str, list[dict[int, float]]]]:
+    """Return the curves of students that were trained for 3,000 steps: KL by step, by shape and start."""
+    curves: dict[str, dict[str, list[dict[int, float]]]] = {}
+    for row in read("head_start")["starts"]:
+        if row["steps"] == LONG_STEPS:
+            curve = {0: sum(row["before"].values())}
+            curve |= {int(step): kl for step, kl in row["curve"].items()}
+            curves.setdefault(row["arch"], {}).setdefault(row["start"], []).append(curve)
+    return curves
+
+
+def head_starts_long() -> str:
+    """Return KLs after 3,000 steps by shape and start, and the steps of slices to random weights' best."""
+    table = []
+    for arch, starts in sorted(long_starts().items()):
+        cells = [_mean_sum([{"": curve[LONG_STEPS]} for curve in starts.get(start, [])]) for start in STARTS]
+        best = min(min(curve.values()) for curve in starts["random"])
+        first = [min(step for step, kl in curve.items() if kl <= best) for curve in starts["slice"]]
+        table.append([f"`{arch}`", *cells, f"{best:.3f}", ", ".join(map(str, first))])
+    return table_of(["student", *STARTS, "random, best of all", "slice is there after steps"], table)
 
 
 def _mean_sum(kls: Sequence[dict[str, float]]) -> str:
