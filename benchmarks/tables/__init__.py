@@ -23,6 +23,8 @@ from benchmarks.tables.embeddings import (
     embedding_imported,
     embedding_peer,
     embedding_students,
+    embedding_trials,
+    embedding_untrained,
 )
 from benchmarks.tables.scale import far_and_together, growth, large_shards, many_shards, text_once
 from benchmarks.tables.students import (
@@ -63,6 +65,8 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "head_start_recipe": head_start_recipe,
     "embedding_bytes": embedding_bytes,
     "embedding_students": embedding_students,
+    "embedding_trials": embedding_trials,
+    "embedding_untrained": embedding_untrained,
     "embedding_peer": embedding_peer,
     "embedding_first": embedding_first,
     "embedding_imported": embedding_imported,

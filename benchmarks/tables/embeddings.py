@@ -6,8 +6,10 @@ from typing import Any, Final
 
 from benchmarks.tables.cells import read, spread_of, table_of
 
-_SCORES: Final = ("stsb_spearman", "squad_ndcg")
-_AT_128: Final = "squad_ndcg_128"
+_SCORES: Final = ("stsb_spearman", "squad_ndcg", "squad_ndcg_128")
+_HEAD: Final = ("STS-B", "retrieval", "retrieval, 128 tokens")
+_RECOMMENDED: Final = (3000, "bfloat16")
+"""Steps and precision of the commands in docs/embeddings.md."""
 _SETTINGS: Final = (
     "arch",
     "init",
@@ -38,38 +40,67 @@ def embedding_bytes() -> str:
 
 
 def embedding_students() -> str:
-    """Return scores of students of embeddings, means over seeds, the teacher first."""
+    """Return scores and cost of the teacher and of students that were trained as the page recommends."""
     result = read("embeddings")
     teacher = result["teacher"]
-    scores = [f"{teacher[name]:.1f}" for name in (*_SCORES, _AT_128)]
-    table = [["teacher", f"{teacher['num_parameters']:,}", *["-"] * 7, *scores, "-"]]
-    for name, row in sorted(result["untrained"].items()):
-        arch, init = name.split(" ", 1)
-        scores = [f"{row[score]:.1f}" for score in (*_SCORES, _AT_128)]
-        table.append([f"`{arch}`", "", init, *["-"] * 5, "0", *scores, "-"])
-    chosen = [row for row in result["students"] if not row["relations"]]
-    for rows in groups(chosen, *_SETTINGS):
+    table = [["teacher", f"{teacher['num_parameters']:,}", "", *_each_score(teacher), "-"]]
+    for rows in groups(_students_of_vectors(recommended=True), *_SETTINGS):
+        row = max(rows, key=lambda row: row["threads"])
+        cost = f"{row['train_s'] / 60:.1f} on {row['threads']} of {row['cpu']}"
+        size = f"{row['num_parameters']:,}"
+        table.append([f"`{row['arch']}`", size, f"slice {row['layers']}", *_scores(rows), cost])
+    head = ["model", "parameters", "begins with", *_HEAD, "minutes of training, on cores"]
+    return table_of(head, table)
+
+
+def embedding_untrained() -> str:
+    """Return scores of students before training, by the layers that they begin with."""
+    table = [
+        [f"`{arch}`", init, *_each_score(row)]
+        for (arch, init), row in sorted(
+            (name.split(" ", 1), row) for name, row in read("embeddings")["untrained"].items()
+        )
+    ]
+    return table_of(["student", "begins with", *_HEAD], table)
+
+
+def embedding_trials() -> str:
+    """Return scores of students that were trained with other steps, text, layers, losses and rates."""
+    table = []
+    for rows in groups(_students_of_vectors(recommended=False), *_SETTINGS):
         row = rows[0]
         minutes = [row["train_s"] / 60 for row in rows if row["threads"] == 2]
         table.append(
             [
                 f"`{row['arch']}`",
-                f"{row['num_parameters']:,}",
                 " ".join(filter(None, [row["init"], row["layers"], _FROZEN[row["frozen"]]])),
                 f"{100 * row['paragraphs']:.1f} %",
                 "yes" if row["questions"] else "-",
                 str(row["max_length"]),
                 row["loss"],
                 row["precision"],
+                f"{row['lr']:g}",
                 f"{row['steps']:,}",
                 *_scores(rows),
-                spread_of(at_128) if (at_128 := [row[_AT_128] for row in rows if _AT_128 in row]) else "-",
                 f"{mean(minutes):.1f}" if minutes else "-",
             ]
         )
-    head = ["student", "parameters", "begins with", "whole paragraphs", "questions", "cut at", "loss"]
-    head += ["precision", "steps", "STS-B", "retrieval", "retrieval, 128 tokens", "minutes on two cores"]
-    return table_of(head, table)
+    head = ["student", "begins with", "whole paragraphs", "questions", "cut at", "loss", "precision", "rate"]
+    return table_of([*head, "steps", *_HEAD, "minutes on two cores"], table)
+
+
+def _students_of_vectors(*, recommended: bool) -> list[dict[str, Any]]:
+    """Return the rows of students that learned vectors alone, as recommended or otherwise."""
+    return [
+        row
+        for row in read("embeddings")["students"]
+        if not row["relations"] and ((row["steps"], row["precision"]) == _RECOMMENDED) == recommended
+    ]
+
+
+def _each_score(row: dict[str, Any]) -> list[str]:
+    """Return the scores of one model."""
+    return [f"{row[name]:.1f}" if name in row else "-" for name in _SCORES]
 
 
 def groups(rows: Sequence[dict[str, Any]], *keys: str) -> list[list[dict[str, Any]]]:
@@ -81,8 +112,9 @@ def groups(rows: Sequence[dict[str, Any]], *keys: str) -> list[list[dict[str, An
 
 
 def _scores(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return both scores over seeds."""
-    return [spread_of([row[name] for row in rows]) for name in _SCORES]
+    """Return the scores over those seeds that have them."""
+    seeds = [[row[name] for row in rows if name in row] for name in _SCORES]
+    return [spread_of(values) if values else "-" for values in seeds]
 
 
 def embedding_peer() -> str:
@@ -110,11 +142,11 @@ def embedding_first() -> str:
             rows[0]["init"],
             f"{rows[0]['first']:,}",
             f"{rows[0]['steps']:,}",
-            *_scores(rows),
+            *_scores(rows)[:2],
         ]
         for rows in groups(chosen, "arch", "init", "first", "steps")
     ]
-    head = ["student", "begins with", "steps of relations", "steps of vectors", "STS-B", "retrieval"]
+    head = ["student", "begins with", "steps of relations", "steps of vectors", *_HEAD[:2]]
     return table_of(head, table)
 
 
