@@ -11,7 +11,9 @@ runs) restores these numbers as well.
 """
 
 import math
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,7 +21,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-_LEVELS = 2**16
+CPUINFO: Final = Path("/proc/cpuinfo")
+_LEVELS: Final = 2**16
+
+
+def has_bfloat16() -> bool:
+    """Return whether Linux names instructions for bfloat16 among what this CPU can do."""
+    return CPUINFO.exists() and re.search(r"\b(amx|avx512)_bf16\b", CPUINFO.read_text()) is not None
 
 
 def kept(shape: torch.Size, probability: float) -> Float[Tensor, "..."]:

@@ -11,6 +11,8 @@ from filelock import FileLock, Timeout
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import InvalidConfigError, StorageError
 from minilm_cache.models.arch import StudentShape
+from minilm_cache.models.cpu import has_bfloat16
+from minilm_cache.models.device import CPU
 from minilm_cache.models.student import student_config
 from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
@@ -156,6 +158,8 @@ def _train(
     progress.note(_run_in_words(path, config, objective=objective, steps=steps))
     for line in beginnings.in_words:
         progress.note(line)
+    if config.precision is None and ranks.device == CPU and has_bfloat16():
+        progress.note("this CPU trains in about half the time with --precision bfloat16")
     ranks.refuse_difference("what students begin with", beginnings.name)
     first = student_config(shapes[0], cache.reader.attachment(TEACHER_CONFIG), manifest)
     run = _Run(

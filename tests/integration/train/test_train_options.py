@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from minilm_cache.cache import open_cache
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
+from minilm_cache.models import cpu
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.objectives.batch import UNITS
 from minilm_cache.objectives.check import choose_objective
@@ -31,6 +32,7 @@ from tests.conftest import Command
 from tests.integration.cli.test_processes import start
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
 from tests.support import TINY, World, save_teacher
+from tests.unit.store.support import Recorder
 
 CPU = Ranks.alone(torch.device("cpu"))
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -232,6 +234,31 @@ def test_bfloat16_is_of_matrix_products_alone(world: World) -> None:
         assert left != right
         assert right == pytest.approx(left, rel=0.02)
         assert {weight.dtype for weight in weights(rounded)[arch].values()} == {torch.float32}
+
+
+def test_a_cpu_with_instructions_for_bfloat16_says_what_they_are_worth(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.dump()
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(cpu, "CPUINFO", info)
+    hint = "this CPU trains in about half the time with --precision bfloat16"
+    notes = {}
+    for number, flags in enumerate(("avx512f avx512_bf16 fpu", "amx_bf16", "avx512f", None)):
+        if flags:
+            info.write_text(f"model name\t: a CPU\nflags\t\t: {flags}\n")
+        else:
+            info.unlink()
+        for precision in (None, "float32"):
+            progress = Recorder()
+            changes = settings(steps=1, precision=precision)
+            out = tmp_path / f"run-{number}-{precision}"
+            train_students(changes, world.root / "cache", out=out, home=world.home, progress=progress)
+            notes[flags, precision] = hint in progress.notes
+    assert [key for key, is_said in notes.items() if is_said] == [
+        ("avx512f avx512_bf16 fpu", None),
+        ("amx_bf16", None),
+    ]
 
 
 def test_gradients_are_clipped_to_the_norm(world: World) -> None:
