@@ -130,7 +130,8 @@ def _cache(given: argparse.Namespace) -> Cache:
     text = given.home / "text.txt"
     if not text.exists():
         given.home.mkdir(parents=True, exist_ok=True)
-        written = records(given.data, paragraphs=given.paragraphs, questions=given.questions)
+        files = [given.data / name / "train.txt" for name in ("enwiki", "enwiki_core")]
+        written = records(files, paragraphs=given.paragraphs, questions=given.questions)
         text.write_text("".join(f"{record}\n\n" for record in written))
     place = given.home / "cache"
     if not (place / "manifest.json").exists():

@@ -1,7 +1,12 @@
-"""The text that students of embeddings learn from: sentences, whole paragraphs, and questions."""
+"""The text that students of embeddings learn from: sentences, whole paragraphs, and questions.
+
+python -m benchmarks.texts PARAGRAPHS.txt > texts.txt    # a paragraph a line; a quarter of them stay whole
+"""
 
 import random
 import re
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -14,18 +19,18 @@ ORDINARY: Final = ("The", "A", "An", "In", "It", "This", "He", "She", "They", "T
 """First words of a sentence that are small within one."""
 
 
-def records(data: Path, *, paragraphs: float, questions: float) -> list[str]:
-    """Return sentences of English Wikipedia.
+def records(files: Iterable[Path], *, paragraphs: float, questions: float) -> list[str]:
+    """Return the sentences of a text, and some of its paragraphs.
 
     Args:
-        data: folder that holds `enwiki/train.txt` and `enwiki_core/train.txt`, a paragraph a line.
+        files: text files with a paragraph a line, like `enwiki/train.txt`.
         paragraphs: share of the paragraphs above 200 characters that stay as they are.
         questions: share of the sentences that begin like `Paris is the capital` that become questions.
     """
     generator = random.Random(0)  # noqa: S311 - a sample of text
     found = []
-    for name in ("enwiki", "enwiki_core"):
-        for line in (data / name / "train.txt").read_text().splitlines():
+    for file in files:
+        for line in file.read_text().splitlines():
             paragraph = line.strip()
             if not paragraph:
                 continue
@@ -51,3 +56,7 @@ def _question(statement: re.Match[str], generator: random.Random) -> str:
     if word == "Which":
         return f"Which {subject.split()[-1]} {verb} {rest}?"
     return f"{word} {verb} {subject} {rest}?"
+
+
+if __name__ == "__main__":
+    print(*records(map(Path, sys.argv[1:]), paragraphs=0.25, questions=0.0), sep="\n\n")

@@ -57,7 +57,7 @@ def dump(
     resume: ResumeOption = True,
     json: JsonOption = False,
 ) -> None:
-    """Run a teacher once over a corpus and write its relations into a cache.
+    """Run a teacher once over a corpus and write its relations or vectors into a cache.
 
     Example: minilm-cache dump --teacher mini --corpus notes.txt --out notes.cache
 

@@ -67,7 +67,7 @@ def _root(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = None,
 ) -> None:
-    """Run a teacher once, train many students offline from its cached relations.
+    """Run a teacher once, then train many students from what it computed.
 
     Caches and runs are kept in MINILM_CACHE_HOME. Without it they are kept in ~/.cache/minilm-cache.
     Numbers may end with k, M or G: 20k is 20,000.

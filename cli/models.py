@@ -86,7 +86,7 @@ def augment(
 
 @options(SliceConfig)
 def cut(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
-    """Cut a teacher to a smaller shape, fitted in seconds, as train does.
+    """Cut a teacher to a smaller shape and fit it to text, as train does.
 
     Example: minilm-cache slice --teacher mini --arch 3x192 --out mini-3x192
     """

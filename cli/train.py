@@ -38,7 +38,7 @@ def train(
     resume: ResumeOption = True,
     json: JsonOption = False,
 ) -> None:
-    """Train students from a cache in one pass, without the teacher.
+    """Train students from a cache in one pass, without the teacher in the loop.
 
     Example: minilm-cache train notes.cache --arch 3x384 --arch 4x312:ff1200 --epochs 5
     """

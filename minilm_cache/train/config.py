@@ -74,7 +74,7 @@ class ComputeSettings(DeviceSettings):
 
     precision: Literal["float32", "bfloat16"] | None = None
     """Precision of matrix products; weights, relations and losses are always float32. None means bfloat16 on
-    a GPU, else float32."""
+    a GPU, else float32; some CPUs train in about half the time with bfloat16."""
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Parts that each process cuts its share of a step into, to save memory; their gradients are added."""
     gradient_checkpointing: bool = False
@@ -86,7 +86,7 @@ class ComputeSettings(DeviceSettings):
     streams: Annotated[int, Field(ge=1)] | None = None
     """Streams that an epoch's sequences are dealt to. None means one for each process."""
     local_bytes: Annotated[int, Field(ge=1)] = DEFAULT_LOCAL_BYTES
-    """Bytes of shards that are kept on this machine, of a cache at a URL; like 20G."""
+    """Bytes of shards that are kept on this machine, of a cache at a URL; like 20G. The default is 16 GiB."""
 
 
 class RunSettings(FrozenSettings):
@@ -142,7 +142,8 @@ class CostConfig(FrozenSettings):
 
     group = "Training to estimate"
     arch: tuple[str, ...] = ()
-    """Shape of a student whose training is estimated; may be repeated. None means no estimate."""
+    """Shape of a student whose training is estimated, with --preset or --epochs; may be repeated. None means
+    no estimate."""
     preset: str | None = None
     """Recipe that says how many steps of how many sequences a training takes. None means `--epochs`."""
     epochs: Annotated[int, Field(ge=1)] | None = None
