@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -110,7 +111,9 @@ def cut(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
     if result.kl is not None:
         kls = ", ".join(f"{kind} {kl:.4f}" for kind, kl in result.kl.items())
         pairs["KL(teacher, slice), nats"] = f"{kls}, on text that it was not fitted to"
-    print_pairs(pairs | {"next": f"minilm-cache train CACHE --arch {config.arch} --init {result.path}"})
+    print_pairs(
+        pairs | {"next": f"minilm-cache train CACHE --arch {config.arch} --init {quote(str(result.path))}"}
+    )
 
 
 @options(TruncateConfig)

@@ -87,11 +87,12 @@ def merge(
         if done.shards_missing
         else "every shard is there"
     )
+    folder = shlex.quote(str(done.path))
     print_pairs(
         {
             "cache": done.path,
             "shards": f"{done.shards_copied} copied, {done.num_shards} in all",
-            "state": f"{state}; the dump command with --out {done.path} and no --rank finishes it",
+            "state": f"{state}; the dump command with --out {folder} and no --rank finishes it",
         }
     )
 

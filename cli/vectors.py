@@ -1,6 +1,7 @@
 """`minilm-cache export`, `import`: vectors of texts for other tools, and from them."""
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -67,11 +68,12 @@ def import_file(
             }
         )
         return
+    cache = quote(str(result.path))
     print_pairs(
         {
             "cache": result.path,
             "texts": f"{manifest.num_sequences:,}, {manifest.held_out_in_words}",
-            "next": f"minilm-cache train {result.path} --objective embedding --arch 3x384 --init random",
+            "next": f"minilm-cache train {cache} --objective embedding --arch 3x384 --init random",
         }
     )
     fidelity_table(manifest)

@@ -76,6 +76,8 @@ def load_file(file: Path, documents: Documents) -> datasets.Dataset:
             cache_dir=arrow_cache(file),
             **_format_options(file, documents),
         )
+    except CorpusError:
+        raise
     except (DatasetsError, OSError, ValueError, csv.Error, pa.ArrowException) as error:
         reason = _broken_line(file) or reason_of(error)
         raise CorpusError(f"cannot read corpus {file}: {reason}") from error

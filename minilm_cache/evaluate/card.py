@@ -11,7 +11,7 @@ from minilm_cache.errors import InvalidConfigError, first_line
 from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.evaluate.summary import Summary
 from minilm_cache.evaluate.tasks import TASKS, SpanTask
-from minilm_cache.store.durable import write_file
+from minilm_cache.store.durable import storage_errors, write_file
 
 
 def check_cards(models: Sequence[Evaluated], names: Sequence[str]) -> None:
@@ -50,7 +50,8 @@ def write_card(model: Evaluated, summaries: Sequence[Summary]) -> Path:
         section = rf"\n*<!-- scores of {name} -->.*?<!-- end of scores of {name} -->\n*"
         card.text = re.sub(section, "\n\n", card.text, flags=re.DOTALL).rstrip() + "\n\n" + _section(summary)
     file = model.folder / "README.md"
-    write_file(file, str(card).encode())
+    with storage_errors("write", file):
+        write_file(file, str(card).encode())
     return file
 
 

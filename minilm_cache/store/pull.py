@@ -128,8 +128,9 @@ def _pull(
 def _is_sound(root: Path) -> bool:
     """Return whether every file of a complete cache matches what was committed (XXH3-128)."""
     try:
-        for shard in CacheReader(root).records.values():
-            for path, expected in shard.files.items():
+        reader = CacheReader(root)
+        for files in (reader.manifest.files, *(shard.files for shard in reader.records.values())):
+            for path, expected in files.items():
                 checked_file(root, path, expected)
     except MiniLMCacheError:
         return False

@@ -1,11 +1,12 @@
 """What a chain consists of: its stages, its folder, and what its settings must be before the first stage."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
+
+from pydantic import TypeAdapter
 
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
@@ -204,7 +205,7 @@ def _check_folder(config: ChainConfig, folder: Path) -> None:
     if not file.exists():
         return
     try:
-        stored = json.loads(file.read_text())
+        stored = TypeAdapter(dict[str, object]).validate_json(file.read_bytes())
     except ValueError as error:
         raise IdentityMismatchError(f"{file} is damaged. Choose another --out.") from error
     differing = list(differing_values(stored, chain_settings(config)))

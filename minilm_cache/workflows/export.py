@@ -19,7 +19,7 @@ from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES
 from minilm_cache.storage_schema.states import POOLED
-from minilm_cache.store.durable import PARTIAL, refuse_existing
+from minilm_cache.store.durable import new_file, refuse_existing
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import safe_tokenizer_file
@@ -72,18 +72,16 @@ def export_vectors(
     refuse_existing(out, "the file")
     width, progress = states.pooled.width, progress or Silent()
     progress.start("export", len(opened), "sequences")
-    partial = out.with_name(f".{out.name}{PARTIAL}")
-    try:
-        with saving("write", out), pq.ParquetWriter(partial, _schema(width), compression="zstd") as writer:
-            for rows in _rows(opened, width):
-                if should_stop():
-                    raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
-                writer.write_table(rows)
-                progress.advance(len(rows))
-        with saving("write", out):
-            partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
+    with (
+        saving("write", out),
+        new_file(out) as file,
+        pq.ParquetWriter(file, _schema(width), compression="zstd") as writer,
+    ):
+        for rows in _rows(opened, width):
+            if should_stop():
+                raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
+            writer.write_table(rows)
+            progress.advance(len(rows))
     return ExportResult(path=out, num_rows=len(opened), width=width)
 
 

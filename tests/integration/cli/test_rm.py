@@ -31,6 +31,14 @@ def test_a_run_is_removed_by_its_name(world: World, run: Path, command: Command)
     assert (world.root / "cache/manifest.json").is_file()
 
 
+def test_a_folder_that_is_named_twice_is_removed_once(
+    world: World, run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    code, out, _ = command("rm", run, f"./{run.name}", "--yes", "--json")
+    assert (code, len(json.loads(out)["removed"]), run.exists()) == (0, 1, False)
+
+
 def test_what_a_run_needs_is_kept(world: World, run: Path, command: Command) -> None:
     cache = world.root / "cache"
     began = ("--init", run, "--steps", 3, "--lr", "1e-6")

@@ -236,6 +236,14 @@ def test_another_chain_is_refused_by_a_dry_run_too(chained: World, command: Comm
         )
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "null", "3"])
+def test_settings_that_are_none_are_said_to_be_damaged(
+    chained: World, command: Command, content: str
+) -> None:
+    (chained.root / "chain/settings.json").write_text(content)
+    command.fails(*arguments(chained), code=1, says="settings.json is damaged. Choose another --out.")
+
+
 def test_a_moved_chain_goes_on(chained: World, command: Command) -> None:
     (chained.root / "chain").rename(chained.root / "moved")
     code, _, err = command(*arguments(chained, "--out", chained.root / "moved"))

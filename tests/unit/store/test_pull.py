@@ -59,6 +59,17 @@ def test_an_interrupted_pull_is_no_cache_and_goes_on(complete: Path, tmp_path: P
     assert files_below(tmp_path / "out") == shared_files(complete)
 
 
+@pytest.mark.parametrize("path", ["tokens/c/4", "teacher/config.json"])
+def test_a_pulled_cache_that_was_damaged_since_is_not_taken_for_whole(
+    complete: Path, tmp_path: Path, path: str
+) -> None:
+    out = tmp_path / "out"
+    pull(str(complete), out, progress=Silent(), should_stop=never_stop)
+    (out / path).write_bytes(b"!!")
+    with pytest.raises(IdentityMismatchError, match="unfinished or damaged"):
+        pull(str(complete), out, progress=Silent(), should_stop=never_stop)
+
+
 def test_a_folder_of_other_things_is_left_alone_and_a_vacant_one_taken(
     complete: Path, tmp_path: Path
 ) -> None:
