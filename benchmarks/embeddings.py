@@ -32,7 +32,7 @@ from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MSELoss
 
-from benchmarks.report import cpu, read_result, write_result
+from benchmarks.report import add_to_result, cpu, read_result
 from benchmarks.texts import records
 from minilm_cache import DumpConfig, TrainConfig, dump_cache, open_cache, train_students
 from minilm_cache.cache import Cache
@@ -106,9 +106,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, help="most tokens of the cache")
     given = parser.parse_args()
     cache = _cache(given)
-    rows: list[dict[str, Any]] = read_result("embeddings").get("students", [])  # type: ignore[assignment]
+    rows: list[dict[str, Any]] = read_result("embeddings").get("students", [])
     if given.part in _ONCE:
-        _write(**{given.part: _ONCE[given.part](given, cache)})
+        add_to_result("embeddings", **{given.part: _ONCE[given.part](given, cache)})
         return
     for seed in given.seed or [0]:
         for name in given.student:
@@ -116,13 +116,7 @@ def main() -> None:
             row = _trained(given, cache, arch=arch, init=init, seed=seed)
             kept = [other for other in rows if any(other[key] != row[key] for key in KEYS)]
             rows = [*kept, row]
-            _write(students=rows)
-
-
-def _write(**parts: object) -> None:
-    earlier = read_result("embeddings")
-    kept = {name: value for name, value in earlier.items() if name in {"cache", "students", *_ONCE}}
-    write_result("embeddings", {**kept, **parts})
+            add_to_result("embeddings", students=rows)
 
 
 def _cache(given: argparse.Namespace) -> Cache:
@@ -147,13 +141,14 @@ def _cache(given: argparse.Namespace) -> Cache:
     if not given.relations:
         texts, tokens = cache.manifest.num_sequences, cache.manifest.num_tokens
         bytes_per_text = round(pooled.bytes_per_token * tokens / texts, 1)
-        _write(
+        add_to_result(
+            "embeddings",
             cache={
                 "texts": texts,
                 "tokens": tokens,
                 "bytes_per_text": bytes_per_text,
                 "cosine": pooled.cosine,
-            }
+            },
         )
     return cache
 
@@ -341,7 +336,7 @@ def _batches(given: argparse.Namespace, cache: Cache) -> dict[str, float]:
 
 def _untrained(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
     """Score students as they begin: of whole layers, or cut from the teacher with the cache's sequences."""
-    scores: dict[str, Any] = dict(read_result("embeddings").get("untrained", {}))  # type: ignore[call-overload]
+    scores: dict[str, Any] = read_result("embeddings").get("untrained", {})
     for student in given.student:
         arch, _, init = student.partition("=")
         name = " ".join(filter(None, [arch, init, given.layers]))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import read_result, write_result
+from benchmarks.report import add_to_result, read_result
 from minilm_cache import Cache, DumpConfig, TrainConfig, dump_cache, open_cache, train_students
 from minilm_cache.evaluate.run import evaluate_models
 from minilm_cache.evaluate.settings import EvaluateConfig
@@ -76,24 +76,16 @@ def main() -> None:
     dumped = dump_cache(DumpConfig(teacher="mini", max_tokens=MAX_TOKENS), out=place, home=given.home)
     cache = open_cache(dumped.path)
     if "starts" in parts:
-        _write(starts=_starts(given, cache))
+        add_to_result("head_start", tokens=MAX_TOKENS, starts=_starts(given, cache))
     if "recipe" in parts:
-        _write(recipe=dict(_recipes(cache)))
+        add_to_result("head_start", tokens=MAX_TOKENS, recipe=dict(_recipes(cache)))
     if "tasks" in parts:
-        _write(tasks=_tasks(given))
-
-
-def _write(**parts: object) -> None:
-    earlier = {name: value for name, value in read_result("head_start").items() if name in _PARTS}
-    write_result("head_start", {"tokens": MAX_TOKENS, **earlier, **parts})
-
-
-_PARTS = ("starts", "recipe", "tasks")
+        add_to_result("head_start", tokens=MAX_TOKENS, tasks=_tasks(given))
 
 
 def _starts(given: argparse.Namespace, cache: Cache) -> list[dict[str, Any]]:
     """Return a row for each student: its shape, start, steps, seed, and KLs before and after training."""
-    rows = _earlier_starts()
+    rows: list[dict[str, Any]] = read_result("head_start").get("starts", [])
     for seed in range(given.first_seed, given.first_seed + given.seeds):
         for start in given.start or STARTS:
             arch = tuple(shape for shape in STARTS[start] if shape in (given.shape or SHAPES))
@@ -101,19 +93,13 @@ def _starts(given: argparse.Namespace, cache: Cache) -> list[dict[str, Any]]:
                 new = _trained(given, cache, arch=arch, start=start, seed=seed)
                 replaced = [_student(row) for row in new]
                 rows = [*(row for row in rows if _student(row) not in replaced), *new]
-                _write(starts=rows)
+                add_to_result("head_start", tokens=MAX_TOKENS, starts=rows)
     return rows
 
 
 def _student(row: dict[str, Any]) -> tuple[object, ...]:
     """Return what tells a row's student from others."""
     return tuple(row[key] for key in ("arch", "start", "steps", "precision", "seed"))
-
-
-def _earlier_starts() -> list[dict[str, Any]]:
-    earlier = read_result("head_start").get("starts", [])
-    assert isinstance(earlier, list)
-    return earlier
 
 
 def _trained(

@@ -24,7 +24,6 @@ from minilm_cache.train.config import TrainConfig
 ARCH = "3x192"
 EPOCHS = 20
 TRAIN_SEQUENCES = 160
-FRESH_SEQUENCES = 128
 BATCH_SIZE = 8
 SEEDS = (0, 1, 2)
 LENGTH = 128

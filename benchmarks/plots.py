@@ -3,16 +3,15 @@
 python -m benchmarks.plots
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from benchmarks.report import RESULTS
+from benchmarks.tables.cells import read
 from benchmarks.tables.students import long_starts, short_starts
 
 COLOURS = {
@@ -27,11 +26,6 @@ LEAST_KL = 1e-4
 LEAST_EXCESS = 0.02
 """Least excess over online training, in per cent. Lower values are drawn here."""
 MARKERS = {"128": "o", "256": "s", "512": "^"}
-
-
-def _read(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return content
 
 
 def _per_cent(ratio: float) -> float:
@@ -69,7 +63,7 @@ START_COLOURS = {
 
 def plot_fidelity(name: str) -> None:
     """Draw bytes per token against the greater KL of both relations; sampled rows have no KL."""
-    result = _read(name)
+    result = read(name)
     with _axes(name, (7.5, 4.5)) as axes:
         for length, rows in result["lengths"].items():
             for family in ("vectors", "topk largest", "layer's input", "dense"):
@@ -97,7 +91,7 @@ def plot_fidelity(name: str) -> None:
 
 def plot_student_quality() -> None:
     """Draw bytes per token against the student's held-out KL, relative to online training."""
-    result = _read("student_quality")
+    result = read("student_quality")
     quality, sizes = result["held_out_kl_nats"], result["bytes_per_token"]
     with _axes("student_quality", (7.5, 4)) as axes:
         for setting, size in sizes.items():
@@ -120,7 +114,7 @@ def plot_student_quality() -> None:
 def plot_dump_speed() -> None:
     """Draw tokens per second of each codec, over those of the plain forward pass, on each processor."""
     with _axes("dump_speed", (6, 3.5)) as axes:
-        for offset, (cpu, measured) in enumerate(_read("dump_speed")["cpus"].items()):
+        for offset, (cpu, measured) in enumerate(read("dump_speed")["cpus"].items()):
             ratios = measured["over_plain_forward"]
             places = [number + offset * 0.4 for number in range(len(ratios))]
             bars = axes.barh(places, list(ratios.values()), height=0.36, label=cpu)

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,13 +42,16 @@ def write_result(name: str, result: dict[str, object]) -> None:
 
 def write_for_cpu(name: str, measured: Mapping[str, object]) -> None:
     """Write what was measured on this processor, in addition to what `results/NAME.json` has of others."""
-    cpus = read_result(name).get("cpus", {})
-    assert isinstance(cpus, dict)
-    write_result(name, {"cpus": {**cpus, cpu(): measured}})
+    write_result(name, {"cpus": {**read_result(name).get("cpus", {}), cpu(): measured}})
 
 
-def read_result(name: str) -> dict[str, object]:
-    """Return the result of an earlier run of a benchmark. Empty if there was none."""
+def add_to_result(name: str, **parts: object) -> None:
+    """Write parts of a result; those of an earlier run stay in it."""
+    write_result(name, {**read_result(name), **parts})
+
+
+def read_result(name: str) -> dict[str, Any]:
+    """Return what an earlier run of a benchmark measured. Empty if there was none."""
     file = RESULTS / f"{name}.json"
-    result: dict[str, object] = json.loads(file.read_text()) if file.exists() else {}
-    return result
+    result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return {part: value for part, value in result.items() if part not in {"benchmark", "machine"}}

@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModel, BertConfig
 
 from benchmarks.loops import CPU, offline, rates, stream_of, trainers_of, usual
-from benchmarks.report import read_result, write_result
+from benchmarks.report import add_to_result, write_result
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
@@ -252,7 +252,7 @@ def main() -> None:
             if part == "ratios":
                 # Groups that an earlier run measured stay in the result.
                 measured = ratios(bench, arguments.students or GROUPS)
-                write_result(f"train_speed_{part}", read_result(f"train_speed_{part}") | measured)
+                add_to_result(f"train_speed_{part}", **measured)
             else:
                 write_result(f"train_speed_{part}", PARTS[part](bench))
 

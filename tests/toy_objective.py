@@ -1,5 +1,7 @@
 """An objective of one's own, in one file: its row, what it needs, and its loss."""
 
+from torch import nn
+
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.base import (
     ObjectiveKind,
@@ -8,7 +10,6 @@ from minilm_cache.objectives.base import (
     StudentFacts,
     StudentNeeds,
     StudentObjective,
-    projection,
 )
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.spec import Needs, ObjectiveSpec
@@ -32,7 +33,7 @@ class ToyObjective(StudentObjective):
         super().__init__()
         self.needs = StudentNeeds(hidden=(student.num_layers,))
         self._name = name
-        self.projection = projection(student.hidden_size, teacher_width)
+        self.projection = nn.Linear(student.hidden_size, teacher_width, bias=False)
 
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; its only part is `toy`."""

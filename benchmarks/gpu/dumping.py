@@ -9,28 +9,13 @@ from transformers import AutoModel
 
 from benchmarks.gpu.inputs import Bench
 from benchmarks.loops import synchronize
+from minilm_cache.dump.plan import TaskClock
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.progress import Silent
 from minilm_cache.storage_schema.identity import Precision
 
 CODECS = ("topk", "vectors", "dense")
 FORWARD_S = 2.0
-
-
-class _DumpTimer(Silent):
-    """Measures the seconds of the task `dump`, in which the teacher runs and shards are written."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._task, self._began = "", 0.0
-
-    def start(self, task: str, total: int, unit: str) -> None:
-        """Begin a task, which ends the one before."""
-        del total, unit
-        now = time.perf_counter()
-        if self._task == "dump":
-            self.seconds += now - self._began
-        self._task, self._began = task, now
 
 
 def dumping(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -43,10 +28,10 @@ def dumping(bench: Bench) -> Iterator[dict[str, Any]]:
         for codec in CODECS:
             path = bench.folder / f"dumped-{codec}-{precision}"
             config = bench.config(codec, length, tokens=bench.sizes.dump_tokens, precision=precision)
-            timer = _DumpTimer()
-            manifest = dump_cache(config, out=path, home=bench.folder, progress=timer).manifest
-            timer.start("", 0, "")
-            rate = manifest.num_tokens / timer.seconds
+            clock = TaskClock(Silent())
+            manifest = dump_cache(config, out=path, home=bench.folder, progress=clock).manifest
+            clock.stop()
+            rate = manifest.num_tokens / clock.seconds["dump"]
             yield {
                 "codec": codec,
                 "precision": precision,

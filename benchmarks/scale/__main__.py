@@ -21,7 +21,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import read_result, write_result
+from benchmarks.report import add_to_result, read_result
 from benchmarks.scale.caches import make_cache
 from benchmarks.scale.large_shards import measure_large_shards, written_and_read
 from benchmarks.scale.ranks import measure_ranks
@@ -58,9 +58,9 @@ def main() -> None:
     elif given.part == "shards":
         _measure_shards(given.home, given.shards)
     elif given.part == "text":
-        _write(text=measure_text(given.home, given.text))
+        add_to_result("scale", text=measure_text(given.home, given.text))
     else:
-        _write(**{given.part: _PARTS[given.part](given.home)})
+        add_to_result("scale", **{given.part: _PARTS[given.part](given.home)})
 
 
 def _measured_child(given: argparse.Namespace) -> dict[str, Any]:
@@ -80,21 +80,13 @@ def _measure_shards(home: Path, counts: list[int]) -> None:
     """Make and measure caches of so many shards each, and write the results."""
     config = DumpConfig(teacher="mini", codec="topk", max_tokens=20_000, shard_tokens=SHARD_TOKENS)
     source = CacheReader(dump_cache(config, out=home / "dump", home=home).path)
-    rows: list[Any] = read_result("scale").get("shards", [])  # type: ignore[assignment]
+    rows: list[Any] = read_result("scale").get("shards", [])
     for num_shards in counts:
         path = home / f"{num_shards}"
         row = {"shards": num_shards, **make_cache(source, path, num_shards), **measure_shards(path)}
         shutil.rmtree(path)
         rows = sorted([*(old for old in rows if old["shards"] != num_shards), row], key=lambda r: r["shards"])
-        _write(shards=rows)
-
-
-def _write(**parts: object) -> None:
-    """Write the results of some parts, and keep those of the others."""
-    earlier = {
-        name: value for name, value in read_result("scale").items() if name not in {"benchmark", "machine"}
-    }
-    write_result("scale", {**earlier, **parts})
+        add_to_result("scale", shards=rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Tables of caches and speed: bytes and errors of codecs, what objectives add, training steps."""
 
 from collections.abc import Iterable
-from typing import Final
 
 from benchmarks.tables.cells import read, table_of
 from minilm_cache.objectives.config import ObjectiveConfig
@@ -75,13 +74,3 @@ def steps() -> str:
         rows.append([f"{label}, {batch}", offline, *pairs])
     head = ["student, batch", "from the cache (`topk` / `vectors`), tokens/s", "over targets in memory"]
     return table_of([*head, "over the best online loop", "over the usual online loop"], rows)
-
-
-NAMES: Final = {
-    "cola": "CoLA",
-    "sst2": "SST-2",
-    "stsb": "STS-B",
-    "mrpc": "MRPC",
-    "rte": "RTE",
-    "squad2": "SQuAD 2.0",
-}

@@ -1,7 +1,7 @@
 """Tables of what grows with text, shards, requests and ranks."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.tables.cells import read, table_of
 
@@ -77,7 +77,7 @@ def far_and_together() -> str:
 
 def text_once() -> str:
     """Return what tokenising a text once takes, and what it saves."""
-    result = _scale()
+    result = read("scale")
     text, planning = result["text"], result["planning"]
     one, two = text["tokenised_by_1_s"], text["tokenised_by_2_s"]
     rows = [
@@ -98,17 +98,13 @@ def text_once() -> str:
     return table_of(["", "measured"], rows)
 
 
-def _scale() -> Any:  # noqa: ANN401 - JSON
-    return read("scale")
-
-
 def _seconds(row: dict[str, float]) -> str:
     return f"{row['seconds']:,.1f} s, {row['anonymous_mib']:,.0f} MiB of memory"
 
 
 def growth() -> str:
     """Return what grows with the corpus, computed from what was measured."""
-    scale, sizes = _scale(), read("many_epochs")["bytes_per_token"]
+    scale, sizes = read("scale"), read("many_epochs")["bytes_per_token"]
     text, million = scale["text"], scale["shards"][-1]
     per_token = {"vectors": sizes["vectors, KL at most 0.005"], "topk": sizes["topk pps k=16"]}
     default = scale["large"]["default_shard_tokens"]
@@ -170,7 +166,7 @@ def large_shards() -> str:
             f"{row['write_mib']:,.0f} MiB",
             f"{row['read_mib']:,.0f} MiB",
         ]
-        for row in _scale()["large"]["shards"]
+        for row in read("scale")["large"]["shards"]
     ]
     return table_of(
         ["tokens of a shard", "segments", "decoded", "memory to write it", "memory to read it"], rows

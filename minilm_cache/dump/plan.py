@@ -184,7 +184,7 @@ def _measure(
     should_stop: ShouldStop,
 ) -> PlannedSetting:
     """Dump a sample of `sample` tokens with one setting, and scale what is measured to the whole corpus."""
-    clock = _Clock(progress)
+    clock = TaskClock(progress)
     # Several shards, so that writing one while the teacher runs on the next is timed, too.
     shard_tokens = 2 ** max(math.ceil(math.log2(config.max_length)), math.floor(math.log2(sample)) - 3)
     sampled = config.with_changes(max_tokens=sample, shard_tokens=max(shard_tokens, MIN_SHARD_TOKENS))
@@ -219,7 +219,7 @@ def _measure(
     )
 
 
-def _fixed_s(manifest: CacheManifest, clock: "_Clock", sequences: SequenceTable) -> float:
+def _fixed_s(manifest: CacheManifest, clock: "TaskClock", sequences: SequenceTable) -> float:
     """Return the seconds that compiling, measuring fidelity and fitting take for the whole corpus."""
     assert manifest.measured is not None
     audited = min(max(sequences.num_held_out, 1), MAX_SEQUENCES)
@@ -239,7 +239,7 @@ def _fixed_s(manifest: CacheManifest, clock: "_Clock", sequences: SequenceTable)
     return seconds + spent * (len(fit) + len(check)) / used
 
 
-class _Clock(Silent):
+class TaskClock(Silent):
     """Times the tasks of a dump."""
 
     def __init__(self, progress: Progress) -> None:

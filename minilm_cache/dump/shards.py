@@ -95,7 +95,8 @@ class ShardJob:
                 files: ShardWriter | None = None
                 try:
                     files = self.writer.begin_shard(claim.shard)
-                    for encoded in self._encoded(claim.shard, progress, should_stop):
+                    for sequences in self._segments(claim.shard):
+                        encoded = self._encode(sequences, progress, should_stop)
                         if pending is not None:
                             pending.result()
                         pending = disk.submit(files.append, *encoded, threads=encoders)
@@ -108,20 +109,6 @@ class ShardJob:
             if pending is not None:
                 pending.result()
         return written
-
-    def _encoded(
-        self, shard: int, progress: Progress, should_stop: ShouldStop
-    ) -> Iterator[tuple[_Rows, pa.Table]]:
-        """Yield the rows and the sequence table of each segment of a shard.
-
-        Raises:
-            InterruptedRunError: a stop was requested.
-        """
-        for sequences in self._segments(shard):
-            encoded = self._encode(sequences, progress, should_stop)
-            if encoded is None:
-                raise self._interrupted()
-            yield encoded
 
     def _commit(
         self, files: ShardWriter, *, appended: Future[None] | None, lock: ShardLock, left: int
@@ -155,13 +142,17 @@ class ShardJob:
 
     def _encode(
         self, sequences: range, progress: Progress, should_stop: ShouldStop
-    ) -> tuple[_Rows, pa.Table] | None:
-        """Return the rows and the table of sequences of one segment. None means that a stop was requested."""
+    ) -> tuple[_Rows, pa.Table]:
+        """Return the rows and the table of sequences of one segment.
+
+        Raises:
+            InterruptedRunError: a stop was requested.
+        """
         segment = self._begin(sequences)
         before: _Batch | None = None
         for chosen in self._batches(segment.lengths):
             if should_stop():
-                return None
+                raise self._interrupted()
             batch = self._encode_batch(segment, chosen)
             if before is not None:
                 segment.take(before)  # while a GPU computes the batch after it

@@ -165,11 +165,6 @@ class ObjectiveKind(ABC):
         """
 
 
-def projection(width: int, teacher_width: int, *, bias: bool = False) -> nn.Linear:
-    """Return a learned linear map from a student's width to its teacher's."""
-    return nn.Linear(width, teacher_width, bias=bias)
-
-
 def token_mse(
     student: Float[Tensor, "batch length width"],
     teacher: Float[Tensor, "batch length width"],

@@ -1,5 +1,7 @@
 """`hidden-mse`: the last hidden states in place of the value relation."""
 
+from torch import nn
+
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.base import (
     ObjectiveKind,
@@ -8,7 +10,6 @@ from minilm_cache.objectives.base import (
     StudentFacts,
     StudentNeeds,
     StudentObjective,
-    projection,
     token_mse,
     valid_tokens,
 )
@@ -33,7 +34,7 @@ class HiddenObjective(StudentObjective):
         super().__init__()
         self.needs = StudentNeeds(layers=(student.num_layers - 1,), hidden=(student.num_layers,))
         self._name = name
-        self.projection = projection(student.hidden_size, teacher_width)
+        self.projection = nn.Linear(student.hidden_size, teacher_width, bias=False)
 
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `attention`, nats, and `hidden_mse`."""

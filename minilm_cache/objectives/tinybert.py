@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.base import (
@@ -20,7 +20,6 @@ from minilm_cache.objectives.base import (
     StudentFacts,
     StudentNeeds,
     StudentObjective,
-    projection,
     token_mse,
     valid_tokens,
 )
@@ -68,8 +67,10 @@ class TinyBertObjective(StudentObjective):
             layers=tuple(pair.student for pair in pairs),
             hidden=(0, *(pair.student + 1 for pair in pairs)),
         )
-        self.hidden_projection = projection(student.hidden_size, teacher_width, bias=shared)
-        self.embedding_projection = None if shared else projection(student.hidden_size, teacher_width)
+        self.hidden_projection = nn.Linear(student.hidden_size, teacher_width, bias=shared)
+        self.embedding_projection = (
+            None if shared else nn.Linear(student.hidden_size, teacher_width, bias=False)
+        )
 
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `embedding_mse`, `hidden_mse` and `attention_mse`, sums over layers."""

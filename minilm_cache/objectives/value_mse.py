@@ -1,7 +1,7 @@
 """`value-mse`: the values themselves in place of the value relation."""
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.base import (
@@ -11,7 +11,6 @@ from minilm_cache.objectives.base import (
     StudentFacts,
     StudentNeeds,
     StudentObjective,
-    projection,
     token_mse,
     valid_tokens,
 )
@@ -34,7 +33,7 @@ class ValueObjective(StudentObjective):
         """Compare the values of the student's last layer with the teacher's, which have this width."""
         super().__init__()
         self.needs = StudentNeeds(layers=(student.num_layers - 1,))
-        self.projection = projection(student.vector_width, teacher_width)
+        self.projection = nn.Linear(student.vector_width, teacher_width, bias=False)
 
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `attention`, nats, and `value_mse`."""

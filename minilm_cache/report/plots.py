@@ -243,23 +243,6 @@ def agreement_figure(relations: Sequence[RelationAgreement]) -> Figure:
     return figure
 
 
-def map_figure(probs: npt.NDArray[np.float32], tokens: Sequence[str], title: str) -> Figure:
-    """Draw one relation of one head, `(length, length)`: rows are queries, columns are keys.
-
-    Args:
-        probs: probabilities, float32, each row with a sum of at most 1.
-        tokens: tokens that label rows and columns.
-        title: title of the figure.
-    """
-    figure, axes = _axes(0.8 + 0.22 * len(tokens), 0.8 + 0.22 * len(tokens))
-    axes.imshow(np.sqrt(probs), vmin=0, vmax=1, cmap="Greys")
-    axes.set_title(_literal(title), fontsize=9, color=INK)
-    labels = list(map(_literal, tokens))
-    axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=7)
-    axes.set_yticks(range(len(tokens)), labels, fontsize=7)
-    return figure
-
-
 def _write_values(axes: Axes, values: npt.NDArray[np.float64]) -> None:
     """Write each value on its cell, so that nobody has to compare shades."""
     for (row, column), value in np.ndenumerate(values):

@@ -177,10 +177,8 @@ def write_file(path: Path, content: bytes, *, durable: bool = True) -> None:
         content: its new content.
         durable: flush it to disk. Without that, a crash of the machine can leave an empty file.
     """
-    with _temporary(path, content, durable=durable) as temporary:
-        temporary.replace(path)
-    if durable:
-        sync_directories([path.parent])
+    with new_file(path, durable=durable) as file:
+        file.write(content)
 
 
 def create_file(path: Path, content: bytes) -> None:
@@ -315,15 +313,14 @@ def _temporary_name(path: Path) -> Path:
 
 
 @contextmanager
-def _temporary(path: Path, content: bytes, *, durable: bool = True) -> Iterator[Path]:
+def _temporary(path: Path, content: bytes) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_name(path)
     try:
         with temporary.open("xb") as file:
             file.write(content)
             file.flush()
-            if durable:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)

@@ -50,10 +50,7 @@ def xxh3(content: bytes | memoryview) -> str:
 
 def xxh3_file(file: BufferedIOBase) -> str:
     """Return the XXH3-128 (hex) of a file from where it stands; it need not fit into memory."""
-    hasher = xxhash.xxh3_128()
-    while part := file.read(_PART_BYTES):
-        hasher.update(part)
-    return hasher.hexdigest()
+    return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def digest_file(path: Path) -> FileDigest:

@@ -5,7 +5,7 @@ and that against the manifest, as a reader does. In both directions the manifest
 unfinished copy is never mistaken for a cache. Files that have arrived are not copied again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -62,9 +62,4 @@ def for_each(
         return work(number)
 
     with ThreadPoolExecutor(TRANSFERS) as threads:
-        results: Iterator[Result] = threads.map(guarded, numbers)
-        try:
-            return list(results)
-        except BaseException:
-            threads.shutdown(cancel_futures=True)
-            raise
+        return list(threads.map(guarded, numbers))  # an error cancels those that have not begun

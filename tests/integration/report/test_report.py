@@ -22,7 +22,6 @@ from transformers import AutoModel
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.student import teacher_config
 from minilm_cache.report.maps import Example, ModelMaps, packed
-from minilm_cache.report.plots import map_figure
 from minilm_cache.report.provenance import train_command
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind
@@ -281,7 +280,6 @@ def test_names_that_look_like_formulas(trained: World, command: Command, tmp_pat
         shutil.copytree(trained.root / "run", tmp_path / name)
     runs = (tmp_path / "a", tmp_path / r"r$\x$")
     assert command("report", *runs, "--out", tmp_path / "page.html")[0] == 0
-    map_figure(np.eye(1, dtype=np.float32), ["$$"], "$").savefig(tmp_path / "map.svg")
 
 
 def test_damaged_runs_end_in_one_line(trained: World, command: Command, tmp_path: Path) -> None:
@@ -354,11 +352,6 @@ def test_maps_of_large_models_are_cut_to_fit(trained: World) -> None:
     found = packed([Example(label="text", tokens=("a",) * 512, models=models)])
     assert 1_000_000 < len(json.dumps(found)) < 1_300_000
     assert len(found["examples"][0]["tokens"]) > 16
-
-
-def test_a_map_is_a_figure_for_notebooks() -> None:
-    figure = map_figure(np.eye(3, dtype=np.float32), ["a", "b", "c"], "attention, head 0")
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, BertConfig
 
-from minilm_cache.dump.plan import _Clock, _fixed_s, _load_sequences, plan
+from minilm_cache.dump.plan import TaskClock, _fixed_s, _load_sequences, plan
 from minilm_cache.dump.shards import COMPILE
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.load import locate_teacher
@@ -60,7 +60,7 @@ def test_compiling_takes_as_long_for_a_sample_as_for_the_corpus(
     """A compiler that takes a second adds a second to a dump, however long it is."""
     monkeypatch.setattr(Teacher, "compile_forward", lambda _: None)
     config = world.config(codec="dense")
-    clock, manifest = _Clock(Silent()), world.dump(codec="dense").manifest
+    clock, manifest = TaskClock(Silent()), world.dump(codec="dense").manifest
     clock.seconds["measure fidelity"] = 3.0
     teacher = Teacher(locate_teacher(str(world.teacher)), torch.device("cpu"))
     sequences = _load_sequences(config, teacher, progress=Silent(), should_stop=never_stop)
