@@ -113,21 +113,11 @@ class TopKParameters(StoredModel):
             raise ValueError("`tail` goes with select=largest, and only with it")
         return self
 
-    @property
-    def in_words(self) -> str:
-        """The codec and its settings, for people."""
-        return f"topk, k={self.k}, select={self.select}" + (f", tail={self.tail}" if self.tail else "")
-
 
 class DenseParameters(StoredModel):
     """Codec `dense`: every probability as float16, the exact reference."""
 
     name: Literal["dense"] = "dense"
-
-    @property
-    def in_words(self) -> str:
-        """The codec, for people."""
-        return "dense"
 
 
 class VectorsParameters(StoredModel):
@@ -139,21 +129,11 @@ class VectorsParameters(StoredModel):
     calibration_tokens: int = Field(ge=1, le=2**24)
     """Approximate number of tokens that the code is fitted to; a quarter as many more are for checking."""
 
-    @property
-    def in_words(self) -> str:
-        """The codec and its bound, for people."""
-        return f"vectors, KL at most {self.max_kl}"
-
 
 class NoRelationsParameters(StoredModel):
     """No codec: the cache stores states and no relations."""
 
     name: Literal["none"] = "none"
-
-    @property
-    def in_words(self) -> str:
-        """What stands for the codec, for people."""
-        return "none: no relations are stored"
 
 
 CodecParameters = Annotated[

@@ -2,7 +2,7 @@
 
 from huggingface_hub import DatasetCardData
 
-from minilm_cache.storage_schema.identity import CacheIdentity
+from minilm_cache.storage_schema.identity import CacheIdentity, codec_words
 from minilm_cache.storage_schema.manifest import PREVIEW, TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.storage_schema.measured import Measured
 from minilm_cache.wording import markdown, printable
@@ -100,7 +100,7 @@ def cache_card(manifest: CacheManifest) -> str:
             f"- {manifest.num_sequences:,} sequences of at most {identity.packing.max_length} tokens "
             f"({identity.packing.mode}), {manifest.num_tokens:,} tokens; the last {manifest.num_held_out:,} "
             "sequences are held out",
-            f"- codec: {identity.codec.in_words}; {measured.bytes_per_token:.1f} bytes per token",
+            f"- codec: {codec_words(identity.codec)}; {measured.bytes_per_token:.1f} bytes per token",
             *([f"- states: {identity.states.in_words}"] if identity.states is not None else []),
             f"- fingerprint: `{manifest.fingerprint}`",
             "",

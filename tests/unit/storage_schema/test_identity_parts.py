@@ -177,13 +177,13 @@ def test_words_of_a_codec_are_the_settings_that_users_choose(codec: Content, wor
     ],
     ids=["largest", "pps", "dense", "vectors"],
 )
-def test_people_are_told_the_codec_with_what_bounds_it(
+def test_a_codec_in_words_has_what_bounds_it(
     codec: Content, settings_named: tuple[str, ...]
 ) -> None:
     relations = [] if codec is VECTORS else ["attention"]
     identity = identity_of(LITTLE | {"codec": codec, "relations": relations})
 
-    assert all(text in identity.codec.in_words for text in (codec["name"], *settings_named))
+    assert all(text in codec_words(identity.codec) for text in (codec["name"], *settings_named))
 
 
 def test_parameters_of_vectors_are_there_with_no_other_codec() -> None:
