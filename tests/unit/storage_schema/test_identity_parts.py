@@ -177,9 +177,7 @@ def test_words_of_a_codec_are_the_settings_that_users_choose(codec: Content, wor
     ],
     ids=["largest", "pps", "dense", "vectors"],
 )
-def test_a_codec_in_words_has_what_bounds_it(
-    codec: Content, settings_named: tuple[str, ...]
-) -> None:
+def test_a_codec_in_words_has_what_bounds_it(codec: Content, settings_named: tuple[str, ...]) -> None:
     relations = [] if codec is VECTORS else ["attention"]
     identity = identity_of(LITTLE | {"codec": codec, "relations": relations})
 
