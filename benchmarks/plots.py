@@ -162,7 +162,8 @@ def plot_head_start_curves() -> None:
             axes.set_title(shape, loc="left")
             axes.set_xlabel("steps")
         panels[0].set_ylabel("held-out KL, attention + value, nats")
-        panels[1].legend(fontsize=8, frameon=False)  # has every start
+        most = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[0]))
+        most.legend(fontsize=8, frameon=False)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def rm(
     """
     from minilm_cache.workflows.remove import find_removal, remove  # noqa: PLC0415 - it takes seconds
 
-    found = [find_removal(name, cache_home()) for name in names]
-    paths = {removal.path.resolve(): removal for removal in found}
+    named = (find_removal(name, cache_home()) for name in names)
+    paths = {removal.path.resolve(): removal for removal in named}
     removals = list(paths.values())
     for removal in removals:
         needing = [run for run in removal.needed_by if run.resolve() not in paths]

@@ -8,8 +8,17 @@ from benchmarks.tables.cells import read, spread_of, table_of
 
 _SCORES: Final = ("stsb_spearman", "squad_ndcg", "squad_ndcg_128")
 _HEAD: Final = ("STS-B", "retrieval", "retrieval, 128 tokens")
-_RECOMMENDED: Final = (3000, "bfloat16")
-"""Steps and precision of the commands in docs/embeddings.md."""
+_RECOMMENDED: Final = {
+    "init": "slice",
+    "frozen": "none",
+    "loss": "cosine",
+    "max_length": 128,
+    "paragraphs": 0.25,
+    "questions": 0.0,
+    "precision": "bfloat16",
+    "steps": 3000,
+}
+"""What the commands in docs/embeddings.md do."""
 _SETTINGS: Final = (
     "arch",
     "init",
@@ -43,13 +52,15 @@ def embedding_students() -> str:
     """Return scores and cost of the teacher and of students that were trained as the page recommends."""
     result = read("embeddings")
     teacher = result["teacher"]
-    table = [["teacher", f"{teacher['num_parameters']:,}", "", *_each_score(teacher), "-"]]
+    table = [["teacher", f"{teacher['num_parameters']:,}", "-", "-", *_each_score(teacher), "-"]]
     for rows in groups(_students_of_vectors(recommended=True), *_SETTINGS):
         row = max(rows, key=lambda row: row["threads"])
-        cost = f"{row['train_s'] / 60:.1f} on {row['threads']} of {row['cpu']}"
+        cores = "a core" if row["threads"] == 1 else f"{row['threads']} cores"
+        cost = f"{row['train_s'] / 60:.1f} minutes on {cores} of {row['cpu']}"
         size = f"{row['num_parameters']:,}"
-        table.append([f"`{row['arch']}`", size, f"slice {row['layers']}", *_scores(rows), cost])
-    head = ["model", "parameters", "begins with", *_HEAD, "minutes of training, on cores"]
+        start = f"slice {row['layers'] or ''}".strip()
+        table.append([f"`{row['arch']}`", size, start, f"{row['lr']:g}", *_scores(rows), cost])
+    head = ["model", "parameters", "begins with", "rate", *_HEAD, "training"]
     return table_of(head, table)
 
 
@@ -94,7 +105,7 @@ def _students_of_vectors(*, recommended: bool) -> list[dict[str, Any]]:
     return [
         row
         for row in read("embeddings")["students"]
-        if not row["relations"] and ((row["steps"], row["precision"]) == _RECOMMENDED) == recommended
+        if not row["relations"] and (row.items() >= _RECOMMENDED.items()) == recommended
     ]
 
 

@@ -219,7 +219,7 @@ def load_weights(
         The model, and the names of the lacking weights, which are drawn at random.
 
     Raises:
-        TeacherError: the folder holds no model.
+        TeacherError: the folder holds no model, or one with weights that are NaN or infinite.
     """
     config = _config_of(folder, **head_config(head, labels))
     weight_files(folder)  # refuses an index that points elsewhere
@@ -237,6 +237,9 @@ def load_weights(
         )
     assert isinstance(model, PreTrainedModel)
     lacking = frozenset([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
+    for name, weight in model.named_parameters():  # nothing here reads a pooler
+        if name not in lacking and "pooler." not in name and not bool(weight.isfinite().all()):
+            raise TeacherError(f"{folder} has weights that are NaN or infinite: {name}. Get them again.")
     if head is None or not lacking:
         return model, lacking
     # transformers may leave tied weights of a missing head without memory, so the head is drawn here.

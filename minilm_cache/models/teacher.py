@@ -58,8 +58,8 @@ class Teacher:
 
         Raises:
             InvalidConfigError: the teacher has no such layer, or the device cannot compute in TF32.
-            TeacherError: no safetensors weights, weights that are NaN or infinite, no tokenizer, no such
-                head, or a family that cannot be tapped.
+            TeacherError: no safetensors weights, no tokenizer, no such head, or a family that cannot be
+                tapped.
         """
         self.name = source.name
         self.folder = source.folder
@@ -74,12 +74,6 @@ class Teacher:
             raise InvalidConfigError(
                 f"--precision tf32: only NVIDIA GPUs compute in TF32, and device {device} is none. "
                 "Choose float32 or bfloat16."
-            )
-        unusable = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
-        if unusable:
-            raise TeacherError(
-                f"teacher {self.name} has weights that are NaN or infinite: {unusable[0]} in {self.folder}. "
-                "Get its weights again, or choose another teacher."
             )
         self.device, self.precision, self._head = device, precision, head
         tapped = TappedModel(model).eval().requires_grad_(requires_grad=False).to(device)

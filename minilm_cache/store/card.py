@@ -100,7 +100,8 @@ def cache_card(manifest: CacheManifest) -> str:
             f"- {manifest.num_sequences:,} sequences of at most {identity.packing.max_length} tokens "
             f"({identity.packing.mode}), {manifest.num_tokens:,} tokens; the last {manifest.num_held_out:,} "
             "sequences are held out",
-            f"- codec: {codec_words(identity.codec)}; {measured.bytes_per_token:.1f} bytes per token",
+            f"- codec of relations: {codec_words(identity.codec)}",
+            f"- bytes per token: {measured.bytes_per_token:.1f}",
             *([f"- states: {identity.states.in_words}"] if identity.states is not None else []),
             f"- fingerprint: `{manifest.fingerprint}`",
             "",

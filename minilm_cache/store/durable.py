@@ -191,8 +191,15 @@ def create_file(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:  # of the folder, which must not be taken for the file
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from error
-    with _temporary(path, content) as temporary:
+    temporary = _temporary_name(path)
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_directories([path.parent])
 
 
@@ -310,17 +317,3 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 def _temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
-
-
-@contextmanager
-def _temporary(path: Path, content: bytes) -> Iterator[Path]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_name(path)
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)

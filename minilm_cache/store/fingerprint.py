@@ -49,7 +49,7 @@ def xxh3(content: bytes | memoryview) -> str:
 
 
 def xxh3_file(file: BufferedIOBase) -> str:
-    """Return the XXH3-128 (hex) of a file from where it stands; it need not fit into memory."""
+    """Return the XXH3-128 (hex) of a file on disk from where it stands; it need not fit into memory."""
     return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 

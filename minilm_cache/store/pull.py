@@ -83,7 +83,7 @@ def _pull(
         if not (existing.complete and _is_sound(out)):
             raise IdentityMismatchError(
                 f"{out} holds this cache, but unfinished or damaged. Repeat its `minilm-cache dump` command, "
-                "or choose another --out."
+                "or remove the folder and pull again."
             )
         progress.note(f"{out} holds this cache already: nothing to do")
         num_shards = len(read_ranges(out, existing))

@@ -73,7 +73,7 @@ def train_students(
     progress: Progress | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> TrainResult:
-    """Train students from a cache; the teacher is not needed.
+    """Train students from a cache; no step runs the teacher.
 
     Args:
         config: settings of the training.
@@ -158,8 +158,6 @@ def _train(
     progress.note(_run_in_words(path, config, objective=objective, steps=steps))
     for line in beginnings.in_words:
         progress.note(line)
-    if config.precision is None and ranks.device == CPU and has_bfloat16():
-        progress.note("this CPU trains in about half the time with --precision bfloat16")
     ranks.refuse_difference("what students begin with", beginnings.name)
     first = student_config(shapes[0], cache.reader.attachment(TEACHER_CONFIG), manifest)
     run = _Run(
@@ -244,6 +242,8 @@ class _Run:
             progress.note("this run is already complete: nothing to do")
             self._remove_checkpoints()
             return self._result(earlier, None)
+        if earlier is None and config.precision is None and ranks.device == CPU and has_bfloat16():
+            progress.note("this CPU trains in about half the time with --precision bfloat16")
         state = load_state(folder.checkpoints)
         alive = [shape for shape in ranks.mine(self.shapes) if shape.arch not in state.diverged]
         trainers = self.build(alive, ranks)

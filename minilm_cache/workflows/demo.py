@@ -105,7 +105,7 @@ def run_demo(
         should_stop=should_stop,
     )
     trained = train_students(
-        TrainConfig(arch=ARCH, objective="embedding", steps=STEPS),
+        TrainConfig(arch=ARCH, objective="embedding", steps=STEPS, precision="float32"),
         dumped.path,
         home=home,
         progress=progress,

@@ -19,7 +19,7 @@ from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES
 from minilm_cache.storage_schema.states import POOLED
-from minilm_cache.store.durable import new_file, refuse_existing
+from minilm_cache.store.durable import new_file, refuse_existing, remove_partials
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import safe_tokenizer_file
@@ -72,6 +72,7 @@ def export_vectors(
     refuse_existing(out, "the file")
     width, progress = states.pooled.width, progress or Silent()
     progress.start("export", len(opened), "sequences")
+    remove_partials(out)
     with (
         saving("write", out),
         new_file(out) as file,

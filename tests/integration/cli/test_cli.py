@@ -157,6 +157,13 @@ def test_teacher_with_weights_that_are_no_numbers(world: World, command: Command
     says = ("NaN or infinite: encoder.layer.0.output.dense.weight", str(world.teacher))
     command.fails(*dump_arguments(world), code=1, says=says)
     assert not (world.root / "cache").exists()
+    out = ("--out", world.root / "slice")
+    command.fails("slice", "--teacher", world.teacher, "--arch", "1x16", *out, code=1, says=says)
+
+    model = tiny_model("bert")
+    model.get_parameter("pooler.dense.weight").data[0, 0] = value  # which no dump of relations reads
+    model.save_pretrained(world.teacher)
+    assert command(*dump_arguments(world))[0] == 0
 
 
 def test_teacher_that_brings_code_is_not_run(world: World, command: Command) -> None:

@@ -255,6 +255,9 @@ def test_a_cpu_with_instructions_for_bfloat16_says_what_they_are_worth(
             out = tmp_path / f"run-{number}-{precision}"
             train_students(changes, world.root / "cache", out=out, home=world.home, progress=progress)
             notes[flags, precision] = hint in progress.notes
+            again = Recorder()  # a run that is there keeps its precision
+            train_students(changes, world.root / "cache", out=out, home=world.home, progress=again)
+            assert hint not in again.notes
     assert [key for key, is_said in notes.items() if is_said] == [
         ("avx512f avx512_bf16 fpu", None),
         ("amx_bf16", None),

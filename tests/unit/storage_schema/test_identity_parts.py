@@ -167,23 +167,6 @@ def test_words_of_a_codec_are_the_settings_that_users_choose(codec: Content, wor
     assert codec_words(identity.codec).split(" ") == words
 
 
-@pytest.mark.parametrize(
-    ("codec", "settings_named"),
-    [
-        (LARGEST, ("topk", "4", "largest")),
-        (PPS, ("topk", "4", "pps")),
-        (DENSE, ("dense",)),
-        (VECTORS, ("0.1",)),
-    ],
-    ids=["largest", "pps", "dense", "vectors"],
-)
-def test_a_codec_in_words_has_what_bounds_it(codec: Content, settings_named: tuple[str, ...]) -> None:
-    relations = [] if codec is VECTORS else ["attention"]
-    identity = identity_of(LITTLE | {"codec": codec, "relations": relations})
-
-    assert all(text in codec_words(identity.codec) for text in (codec["name"], *settings_named))
-
-
 def test_parameters_of_vectors_are_there_with_no_other_codec() -> None:
     identity = identity_of(OF_VECTORS)
 
