@@ -118,7 +118,8 @@ def short_starts() -> list[dict[str, Any]]:
 def long_starts() -> dict[str, dict[str, list[dict[int, float]]]]:
     """Return the curves of students that were trained for 3,000 steps: KL by step, by shape and start.
 
-    A seed that was trained in both precisions counts once.
+    Shapes are left out that lack random weights or slices. A seed that was trained in both precisions counts
+    once.
     """
     seeds: dict[tuple[str, str, int], dict[int, float]] = {}
     for row in sorted(read("head_start")["starts"], key=lambda row: STARTS.index(row["start"])):
@@ -129,7 +130,7 @@ def long_starts() -> dict[str, dict[str, list[dict[int, float]]]]:
     curves: dict[str, dict[str, list[dict[int, float]]]] = {}
     for (arch, start, _), curve in seeds.items():
         curves.setdefault(arch, {}).setdefault(start, []).append(curve)
-    return curves
+    return {arch: starts for arch, starts in curves.items() if {"random", "slice"} <= starts.keys()}
 
 
 def head_starts_long() -> str:
