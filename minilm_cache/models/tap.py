@@ -10,7 +10,7 @@ families name and share their modules differently.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -26,6 +26,12 @@ from minilm_cache.relations.scores import Vectors
 ATTENTION = "minilm_cache"
 """Name of the attention implementation to load a model with."""
 
+
+_COMPILATIONS: Final = 256
+"""Most compiled forms of the forward pass: students, times lengths, times training and evaluation.
+
+After 8, torch would leave the passes of all further students uncompiled.
+"""
 
 _USE = "Use an encoder such as BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT or ModernBERT."
 
@@ -215,6 +221,7 @@ class TappedModel(nn.Module):
             replays: let a GPU replay the whole graph with one launch. Outputs and gradients are then valid
                 until the next forward pass of any model that is replayed.
         """
+        torch._dynamo.config.recompile_limit = _COMPILATIONS  # noqa: SLF001 - torch's own advice
         if head != "tokens":
             mode = "reduce-overhead" if replays else None
             self._outputs = torch.compile(self._outputs, mode=mode)  # type: ignore[method-assign]

@@ -128,14 +128,17 @@ class TrainingLoop:
         step = self.state.step
         for trainer in self.trainers:
             trainer.begin(step)
+        losses: list[Losses] = []
         while True:
             shares = {unit: batch.counts[unit] / max(totals[unit], 1) for unit in UNITS}
             for trainer in self.trainers:
                 trainer.learn(batch, step, shares)
+                if batch.ends_step:  # a student's gradients are used and freed before the next has its own
+                    losses.append(trainer.update())
             if batch.ends_step:
                 break
             batch = next(stream)
-        journal.add([trainer.update() for trainer in self.trainers])
+        journal.add(losses)
         self.state.step = taken = step + 1
         self.progress.advance(num_tokens, journal.losses_in_words)
         at_checkpoint = taken % self.config.checkpoint_steps == 0 or taken == self.steps

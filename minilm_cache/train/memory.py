@@ -10,14 +10,16 @@ from rich.filesize import decimal
 from minilm_cache.errors import DeviceError
 from minilm_cache.models.arch import StudentShape
 
-_WEIGHT_BYTES: Final = 16
-"""Bytes of a weight, its gradient and the two moments of AdamW, float32."""
+_WEIGHT_BYTES: Final = 12
+"""Bytes of a weight and the two moments of AdamW, float32."""
+_GRADIENT_BYTES: Final = 4
+"""Bytes of the gradient of a weight, float32."""
 _VECTORS: Final = 8
 """Vectors of the hidden size that a layer of BERT keeps of a token for its backward pass, without dropout."""
 
 
 def least_bytes(shape: StudentShape, *, rows: int, length: int | float, bytes_each: int) -> tuple[int, int]:
-    """Return a lower bound of the memory that training takes, in bytes: of the weights, and of a step.
+    """Return lower bounds: the number of weights, and the bytes that a forward pass keeps for a step.
 
     Embeddings, losses, dropout, attention distributions and what libraries keep are not counted, and neither
     is the last layer, which objectives may stop in.
@@ -31,7 +33,7 @@ def least_bytes(shape: StudentShape, *, rows: int, length: int | float, bytes_ea
     width, layers = shape.bottleneck_size or shape.hidden_size, shape.num_layers - 1
     weights = layers * (4 * width * width + 2 * width * shape.ffn_size)
     of_token = _VECTORS * width + 2 * shape.ffn_size
-    return weights * _WEIGHT_BYTES, int(rows * length * layers * of_token * bytes_each)
+    return weights, int(rows * length * layers * of_token * bytes_each)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -55,7 +57,9 @@ def refuse_too_large(
     """
     bounds = [least_bytes(shape, rows=rows, length=length, bytes_each=bytes_each) for shape in shapes]
     free = free_bytes(device)
-    least = sum(weights for weights, _ in bounds) + max((step for _, step in bounds), default=0)
+    least = sum(_WEIGHT_BYTES * weights for weights, _ in bounds)
+    # A student's gradients are freed before the next student's step, unless steps have several parts.
+    least += max((_GRADIENT_BYTES * weights + step for weights, step in bounds), default=0)
     if free is not None and least > free:
         names = ", ".join(shape.arch for shape in shapes)
         raise DeviceError(

@@ -91,10 +91,9 @@ class StudentTrainer:
         return self.update()
 
     def begin(self, step: int) -> None:
-        """Set the learning rate of a step, and clear gradients and losses of the previous one."""
+        """Set the learning rate of a step, and clear the losses of the previous one."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self._config, step, self._steps)
-        self.optimizer.zero_grad(set_to_none=True)
         self.model.train(self._config.dropout == "teacher")
         if self._config.gradient_checkpointing:
             self.model.train_checkpointed()
@@ -120,10 +119,11 @@ class StudentTrainer:
             self._taken[name] = self._taken.get(name, 0.0) + part.detach()
 
     def update(self) -> Losses:
-        """Take the optimizer's step, and return the losses that the parts of this process add up to."""
+        """Take the optimizer's step and free the gradients; return the losses that the parts add up to."""
         if self._config.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.trained, self._config.max_grad_norm)
         self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return self.learner.objective.losses(self._taken)
 
     def is_finite(self) -> bool:
@@ -203,11 +203,12 @@ def precision_of(config: TrainConfig, device: torch.device) -> Literal["float32"
 
 
 def replays_graphs(config: TrainConfig, device: torch.device) -> bool:
-    """Return whether a compiled student is replayed as a graph of CUDA: alone, with whole steps.
+    """Return whether compiled students are replayed as graphs of CUDA: where steps have one part.
 
-    Gradients of a graph that is replayed last until the next forward pass of any such graph.
+    Gradients of a graph that is replayed last until the next forward pass of any such graph, so a student
+    must use its own before the next student, or the next part of its step, begins.
     """
-    return device.type == "cuda" and len(config.arch) == 1 and config.accumulate == 1
+    return device.type == "cuda" and config.accumulate == 1
 
 
 def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
