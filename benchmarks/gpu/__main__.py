@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.correctness import correctness
+from benchmarks.gpu.correctness import compiled, correctness
 from benchmarks.gpu.dumping import dumping
 from benchmarks.gpu.inputs import LARGE, SMALL, Bench, prepare
 from benchmarks.gpu.profiling import profiling
@@ -24,6 +24,7 @@ from benchmarks.report import machine, write_result
 
 PARTS: dict[str, Callable[[Bench], Iterable[dict[str, Any]]]] = {
     "correctness": correctness,
+    "compiled": compiled,
     "profile": profiling,
     "dump": dumping,
     "forms_of_the_loss": forms,

@@ -1,4 +1,4 @@
-"""What a device computes against a CPU, both in float32: stored rows, losses and gradients."""
+"""What a device computes against a CPU, and compiled students against others, in float32."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +16,8 @@ from minilm_cache.objectives.check import choose_objective
 from minilm_cache.train.config import TrainConfig
 
 CODECS = ("topk", "vectors", "dense")
+STEPS = 10
+"""Steps that compiled students are trained for."""
 
 
 def correctness(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -35,6 +37,37 @@ def correctness(bench: Bench) -> Iterator[dict[str, Any]]:
             "equal_stored_values": _equal_values(caches["cpu"], caches[bench.device.type]),
             **_step_differences(bench, caches["cpu"]),
         }
+
+
+def compiled(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield how far compiled students of one run are, after some steps, from those that are not compiled.
+
+    On a GPU their graphs are replayed, and write their gradients into the same memory.
+    """
+    arch = (*bench.sizes.arch[:2], f"{bench.sizes.arch[0]}:s1")
+    cache = bench.cache("topk", min(bench.sizes.lengths))
+    plain, other = (_last_losses(bench, cache, arch, compiled=is_compiled) for is_compiled in (False, True))
+    yield {
+        "students": arch,
+        "steps": STEPS,
+        "loss_relative_differences": [
+            abs(found - expected) / expected for found, expected in zip(other, plain, strict=True)
+        ],
+    }
+
+
+def _last_losses(bench: Bench, cache: Cache, arch: tuple[str, ...], *, compiled: bool) -> list[float]:
+    """Return the loss of each student of a run in its last step."""
+    config = TrainConfig(
+        arch=arch, batch_size=8, warmup=0.0, dropout="none", precision="float32", compiled=compiled
+    )
+    wanted = choose_objective(config, cache, arch=arch).wanted
+    trainers = trainers_of(cache, config, bench.device)
+    with closing(stream_of(cache, config, wanted, device=bench.device)) as batches:
+        for step in range(STEPS):
+            batch = next(batches)
+            losses = [float(trainer.step(batch, step).total) for trainer in trainers]
+    return losses
 
 
 def _equal_values(first: Cache, second: Cache) -> dict[str, float]:

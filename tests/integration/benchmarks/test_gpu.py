@@ -1,6 +1,7 @@
 """The benchmark of a GPU runs on a CPU in small, so that it will run when a GPU is there."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[str, 
 def test_every_part_runs_and_a_cpu_computes_what_a_cpu_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    result = run(monkeypatch, tmp_path / "gpu.json")
+    parts = [part for part in PARTS if part != "compiled"]
+    result = run(monkeypatch, tmp_path / "gpu.json", *(word for part in parts for word in ("--part", part)))
 
     assert result["not_measured"] == []
-    assert result.keys() >= PARTS.keys()
-    assert not any("error" in row for part in PARTS for row in result[part])
+    assert not any("error" in row for part in parts for row in result[part])
     assert len(result["correctness"]) == 3
     for codec in result["correctness"]:
         assert set(codec["equal_stored_values"].values()) == {1.0}
@@ -39,6 +40,20 @@ def test_every_part_runs_and_a_cpu_computes_what_a_cpu_does(
     assert row["over_usual_online"] > 0
     (profile,) = result["profile"]
     assert profile["slowest_calls_ms"]
+
+
+def test_compiled_students_learn_the_same(tmp_path: Path) -> None:
+    """In a process of its own: the compiler cannot look through the tests' type checks."""
+    out = tmp_path / "gpu.json"
+    words = ["--small", "--device", "cpu", "--part", "compiled", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *words], check=False, capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads(out.read_text())["compiled"]
+    assert len(row["loss_relative_differences"]) == len(row["students"]) == 2
+    assert max(row["loss_relative_differences"]) < 1e-3
 
 
 def test_what_no_time_is_left_for_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
