@@ -28,9 +28,10 @@ ATTENTION = "minilm_cache"
 
 
 _COMPILATIONS: Final = 256
-"""Most compiled forms of the forward pass: students, times lengths, times training and evaluation.
+"""Most compiled forms of the forward pass: up to eight for each shape of a student.
 
-After 8, torch would leave the passes of all further students uncompiled.
+There are two for lengths (the first one, then any), each in training and in evaluation, with padding and
+without. After eight in all, torch would leave the passes of all further students uncompiled.
 """
 
 _USE = "Use an encoder such as BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT or ModernBERT."
@@ -221,7 +222,8 @@ class TappedModel(nn.Module):
             replays: let a GPU replay the whole graph with one launch. Outputs and gradients are then valid
                 until the next forward pass of any model that is replayed.
         """
-        torch._dynamo.config.recompile_limit = _COMPILATIONS  # noqa: SLF001 - torch's own advice
+        settings = torch._dynamo.config  # noqa: SLF001 - torch's messages name it
+        settings.recompile_limit = max(settings.recompile_limit, _COMPILATIONS)
         if head != "tokens":
             mode = "reduce-overhead" if replays else None
             self._outputs = torch.compile(self._outputs, mode=mode)  # type: ignore[method-assign]

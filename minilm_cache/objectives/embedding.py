@@ -79,11 +79,12 @@ class EmbeddingObjective(StudentObjective):
     @torch.no_grad()
     def fit(self, outputs: Iterable[tuple[Reading, StudentBatch]]) -> None:
         """Fit the linear map to the teacher's vectors by least squares, with a small ridge."""
-        pairs = [
-            (self.pooler.pool(reading.hidden[self._last].float(), batch.lengths), batch.states.hidden[POOLED])
-            for reading, batch in outputs
-        ]
-        pooled, targets = (torch.cat(rows).cpu().double() for rows in zip(*pairs, strict=True))
+        pairs = []
+        for reading, batch in outputs:
+            pooled = self.pooler.pool(reading.hidden[self._last].float(), batch.lengths)
+            # The next forward pass overwrites what a GPU's replayed graph gave, so that is copied here.
+            pairs.append((pooled.cpu(), batch.states.hidden[POOLED].cpu()))
+        pooled, targets = (torch.cat(rows).double() for rows in zip(*pairs, strict=True))
         mean, target_mean = pooled.mean(0), targets.mean(0)
         centred = pooled - mean
         covariance = centred.T @ centred

@@ -19,7 +19,7 @@ _VECTORS: Final = 8
 
 
 def least_bytes(shape: StudentShape, *, rows: int, length: int | float, bytes_each: int) -> tuple[int, int]:
-    """Return lower bounds: the number of weights, and the bytes that a forward pass keeps for a step.
+    """Return lower bounds of a student's number of weights, and of the bytes that its forward pass keeps.
 
     Embeddings, losses, dropout, attention distributions and what libraries keep are not counted, and neither
     is the last layer, which objectives may stop in.
@@ -58,8 +58,8 @@ def refuse_too_large(
     bounds = [least_bytes(shape, rows=rows, length=length, bytes_each=bytes_each) for shape in shapes]
     free = free_bytes(device)
     least = sum(_WEIGHT_BYTES * weights for weights, _ in bounds)
-    # A student's gradients are freed before the next student's step, unless steps have several parts.
-    least += max((_GRADIENT_BYTES * weights + step for weights, step in bounds), default=0)
+    # Gradients come while what the forward pass kept is freed, and go before the next student's pass.
+    least += max((max(_GRADIENT_BYTES * weights, step) for weights, step in bounds), default=0)
     if free is not None and least > free:
         names = ", ".join(shape.arch for shape in shapes)
         raise DeviceError(

@@ -52,6 +52,7 @@ def test_compiled_students_learn_the_same(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr[-3000:]
     (row,) = json.loads(out.read_text())["compiled"]
+    assert "error" not in row
     assert len(row["loss_relative_differences"]) == len(row["students"]) == 2
     assert max(row["loss_relative_differences"]) < 1e-3
 

@@ -1,5 +1,7 @@
 """The lower bound of a training's memory: below what torch keeps, and not far below."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import BertConfig, BertModel
@@ -56,3 +58,17 @@ def test_what_cannot_fit_is_refused_before_it_is_built(monkeypatch: pytest.Monke
         refuse_too_large(shapes, rows=64, length=100, bytes_each=4, device=cpu)
     with pytest.raises(DeviceError, match="99x384 takes more than"):
         refuse_too_large(shapes, rows=64, length=100, bytes_each=0, device=cpu)
+
+
+@pytest.mark.parametrize("bytes_each", [0, 4])
+def test_only_one_student_at_a_time_needs_gradients_or_activations(
+    monkeypatch: pytest.MonkeyPatch, bytes_each: int
+) -> None:
+    shapes = [parse_arch("5x96", 4), parse_arch("9x384", 4)]
+    weights = [4 * 12 * 96**2, 8 * 12 * 384**2]
+    activations = 64 * 100 * 8 * (8 + 2 * 4) * 384 * bytes_each
+    least = 3 * 4 * sum(weights) + max(4 * weights[1], activations)
+    for free, is_refused in ((least, False), (least - 1, True)):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        with pytest.raises(DeviceError) if is_refused else nullcontext():
+            refuse_too_large(shapes, rows=64, length=100, bytes_each=bytes_each, device=torch.device("cpu"))
