@@ -1,11 +1,13 @@
-"""A training's loop on the pretend accelerator: only losses that are due are waited for."""
+"""A training's loop on a device: only losses that are due are waited for; students overwrite nothing."""
 
 from typing import Any
 
 import pytest
+import torch
 
 from minilm_cache.train.loop import LOG_STEPS, TrainingLoop
 from minilm_cache.train.run import train_students
+from minilm_cache.train.trainer import StudentTrainer, replays_graphs
 from tests.accelerator import accelerator
 from tests.integration.train.test_train import settings
 from tests.support import World
@@ -41,3 +43,27 @@ def test_steps_between_two_looks_at_the_losses_wait_for_nothing(
         LOG_STEPS: 1,
         2 * LOG_STEPS: 1,
     }
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_where_graphs_are_replayed_no_student_needs_the_gradients_of_another(
+    world: World, monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
+    """A replayed graph writes its gradients where those of the student before it were."""
+    world.dump()
+    trainers: dict[str, StudentTrainer] = {}
+    overwritten: list[bool] = []
+    real = StudentTrainer.learn
+
+    def learn(self: StudentTrainer, *arguments: Any) -> None:
+        trainers[self.shape.arch] = self
+        others = [trainer for trainer in trainers.values() if trainer is not self]
+        overwritten.append(any(weight.grad is not None for other in others for weight in other.trained))
+        real(self, *arguments)
+
+    monkeypatch.setattr(StudentTrainer, "learn", learn)
+    config = settings(steps=3, accumulate=accumulate)
+    train_students(config, world.root / "cache", out=world.root / "run", home=world.home)
+
+    assert len(trainers) == 2
+    assert any(overwritten) != replays_graphs(config, torch.device("cuda"))

@@ -27,7 +27,7 @@ from minilm_cache.train.resume import read_record
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.setup import build_trainers
-from minilm_cache.train.trainer import StudentTrainer, replays_graphs
+from minilm_cache.train.trainer import StudentTrainer
 from tests.conftest import Command
 from tests.integration.cli.test_processes import start
 from tests.integration.train.test_train import assert_same, settings, stop_after, weights
@@ -278,30 +278,6 @@ def test_gradients_are_clipped_to_the_norm(world: World) -> None:
         trainer.step(next(reader.held_out_batches(4, 4)), 0)
     assert norms[0] > 1e-2
     assert float(norms[1]) == pytest.approx(1e-3, rel=1e-3)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_where_graphs_are_replayed_no_student_needs_the_gradients_of_another(
-    world: World, monkeypatch: pytest.MonkeyPatch, accumulate: int
-) -> None:
-    """A replayed graph writes its gradients where those of the student before it were."""
-    world.dump()
-    trainers: dict[str, StudentTrainer] = {}
-    overwritten: list[bool] = []
-    real = StudentTrainer.learn
-
-    def learn(self: StudentTrainer, *arguments: Any) -> None:
-        trainers[self.shape.arch] = self
-        others = [trainer for trainer in trainers.values() if trainer is not self]
-        overwritten.append(any(weight.grad is not None for other in others for weight in other.trained))
-        real(self, *arguments)
-
-    monkeypatch.setattr(StudentTrainer, "learn", learn)
-    go(world, steps=3, accumulate=accumulate)
-    replays = replays_graphs(settings(accumulate=accumulate), torch.device("cuda"))
-
-    assert len(trainers) == 2
-    assert any(overwritten) != replays
 
 
 @pytest.mark.parametrize("family", TINY)
