@@ -18,7 +18,7 @@ _VECTORS: Final = 8
 """Vectors of the hidden size that a layer of BERT keeps of a token for its backward pass, without dropout."""
 
 
-def least_bytes(shape: StudentShape, *, rows: int, length: int | float, bytes_each: int) -> tuple[int, int]:
+def lower_bounds(shape: StudentShape, *, rows: int, length: int | float, bytes_each: int) -> tuple[int, int]:
     """Return lower bounds of a student's number of weights, and of the bytes that its forward pass keeps.
 
     Embeddings, losses, dropout, attention distributions and what libraries keep are not counted, and neither
@@ -55,7 +55,7 @@ def refuse_too_large(
         bytes_each: bytes of a number that is kept for the backward pass; 0 with gradient checkpointing.
         device: device that computes.
     """
-    bounds = [least_bytes(shape, rows=rows, length=length, bytes_each=bytes_each) for shape in shapes]
+    bounds = [lower_bounds(shape, rows=rows, length=length, bytes_each=bytes_each) for shape in shapes]
     free = free_bytes(device)
     least = sum(_WEIGHT_BYTES * weights for weights, _ in bounds)
     # Gradients come while what the forward pass kept is freed, and go before the next student's pass.

@@ -26,6 +26,7 @@ def test_every_part_runs_and_a_cpu_computes_what_a_cpu_does(
     result = run(monkeypatch, tmp_path / "gpu.json", *(word for part in parts for word in ("--part", part)))
 
     assert result["not_measured"] == []
+    assert result.keys() >= set(parts)
     assert not any("error" in row for part in parts for row in result[part])
     assert len(result["correctness"]) == 3
     for codec in result["correctness"]:

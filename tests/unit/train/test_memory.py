@@ -9,7 +9,7 @@ from transformers import BertConfig, BertModel
 from minilm_cache.errors import DeviceError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.train import memory
-from minilm_cache.train.memory import least_bytes, refuse_too_large
+from minilm_cache.train.memory import lower_bounds, refuse_too_large
 
 ROWS, LENGTH = 4, 32
 
@@ -44,7 +44,7 @@ def kept_bytes(num_layers: int, hidden: int, ffn: int) -> int:
 @pytest.mark.parametrize(("hidden", "ffn"), [(32, 128), (64, 64), (96, 384)])
 def test_the_bound_is_below_what_autograd_keeps(hidden: int, ffn: int) -> None:
     shape = parse_arch(f"4x{hidden}:ff{ffn}", 4)
-    _, step = least_bytes(shape, rows=ROWS, length=LENGTH, bytes_each=4)
+    _, step = lower_bounds(shape, rows=ROWS, length=LENGTH, bytes_each=4)
     kept = kept_bytes(4, hidden, ffn) - kept_bytes(1, hidden, ffn)
     assert 0.9 * kept < step <= kept
 
