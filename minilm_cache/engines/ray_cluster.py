@@ -19,6 +19,8 @@ from minilm_cache.progress import Progress, ShouldStop
 Engine = Literal["ray"]
 _POLL_S: Final = 1.0
 """Longest wait for a task, in seconds, before `should_stop` is called again."""
+_CANCEL_S: Final = 30.0
+"""Longest wait, in seconds, until the workers of cancelled tasks have ended."""
 
 
 def import_ray() -> Any:  # noqa: ANN401 - a module
@@ -123,6 +125,8 @@ class RayCluster:
         finally:
             for task in left:
                 self._ray.cancel(task, force=True)
+            if left:  # a worker holds its locks until it has ended, and whoever goes on at once needs them
+                self._ray.wait(left, num_returns=len(left), timeout=_CANCEL_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

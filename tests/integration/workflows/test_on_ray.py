@@ -1,9 +1,12 @@
 """Studies, chains and tokens on a real local Ray cluster: the same results as without it."""
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
+from filelock import FileLock
 
 from minilm_cache.corpus import tokenise as tokenising
 from minilm_cache.corpus.load import load_corpus
@@ -11,6 +14,7 @@ from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.engines.ray_cluster import RayCluster
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
 from minilm_cache.models.load import load_tokenizer
+from minilm_cache.progress import Silent
 from minilm_cache.workflows.chain import run_chain
 from minilm_cache.workflows.study import run_study
 from minilm_cache.workflows.study_spec import read_study
@@ -52,6 +56,22 @@ def test_a_study_on_ray_goes_on_where_it_was_stopped(world: World, cluster: RayC
     for row in (*rows[0], *rows[1]):
         del row["bytes_read"]  # a task that is killed does not say what it has read since its checkpoint
     assert rows[0] == rows[1]
+
+
+def test_what_is_cancelled_holds_no_lock_afterwards(tmp_path: Path, cluster: RayCluster) -> None:
+    lock, held = tmp_path / "lock", tmp_path / "held"
+
+    def hold() -> None:
+        with FileLock(lock):
+            held.touch()
+            time.sleep(600)
+
+    with pytest.raises(InterruptedRunError, match="1 of 1"):
+        cluster.results(
+            [cluster.submit(hold)], Silent(), should_stop=held.exists, interrupted="{} of 1 call to do"
+        )
+    with FileLock(lock, timeout=0):
+        assert held.exists()
 
 
 def test_a_chain_on_ray_is_the_chain_without_it(world: World, cluster: RayCluster) -> None:
