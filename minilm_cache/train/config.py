@@ -111,6 +111,11 @@ class RunSettings(FrozenSettings):
 class TrainConfig(StudentSettings, ObjectiveConfig, RecipeSettings, ComputeSettings, RunSettings):
     """Settings of a training: everything but the cache and the folder of the run."""
 
+    @property
+    def names_beginning(self) -> bool:
+        """Whether a setting says what students begin with."""
+        return (self.init, self.init_teacher, self.init_layers) != (None, None, None)
+
     @model_validator(mode="before")
     @classmethod
     def _fill_in_recipe_of_the_objective(cls, values: dict[str, Any]) -> dict[str, Any]:

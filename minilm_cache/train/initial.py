@@ -290,7 +290,7 @@ class _FromTeacher:
         try:
             return self._wanted(shape, SLICE)
         except InvalidConfigError as error:
-            if (self.config.init_layers, self.config.init_teacher) != (None, None):
+            if self.config.names_beginning:
                 raise
             return random_weights(str(error).split(". ")[0].removesuffix("."))
 

@@ -17,11 +17,11 @@ def recorded(
 ) -> tuple[Path, RunIdentity, Beginnings]:
     """Return the folder of a run, its identity and its initial weights, as its record has them.
 
-    Without `--init`, a run goes on with what it began with: with random weights, as those of the first
-    releases, or as a slice of a teacher that is not at hand any more.
+    Without `--init`, `--init-teacher` and `--init-layers`, a run goes on with what it began with: with random
+    weights, as those of the first releases, or as a slice of a teacher that is not at hand any more.
     """
     path = out or home / "runs" / identity.name()
-    if config.init is not None:
+    if config.names_beginning:
         return path, identity, beginnings
     older = identity.model_copy(update={"init": RANDOM})
     older_path = home / "runs" / older.name()

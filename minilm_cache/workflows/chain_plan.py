@@ -28,8 +28,8 @@ from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.sampler import check_parts
 from minilm_cache.workflows.config import (
     LATER_DUMP_SETTINGS,
-    LATER_TRAIN_SETTINGS,
     ChainConfig,
+    naming_settings,
     without_defaults,
 )
 from minilm_cache.workflows.states import cache_state, run_state
@@ -45,8 +45,6 @@ _NOT_IDENTIFYING: Final[dict[str, Any]] = {
     "train": {"arch": True, "device": True, "checkpoint_steps": True, "init_layers": True},
 }
 """Settings that may differ between commands for the same chain; for example, students may be added."""
-_ANY_VALUE: Final = ("max_hours", "tracker", "keep_checkpoints", "local_bytes", "gradient_checkpointing")
-"""Settings that change no student. Chains of earlier releases were named with their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +79,8 @@ def chain_folder(config: ChainConfig, home: Path) -> Path:
 def chain_settings(config: ChainConfig) -> dict[str, Any]:
     """Return the settings that identify a chain."""
     settings = config.model_dump(mode="json", exclude=_NOT_IDENTIFYING)
-    fields = TrainConfig.model_fields
-    same = {name: fields[name].default for name in _ANY_VALUE}
-    same["keep_checkpoints"] = 0
-    same["init"] = settings["train"]["init"] or RANDOM  # as chains have been named before slices
-    train = without_defaults(settings["train"] | same, LATER_TRAIN_SETTINGS)
-    return settings | {"train": train, "dump": without_defaults(settings["dump"], LATER_DUMP_SETTINGS)}
+    dump = without_defaults(settings["dump"], LATER_DUMP_SETTINGS)
+    return settings | {"train": naming_settings(settings["train"]), "dump": dump}
 
 
 def _slug(arch: Sequence[str]) -> str:

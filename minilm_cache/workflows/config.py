@@ -29,6 +29,30 @@ LATER_DUMP_SETTINGS: Final[Mapping[str, Any]] = {
 """Settings of a dump that chains of earlier releases did not have, with their defaults."""
 
 
+_CHANGES_NO_STUDENT: Final[Mapping[str, Any]] = {
+    **{
+        name: TrainConfig.model_fields[name].default
+        for name in ("max_hours", "tracker", "local_bytes", "gradient_checkpointing")
+    },
+    "keep_checkpoints": 0,
+}
+"""Settings of a training that may differ between commands for the same students, with the values that chains
+and studies are named with."""
+
+
+def naming_settings(
+    train: Mapping[str, Any], later: Mapping[str, Any] = LATER_TRAIN_SETTINGS
+) -> dict[str, Any]:
+    """Return the settings of a training that name a chain, or a pass of a study, as the first releases did.
+
+    Args:
+        train: settings of the training, as JSON.
+        later: settings that the first releases did not have, with their defaults.
+    """
+    settings = {**train, **_CHANGES_NO_STUDENT, "init": train["init"] or "random"}
+    return without_defaults(settings, later)
+
+
 def without_defaults(content: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings without those that have these defaults, so that earlier names stay as they are."""
     return {name: value for name, value in content.items() if name not in defaults or value != defaults[name]}

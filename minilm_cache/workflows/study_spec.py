@@ -21,7 +21,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.first import first_config
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM
 from minilm_cache.train.presets import with_preset
-from minilm_cache.workflows.config import LATER_TRAIN_SETTINGS, without_defaults
+from minilm_cache.workflows.config import LATER_TRAIN_SETTINGS, naming_settings
 from minilm_cache.workflows.study_source import Location, Source
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9._-]{0,31}")
@@ -158,11 +158,9 @@ def read_study(path: Path) -> Study:
                 if isinstance(cache, DumpConfig):
                     _check_fits(source, _location(document, name), config=config, cache=cache)
                 content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
-                content["init"] = content["init"] or "random"  # as passes have been named before slices
-                # Unset later settings are left out, so that passes of earlier releases keep their names.
-                content = without_defaults(content, _LATER)
                 begun = "" if init is None else f"-{Path(init).name}"
-                slug = f"{name}-{choice.slug}{begun}-s{seed}-{canonical_sha256(content)[:8]}"
+                identity = canonical_sha256(naming_settings(content, _LATER))[:8]
+                slug = f"{name}-{choice.slug}{begun}-s{seed}-{identity}"
                 passes.append(Pass(cache=name, name=slug, config=config))
     return Study(
         source=source,

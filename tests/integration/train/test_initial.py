@@ -138,6 +138,9 @@ def test_layers_are_named(world: World, cache: Path) -> None:
     first = _train(world, cache, "a", init_layers="1,2")
     assert "layers 1, 2" in str(_begun(first)[1])
     assert first.record.identity.init != _train(world, cache, "b").record.identity.init
+    assert _train(world, cache, "a").record == first.record  # no layers are named: the run is as it began
+    with pytest.raises(IdentityMismatchError, match="differs in init"):
+        _train(world, cache, "b", init_layers="1,2")
 
 
 def test_embeddings_alone(world: World, cache: Path) -> None:
