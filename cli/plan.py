@@ -17,7 +17,7 @@ from minilm_cache.train.config import CostConfig
 
 if TYPE_CHECKING:
     from minilm_cache.dump.plan import Plan, PlannedSetting
-    from minilm_cache.train.cost import Costs
+    from minilm_cache.workflows.cost import Costs
 
 
 @options(DumpConfig, PlanConfig, CostConfig, leave_out={DumpConfig: PLANNED})

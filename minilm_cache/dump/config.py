@@ -150,6 +150,12 @@ class StateSettings(FrozenSettings):
     def _read_hidden(cls, value: object) -> object:
         return _read_numbers(value, MAX_LAYERS)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether states, labels, logits or vectors of texts are stored, for which the whole teacher runs."""
+        states = (self.hidden, self.masked_hidden, self.first_hidden)
+        return states != (None, None, None) or self.labels or self.logits or self.pooled
+
     @model_validator(mode="after")
     def _states_fit_together(self) -> "StateSettings":
         for name in ("label_k", "label_temperature", "label_tokens"):
@@ -231,9 +237,7 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings, Sp
     def _fits_together(self) -> "DumpConfig":
         if self.logits and self.packing != "records":
             raise ValueError("--logits goes with --packing records: an answer is about one document")
-        states = (self.hidden, self.masked_hidden, self.first_hidden)
-        has_states = states != (None, None, None) or self.labels or self.logits or self.pooled
-        if self.codec == "none" and not has_states:
+        if self.codec == "none" and not self.has_states:
             raise ValueError("--codec none stores no relations, and no state is given: nothing to store")
         if self.pooled and self.packing != "records":
             raise ValueError("--pooled goes with --packing records: a vector is about one document")

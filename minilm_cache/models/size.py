@@ -35,7 +35,12 @@ class ModelSize:
     flops_per_token: float
     """Operations of a forward pass, including attention; a multiplication and an addition count as 2."""
     stopped_flops_per_token: float
-    """Operations of the layers up to the queries, keys and values of the last layer, where training stops."""
+    """Operations of the layers up to the queries, keys and values of the last layer, where a training of
+    relations stops."""
+
+    def pass_flops(self, *, stops_early: bool) -> float:
+        """Return the operations per token of a pass, which may stop at the last queries, keys and values."""
+        return self.stopped_flops_per_token if stops_early else self.flops_per_token
 
 
 def model_size(config: PreTrainedConfig, length: int) -> ModelSize:

@@ -109,6 +109,8 @@ class ObjectiveSpec:
     """What students learn from, in words, for cards. `{layers}` stands for the layers of the teacher."""
     untrained: str | None = None
     """Which of a student's layers the loss does not reach. None means that it reaches all of them."""
+    stops_early: bool = False
+    """Whether students compute nothing behind the queries, keys and values of their last layer."""
     maps: tuple[LayerMap, ...] = ("last",)
     """Layer maps that go with it, its default first."""
     one_layer: bool = False
@@ -159,6 +161,7 @@ for _spec in (
         kind=f"{_PACKAGE}.relations:Relations",
         learns_from="{layers}",
         untrained=_LAST_LAYER_UNTRAINED,
+        stops_early=True,
         maps=_ALL_MAPS,
         one_layer=True,
         options=frozenset({"value_relation", "query_key_relations"}),
@@ -181,6 +184,7 @@ for _spec in (
         needs=Needs(vectors=True),
         learns_from="{layers}",
         untrained=_LAST_LAYER_UNTRAINED,
+        stops_early=True,
         maps=_ALL_MAPS,
         one_layer=True,
         options=frozenset({"relation_heads"}),
@@ -206,6 +210,7 @@ for _spec in (
         needs=Needs(vectors=True),
         learns_from="{layers}",
         untrained=_LAST_LAYER_UNTRAINED,
+        stops_early=True,
         one_layer=True,
         compares_heads=True,
     ),

@@ -144,7 +144,7 @@ def _shares(run: TrainedRun, sizes: Sequence[ModelSize]) -> list[float]:
     """Return each student's share of a pass, between 0 and 1, by the operations of the steps that it took."""
     work = [
         (run.record.identity.steps if student.diverged_at is None else student.diverged_at)
-        * size.stopped_flops_per_token
+        * size.pass_flops(stops_early=run.record.identity.spec.stops_early)
         for student, size in zip(run.record.students, sizes, strict=True)
     ]
     total = sum(work)

@@ -36,18 +36,19 @@ def save_student(
         StorageError: the file system refused.
         CacheCorruptError: the tokenizer in the cache is damaged.
     """
+    model = trainer.model.model
     with saving("write student", folder), new_folder(folder) as new:
         for name in TOKENIZER_FILES:
             path = f"{TEACHER_FOLDER}/{name}"
             if path in reader.manifest.files:
                 (new / name).write_bytes(safe_tokenizer_file(name, reader.attachment(path)))
-        trainer.model.model.save_pretrained(new)
+        model.save_pretrained(new)
         pooler = trainer.learner.objective.sentence_pooler
         if pooler is not None:
-            config = trainer.model.model.config
+            config = model.config
             length = reader.manifest.identity.packing.max_length
             pooler.save(new, hidden_size=config.hidden_size, max_length=length)
-        untrained = untrained_modules(trainer.model.model)
+        untrained = untrained_modules(model, kept=model.get_input_embeddings() if identity.frozen else None)
         head = trainer.learner.objective.needs.head
         (new / "README.md").write_text(
             student_card(reader.manifest, identity, record=record, untrained=untrained, head=head)
@@ -92,13 +93,23 @@ _TERMS: Final = {
 """Licence and language of the models that have names here; those of others are for the publisher to state."""
 
 
-def untrained_modules(model: nn.Module) -> list[str]:
-    """Return the outermost modules none of whose weights are trained."""
+def untrained_modules(model: nn.Module, kept: nn.Module | None = None) -> list[str]:
+    """Return the outermost modules none of whose weights are trained.
+
+    Args:
+        model: the model.
+        kept: a module that the user wants unchanged, which is not returned. None means no such module.
+    """
     names: list[str] = []
     for name, module in model.named_modules():
         weights = list(module.parameters())
         is_within = any(name.startswith(f"{outer}.") for outer in names)
-        if weights and not is_within and not any(weight.requires_grad for weight in weights):
+        if (
+            weights
+            and module is not kept
+            and not is_within
+            and not any(weight.requires_grad for weight in weights)
+        ):
             names.append(name)
     return names
 
@@ -196,6 +207,7 @@ def student_card(
         f"- {identity.steps} steps of {identity.batch_size} sequences, peak learning rate {identity.lr:g}, "
         f"seed {identity.seed}",
         *([] if record.begun_with is None else [f"- begun with {markdown(record.begun_with)}"]),
+        *(["- word embeddings kept as they began (`--frozen embeddings`)"] if identity.frozen else []),
         "",
         *_usage(head, is_sentence_encoder=is_sentence_encoder),
         *_untrained_note(untrained),

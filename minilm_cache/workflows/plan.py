@@ -10,7 +10,7 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import validated
 from minilm_cache.train.config import CostConfig
-from minilm_cache.train.cost import Costs, estimate, operations
+from minilm_cache.workflows.cost import Costs, estimate, operations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def plan_dump(
     config, cost = config or PlanConfig(), cost or CostConfig()
     configs = settings_to_compare(dump, config)
     first = configs[0]
-    work = operations(cost, first.teacher, revision=first.revision, length=first.max_length)
+    work = operations(cost, first)
     measured = plan(configs, config.sample_tokens, progress=progress or Silent(), should_stop=should_stop)
     costs = estimate(
         cost,

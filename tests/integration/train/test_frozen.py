@@ -26,6 +26,9 @@ def test_word_embeddings_are_the_teachers_after_training(world: World, objective
         result = train_students(config, cache, out=world.root / frozen, home=world.home)
         trained[frozen] = load_file(result.student_path("2x32") / "model.safetensors")
         assert result.record.identity.frozen == (None if frozen == "none" else "embeddings")
+        card = (result.student_path("2x32") / "README.md").read_text()
+        assert ("word embeddings kept as they began" in card) == (frozen == "embeddings")
+        assert "`embeddings.word_embeddings`" not in card  # that would say: fine-tune before you use it
 
     assert torch.equal(trained["embeddings"][WORDS], teacher[WORDS])
     assert not torch.equal(trained["none"][WORDS], teacher[WORDS])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, BertConfig
 
+from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.plan import TaskClock, _fixed_s, _load_sequences, plan
 from minilm_cache.dump.shards import COMPILE
 from minilm_cache.errors import InterruptedRunError
@@ -16,9 +17,10 @@ from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.size import model_size
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Silent, never_stop
+from minilm_cache.settings import validated
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import CostConfig
-from minilm_cache.train.cost import estimate, operations
+from minilm_cache.workflows.cost import estimate, operations
 from tests.conftest import Command
 from tests.support import TINY, VOCABULARY, World, save_teacher, write_corpus
 
@@ -140,7 +142,8 @@ def test_hours_of_trainings_are_operations_over_a_rate(world: World, command: Co
     """A teacher's pass once per token of the corpus, a student's three times per token of its training."""
     length = 32
     config = CostConfig(arch=("1x16", "2x32"), epochs=5, tflops=0.001)
-    work = operations(config, str(world.teacher), revision=None, length=length)
+    dump = {"teacher": str(world.teacher), "corpus": str(world.corpus), "max_length": length}
+    work = operations(config, validated(DumpConfig, dump))
     costs = estimate(config, work, num_tokens=1000, length=length, teacher_tokens_per_s=7.0)
     teacher = model_size(AutoConfig.from_pretrained(world.teacher), length).stopped_flops_per_token
     by_name = {one.what: one for one in costs.parts}
@@ -163,6 +166,13 @@ def test_hours_of_trainings_are_operations_over_a_rate(world: World, command: Co
         teacher_tokens_per_s=7.0,
     )
     assert measured.flops_per_s == pytest.approx(7 * teacher)
+
+    whole = operations(config, validated(DumpConfig, {**dump, "for": "embedding"}))  # needs last outputs
+    assert whole.teacher > work.teacher
+    assert whole.students["1x16"] == pytest.approx(3 * model_size(student, length).flops_per_token)
+    both = operations(config, validated(DumpConfig, {**dump, "for": "minilmv2", "hidden": "last"}))
+    assert both.teacher == whole.teacher
+    assert both.students == work.students
 
 
 def test_codecs_that_a_short_corpus_does_not_serve_are_left_out(world: World, command: Command) -> None:

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from minilm_cache.dump.config import DumpConfig
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.load import locate_teacher, read_config
 from minilm_cache.models.size import model_size
 from minilm_cache.models.student import shape_config
+from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.train.config import CostConfig
 from minilm_cache.train.presets import with_preset
 
@@ -44,7 +46,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """Operations per token of layers and embeddings, up to where dump and training stop; without the loss."""
+    """Operations per token of a dump and of training, up to where each of them stops; without the loss."""
 
     teacher: float
     """Operations per token of the teacher's forward pass."""
@@ -74,27 +76,32 @@ def train_tokens(config: CostConfig, num_tokens: int, length: int) -> int:
     return recipe["steps"] * recipe["batch_size"] * length
 
 
-def operations(config: CostConfig, teacher: str, *, revision: str | None, length: int) -> Operations:
+def operations(config: CostConfig, dump: DumpConfig) -> Operations:
     """Return the operations per token of a dump and of students' training.
+
+    Students are counted whole if one of the objectives that the cache is to serve needs their last outputs.
 
     Args:
         config: shapes of students.
-        teacher: name of the teacher; its weights are not loaded.
-        revision: revision of a teacher from the hub. None means its main branch.
-        length: tokens of a sequence.
+        dump: teacher, length and what is stored; the teacher's weights are not loaded.
 
     Raises:
         TeacherError: there is no such teacher.
         InvalidConfigError: a shape is not valid, or there is no recipe of this name.
     """
+    length = dump.max_length
     train_tokens(config, 1, length)
-    teacher_config = read_config(locate_teacher(teacher, revision).folder)
+    teacher_config = read_config(locate_teacher(dump.teacher, dump.revision).folder)
+    served = dump.serve or (("minilm",) if dump.codec != "none" else ())
+    stops_early = bool(served) and all(OBJECTIVES[name].stops_early for name in served)
     students = {}
     for arch in config.arch:
         shape = parse_arch(arch, teacher_config.num_attention_heads)
         built = shape_config(shape, teacher_config.to_dict(), teacher_config.model_type)
-        students[arch] = _FORWARD_PASSES_PER_STEP * model_size(built, length).stopped_flops_per_token
-    return Operations(teacher=model_size(teacher_config, length).stopped_flops_per_token, students=students)
+        one_pass = model_size(built, length).pass_flops(stops_early=stops_early)
+        students[arch] = _FORWARD_PASSES_PER_STEP * one_pass
+    teacher = model_size(teacher_config, length).pass_flops(stops_early=not dump.has_states)
+    return Operations(teacher=teacher, students=students)
 
 
 def estimate(
