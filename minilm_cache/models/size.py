@@ -65,26 +65,32 @@ def model_size(config: PreTrainedConfig, length: int) -> ModelSize:
                 name=f"a model of the family {config.model_type}",
                 ids=ids,
             )
-    tables = [module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding)]
-    name, layers = _layers(model, config.num_hidden_layers)
-    counts = counter.get_flop_counts()
-    by_layer = [
-        sum(counts[f"{type(model).__name__}.{name}.{number}"].values()) for number in range(len(layers))
-    ]
+    tables = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
+    depth, total = config.num_hidden_layers, counter.get_total_flops()
+    name, layers = _layers(model, depth)
+    if layers is None:  # ALBERT's layers are one layer that runs several times
+        transformer, stopped = _num_weights(model) - tables, total * (depth - 1) / depth
+    else:
+        transformer, counts = sum(map(_num_weights, layers)), counter.get_flop_counts()
+        names = [f"{type(model).__name__}.{name}.{number}" for number in range(depth - 1)]
+        stopped = sum(sum(counts[name].values()) for name in names)
     vectors = 3 * 2 * getattr(config, "true_hidden_size", config.hidden_size) ** 2
     return ModelSize(
-        embedding_parameters=sum(tables),
-        transformer_parameters=sum(map(_num_weights, layers)),
+        embedding_parameters=tables,
+        transformer_parameters=transformer,
         num_parameters=_num_weights(model),
-        flops_per_token=counter.get_total_flops() / length,
-        stopped_flops_per_token=sum(by_layer[:-1]) / length + vectors,
+        flops_per_token=total / length,
+        stopped_flops_per_token=stopped / length + vectors,
     )
 
 
-def _layers(model: nn.Module, depth: int) -> tuple[str, nn.ModuleList]:
-    """Return the name and the list of an encoder's layers: the outermost list of `depth` modules."""
+def _layers(model: nn.Module, depth: int) -> tuple[str, nn.ModuleList | None]:
+    """Return the name and the list of an encoder's layers: the outermost list of `depth` modules.
+
+    None means that there is no such list, because layers share their weights.
+    """
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    return next(pair for pair in lists if len(pair[1]) == depth)
+    return next((pair for pair in lists if len(pair[1]) == depth), ("", None))
 
 
 def _num_weights(module: nn.Module) -> int:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from minilm_cache.errors import TeacherError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.cpu import attention
 from minilm_cache.relations.scores import Vectors
 
@@ -200,8 +200,18 @@ class TappedModel(nn.Module):
         return self
 
     def checkpoint_layers(self) -> "TappedModel":
-        """Do not keep activations inside layers: the backward pass computes them again."""
-        self.model.activation_checkpointing_enable({"use_reentrant": False})
+        """Do not keep activations inside layers: the backward pass computes them again.
+
+        Raises:
+            InvalidConfigError: transformers has no checkpointing for the model's family.
+        """
+        try:
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            raise InvalidConfigError(
+                f"--gradient-checkpointing: transformers has none for the family "
+                f"{self.model.config.model_type}. Leave it out."
+            ) from error
         return self
 
     def train_checkpointed(self) -> None:

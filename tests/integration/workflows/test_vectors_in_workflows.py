@@ -70,7 +70,7 @@ def test_a_study_compares_vectors_with_relations_first(world: World, command: Co
 dump: {{teacher: {world.teacher}, corpus: {world.corpus}, max_length: 32}}
 caches:
   both: {{for: [minilm, embedding], pooling: mean}}
-arch: [1x32]
+arch: [1x32, 2x32]
 objective:
   - embedding
   - {{objective: embedding, first: minilm, first_steps: 2}}
@@ -84,7 +84,11 @@ train: {{steps: 3, batch_size: 4, init: random}}
 
     assert code == 0, err
     summary = summary_table(pq.read_table(out / "students.parquet"))
-    assert summary["seeds"].to_pylist() == [2, 2, 2], "runs that began with runs of other seeds are one row"
+    assert summary["seeds"].to_pylist() == [2] * 6, "runs that began with runs of other seeds are one row"
+    one, two = pq.read_table(out / "students.parquet").to_pylist()[:2]  # whole students learn vectors
+    assert two["own_train_s"] / one["own_train_s"] == pytest.approx(
+        two["flops_per_token"] / one["flops_per_token"]
+    )
     names = [path.name for path in (out / "runs").iterdir()]
     for slug in ("embedding-s0", "embedding-after-minilm2-s0", "embedding-similarity2-m8-s0"):
         assert sum(name.startswith(f"both-{slug}-") for name in names) >= 1, names

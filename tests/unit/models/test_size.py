@@ -59,6 +59,16 @@ def test_every_family_has_a_size(family: str) -> None:
     assert found.flops_per_token > 0
 
 
+def test_layers_that_share_their_weights_have_a_size() -> None:
+    sizes = {"hidden_size": 32, "embedding_size": 16, "intermediate_size": 64, "num_attention_heads": 4}
+    config = AutoConfig.for_model("albert", vocab_size=100, num_hidden_layers=4, **sizes)
+    once, found = 4 * 32**2 + 2 * 32 * 64, model_size(config, 8)  # products of one layer
+    assert found.embedding_parameters == (100 + 512 + 2) * 16
+    assert found.transformer_parameters == found.num_parameters - found.embedding_parameters
+    assert found.flops_per_token == pytest.approx(4 * (2 * once + 4 * 8 * 32), rel=0.05)
+    assert found.stopped_flops_per_token == pytest.approx(0.75 * found.flops_per_token + 6 * 32**2)
+
+
 def test_every_model_has_a_rate() -> None:
     families = {"bert": 16, "distilbert": 32}
     models = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from minilm_cache.errors import TeacherError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.load import load_model, locate_teacher
 from minilm_cache.models.tap import ATTENTION, TappedModel
 from minilm_cache.relations.scores import key_mask, relation_probs
@@ -131,6 +131,14 @@ def test_families_with_attention_of_their_own_are_refused_by_name(family: str) -
 
     with pytest.raises(TeacherError, match=f"'{family}' does not use transformers' attention interface"):
         TappedModel(model)
+
+
+def test_a_family_without_checkpointing_is_named() -> None:
+    sizes = {"hidden_size": 32, "embedding_size": 16, "intermediate_size": 64, "num_attention_heads": 4}
+    config = AutoConfig.for_model("albert", vocab_size=100, num_hidden_layers=2, **sizes)
+    model = TappedModel(AutoModel.from_config(config, attn_implementation=ATTENTION))
+    with pytest.raises(InvalidConfigError, match=r"none for the family albert. Leave it out"):
+        model.checkpoint_layers()
 
 
 def test_decoders_are_refused() -> None:
