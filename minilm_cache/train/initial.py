@@ -265,6 +265,27 @@ def initial_weights(
     )
 
 
+def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTrainedConfig) -> None:
+    """Check a shape against `--init` by what the teacher's configuration says, before anything is dumped.
+
+    Raises:
+        InvalidConfigError: students of this shape cannot begin so.
+    """
+    if config.init == SLICE:
+        check_cut(shape, teacher, config.init_layers)
+    elif config.init == EMBEDDINGS:
+        check_sizes(shape, teacher)
+    elif config.init == TEACHER_LAYERS:
+        layers_for(shape, teacher, config.init_layers)
+        own = (shape.hidden_size, shape.num_heads)
+        if own != (teacher.hidden_size, teacher.num_attention_heads):
+            raise InvalidConfigError(
+                f"--init {TEACHER_LAYERS}: the teacher's layers have width {teacher.hidden_size} and "
+                f"{teacher.num_attention_heads} heads, --arch {shape.arch} has {own[0]} and {own[1]}. "
+                f"Use --init {SLICE}."
+            )
+
+
 def random_weights(why: str | None = None) -> RandomWeights:
     """Return weights that are drawn; `why` says why they are not cut. None means that they were asked for."""
     return RandomWeights(

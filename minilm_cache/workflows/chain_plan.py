@@ -17,13 +17,12 @@ from minilm_cache.objectives.check import check_codec
 from minilm_cache.objectives.relations import split_into
 from minilm_cache.objectives.spec import OBJECTIVES, Needs
 from minilm_cache.report.runs import TEACHER_CACHE
-from minilm_cache.slicing.shapes import check_cut
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.creation import differing_values
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.first import first_config
 from minilm_cache.train.folder import RunFolder, arch_slug
-from minilm_cache.train.initial import FROM_TEACHER, RANDOM, SLICE
+from minilm_cache.train.initial import FROM_TEACHER, RANDOM, check_beginning
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.sampler import check_parts
 from minilm_cache.workflows.config import (
@@ -165,8 +164,7 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
                 f"students can be trained with and without it. Leave out :h{shape.num_heads}."
             )
         student = shape_config(shape, teacher.to_dict(), teacher.model_type)
-        if config.train.init == SLICE:
-            check_cut(shape, teacher)
+        check_beginning(config.train, shape, teacher)
         if arch in config.assistants:
             teacher = student
     checked = config.with_changes(train=config.train.with_changes(relation_heads=split))

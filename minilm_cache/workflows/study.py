@@ -36,12 +36,11 @@ from minilm_cache.report.page import write_report
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.tables import students_table, summary_table
 from minilm_cache.settings import cache_home
-from minilm_cache.slicing.shapes import check_cut
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder
-from minilm_cache.train.initial import EMBEDDINGS, SLICE
+from minilm_cache.train.initial import check_beginning
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.record import load_record
 from minilm_cache.train.run import train_students
@@ -330,8 +329,7 @@ def _check_pass(
         try:
             shape = parse_arch(arch, heads, split_into=split, compares_heads=training.spec.compares_heads)
             shape_config(shape, teacher.to_dict(), teacher.model_type)
-            if training.init in (SLICE, EMBEDDINGS):
-                check_cut(shape, teacher, training.init_layers)
+            check_beginning(training, shape, teacher)
         except InvalidConfigError as error:
             location = ("arch", study.arch.index(arch)) if arch in study.arch else ("objective",)
             study.source.fail(location, str(error))

@@ -13,7 +13,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.check import check_codec
 from minilm_cache.objectives.config import ObjectiveConfig
-from minilm_cache.objectives.spec import known_objective
+from minilm_cache.objectives.spec import Which, known_objective
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.remote import is_url
@@ -347,11 +347,20 @@ def _check_fits(source: Source, location: Location, *, config: TrainConfig, cach
         check_codec(config, cache.codec)
     except InvalidConfigError as error:
         source.fail(location, str(error))
+    if config.spec.is_relational and config.layer_map != "last" and cache.layers == "last":
+        source.fail(location, f"layer_map {config.layer_map} needs several layers; give {{layers: all}}")
     needs = config.spec.needs
+    takes_all = config.layer_map != "last" or config.spec.maps == ("last",)
+
+    def lacks(wanted: Which | None, stored: object) -> bool:
+        """Return whether no layer is stored, or the last one alone where all are wanted."""
+        return wanted is not None and (stored is None or (wanted == "all" and takes_all and stored == "last"))
+
     lacking = {
-        "hidden": needs.hidden and cache.hidden is None,
-        "masked_hidden": needs.masked_hidden and cache.masked_hidden is None,
-        "first_hidden": needs.first and cache.first_hidden is None,
+        "all layers": lacks(needs.layers, cache.layers),
+        "hidden": lacks(needs.hidden, cache.hidden),
+        "masked_hidden": lacks(needs.masked_hidden, cache.masked_hidden),
+        "first_hidden": lacks(needs.first, cache.first_hidden),
         "labels": needs.labels and not cache.labels,
         "label_tokens": needs.all_labels and config.form == "authors" and cache.label_tokens != "all",
         "logits": needs.logits and not cache.logits,

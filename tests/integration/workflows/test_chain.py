@@ -358,6 +358,7 @@ def test_assistants_are_cut_from_the_teacher_and_students_from_assistants(world:
         (("--init-layers", "1"), "each stage of a chain takes its students from its own teacher"),
         (("--init-teacher", "mini"), "each stage of a chain takes its students from its own teacher"),
         (("--init", "slice", "--arch", "3x32"), "--arch 3x32: more layers than the teacher's 2"),
+        (("--init", "teacher-layers"), "the teacher's layers have width 32 and 4 heads"),
     ],
 )
 def test_initial_weights_that_do_not_fit_every_stage_are_refused(

@@ -51,6 +51,18 @@ from tests.support import World
             "train.init: a study varies this; give it under init",
         ),
         ({"init": " [slice]", "arch": " [5x32]"}, "arch.0: --arch 5x32: more layers than the teacher's 3"),
+        (
+            {"init": " [teacher-layers]", "arch": " [1x16]"},
+            "arch.0: --init teacher-layers: the teacher's layers",
+        ),
+        (
+            {"objective": " [tinybert]", "caches": "\n  a: {codec: vectors, hidden: last}"},
+            "caches.a: objective tinybert needs all layers and hidden, which this cache will not hold",
+        ),
+        (
+            {"objective": " [{objective: minilm, layer_map: all}]"},
+            "caches.sampled: layer_map all needs several layers; give {layers: all}",
+        ),
         ({"train": "\n  stops: 3"}, "line 14, train.stops: there is no such setting (did you mean steps?)"),
         ({"train": "\n  steps: 3\n  epochs: 2"}, "line 13, train: --steps and --epochs exclude each other"),
         ({"train": "\n  preset: best"}, "line 14, train.preset: --preset best: give one of"),

@@ -46,3 +46,9 @@ def test_a_preview_refuses_what_the_study_would(world: World, command: Command) 
 
     assert line == command.fails("study", shapes, code=2, says="1x17")
     assert not Path(world.root / "shapes").exists()
+
+
+def test_embeddings_fit_students_of_any_depth(world: World, command: Command) -> None:
+    path = document(world, init=" [embeddings]", arch=" [5x32]")
+    code, _, err = command("study", path, "--dry-run")
+    assert code == 0, err
