@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from types import UnionType
@@ -159,9 +159,10 @@ def options(
         for field in _in_groups(model)
         if field not in (leave_out or {}).get(model, ())
     }
-    derived: dict[str, inspect.Parameter] = {}
+    sources: dict[str, list[tuple[type[FrozenSettings], str]]] = {}
     for (model, field), name in names.items():
-        derived.setdefault(name, _parameter(model, field, name))
+        sources.setdefault(name, []).append((model, field))
+    derived = {name: _parameter(name, fields) for name, fields in sources.items()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         command_parameters = list(inspect.signature(command).parameters.values())[len(models) :]
@@ -202,15 +203,16 @@ def _group(model: type[FrozenSettings], field: str) -> str:
     return declaring.group
 
 
-def _parameter(model: type[FrozenSettings], field: str, name: str) -> inspect.Parameter:
-    """Return the option of a field as a parameter that typer reads."""
+def _parameter(name: str, fields: Sequence[tuple[type[FrozenSettings], str]]) -> inspect.Parameter:
+    """Return the option of a field, or of several that share a name, as a parameter that typer reads."""
+    model, field = fields[0]
     info = model.model_fields[field]
     kind, metavar = _option_type(info.annotation)
     flag = flag_of(name, info)
     is_number = int in (kind, *get_args(kind))
     option = typer.Option(
         flag,
-        help=_help_text(info),
+        help=_help_text([one.model_fields[name] for one, name in fields]),
         metavar=metavar or ("<int>" if is_number else None),
         parser=whole_number if is_number else None,
         rich_help_panel=_group(model, field),
@@ -256,9 +258,11 @@ def _option_type(annotation: Any) -> tuple[Any, str | None]:  # noqa: ANN401 - a
     return annotation, None
 
 
-def _help_text(info: FieldInfo) -> str:
-    """Return the description of a field as a line of help that ends with the default."""
-    text = " ".join((info.description or "").replace("`", "").split())
+def _help_text(fields: Sequence[FieldInfo]) -> str:
+    """Return the descriptions of fields that share an option as a line of help that ends with the default."""
+    info = fields[-1]
+    texts = dict.fromkeys(field.description or "" for field in fields)
+    text = " ".join(" ".join(texts).replace("`", "").split())
     unset = _UNSET.search(text)
     if unset is not None:
         return f"{text[: unset.start()]} [default: {unset['default']}]"

@@ -39,10 +39,14 @@ def test_a_folder_that_is_named_twice_is_removed_once(
     assert (code, len(json.loads(out)["removed"]), run.exists()) == (0, 1, False)
 
 
-def test_what_a_run_needs_is_kept(world: World, run: Path, command: Command) -> None:
+def test_what_a_run_needs_is_kept(
+    world: World, run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = world.root / "cache"
-    began = ("--init", run, "--steps", 3, "--lr", "1e-6")
+    monkeypatch.chdir(run.parent)
+    began = ("--init", run.name, "--steps", 3, "--lr", "1e-6")
     assert command("train", cache, "--arch", "1x32", *began)[0] == 0
+    monkeypatch.chdir(world.root)  # the folder that the run began with was named relative to another one
     command.fails("rm", cache, "--yes", code=2, says=(f"is needed by {run.name}", "--force"))
     command.fails("rm", run, "--yes", code=2, says=f"{run} is needed by")
     assert cache.is_dir()
