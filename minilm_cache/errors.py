@@ -151,7 +151,7 @@ class TrackerError(MiniLMCacheError):
 
 
 class RankLostError(MiniLMCacheError):
-    """A distributed run of which another process has ended."""
+    """Work of several processes, another of which has ended."""
 
     kind = ErrorKind.RANK_LOST
 

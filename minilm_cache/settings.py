@@ -11,11 +11,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.storage_schema.identity import MAX_TOKENS
 
 Settings = TypeVar("Settings", bound="FrozenSettings")
 DEFAULT_LOCAL_BYTES = 2**34
@@ -99,8 +100,16 @@ class SequenceSettings(CorpusSettings):
 
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
     """Most tokens of a sequence, special tokens included."""
-    max_tokens: Annotated[int, Field(ge=4)] | None = None
+    max_tokens: Annotated[int, Field(ge=4, le=MAX_TOKENS)] | None = None
     """Most tokens to read in all. None means the whole corpus."""
+
+    @model_validator(mode="after")
+    def _holds_a_sequence(self) -> "SequenceSettings":
+        if self.max_tokens is not None and self.max_tokens < self.max_length:
+            raise ValueError(
+                f"--max-tokens {self.max_tokens} is below --max-length {self.max_length}: not one sequence"
+            )
+        return self
 
 
 def validated(model: type[Settings], values: Mapping[str, Any]) -> Settings:

@@ -48,6 +48,10 @@ TOKENIZER_FILES: Final = (
 """Files that a tokenizer may consist of; other files in its folder could change how it is loaded."""
 
 
+_MAX_HEADS_WIDTH: Final = 8
+"""Most width of all heads of a layer, over the teacher's hidden size; readers decode to this width."""
+
+
 def layer_folder(layer: int) -> str:
     """Return the path of the group of a layer's arrays (codec `vectors`)."""
     return f"{_VECTORS_FOLDER}/{layer}"
@@ -231,7 +235,10 @@ class CacheManifest(StoredDocument):
 
     def _check_bounds(self, calibration: Calibration) -> None:
         codec, states = self.identity.codec, self.identity.states
+        most = _MAX_HEADS_WIDTH * self.identity.teacher.hidden_size
         for layer in calibration.layers:
+            if self.identity.relation_heads * layer.head_size > most:
+                raise ValueError("the calibration has heads that are too wide for the teacher")
             if isinstance(codec, VectorsParameters) and max(layer.kl.values()) > codec.max_kl:
                 raise ValueError("the calibration does not keep to the codec's max_kl")
         for state in calibration.states:

@@ -34,7 +34,6 @@ COPIES_COLUMN: Final = "document"
 """Column that has equal values where records are copies of one text; `augment` writes it."""
 COPIES_OF: Final = "copies of"
 """Column of loaded documents with the values of column `COPIES_COLUMN`."""
-_NAMES_OR_NUMBERS: Final = frozenset({"string", "large_string", "int64", "int32"})
 _BATCH: Final = 1000
 """Documents that are read at a time."""
 _NO_LINES: Final = "--documents lines is about text files, and {name} has none. Leave it out."
@@ -189,8 +188,14 @@ def _read(
     datasets.logging.set_verbosity(CRITICAL)  # the raised error describes a broken file
     files = corpus_files(Path(name))
     parts = [_all_texts(load_file(file, documents), str(file), columns) for file in files]
-    shared = set.intersection(*(set(part.column_names) for part in parts))
-    return datasets.concatenate_datasets([part.select_columns(sorted(shared)) for part in parts])
+    if any(COPIES_OF in part.column_names for part in parts):
+        parts = [part if COPIES_OF in part.column_names else _without_copies(part) for part in parts]
+    return datasets.concatenate_datasets(parts)
+
+
+def _without_copies(part: datasets.Dataset) -> datasets.Dataset:
+    """Return documents that no other document is a copy of, next to some that say what they are copies of."""
+    return part.add_column(COPIES_OF, [None] * len(part), feature=datasets.Value("string"))
 
 
 def _load_hub(name: str) -> datasets.Dataset:
@@ -229,7 +234,7 @@ def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Da
     texts = loaded.select_columns([column])
     if column != "text":
         texts = texts.rename_column(column, "text")
-    if getattr(loaded.features.get(COPIES_COLUMN), "dtype", "") in _NAMES_OR_NUMBERS:
+    if isinstance(loaded.features.get(COPIES_COLUMN), datasets.Value):  # neither a list nor an object
         copies = loaded.select_columns([COPIES_COLUMN]).cast_column(COPIES_COLUMN, datasets.Value("string"))
         texts = datasets.concatenate_datasets([texts, copies.rename_column(COPIES_COLUMN, COPIES_OF)], axis=1)
     kind = getattr(texts.features["text"], "dtype", "")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from multiprocessing import TimeoutError as PoolTimeoutError
-from multiprocessing import get_context
+from multiprocessing import active_children, current_process, get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +40,7 @@ from minilm_cache.corpus.tokens import (
     part_name,
 )
 from minilm_cache.engines.ray_cluster import Engine, import_ray
-from minilm_cache.errors import CacheCorruptError, InterruptedRunError
+from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError, RankLostError
 from minilm_cache.models.load import load_tokenizer, locate_teacher, tokenizer_sha256
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import CorpusSettings, cache_home
@@ -53,6 +53,10 @@ _PART_BYTES: Final = 2**25
 """Bytes of text of a part, about 8 million tokens; a text of 16 GB and more has parts that are larger."""
 _POLL_S: Final = 0.5
 """Longest wait for a part, in seconds, before `should_stop` is called again."""
+_ENDED: Final = (
+    "a process that tokenises has ended; it may have said why above. If memory was short, first run "
+    "`minilm-cache tokenize` with fewer --processes. Parts that are done are kept."
+)
 _KEYS: Final = {TEXTS: "text", COPIES: COPIES_OF}
 """Columns that documents are hashed by, and the files of the hashes."""
 
@@ -100,8 +104,15 @@ def tokenise(
         InterruptedRunError: a stop was requested.
         StorageError: the home cannot be written to, or a store refused.
         CacheCorruptError: what a store holds is damaged.
-        InvalidConfigError: Ray is not installed.
+        InvalidConfigError: Ray is not installed, or a script does not protect its calls from processes that
+            import it.
+        RankLostError: a process that tokenises was killed.
     """
+    if getattr(current_process(), "_inheriting", False):
+        raise InvalidConfigError(
+            "a script that tokenises a large text runs again in each process that tokenises it. Put the call "
+            'below `if __name__ == "__main__":`.'
+        )
     progress = progress or Silent()
     folder = (home or cache_home()) / "tokens" / address_of(corpus.identity, tokenizer)
     shared = shared_tokens(folder.name)
@@ -116,7 +127,7 @@ def tokenise(
                 if shared is not None:
                     send_if_missing(folder, shared, progress=progress, should_stop=should_stop)
                 return tokens
-        pool = partial(_pool, engine=engine, num_processes=num_processes or machine_cores())
+        pool = partial(_pool, engine=engine, num_processes=num_processes)
         write = partial(
             _write, folder, corpus, tokenizer, pool=pool, progress=progress, should_stop=should_stop
         )
@@ -217,7 +228,9 @@ def _write(
 
 def _in_processes(jobs: list[_PartJob], pool: Callable[..., Any], should_stop: ShouldStop) -> Iterator[int]:
     """Write parts in a pool of processes, and yield the number of documents of each that is done."""
+    others = active_children()
     with pool(len(jobs)) as workers:
+        own = [process for process in active_children() if process not in others]  # none of a Ray cluster
         results = workers.imap_unordered(_write_part, jobs)
         left = len(jobs)
         while left:
@@ -227,17 +240,19 @@ def _in_processes(jobs: list[_PartJob], pool: Callable[..., Any], should_stop: S
             except PoolTimeoutError:
                 if should_stop():
                     raise _interrupted() from None
+                if any(process.exitcode is not None for process in own):  # the pool forgets what it worked on
+                    raise RankLostError(_ENDED) from None
 
 
-def _pool(num_jobs: int, *, engine: Engine | None, num_processes: int) -> Any:  # noqa: ANN401 - two libraries
+def _pool(num_jobs: int, *, engine: Engine | None, num_processes: int | None) -> Any:  # noqa: ANN401 - two types
     """Return a pool of processes of this machine, or of a Ray cluster, each of which uses one core."""
     if engine is None:
-        size = min(num_processes, num_jobs)
+        size = min(num_processes or machine_cores(), num_jobs)
         return get_context("spawn").Pool(size, initializer=_use_one_core)
     import_ray()
     from ray.util.multiprocessing import Pool  # noqa: PLC0415 - an extra
 
-    return Pool(initializer=_use_one_core)
+    return Pool(num_processes, initializer=_use_one_core)
 
 
 def _use_one_core() -> None:

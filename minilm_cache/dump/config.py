@@ -15,7 +15,7 @@ from minilm_cache.settings import (
     SequenceSettings,
     TeacherSettings,
 )
-from minilm_cache.storage_schema.identity import MAX_LAYERS, Precision
+from minilm_cache.storage_schema.identity import MAX_LAYERS, MAX_TOKENS, Precision
 from minilm_cache.storage_schema.states import MAX_READINGS, PoolingMode
 
 Chosen = Literal["last", "all"] | tuple[int, ...]
@@ -245,10 +245,6 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings, Sp
             raise ValueError(
                 f"--k {self.k} is above --max-length {self.max_length}: a row has no more entries"
             )
-        if self.max_tokens is not None and self.max_tokens < self.max_length:
-            raise ValueError(
-                f"--max-tokens {self.max_tokens} is below --max-length {self.max_length}: not one sequence"
-            )
         if self.rank >= self.world_size:
             raise ValueError(f"--rank {self.rank} is not below --world-size {self.world_size}")
         if self.shard_tokens is not None and self.shard_tokens & (self.shard_tokens - 1):
@@ -281,7 +277,7 @@ class ImportConfig(FrozenSettings):
     )
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
     """Most tokens that students read of a text, special tokens included."""
-    max_tokens: Annotated[int, Field(ge=4)] | None = None
+    max_tokens: Annotated[int, Field(ge=4, le=MAX_TOKENS)] | None = None
     """Most tokens to take in all. None means all texts."""
     shard_tokens: Annotated[int, Field(ge=MIN_SHARD_TOKENS, le=2**26)] | None = None
     """Tokens per shard, a power of two. None means 262144, and more for many texts."""

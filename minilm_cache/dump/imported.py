@@ -180,6 +180,8 @@ def _matrix(column: pa.ChunkedArray, file: str) -> npt.NDArray[np.float32]:
         raise CorpusError(
             f"{file}: row {row} (counted from 0) has a text without a vector. Add it or remove it."
         )
+    if pa.types.is_list(column.type):  # a single array of these has at most 2**31 numbers
+        column = column.cast(pa.large_list(column.type.value_type))
     lists = column.combine_chunks()
     widths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
     if not len(widths):

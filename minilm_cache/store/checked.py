@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from minilm_cache.errors import CacheCorruptError, StorageError, first_line
 from minilm_cache.storage_schema.documents import FileDigest
+from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.fingerprint import xxh3, xxh3_file
 from minilm_cache.store.layout import below
@@ -25,6 +26,10 @@ READ_REMEDY: Final = (
     "this cache with `--check full` to write damaged shards again, or fetch the cache again."
 )
 """What helps where a file of a cache is damaged."""
+_MAX_BYTES: Final = 2**32
+"""Most bytes of a file that is read whole."""
+MAX_WEIGHTS_BYTES: Final = 2**34
+"""Most bytes of a teacher's weights: an encoder of 8 billion weights in float16."""
 _MAX_VALUE_BYTES = 64
 """Most decompressed bytes of a table for each value, headers of its pages included."""
 _MAX_TABLE_HEADERS = 2**20
@@ -35,9 +40,14 @@ def read_checked(root: Path, path: str, expected: FileDigest | None) -> bytes:
     """Read a whole file, and compare its size (before reading) and its XXH3-128 with what was committed.
 
     Raises:
-        CacheCorruptError: the file is not listed, missing, not a regular file, or differs.
+        CacheCorruptError: the file is not listed, missing, not a regular file, too large, or differs.
     """
     with _opened(root, path, expected) as (file, committed):
+        if committed.size > (MAX_WEIGHTS_BYTES if path == TEACHER_WEIGHTS else _MAX_BYTES):
+            raise CacheCorruptError(
+                f"{below(root, path)} has {committed.size:,} bytes, more than it can need. It was not "
+                "written by `minilm-cache dump`."
+            )
         content = file.read(committed.size)
     if xxh3(content) != committed.xxh3_128:
         raise _other_bytes(below(root, path))

@@ -227,7 +227,7 @@ def committed_shards(root: Path, num_shards: int) -> list[int]:
     if not folder.is_dir():
         return []
     with storage_errors("list", folder):
-        numbers = [int(file.stem) for file in folder.glob("[0-9]*.json") if file.stem.isdigit()]
+        numbers = [int(file.stem) for file in folder.glob("[0-9]*.json") if file.stem.isdecimal()]
     return [number for number in numbers if number < num_shards]
 
 

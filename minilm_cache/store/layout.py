@@ -1,5 +1,6 @@
 """Paths below a cache's root, and sizes of shards. Does no I/O but `below`."""
 
+import re
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +38,8 @@ def cache_name(labels: Labels, identity: CacheIdentity) -> str:
 
     A cache without relations has `states` in place of their codec.
     """
-    words = (label.replace(":", "-").replace("/", "-") for label in (labels.teacher, labels.corpus))
+    # `?` and `#` would end the path of a URL.
+    words = (re.sub("[:/?#]", "-", label) for label in (labels.teacher, labels.corpus))
     stored = identity.codec.name if identity.has_relations else "states"
     return "-".join([*words, stored, identity.fingerprint()[:12]])
 

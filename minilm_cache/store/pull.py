@@ -22,7 +22,7 @@ from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import named_manifest
-from minilm_cache.store.checked import checked_file, is_sound
+from minilm_cache.store.checked import MAX_WEIGHTS_BYTES, checked_file, is_sound
 from minilm_cache.store.durable import (
     is_vacant,
     new_file,
@@ -52,8 +52,6 @@ _PARTS_AHEAD: Final = 64
 """Parts that `Fetcher.fetch_all` requests before they are written."""
 _LARGE_PART_BYTES: Final = 2**26
 """Most bytes of a request of `Fetcher.fetch`."""
-_MAX_WEIGHTS_BYTES: Final = 2**34
-"""Most bytes of a teacher's weights: an encoder of 8 billion weights in float16."""
 
 
 def pull(url: str, out: Path, *, progress: Progress, should_stop: ShouldStop) -> TransferResult:
@@ -214,7 +212,7 @@ class Fetcher:
 
     def attachment(self, path: str) -> None:
         """Fetch one file outside the shards."""
-        most = _MAX_WEIGHTS_BYTES if path == TEACHER_WEIGHTS else _MAX_ATTACHMENT_BYTES
+        most = MAX_WEIGHTS_BYTES if path == TEACHER_WEIGHTS else _MAX_ATTACHMENT_BYTES
         self.fetch(path, self._manifest.files[path], most)
 
     def fetch(self, path: str, expected: FileDigest, max_bytes: int | None = None) -> bool:

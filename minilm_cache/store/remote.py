@@ -373,11 +373,12 @@ def open_store(url: str) -> RemoteFolder:
     """Return the folder at a URL (`s3://`, `gs://`, `az://`, `hf://`, `file://`) or a path.
 
     Raises:
-        InvalidConfigError: the kind of store is not known, or the URL holds a password or a signature.
+        InvalidConfigError: the kind of store is not known, or the URL names no bucket, or it holds a password
+            or a signature.
     """
-    place = url.rstrip("/")
+    scheme, _, rest = url.partition("://") if is_url(url) else ("file", "", url)
+    place, (bucket, _, path) = url.rstrip("/"), rest.rstrip("/").partition("/")
     shown = without_secrets(place)
-    scheme = place.partition("://")[0] if is_url(place) else "file"
     known = ", ".join(f"{name}://" for name in (*OBJECT_STORES, *_FILE_SYSTEMS))
     remedy = f"Give a path, or a URL that begins with one of {known}"
     if scheme not in (*OBJECT_STORES, *_FILE_SYSTEMS) or "::" in place:
@@ -387,9 +388,10 @@ def open_store(url: str) -> RemoteFolder:
             f"cannot open {shown}: the URL holds a password or a signature, which would end up in run.json "
             f"and in logs. Leave it out. {_DENIED_REMEDY}."
         )
+    if not (path or bucket if scheme == "file" else bucket):
+        raise InvalidConfigError(f"cannot open {url}: it names no bucket and no folder. {remedy}.")
     try:
         if scheme in OBJECT_STORES:
-            bucket, _, path = place.partition("://")[2].partition("/")
             return RemoteFolder(place, _ObjectStore(from_url(f"{scheme}://{bucket}")), path)
         filesystem, path = fsspec.core.url_to_fs(place, skip_instance_cache=True)
     except (ValueError, TypeError, ImportError, obstore.exceptions.BaseError) as error:

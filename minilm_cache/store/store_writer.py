@@ -230,13 +230,19 @@ class StoreWriter(CacheWriter):
             )
 
     def seal(self, measured: Measured, preview: pa.Table) -> None:
-        """Finish the cache on this machine, then in the store; the manifest goes last."""
+        """Finish the cache on this machine, then in the store; the manifest goes last.
+
+        Where measuring took longer than the lease on it, another process may have finished the cache. Nothing
+        of it is replaced then: its manifest has the hashes of its own files.
+        """
         super().seal(measured, preview)
-        for path, digest in self.manifest.files.items():
-            self._target.send(path, checked_file(self.root, path, digest))
-        self._target.write(CARD, (self.root / CARD).read_bytes())
-        self._target.create(MANIFEST, self.manifest.to_json())
         finished = finished_manifest(self._target, self.manifest.identity)
+        if finished is None:
+            for path, digest in self.manifest.files.items():
+                self._target.send(path, checked_file(self.root, path, digest))
+            self._target.write(CARD, (self.root / CARD).read_bytes())
+            self._target.create(MANIFEST, self.manifest.to_json())
+            finished = finished_manifest(self._target, self.manifest.identity)
         assert finished is not None
         self.manifest = finished
         remove_leftovers(self._target)

@@ -100,6 +100,22 @@ def test_misuse_is_one_line_and_exit_code_2(command: Command, option: str) -> No
     command.fails("nonsense", code=2, says="nonsense")
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens", "says"),
+    [
+        ("head", 100, "--max-tokens 100 is below --max-length 128: not one sequence"),
+        ("dump", 100, "--max-tokens 100 is below --max-length 128: not one sequence"),
+        ("dump", "20000G", "--max-tokens"),
+        ("plan", "20000G", "--max-tokens"),
+    ],
+)
+def test_tokens_of_a_text_that_are_too_few_or_too_many(
+    world: World, command: Command, name: str, tokens: object, says: str
+) -> None:
+    out = ("--out", world.root / "out") if name == "head" else ()
+    command.fails(name, "--teacher", world.teacher, "--max-tokens", tokens, *out, code=2, says=says)
+
+
 def test_an_error_is_json_too(command: Command) -> None:
     code, out, _ = command("info", "/nowhere", "--json")
 

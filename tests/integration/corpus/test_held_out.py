@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import datasets
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -192,6 +194,29 @@ def test_records_without_a_value_are_no_copies(tmp_path: Path) -> None:
 
     assert len(set(numbers[::2])) == 1
     assert len(set(numbers[1::2])) == 4
+
+
+@pytest.mark.parametrize(
+    "values",
+    [np.array([3, 3, 4], "uint32"), np.array([3, 3, 4], "float64"), np.array([3, 3, 4], "datetime64[s]")],
+)
+def test_any_kind_of_value_names_copies(tmp_path: Path, values: npt.NDArray[Any]) -> None:
+    pq.write_table(
+        pa.table({"text": ["ba be", "be bi", "bi bo"], "document": values}), tmp_path / "c.parquet"
+    )
+    numbers = groups_of(tmp_path / "c.parquet")
+    assert numbers[0] == numbers[1] != numbers[2]
+
+
+def test_files_without_the_column_are_next_to_files_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    copies = ["ba be", "be bi"]
+    (folder / "a.jsonl").write_text("".join(f"{json.dumps({'text': t, 'document': 7})}\n" for t in copies))
+    (folder / "b.txt").write_text("bi bo\n\nbo bu\n")
+    numbers = groups_of(folder)
+    assert numbers[0] == numbers[1]
+    assert len(set(numbers)) == 3
 
 
 def test_a_cache_of_the_first_releases_keeps_its_split(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

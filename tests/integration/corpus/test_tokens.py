@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from minilm_cache.corpus import load, tokenise
 from minilm_cache.corpus.load import Corpus, load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokens import Tokens, part_name
-from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError
+from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError, RankLostError
 from minilm_cache.progress import never_stop
 from minilm_cache.storage_schema.identity import Packing
 from tests.conftest import Command
@@ -68,6 +71,49 @@ def test_parts_of_several_processes_are_as_one(corpus: Corpus, tmp_path: Path, i
 
     assert len(tokens.record.parts) == in_parts
     assert ids_of(tokens) == expected_ids(corpus)
+
+
+def kill_itself(job: object) -> None:
+    del job
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_is_missed(
+    corpus: Corpus, tmp_path: Path, in_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenise, "_write_part", kill_itself)
+        with pytest.raises(RankLostError, match="a process that tokenises has ended"):
+            tokens_of(corpus, tmp_path, num_processes=2)
+    assert ids_of(tokens_of(corpus, tmp_path)) == expected_ids(corpus)
+
+
+@pytest.mark.parametrize("guard", ["True", '__name__ == "__main__"'])
+def test_a_script_that_processes_import(corpus: Corpus, tmp_path: Path, guard: str) -> None:
+    (tmp_path / "script.py").write_text(
+        "from pathlib import Path\n"
+        "from minilm_cache.corpus import tokenise\n"
+        "from minilm_cache.corpus.load import load_corpus\n"
+        "from tests.support import tiny_tokenizer\n"
+        f"tokenise._PART_BYTES = {corpus.documents.data.nbytes // 4}\n"
+        f"if {guard}:\n"
+        f"    corpus = load_corpus({str(tmp_path / 'text.txt')!r})\n"
+        f"    home = Path({str(tmp_path)!r})\n"
+        "    tokenise.tokenise(corpus, tiny_tokenizer(), home=home, num_processes=2)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    if guard == "True":
+        assert done.returncode == 1
+        assert "RankLostError: a process that tokenises has ended" in done.stderr
+        assert 'Put the call below `if __name__ == "__main__":`' in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_text_that_was_tokenised_is_neither_read_nor_tokenised_again(

@@ -20,6 +20,7 @@ from minilm_cache.store.begun import remove_leftovers
 from minilm_cache.store.leases import Lease, Leases
 from minilm_cache.store.pull import pull
 from minilm_cache.store.remote import AccessDeniedError, RemoteFolder, open_store
+from minilm_cache.store.writer import CacheWriter
 from tests.conftest import Command
 from tests.integration.dump.test_dump import arrays_of, stop_after
 from tests.processes import CONTEXT
@@ -238,3 +239,21 @@ def test_a_lease_passes_on_when_it_is_released_or_not_renewed(
     assert mine.acquire("00001") is not None  # not renewed: its thread waits for LEASE_S of before
     mine.close()
     others.close()
+
+
+def test_a_process_whose_lease_ended_while_it_measured_replaces_nothing(
+    world: World, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work(world, f"{store}/one", {})
+    one, two = open_store(f"{store}/one"), open_store(f"{store}/two")
+    seal, sent = CacheWriter.seal, []
+
+    def another_is_faster(writer: CacheWriter, measured: Any, preview: Any) -> None:
+        seal(writer, measured, preview)
+        for name in one.sizes():
+            two.write(name, one.read(name, 2**30))
+        monkeypatch.setattr(RemoteFolder, "send", lambda _, path, file: sent.append((path, file)))
+
+    monkeypatch.setattr(CacheWriter, "seal", another_is_faster)
+    work(world, f"{store}/two", {})
+    assert sent == []

@@ -40,6 +40,7 @@ def test_what_is_coded_was_calibrated(content: Content) -> None:
     [
         (VECTORS, "num_fitted", 17, 18),
         (VECTORS, "num_checked", 4, 5),
+        (VECTORS, "layers.0.head_size", 64, 65),
         (VECTORS, "layers.0.kl.attention", 0.1, math.nextafter(0.1, 1)),
         (VECTORS, "layers.0.kl.value", 0.1, 1),
         (STATES, "states.0.components", 32, 33),

@@ -64,7 +64,7 @@ def test_the_index_is_what_plain_pyarrow_reads(complete: Path) -> None:
 
 def test_only_committed_shards_are_listed(cache: Path) -> None:
     keep_shards(cache, {1, 4})
-    for name in ("00009.json", "notes.json", ".00002.json.12.partial", "00002.json.bak"):
+    for name in ("00009.json", "notes.json", ".00002.json.12.partial", "00002.json.bak", "1².json"):
         (cache / "commits" / name).write_text("{}")
     reader = CacheReader(cache, partial=True)
 

@@ -125,6 +125,14 @@ def test_what_is_no_file_is_damage_and_never_empty(tmp_path: Path, kind: str, co
         read_checked(tmp_path, "file", digest_bytes(content))
 
 
+def test_a_file_that_would_fill_memory_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as sparse:
+        sparse.truncate(2**40)
+    claim = digest_bytes(b"").model_copy(update={"size": 2**40})
+    with pytest.raises(CacheCorruptError, match="1,099,511,627,776 bytes, more than it can need"):
+        read_checked(tmp_path, "file", claim)
+
+
 def test_a_file_that_no_document_lists_is_not_read(complete: Path) -> None:
     reader = CacheReader(complete)
     (listed, unlisted) = ("teacher/config.json", "README.md")

@@ -157,3 +157,10 @@ def test_a_path_is_no_url_and_is_shown_as_it_is(place: str) -> None:
     assert is_url(place) == (place.find("://") >= 0)
     if not is_url(place):
         assert without_secrets(place) == place
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "s3:///folder", "gs://", "hf:///", "file://", "file:///"])
+def test_a_url_without_a_bucket_is_no_folder_of_this_machine(url: str) -> None:
+    """As where a variable in it is not set."""
+    with pytest.raises(InvalidConfigError, match="it names no bucket and no folder"):
+        open_store(url)
