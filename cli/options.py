@@ -212,7 +212,7 @@ def _parameter(name: str, fields: Sequence[tuple[type[FrozenSettings], str]]) ->
     is_number = int in (kind, *get_args(kind))
     option = typer.Option(
         flag,
-        help=_help_text([one.model_fields[name] for one, name in fields]),
+        help=_help_text([settings.model_fields[field] for settings, field in fields]),
         metavar=metavar or ("<int>" if is_number else None),
         parser=whole_number if is_number else None,
         rich_help_panel=_group(model, field),

@@ -108,11 +108,7 @@ def tokenise(
             import it.
         RankLostError: a process that tokenises was killed.
     """
-    if getattr(current_process(), "_inheriting", False):
-        raise InvalidConfigError(
-            "a script that tokenises a large text runs again in each process that tokenises it. Put the call "
-            'below `if __name__ == "__main__":`.'
-        )
+    _refuse_imported_script()
     progress = progress or Silent()
     folder = (home or cache_home()) / "tokens" / address_of(corpus.identity, tokenizer)
     shared = shared_tokens(folder.name)
@@ -177,6 +173,15 @@ def tokenise_for(config: TokenizeConfig, *, progress: Progress, should_stop: Sho
         progress=progress,
         should_stop=should_stop,
     )
+
+
+def _refuse_imported_script() -> None:
+    """Raise InvalidConfigError in a process that tokenises, where it imports the script that began it."""
+    if getattr(current_process(), "_inheriting", False):
+        raise InvalidConfigError(
+            "a script that tokenises a large text runs again in each process that tokenises it. Put the call "
+            'below `if __name__ == "__main__":`.'
+        )
 
 
 @contextmanager

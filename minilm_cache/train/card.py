@@ -211,15 +211,20 @@ def student_card(
         "",
         *_usage(head, is_sentence_encoder=is_sentence_encoder),
         *_untrained_note(untrained),
+        *_held_out_table(identity, record),
     ]
-    before, after = record.held_out_before, record.held_out_after
-    if before is not None and after is not None:
-        lines += [
-            f"{measure_in_words(identity, record)} on held-out sequences, before and after training:",
-            "",
-            "| part | before | after |",
-            "|---|---|---|",
-            *(f"| {kind} | {before[kind]:.4f} | {after[kind]:.4f} |" for kind in after),
-            "",
-        ]
     return "\n".join(lines)
+
+
+def _held_out_table(identity: RunIdentity, record: StudentRecord) -> list[str]:
+    before, after = record.held_out_before, record.held_out_after
+    if before is None or after is None:
+        return []
+    return [
+        f"{measure_in_words(identity, record)} on held-out sequences, before and after training:",
+        "",
+        "| part | before | after |",
+        "|---|---|---|",
+        *(f"| {kind} | {before[kind]:.4f} | {after[kind]:.4f} |" for kind in after),
+        "",
+    ]

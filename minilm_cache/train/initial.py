@@ -286,6 +286,11 @@ def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTraine
             )
 
 
+def folder_of(init: str | None) -> str | None:
+    """Return the folder that students begin with, made absolute. None means that `--init` names none."""
+    return None if init is None or init in (RANDOM, *FROM_TEACHER) else str(Path(init).resolve())
+
+
 def random_weights(why: str | None = None) -> RandomWeights:
     """Return weights that are drawn; `why` says why they are not cut. None means that they were asked for."""
     return RandomWeights(

@@ -27,7 +27,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.first import after_first, check_first, first_config, first_folder
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
-from minilm_cache.train.initial import FROM_TEACHER, RANDOM, Beginnings, initial_weights
+from minilm_cache.train.initial import Beginnings, folder_of, initial_weights
 from minilm_cache.train.loop import TrainingLoop
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import (
@@ -183,11 +183,6 @@ def _teacher_layer(config: TrainConfig, objective: Objective) -> int | None:
     return layers[0] if config.layer_map == "last" and len(layers) == 1 else None
 
 
-def _folder_of(init: str | None) -> str | None:
-    """Return the folder that students begin with, made absolute. None means that `--init` names none."""
-    return None if init is None or init in (RANDOM, *FROM_TEACHER) else str(Path(init).resolve())
-
-
 def _run_in_words(path: Path, config: TrainConfig, *, objective: Objective, steps: int) -> str:
     layers = ", ".join(map(str, objective.wanted.layers))
     source = f"layer {layers} of the teacher, counted from 0" if layers else "states of the teacher"
@@ -329,7 +324,7 @@ class _Run:
         record = RunRecord(
             identity=self.identity,
             cache=self.place,
-            init=_folder_of(self.config.init),
+            init=folder_of(self.config.init),
             init_recipe=run_recipe(self.config.init),
             init_teacher=self.config.init_teacher,
             init_layers=self.config.init_layers,
