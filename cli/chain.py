@@ -20,7 +20,6 @@ from minilm_cache.cli.options import (
     options,
 )
 from minilm_cache.dump.config import DumpConfig, StateSettings
-from minilm_cache.objectives.spec import needs_of
 from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
@@ -72,8 +71,7 @@ def chain(
     from minilm_cache.workflows.chain import run_chain  # noqa: PLC0415 - importing it takes seconds
 
     train = validated(TrainConfig, with_preset(preset, recipe))
-    learned = (train.objective, train.first or train.objective)
-    served = {"for": learned} if needs_of(learned).pooled else {}
+    served = {"for": (train.objective, train.first or train.objective)} if train.spec.needs.pooled else {}
     stages = {"dump": validated(DumpConfig, {**served, **dump}), "train": train}
     config = validated(ChainConfig, {**given, **stages})
     check_engine(engine, gpus_per_task)

@@ -90,7 +90,8 @@ def load_corpus(
     with _corpus_errors(name):
         hub = _load_hub(name) if name.startswith(HUB_PREFIX) else None
         paths = _source_files(name, hub=hub, text_column=text_column, documents=documents)
-        sources = Sources.now([name, ",".join(columns), documents], paths)
+        asked = [name, ",".join(columns), documents, "copies of any type"]  # older notes knew fewer types
+        sources = Sources.now(asked, paths)
     known = None if home is None else sources.known_identity(home)
 
     def read() -> datasets.Dataset:
@@ -234,7 +235,8 @@ def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Da
     texts = loaded.select_columns([column])
     if column != "text":
         texts = texts.rename_column(column, "text")
-    if isinstance(loaded.features.get(COPIES_COLUMN), datasets.Value):  # neither a list nor an object
+    copies_of = loaded.features.get(COPIES_COLUMN)
+    if isinstance(copies_of, datasets.Value) and "binary" not in copies_of.dtype:  # no list, no object
         copies = loaded.select_columns([COPIES_COLUMN]).cast_column(COPIES_COLUMN, datasets.Value("string"))
         texts = datasets.concatenate_datasets([texts, copies.rename_column(COPIES_COLUMN, COPIES_OF)], axis=1)
     kind = getattr(texts.features["text"], "dtype", "")

@@ -40,7 +40,13 @@ from minilm_cache.corpus.tokens import (
     part_name,
 )
 from minilm_cache.engines.ray_cluster import Engine, import_ray
-from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError, RankLostError
+from minilm_cache.errors import (
+    CacheCorruptError,
+    InterruptedRunError,
+    InvalidConfigError,
+    RankLostError,
+    first_line,
+)
 from minilm_cache.models.load import load_tokenizer, locate_teacher, tokenizer_sha256
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import CorpusSettings, cache_home
@@ -257,7 +263,10 @@ def _pool(num_jobs: int, *, engine: Engine | None, num_processes: int | None) ->
     import_ray()
     from ray.util.multiprocessing import Pool  # noqa: PLC0415 - an extra
 
-    return Pool(num_processes, initializer=_use_one_core)
+    try:
+        return Pool(num_processes, initializer=_use_one_core)
+    except ValueError as error:  # the cluster has fewer cores
+        raise InvalidConfigError(f"--processes {num_processes}: {first_line(error)}. Lower it.") from error
 
 
 def _use_one_core() -> None:

@@ -233,7 +233,7 @@ class StoreWriter(CacheWriter):
         """Finish the cache on this machine, then in the store; the manifest goes last.
 
         Where measuring took longer than the lease on it, another process may have finished the cache. Nothing
-        of it is replaced then: its manifest has the hashes of its own files.
+        is sent then: its manifest has the hashes of its own files.
         """
         super().seal(measured, preview)
         finished = finished_manifest(self._target, self.manifest.identity)

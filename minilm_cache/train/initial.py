@@ -271,7 +271,7 @@ def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTraine
     Raises:
         InvalidConfigError: students of this shape cannot begin so.
     """
-    if config.init == SLICE:
+    if config.init == SLICE or (config.init is None and config.names_beginning):
         check_cut(shape, teacher, config.init_layers)
     elif config.init == EMBEDDINGS:
         check_sizes(shape, teacher)

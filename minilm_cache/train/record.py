@@ -205,7 +205,7 @@ class RunRecord(_Record):
     cache: str
     """Folder or URL of the cache when the run began."""
     init: str | None = None
-    """Value of `--init`, if it was a folder. None means another value, or a run of the first releases."""
+    """Folder that `--init` named, absolute but in the first releases. None means that it named none."""
     init_recipe: Annotated[str, Field(pattern="^[0-9a-f]{12}$")] | None = None
     """`recipe` of the run that `init` names. None means that it names no run."""
     init_teacher: str | None = None

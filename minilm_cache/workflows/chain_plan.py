@@ -136,13 +136,7 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
     check_parts(config.train, int(num_ranks) if num_ranks.isdecimal() else 1)
     check_codec(config.train, config.dump.codec)
     if config.train.first is not None:
-        refuse_ranks("--first", "`chain --dry-run` shows")
-        first = first_config(config.train)
-        check_codec(first, config.dump.codec)
-        if first.spec.needs not in _NEEDS:
-            raise InvalidConfigError(
-                f"--first {first.objective}: a chain's caches do not hold what it needs."
-            )
+        _check_first(config)
     if config.train.spec.needs not in _NEEDS:
         fitting = " or ".join(name for name, spec in OBJECTIVES.items() if spec.needs in _NEEDS)
         raise InvalidConfigError(
@@ -170,6 +164,20 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
     checked = config.with_changes(train=config.train.with_changes(relation_heads=split))
     _check_folder(checked, folder)
     return checked
+
+
+def _check_first(config: ChainConfig) -> None:
+    """Raise InvalidConfigError for a first objective that the caches of a chain do not serve."""
+    refuse_ranks("--first", "`chain --dry-run` shows")
+    first = first_config(config.train)
+    check_codec(first, config.dump.codec)
+    if first.spec.needs not in _NEEDS:
+        raise InvalidConfigError(f"--first {first.objective}: a chain's caches do not hold what it needs.")
+    if first.spec.needs.pooled and not config.train.spec.needs.pooled:
+        raise InvalidConfigError(
+            f"--first {first.objective}: assistants that learn {config.train.objective} last give no vectors "
+            "to learn from. Exchange --first and --objective."
+        )
 
 
 def _check_init(config: TrainConfig) -> None:

@@ -50,6 +50,8 @@ class Operations:
 
     teacher: float
     """Operations per token of the teacher's forward pass."""
+    timed: float
+    """Operations per token of the pass that is timed: up to the teacher's last queries, keys and values."""
     students: Mapping[str, float]
     """Operations per token of a training step, by the shape of the student."""
 
@@ -100,8 +102,9 @@ def operations(config: CostConfig, dump: DumpConfig) -> Operations:
         built = shape_config(shape, teacher_config.to_dict(), teacher_config.model_type)
         one_pass = model_size(built, length).pass_flops(stops_early=stops_early)
         students[arch] = _FORWARD_PASSES_PER_STEP * one_pass
-    teacher = model_size(teacher_config, length).pass_flops(stops_early=not dump.has_states)
-    return Operations(teacher=teacher, students=students)
+    size = model_size(teacher_config, length)
+    teacher = size.pass_flops(stops_early=not dump.has_states)
+    return Operations(teacher=teacher, timed=size.stopped_flops_per_token, students=students)
 
 
 def estimate(
@@ -114,9 +117,10 @@ def estimate(
         per_token: operations per token.
         num_tokens: tokens of the corpus.
         length: tokens of a sequence.
-        teacher_tokens_per_s: tokens per second of the teacher's forward pass on this machine.
+        teacher_tokens_per_s: tokens per second of the teacher on this machine, up to its last queries, keys
+            and values.
     """
-    measured_rate = teacher_tokens_per_s * per_token.teacher
+    measured_rate = teacher_tokens_per_s * per_token.timed
     rate = measured_rate if config.tflops is None else config.tflops * TERA
     num_read = train_tokens(config, num_tokens, length)
 

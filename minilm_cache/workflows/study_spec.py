@@ -357,7 +357,7 @@ def _check_fits(source: Source, location: Location, *, config: TrainConfig, cach
         return wanted is not None and (stored is None or (wanted == "all" and takes_all and stored == "last"))
 
     lacking = {
-        "all layers": lacks(needs.layers, cache.layers),
+        "layers": lacks(needs.layers, cache.layers),
         "hidden": lacks(needs.hidden, cache.hidden),
         "masked_hidden": lacks(needs.masked_hidden, cache.masked_hidden),
         "first_hidden": lacks(needs.first, cache.first_hidden),
@@ -368,8 +368,9 @@ def _check_fits(source: Source, location: Location, *, config: TrainConfig, cach
     }
     missing = [name for name, is_missing in lacking.items() if is_missing]
     if missing:
+        given = [name for name in missing if name in cache.model_fields_set and getattr(cache, name)]
         source.fail(
             location,
             f"objective {config.objective} needs {' and '.join(missing)}, which this cache will not hold; "
-            f"give {{for: [{config.objective}]}}",
+            f"give {{for: [{config.objective}]}}{' in place of ' * bool(given)}{' and '.join(given)}",
         )

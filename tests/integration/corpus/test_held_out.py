@@ -208,6 +208,12 @@ def test_any_kind_of_value_names_copies(tmp_path: Path, values: npt.NDArray[Any]
     assert numbers[0] == numbers[1] != numbers[2]
 
 
+def test_bytes_name_no_copies(tmp_path: Path) -> None:
+    table = pa.table({"text": ["ba be", "be bi"], "document": [b"\xff", b"\xff"]})
+    pq.write_table(table, tmp_path / "c.parquet")
+    assert len(set(groups_of(tmp_path / "c.parquet"))) == 2
+
+
 def test_files_without_the_column_are_next_to_files_with_it(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()

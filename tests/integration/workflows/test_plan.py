@@ -172,6 +172,9 @@ def test_hours_of_trainings_are_operations_over_a_rate(world: World, command: Co
     assert whole.students["1x16"] == pytest.approx(3 * model_size(student, length).flops_per_token)
     both = operations(config, validated(DumpConfig, {**dump, "for": "minilmv2", "hidden": "last"}))
     assert both.teacher == whole.teacher
+    at_rate = config.model_copy(update={"tflops": None})
+    dumped = estimate(at_rate, whole, num_tokens=1000, length=length, teacher_tokens_per_s=7.0).parts[0]
+    assert dumped.hours * 3600 == pytest.approx(1000 / 7 * whole.teacher / work.teacher)
     assert both.students == work.students
 
 

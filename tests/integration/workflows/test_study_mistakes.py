@@ -55,9 +55,10 @@ from tests.support import World
             {"init": " [teacher-layers]", "arch": " [1x16]"},
             "arch.0: --init teacher-layers: the teacher's layers",
         ),
+        ({"train": "\n  init_layers: 0,9", "arch": " [2x32]"}, "--init-layers 0,9: give different"),
         (
             {"objective": " [tinybert]", "caches": "\n  a: {codec: vectors, hidden: last}"},
-            "caches.a: objective tinybert needs all layers and hidden, which this cache will not hold",
+            "layers and hidden, which this cache will not hold; give {for: [tinybert]} in place of hidden",
         ),
         (
             {"objective": " [{objective: minilm, layer_map: all}]"},

@@ -64,12 +64,11 @@ def test_a_chain_ends_with_vectors(world: World, command: Command, first: tuple[
     assert student.is_file()
 
 
-def test_a_chain_stores_what_its_first_objective_needs(world: World, command: Command) -> None:
+def test_assistants_of_relations_give_no_vectors(world: World, command: Command) -> None:
     chain = ("chain", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32)
-    objectives = ("--objective", "minilm", "--first", "embedding", "--first-steps", 2, "--pooling", "mean")
-    code, printed, err = command(*chain, "--assistant", "2x32", "--arch", "1x16:h4", *objectives, "--dry-run")
-    assert code == 0, err
-    assert "to do" in printed
+    shapes = ("--assistant", "2x32", "--arch", "1x16:h4")
+    objectives = ("--objective", "minilm", "--first", "embedding")
+    command.fails(*chain, *shapes, *objectives, code=2, says="Exchange --first and --objective")
 
 
 def test_a_study_compares_vectors_with_relations_first(world: World, command: Command) -> None:
