@@ -5,6 +5,7 @@ python -m benchmarks.plots
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import ceil
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
@@ -25,6 +26,8 @@ LEAST_KL = 1e-4
 """Least KL of the plot, in nats. Lower values are drawn here."""
 LEAST_EXCESS = 0.02
 """Least excess over online training, in per cent. Lower values are drawn here."""
+MOST_IN_A_ROW = 4
+"""Most panels next to each other."""
 MARKERS = {"128": "o", "256": "s", "512": "^"}
 
 
@@ -38,11 +41,23 @@ def _colour(setting: str) -> str:
 
 @contextmanager
 def _panels(name: str, size: tuple[float, float], count: int) -> Iterator[list[Axes]]:
+    """Yield panels, at most `MOST_IN_A_ROW` side by side, and save them. The size of a row is in inches."""
     mpl.use("Agg")
-    figure, panels = plt.subplots(ncols=count, figsize=size, layout="constrained", sharey=True, squeeze=False)
-    for axes in panels[0]:
+    rows = ceil(count / MOST_IN_A_ROW)
+    figure, grid = plt.subplots(
+        rows,
+        ceil(count / rows),
+        figsize=(size[0], size[1] * rows),
+        layout="constrained",
+        sharey=True,
+        squeeze=False,
+    )
+    panels = list(grid.flat)
+    for axes in panels[count:]:
+        axes.remove()
+    for axes in panels[:count]:
         axes.spines[["top", "right"]].set_visible(False)
-    yield list(panels[0])
+    yield panels[:count]
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
     plt.close(figure)
 
@@ -152,7 +167,7 @@ def plot_head_start() -> None:
 def plot_head_start_curves() -> None:
     """Draw held-out KLs over 3,000 steps, a line for each seed."""
     shapes = long_starts()
-    with _panels("head_start_curves", (8, 3.2), len(shapes)) as panels:
+    with _panels("head_start_curves", (8, 2.8), len(shapes)) as panels:
         for axes, (shape, starts) in zip(panels, sorted(shapes.items()), strict=True):
             for start, curves in starts.items():
                 for number, curve in enumerate(curves):
@@ -161,7 +176,7 @@ def plot_head_start_curves() -> None:
                     axes.plot(steps, kls, color=START_COLOURS[start], linewidth=1, label=label)
             axes.set_title(shape, loc="left")
             axes.set_xlabel("steps")
-        panels[0].set_ylabel("held-out KL, attention + value, nats")
+        panels[0].figure.supylabel("held-out KL, attention + value, nats", fontsize="medium")
         most = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[0]))
         most.legend(fontsize=8, frameon=False)
 
