@@ -26,12 +26,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minilm_cache.codecs.quantize import LogScale
+from minilm_cache.relations.products import products_in
 
 PPS_RATIO = 1.03
 _CPU_ENTRIES = 2**20
 """Probabilities that a thread of a CPU samples from in one step: 4 MiB, which fits into its cache."""
 _DEVICE_ENTRIES = 2**26
 """Probabilities that a device samples from in one step; intermediate values take up to 3 GiB."""
+_MOST_MULTIPLIED = 1024
+"""Columns up to which a device computes running sums as a product; its operations grow with their square."""
 _ROUNDING = 1e-5
 """A bound above the rounding error of a row's sum, and above the relative one of a scale's least weight."""
 _ROUNDING_OF_SLOTS = 1e-6
@@ -179,19 +182,36 @@ def _sample_placed(
     above = torch.where(probs > 1 / k + _ROUNDING, probs, 0)
     least = _least_kept(above.sum(-1), above.count_nonzero(-1), k=k, scale=scale)
     is_kept = probs > least[:, None]
-    code = scale.round_down(probs)
-    pool = torch.where(is_kept, (probs - scale.value(code)).clamp_(min=0), probs)
     num_slots = k - is_kept.sum(-1, keepdim=True)
-    place = torch.where(is_kept, is_kept.cumsum(-1) - 1 + num_slots, k)  # others: an extra column
-    column = torch.arange(probs.shape[-1], device=probs.device)
-    kept = torch.zeros((len(probs), k + 1), dtype=torch.int32, device=probs.device)
-    kept.scatter_(-1, place, (column * _CODE_RANGE + code).int())
+    # Kept entries take the places behind their row's slots, where there are few columns to compute on. All
+    # others share one more place, which is not looked at.
+    place = torch.where(is_kept, _running_sums(is_kept.to(probs.dtype)) + (num_slots - 1), k).to(torch.int64)
+    weight = probs.new_zeros((len(probs), k + 1)).scatter_(-1, place, probs)
+    column = torch.arange(probs.shape[-1], dtype=torch.int32, device=probs.device).expand_as(probs)
+    kept = torch.zeros_like(weight, dtype=torch.int32).scatter_(-1, place, column)
+    code = scale.round_down(weight)
+    rest = (weight - scale.value(code)).clamp_(min=0)
+    pool = torch.where(is_kept, rest.gather(-1, place), probs)
 
     slot = torch.arange(k, dtype=probs.dtype, device=probs.device).expand(len(probs), k)
     slots = _slots_so_far(pool, k, num_slots=num_slots, draws=draws)
     drawn = torch.searchsorted(slots, slot.contiguous(), right=True, out_int32=True) * _CODE_RANGE
-    # Kept entries take the places behind their row's slots.
-    return _split(torch.where(slot < num_slots, drawn, kept[:, :k]).sort(-1).values)
+    entries = torch.where(slot < num_slots, drawn, (kept * _CODE_RANGE + code)[:, :k].int())
+    return _split(entries.sort(-1).values)
+
+
+def _running_sums(rows: Float[Tensor, "rows key"]) -> Float[Tensor, "rows key"]:
+    """Return the sum of each row's values up to and including each column.
+
+    An H200 takes 3.0 ms to scan 2**26 values in rows of 128 columns, and 0.5 ms for this product. All columns
+    add the same values in the same order, or zeros instead, so their sums never decrease.
+    """
+    size = rows.shape[-1]
+    if rows.device.type == "cpu" or size > _MOST_MULTIPLIED:
+        return rows.cumsum(-1)
+    up_to = torch.ones((size, size), dtype=rows.dtype, device=rows.device).triu_()
+    with products_in("float32"):
+        return rows @ up_to
 
 
 def _least_kept(
@@ -225,7 +245,7 @@ def _slots_so_far(
     Slot s lies at s + draw, where the whole pool is as long as there are slots. A column without weight
     never has a slot; with nothing left to draw from, all slots are on column 0.
     """
-    so_far = pool.cumsum(-1)
+    so_far = _running_sums(pool)
     total = so_far[:, -1:]
     has_weight = total > _NO_WEIGHT
     slots_per_weight = torch.where(has_weight, num_slots * (1 + _ROUNDING_OF_SLOTS) / total, 0)

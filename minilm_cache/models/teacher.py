@@ -1,8 +1,7 @@
 """A teacher: its identity by content, and the outputs of its layers."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +24,7 @@ from minilm_cache.models.load import (
 from minilm_cache.models.pooling import SentencePooler, load_pooler
 from minilm_cache.models.saving import saving
 from minilm_cache.models.tap import Head, TappedModel
+from minilm_cache.relations.products import products_in
 from minilm_cache.relations.scores import TeacherSignal, key_mask
 from minilm_cache.relations.transfer import send
 from minilm_cache.storage_schema.identity import MAX_LAYERS, Precision, TeacherIdentity, canonical_sha256
@@ -233,7 +233,7 @@ class Teacher:
         mask = None if is_full else key_mask(lengths, ids.shape[1]).to(torch.int64)
         tapped_layers = self.layers
         self._tapped.tap(tapped_layers if layers is None else layers, hidden, head)
-        with _products_in(self.precision):
+        with products_in(self.precision):
             outputs = self._tapped(ids, mask, None if places is None else send(places, self.device))
         self._tapped.tap(tapped_layers)
         signals = [TeacherSignal(vectors, lengths) for vectors in outputs.vectors]
@@ -250,17 +250,6 @@ class TeacherReading(NamedTuple):
     """Requested hidden states, by number; 0 is the output of the embeddings."""
     logits: Float[Tensor, "rows classes"] | None
     """Logits of the head. None means not requested."""
-
-
-@contextmanager
-def _products_in(precision: Precision) -> Iterator[None]:
-    """Let a GPU compute float32 products in TF32 or not, whatever the process has chosen."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @torch.no_grad()
