@@ -61,6 +61,7 @@ class StudentTrainer:
             self.model.compile_forward(needs.head, replays=replays_graphs(config, ranks.device))
         else:
             draw_faster(self.model)
+        self.model.eval()  # new modules included, so that the model's own mode is that of all of them
         self._parallel = ranks.parallel(self.learner)
         self._ranks = ranks
         self._config = config
@@ -94,7 +95,9 @@ class StudentTrainer:
         """Set the learning rate of a step, and clear the losses of the previous one."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self._config, step, self._steps)
-        self.model.train(self._config.dropout == "teacher")
+        drops = self._config.dropout == "teacher"
+        if self.model.training != drops:  # to set the mode of all modules takes as long as tens of kernels
+            self.model.train(drops)
         if self._config.gradient_checkpointing:
             self.model.train_checkpointed()
         self._taken = {}

@@ -67,3 +67,30 @@ def test_where_graphs_are_replayed_no_student_needs_the_gradients_of_another(
 
     assert len(trainers) == 2
     assert any(overwritten) != replays_graphs(config, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("dropout", "drops"), [("teacher", True), ("none", False)])
+def test_every_module_of_a_student_drops_out_in_training_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, dropout: str, drops: bool
+) -> None:
+    """Modes are set only where they change, and modules are replaced by faster ones."""
+    world.dump()
+    in_training, in_evaluation = set[bool](), set[bool]()
+    learn, evaluate = StudentTrainer.learn, StudentTrainer.evaluate
+
+    def learning(self: StudentTrainer, *arguments: Any) -> None:
+        in_training.update(module.training for module in self.model.modules())
+        learn(self, *arguments)
+
+    def evaluating(self: StudentTrainer, *arguments: Any) -> Any:
+        losses = evaluate(self, *arguments)
+        in_evaluation.update(module.training for module in self.model.modules())
+        return losses
+
+    monkeypatch.setattr(StudentTrainer, "learn", learning)
+    monkeypatch.setattr(StudentTrainer, "evaluate", evaluating)
+    config = settings(steps=4, eval_steps=2, dropout=dropout)
+    train_students(config, world.root / "cache", out=world.root / "run", home=world.home)
+
+    assert in_training == {drops}
+    assert in_evaluation == {False}
