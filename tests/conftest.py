@@ -9,6 +9,7 @@ import jaxtyping
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch refuses the pretend accelerator where it has a real one, too
 os.environ.pop("COLUMNS", None)  # test runners set it, and tables would be as narrow
 
 from minilm_cache.cli.main import run
