@@ -52,12 +52,18 @@ def synchronize(device: torch.device) -> None:
 
 
 def rates(
-    ways: dict[str, Callable[[], int]], seconds: float, *, turns: int = TURNS, device: torch.device = CPU
+    ways: dict[str, Callable[[], int]],
+    seconds: float,
+    *,
+    turns: int = TURNS,
+    warmups: int = 1,
+    device: torch.device = CPU,
 ) -> dict[str, float]:
     """Return the tokens per second of each way, medians over turns of about `seconds` each."""
     rates_by_way: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
-        way()
+        for _ in range(warmups):
+            way()
     for _ in range(turns):
         for name, way in ways.items():
             synchronize(device)

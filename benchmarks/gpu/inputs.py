@@ -41,11 +41,11 @@ BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, 
 LARGE = Sizes(
     teacher=BASE,
     tokens=2**20,
-    dump_tokens=2**19,
+    dump_tokens=2**20,
     arch=("3x384", "6x384", "12x384"),
     batch_sizes=(32, 256, 1024),
     lengths=(128, 512),
-    seconds=1.0,
+    seconds=0.5,
 )
 SMALL = Sizes(
     teacher={"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 12, "intermediate_size": 96},
@@ -108,15 +108,24 @@ def prepare(folder: Path, device: torch.device, sizes: Sizes) -> Bench:
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *known])}
     _save_tokenizer(folder / "teacher", vocabulary)
     torch.manual_seed(0)
-    # Wide enough that distributions are not flat; the usual vocabulary, whose embeddings a step pays for.
-    config = BertConfig(vocab_size=30_522, initializer_range=0.05, **sizes.teacher)  # type: ignore[arg-type]
-    AutoModel.from_config(config).save_pretrained(folder / "teacher")
+    _save_teacher(folder / "teacher", sizes)
     generator = np.random.default_rng(0)
     count = sizes.tokens + sizes.tokens // 8
     drawn = np.asarray(known)[np.minimum(generator.zipf(1.2, count), len(known)) - 1]
     documents = [drawn[at : at + WORDS_PER_DOCUMENT] for at in range(0, count, WORDS_PER_DOCUMENT)]
     (folder / "text.txt").write_text("\n\n".join(" ".join(document) for document in documents))
     return Bench(folder=folder, device=device, sizes=sizes)
+
+
+def _save_teacher(folder: Path, sizes: Sizes) -> None:
+    """Write a teacher whose relations are not flat, as those of a trained one are not."""
+    # The usual vocabulary, whose embeddings a step pays for.
+    config = BertConfig(vocab_size=30_522, initializer_range=0.05, **sizes.teacher)  # type: ignore[arg-type]
+    model = AutoModel.from_config(config)
+    for name, weight in model.named_parameters():
+        if name.endswith("output.dense.weight"):
+            weight.data.mul_(0.1)  # else the layers make all tokens of a sequence alike, one after the other
+    model.save_pretrained(folder)
 
 
 def _save_tokenizer(folder: Path, vocabulary: dict[str, int]) -> None:

@@ -22,11 +22,23 @@ MOST = 8
 
 
 def profiling(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Yield what steps of the first shape wait for, with a small batch, where launches cost most."""
+    """Yield what steps of the first shape wait for, with a small batch, where launches cost most.
+
+    One row is for students as they are, and one, on a GPU, for compiled ones.
+    """
+    for compiled in (False, True) if bench.device.type == "cuda" else (False,):
+        config = TrainConfig(
+            arch=bench.sizes.arch[:1],
+            batch_size=bench.sizes.batch_sizes[0],
+            device=bench.device.type,
+            compiled=compiled,
+        )
+        yield {"compiled": compiled, "steps": STEPS, **_profile(bench, config)}
+
+
+def _profile(bench: Bench, config: TrainConfig) -> dict[str, Any]:
+    """Return what steps take and wait for; the profiler is not running while they are timed."""
     is_gpu = bench.device.type == "cuda"
-    config = TrainConfig(
-        arch=bench.sizes.arch[:1], batch_size=bench.sizes.batch_sizes[0], device=bench.device.type
-    )
     cache = bench.cache(CODEC, bench.sizes.lengths[0])
     wanted = choose_objective(config, cache, arch=config.arch).wanted
     (trainer,) = trainers_of(cache, config, bench.device)
@@ -36,29 +48,32 @@ def profiling(bench: Bench) -> Iterator[dict[str, Any]]:
         def steps() -> None:
             for _ in range(STEPS):
                 trainer.step(next(batches), 0)
+            synchronize(bench.device)
 
         steps()
         waits = _synchronisations(steps) if is_gpu else None
-        synchronize(bench.device)
         started = time.perf_counter()
+        steps()
+        seconds = (time.perf_counter() - started) / STEPS
         with profile(activities=activities) as profiled:
             steps()
-            synchronize(bench.device)
-        wall = time.perf_counter() - started
     calls = profiled.key_averages()
-    on_device = sum(call.self_device_time_total for call in calls) / 1e6
-    slowest = {
-        "calls": sorted(calls, key=lambda call: -call.self_cpu_time_total)[:MOST],
-        "kernels": sorted(calls, key=lambda call: -call.self_device_time_total)[:MOST] if is_gpu else [],
-    }
-    yield {
-        "steps": STEPS,
-        "seconds_per_step": wall / STEPS,
-        "share_of_time_that_the_device_computes": round(on_device / wall, 3) if is_gpu else None,
+    kernels = [
+        event
+        for event in profiled.events()
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    ]
+    on_device = sum(kernel.self_device_time_total for kernel in kernels) / 1e6 / STEPS
+    slowest = sorted(calls, key=lambda call: -call.self_cpu_time_total)[:MOST]
+    slowest_kernels = sorted(calls, key=lambda call: -call.self_device_time_total)[:MOST] if is_gpu else []
+    return {
+        "seconds_per_step": seconds,
+        "kernels_per_step": round(len(kernels) / STEPS) if is_gpu else None,
+        "share_of_time_that_the_device_computes": round(on_device / seconds, 3) if is_gpu else None,
         "waits": waits,
-        "slowest_calls_ms": {call.key: round(call.self_cpu_time_total / 1e3, 2) for call in slowest["calls"]},
+        "slowest_calls_ms": {call.key: round(call.self_cpu_time_total / 1e3, 2) for call in slowest},
         "slowest_kernels_ms": {
-            call.key[:100]: round(call.self_device_time_total / 1e3, 2) for call in slowest["kernels"]
+            call.key[:100]: round(call.self_device_time_total / 1e3, 2) for call in slowest_kernels
         },
     }
 

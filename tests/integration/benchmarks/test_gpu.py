@@ -33,9 +33,9 @@ def test_every_part_runs_and_a_cpu_computes_what_a_cpu_does(
         assert set(codec["equal_stored_values"].values()) == {1.0}
         assert codec["loss_relative_difference"] < 1e-6
         assert codec["gradient_relative_difference"] < 1e-6
-    assert {(row["codec"], row["precision"]) for row in result["dump"]} == {
-        (codec, precision) for codec in ("topk", "vectors", "dense") for precision in ("float32", "bfloat16")
-    }
+    for part, precision in {"dump": "bfloat16", "dump_otherwise": "float32"}.items():
+        assert [row["codec"] for row in result[part]] == ["topk", "vectors", "dense"]
+        assert {row["precision"] for row in result[part]} == {precision}
     (row,) = result["train"]
     assert all(rate > 0 for rate in row["tokens_per_s"].values())
     assert row["over_usual_online"] > 0
