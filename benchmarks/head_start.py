@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import add_to_result, read_result
+from benchmarks.report import add_to_result, machine, read_result
 from minilm_cache import Cache, DumpConfig, TrainConfig, dump_cache, open_cache, train_students
 from minilm_cache.evaluate.run import evaluate_models
 from minilm_cache.evaluate.settings import EvaluateConfig
@@ -126,6 +126,7 @@ def _trained(
             "steps": steps,
             "precision": given.precision,
             "seed": seed,
+            "gpu": machine()["gpu"],
             "before": _rounded(student.held_out_before),
             "after": _rounded(student.held_out_after),
             "curve": _curve(out, student.arch),

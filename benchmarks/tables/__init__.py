@@ -16,7 +16,14 @@ from benchmarks.tables.caches import (
     objective_rows,
     steps,
 )
-from benchmarks.tables.device import cpu_precision, device_counts, feeding, on_a_gpu, precision
+from benchmarks.tables.device import (
+    cpu_precision,
+    device_counts,
+    feeding,
+    gpu_dumps,
+    gpu_training,
+    precision,
+)
 from benchmarks.tables.embeddings import (
     embedding_bytes,
     embedding_first,
@@ -42,7 +49,8 @@ PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _BLOCK: Final = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
-    "on_a_gpu": on_a_gpu,
+    "gpu_training": gpu_training,
+    "gpu_dumps": gpu_dumps,
     "device_counts": device_counts,
     "feeding": feeding,
     "precision": precision,

@@ -1,32 +1,39 @@
 """Tables of what a GPU was measured to do, and of what was counted without one."""
 
-from benchmarks.report import RESULTS
 from benchmarks.tables.cells import read, table_of
 
-NOT_MEASURED = "Not measured on a GPU.\n"
+WAYS = ("from the cache", "compiled", "from memory", "best online", "usual online")
 
 
-def on_a_gpu() -> str:
-    """Return tokens per second of trainings on the GPU that was measured last, or that none was."""
-    if not (RESULTS / "gpu.json").exists():
-        return NOT_MEASURED
+def gpu_training() -> str:
+    """Return tokens per second of trainings on the GPU that was measured last."""
     result = read("gpu")
     rows = [
         [
-            ", ".join(str(row[name]) for name in ("arch", "batch_size", "length") if name in row),
-            *(
-                [f"{row['tokens_per_s'][way]:,}" for way in ("from the cache", "compiled")]
-                + [f"{row[f'over_{way}']:.2f}" for way in ("from_memory", "best_online", "usual_online")]
-                if "tokens_per_s" in row
-                else [row["error"], "", "", "", ""]
-            ),
+            ", ".join(str(row[name]) for name in ("arch", "batch_size", "length")),
+            *(f"{row['tokens_per_s'][way]:,}" if way in row["tokens_per_s"] else "-" for way in WAYS),
         ]
-        for row in result.get("train", [])
+        for row in result["train"]
     ]
-    head = [f"{result['device']}: student, batch, length", "from the cache, tokens/s", "compiled, tokens/s"]
-    return table_of(
-        [*head, "over targets in memory", "over the best online loop", "over the usual online loop"], rows
-    )
+    return table_of([f"{result['device']}, tokens/s: student, batch, length", *WAYS], rows)
+
+
+def gpu_dumps() -> str:
+    """Return tokens per second of dumps on the GPU that was measured last."""
+    result = read("gpu")
+    before = {row["codec"]: row["over_plain_forward"] for row in result["dump_before_batches_overlapped"]}
+    rows = [
+        [
+            f"`{row['codec']}`",
+            f"{row['tokens_per_s']:,}",
+            f"{row['plain_forward_tokens_per_s']:,}",
+            f"{row['over_plain_forward']:.2f}",
+            f"{before[row['codec']]:.2f}",
+        ]
+        for row in result["dump"]
+    ]
+    head = [f"{result['device']}, bfloat16", "dump, tokens/s", "plain forward pass, tokens/s", "ratio"]
+    return table_of([*head, "ratio before batches overlapped"], rows)
 
 
 def device_counts() -> str:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from minilm_cache.models.arch import StudentShape
-from minilm_cache.models.cpu import draw_faster
+from minilm_cache.models.cpu import draw_faster, has_bfloat16
+from minilm_cache.models.device import CPU
 from minilm_cache.models.tap import Reading, TappedModel
 from minilm_cache.objectives.base import Losses, StudentObjective
 from minilm_cache.objectives.batch import UNITS, StudentBatch, Unit
@@ -203,6 +204,18 @@ def read(model: TappedModel, objective: StudentObjective, batch: StudentBatch) -
 def precision_of(config: TrainConfig, device: torch.device) -> Literal["float32", "bfloat16"]:
     """Return the precision of a run on a device."""
     return config.precision or ("bfloat16" if device.type == "cuda" else "float32")
+
+
+def faster_option(config: TrainConfig, device: torch.device) -> str | None:
+    """Return what to say about an option that trains faster on a device. None means that there is none."""
+    if device.type == "cuda" and not config.compiled and not config.gradient_checkpointing:
+        return (
+            "small students train about twice as fast on a GPU with --compile, after up to a minute for each "
+            "shape"
+        )
+    if device == CPU and config.precision is None and has_bfloat16():
+        return "this CPU trains in about half the time with --precision bfloat16"
+    return None
 
 
 def replays_graphs(config: TrainConfig, device: torch.device) -> bool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minilm_cache.models.tap import ATTENTION, TappedModel
-from minilm_cache.train.trainer import replays_graphs
+from minilm_cache.train.trainer import faster_option, replays_graphs
 from tests.integration.train.test_train import settings
 from tests.support import tiny_model
 
@@ -96,3 +96,11 @@ def test_students_with_whole_steps_are_replayed_on_a_gpu(monkeypatch: pytest.Mon
         TappedModel(tiny_model("bert", attention=ATTENTION)).compile_forward(None, replays=replays)
 
     assert modes == ["reduce-overhead", None, None, "reduce-overhead"]
+
+
+def test_a_gpu_says_what_compiling_is_worth_where_it_is_possible() -> None:
+    gpu = torch.device("cuda")
+
+    assert "--compile" in str(faster_option(settings(), gpu))
+    assert faster_option(settings(compiled=True), gpu) is None
+    assert faster_option(settings(gradient_checkpointing=True), gpu) is None
