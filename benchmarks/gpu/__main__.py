@@ -20,7 +20,7 @@ from benchmarks.gpu.dumping import dumping, dumping_otherwise
 from benchmarks.gpu.inputs import LARGE, SMALL, Bench, prepare
 from benchmarks.gpu.profiling import profiling
 from benchmarks.gpu.training import forms, training
-from benchmarks.report import machine, write_result
+from benchmarks.report import add_to_result, machine
 
 PARTS: dict[str, Callable[[Bench], Iterable[dict[str, Any]]]] = {
     "dump": dumping,
@@ -52,7 +52,7 @@ def main() -> None:
         for name in given.part or PARTS:
             _measure(name, bench, end=end, result=result)
             if given.out is None:
-                write_result("gpu", result)
+                add_to_result("gpu", **result)
             else:
                 given.out.write_text(
                     json.dumps({"benchmark": "gpu", "machine": machine(), **result}, indent=1)

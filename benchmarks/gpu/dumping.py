@@ -44,6 +44,7 @@ def _dumps(bench: Bench, precision: Precision) -> Iterator[dict[str, Any]]:
         yield {
             "codec": codec,
             "precision": precision,
+            "tokens": manifest.num_tokens,
             "tokens_per_s": round(rate),
             "plain_forward_tokens_per_s": round(plain),
             "over_plain_forward": round(rate / plain, 3),

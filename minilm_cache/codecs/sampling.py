@@ -33,7 +33,7 @@ _CPU_ENTRIES = 2**20
 """Probabilities that a thread of a CPU samples from in one step: 4 MiB, which fits into its cache."""
 _DEVICE_ENTRIES = 2**26
 """Probabilities that a device samples from in one step; intermediate values take up to 3 GiB."""
-_MOST_MULTIPLIED = 1024
+_MOST_MULTIPLIED = 512
 """Columns up to which a device computes running sums as a product; its operations grow with their square."""
 _ROUNDING = 1e-5
 """A bound above the rounding error of a row's sum, and above the relative one of a scale's least weight."""

@@ -145,9 +145,11 @@ class ShardOutput:
         """
         before, self._before = self._before, None  # if it fails, `abandon` must not go on after it
         if before is not None:
-            before.segment.take(before.chosen, before.arriving)
-            if before.ends_segment:
-                self._append(before.segment)
+            segment, ends_segment = before.segment, before.ends_segment
+            segment.take(before.chosen, before.arriving)
+            del before  # and the memory of its rows, which may be a whole segment's
+            if ends_segment:
+                self._append(segment)
         self._before = batch
 
     def wait(self) -> None:
@@ -158,16 +160,20 @@ class ShardOutput:
     def abandon(self, error: BaseException) -> None:
         """Commit a shard whose last batch has been computed; give up those that are incomplete."""
         before = self._before
-        if before is not None and before.ends_segment and before.segment.ends_shard:
-            with suppress(Exception):  # `error` came first
-                self.put(None)
-        for shard in self._open:
-            self._disk.submit(_abandon, shard.files, shard.claim.lock, error)  # after what is being written
+        try:
+            if before is not None and before.ends_segment and before.segment.ends_shard:
+                del before
+                with suppress(Exception):  # `error` came first
+                    self.put(None)
+        finally:
+            for shard in self._open:
+                # After what is being written.
+                self._disk.submit(_abandon, shard.files, shard.claim.lock, error)
 
     def _append(self, segment: Segment) -> None:
         shard = self._open[0]
         assert shard.files is not None
-        self.wait()  # two segments at most are in memory
+        self.wait()  # whole segments in memory: this one and the next, which a GPU may have computed
         self._pending = self._disk.submit(
             shard.files.append, segment.rows, segment.table, threads=self._encoders
         )

@@ -67,8 +67,15 @@ class ShardJob:
             self._compile(shards[0], progress, should_stop)
         progress.start("dump", left, "tokens")
         try:
-            own = self._write_claimed(claims.own(shards), progress, should_stop=should_stop, left=left)
-            # The next claim on others' shards waits until this rank's last one is committed.
+            # Claims on shards in a store take requests, and the next claim on others' shards waits until this
+            # rank's last one is committed.
+            own = self._write_claimed(
+                claims.own(shards),
+                progress,
+                should_stop=should_stop,
+                left=left,
+                ends_shards=self.writer.is_remote,
+            )
             return own + self._write_claimed(
                 claims.others(), progress, should_stop=should_stop, left=0, ends_shards=True
             )

@@ -54,8 +54,9 @@ class _Limits(NamedTuple):
 
 CPU_LIMITS: Final = _Limits(384, 2**28)
 """Measured by benchmarks/relation_loss.py."""
-GPU_LIMITS: Final = _Limits(1024, 2**31)
-"""Measured by benchmarks/gpu on an H200 up to 512 tokens, where `dense` is still 1.1 times as fast."""
+GPU_LIMITS: Final = _Limits(512, 2**31)
+"""Measured by benchmarks/gpu on an H200, with dense targets: at 512 tokens, `dense` is 1.1 times as fast, and
+takes matrices that `sdpa` does without."""
 _SAMPLED_ROWS: Final = 32
 """Rows of each sequence whose KL is computed in form `sdpa`, where the gradient does not need it."""
 

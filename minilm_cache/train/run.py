@@ -240,7 +240,7 @@ class _Run:
             progress.note("this run is already complete: nothing to do")
             self._remove_checkpoints()
             return self._result(earlier, None)
-        hint = faster_option(config, ranks.device)
+        hint = faster_option(config, ranks.device, self.objective.head)
         if earlier is None and hint is not None:
             progress.note(hint)
         state = load_state(folder.checkpoints)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.cpu import draw_faster, has_bfloat16
 from minilm_cache.models.device import CPU
-from minilm_cache.models.tap import Reading, TappedModel
+from minilm_cache.models.tap import Head, Reading, TappedModel
 from minilm_cache.objectives.base import Losses, StudentObjective
 from minilm_cache.objectives.batch import UNITS, StudentBatch, Unit
 from minilm_cache.objectives.check import Objective
@@ -206,13 +206,11 @@ def precision_of(config: TrainConfig, device: torch.device) -> Literal["float32"
     return config.precision or ("bfloat16" if device.type == "cuda" else "float32")
 
 
-def faster_option(config: TrainConfig, device: torch.device) -> str | None:
+def faster_option(config: TrainConfig, device: torch.device, head: Head | None) -> str | None:
     """Return what to say about an option that trains faster on a device. None means that there is none."""
-    if device.type == "cuda" and not config.compiled and not config.gradient_checkpointing:
-        return (
-            "small students train about twice as fast on a GPU with --compile, after up to a minute for each "
-            "shape"
-        )
+    is_eager = not (config.compiled or config.gradient_checkpointing)
+    if is_eager and head != "tokens" and replays_graphs(config, device):
+        return "students that are small for this GPU train about twice as fast with --compile"
     if device == CPU and config.precision is None and has_bfloat16():
         return "this CPU trains in about half the time with --precision bfloat16"
     return None

@@ -16,7 +16,9 @@ from minilm_cache.progress import Silent, never_stop
 def cluster() -> Iterator[None]:
     """Begin a cluster of one machine with two GPUs."""
     ray.shutdown()  # a test before may have begun a cluster in this process
-    ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CUDA_VISIBLE_DEVICES")  # with which tests hide the GPUs that a machine has
+        ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
