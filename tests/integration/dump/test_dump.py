@@ -16,8 +16,6 @@ from transformers import AutoModel, AutoTokenizer
 from minilm_cache import open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.dump.shard_output import Segment
-from minilm_cache.dump.shards import ShardJob
 from minilm_cache.errors import (
     CacheCorruptError,
     CacheIncompleteError,
@@ -27,7 +25,6 @@ from minilm_cache.errors import (
     ShardBusyError,
     StorageError,
 )
-from minilm_cache.relations.transfer import Arrival
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -132,44 +129,6 @@ def test_a_resumed_dump_is_byte_for_byte_an_uninterrupted_one(world: World, call
     assert arrays_of(path) == expected
     assert result.shards_kept == len(committed)
     assert {name: (path / "commits" / name).read_bytes() for name in committed} == committed
-
-
-def test_a_shard_that_is_computed_is_committed_though_the_next_one_fails(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = ShardJob._encode_batch
-
-    def fails(self: ShardJob, segment: Segment, chosen: Any) -> Arrival:
-        if self.writer.ranges.shard_of(segment.first_sequence) == 1:
-            raise ValueError("broken")
-        return real(self, segment, chosen)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardJob, "_encode_batch", fails)
-        with pytest.raises(ValueError, match="broken"):
-            world.dump()
-
-    assert [file.name for file in (world.root / "cache/commits").iterdir()] == ["00000.json"]
-    assert arrays_of(world.dump().path) == arrays_of(world.dump("whole").path)
-
-
-def test_a_shard_with_a_batch_that_did_not_arrive_is_not_committed(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sequences = int(CacheReader(world.dump("whole").path).ranges.num_sequences[0])
-    real, calls = Segment.take, iter(range(1000))
-
-    def fails(self: Segment, chosen: Any, arriving: Arrival) -> None:
-        if next(calls) == 0:
-            raise ValueError("broken")
-        real(self, chosen, arriving)
-
-    monkeypatch.setattr(Segment, "take", fails)
-    with pytest.raises(ValueError, match="broken"):
-        world.dump(batch_size=-(-sequences // 2))  # the second batch ends the shard
-
-    assert next(calls) == 1  # nothing went on after it
-    assert not list(world.root.glob("cache/commits/*"))
 
 
 def test_ranks_write_one_cache_together(world: World) -> None:
