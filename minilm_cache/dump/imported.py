@@ -30,10 +30,19 @@ from minilm_cache.dump.identity import identify, name_labels
 from minilm_cache.dump.reading import CPU_BATCH, SequenceReader
 from minilm_cache.dump.run import DumpResult, write_cache
 from minilm_cache.dump.setup import ResolvedDump
-from minilm_cache.errors import CorpusError, InvalidConfigError, TeacherError, first_line
-from minilm_cache.models.load import load_tokenizer, locate_teacher, read_config
+from minilm_cache.errors import CorpusError, TeacherError, first_line
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.files import VOLATILE
+from minilm_cache.models.load import (
+    check_positions,
+    draw_weights,
+    load_tokenizer,
+    locate_teacher,
+    read_config,
+)
 from minilm_cache.models.pooling import SentencePooler
-from minilm_cache.models.teacher import VOLATILE, Teacher
+from minilm_cache.models.student import shape_config
+from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.relations.scores import TeacherSignal
 from minilm_cache.relations.states import States, WantedStates
@@ -269,12 +278,20 @@ class ImportedTeacher(Teacher):
                 f"the tokenizer in {source.folder} has {len(self.tokenizer)} tokens, the model only "
                 f"{self.config.vocab_size}. Put the tokenizer that belongs to the model there."
             )
-        positions = getattr(self.config, "max_position_embeddings", config.max_length)
-        if config.max_length > positions:
-            raise InvalidConfigError(
-                f"--max-length {config.max_length} is more than {config.tokenizer} has positions for "
-                f"({positions}). Choose a smaller one."
-            )
+        self._check_length(config)
+
+    def _check_length(self, config: ImportConfig) -> None:
+        """Raise InvalidConfigError if students would have fewer positions than a sequence; a tiny one says so.
+
+        Some families reserve positions, which their configuration does not say.
+        """
+        heads = self.config.num_attention_heads
+        shape = parse_arch(f"1x{2 * heads}", heads, compares_heads=False)
+        tiny = shape_config(shape, self.config.to_dict(), self.config.model_type)
+        longest = torch.full((1, config.max_length), self.tokenizer.cls_token_id)
+        model = draw_weights(tiny, None, attention="sdpa").eval()
+        with torch.no_grad():
+            check_positions(model, tiny, name=config.tokenizer, ids=longest)
 
     @property
     def layers(self) -> tuple[int, ...]:

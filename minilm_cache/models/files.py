@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from transformers import PreTrainedConfig
+
 from minilm_cache.errors import MiniLMCacheError, TeacherError, first_line
 from minilm_cache.store.fingerprint import sha256_files
 from minilm_cache.store.folders import described_otherwise
@@ -72,6 +74,18 @@ def _no_weights(folder: Path) -> str:
     )
 
 
+def weight_stamps(folder: Path) -> list[tuple[int, int, int]]:
+    """Return number, size and time of change of each file that a model's weights and settings are read from.
+
+    Two equal lists mean that nothing was replaced between them.
+
+    Raises:
+        TeacherError: same as for `weight_files`.
+    """
+    states = [file.stat() for file in [folder / CONFIG, *weight_files(folder)] if file.exists()]
+    return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in states]
+
+
 def weights_sha256(folder: Path) -> str:
     """Return one SHA-256 (hex) for the weights that are loaded from a folder.
 
@@ -82,10 +96,11 @@ def weights_sha256(folder: Path) -> str:
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
-    """Return `config.json` of a model's folder, checked, without the keys that choose other weights.
+    """Return `config.json` of a model's folder, checked.
 
     Raises:
-        TeacherError: it does not exist, is not a JSON object, or gives a size that is out of bounds.
+        TeacherError: it does not exist, is not a JSON object, gives a size that is out of bounds, or chooses
+            other weights than the whole ones that are loaded here.
     """
     if not (folder / CONFIG).exists():
         kind = described_otherwise(folder)
@@ -103,6 +118,12 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         problem = "model_type, the model's family, is not there"
     if problem is not None:
         raise TeacherError(f"{folder / CONFIG}: {problem}. Give another model.")
+    other = next((key for key in _OTHER_WEIGHTS if content.get(key)), None)
+    if other is not None:
+        raise TeacherError(
+            f"{folder / CONFIG} has {other}, which chooses quantised weights or another file of them, and only "
+            "whole weights in model.safetensors are loaded here. Give the model that it was made from."
+        )
     return {key: value for key, value in content.items() if key not in _OTHER_WEIGHTS}
 
 
@@ -110,6 +131,30 @@ def model_description(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration without the keys that would choose its code, its attention or its weights."""
     refused = {"auto_map", *_OTHER_WEIGHTS}
     return {key: value for key, value in content.items() if not key.startswith("_") and key not in refused}
+
+
+VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
+"""Configuration keys that do not affect what the model computes."""
+_OF_TRAINING: Final = frozenset(
+    {"architectures", "id2label", "label2id", "num_labels", "problem_type", "initializer_range", "use_cache"}
+)
+"""Further ones, which say how weights were drawn and what labels are called."""
+
+
+def first_setting_that_differs(first: PreTrainedConfig, second: PreTrainedConfig) -> str | None:
+    """Return the name of a setting that makes two models of equal weights compute differently.
+
+    Dropouts, labels and how weights were drawn are passed over. None means that they compute the same.
+    """
+    one, other = first.to_dict(), second.to_dict()
+    return next(
+        (
+            name
+            for name in sorted({*one, *other} - VOLATILE - _OF_TRAINING)
+            if "dropout" not in name and not name.startswith("_") and one.get(name) != other.get(name)
+        ),
+        None,
+    )
 
 
 def out_of_bounds(content: Mapping[str, Any]) -> str | None:

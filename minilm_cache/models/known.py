@@ -4,10 +4,11 @@ from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from transformers import PreTrainedConfig
 
 from minilm_cache.errors import MiniLMCacheError
-from minilm_cache.models.files import weights_sha256
-from minilm_cache.models.load import ALIASES, MINI, locate_teacher
+from minilm_cache.models.files import first_setting_that_differs, weights_sha256
+from minilm_cache.models.load import ALIASES, MINI, locate_teacher, read_config
 from minilm_cache.store.durable import write_file
 
 
@@ -24,8 +25,8 @@ def remember_teacher(home: Path, sha256: str, folder: Path) -> None:
         write_file(note, content)
 
 
-def find_teacher(home: Path, sha256: str, name: str) -> Path | None:
-    """Return the folder of the teacher whose weights have this hash. None means that it is not at hand.
+def find_teacher(home: Path, sha256: str, name: str, config: PreTrainedConfig) -> Path | None:
+    """Return the folder of the teacher of these weights and settings. None means that it is not at hand.
 
     Looked for where a dump on this machine found it, and among the teachers with names of their own, without
     a download.
@@ -34,12 +35,16 @@ def find_teacher(home: Path, sha256: str, name: str) -> Path | None:
         home: folder of caches and runs.
         sha256: hash of the weights, hexadecimal.
         name: name of the teacher as a cache gives it; it is not trusted.
+        config: its configuration; the one in the folder must compute the same.
     """
     for folder in (_noted(home, sha256), _named(name)):
         if folder is None:
             continue
         try:
-            if weights_sha256(folder) == sha256:
+            if (
+                weights_sha256(folder) == sha256
+                and first_setting_that_differs(read_config(folder), config) is None
+            ):
                 return folder
         except (MiniLMCacheError, OSError):
             continue

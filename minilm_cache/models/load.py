@@ -36,6 +36,7 @@ from transformers import (
 )
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
+from minilm_cache.models.complete import refuse_ignored_settings, refuse_incomplete
 from minilm_cache.models.files import library_errors, read_config_file, weight_files
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.storage_schema.identity import canonical_sha256
@@ -152,7 +153,8 @@ def _config_of(folder: Path, **changes: object) -> PreTrainedConfig:
         config = AutoConfig.for_model(family, **content)
         for name, value in changes.items():
             setattr(config, name, value)
-    assert isinstance(config, PreTrainedConfig)
+        assert isinstance(config, PreTrainedConfig)
+        refuse_ignored_settings(folder, content, config)
     return config
 
 
@@ -216,13 +218,15 @@ def load_weights(
         labels: labels of a head for sequences. None means those of the configuration.
 
     Returns:
-        The model, and the names of the lacking weights, which are drawn at random.
+        The model, and the names of the lacking weights, which are drawn at random: those of a pooler, and of
+        a head that the folder does not have.
 
     Raises:
-        TeacherError: the folder holds no model, or one with weights that are NaN or infinite.
+        TeacherError: the folder holds no model, or not exactly the weights of the model that it describes, or
+            weights that are NaN or infinite.
     """
     config = _config_of(folder, **head_config(head, labels))
-    weight_files(folder)  # refuses an index that points elsewhere
+    files = weight_files(folder)  # refuses an index that points elsewhere
     with library_errors(f"cannot load a model from {folder}"), _ONE_AT_A_TIME:
         model, loaded = HEADS[head].from_pretrained(
             folder,
@@ -235,8 +239,18 @@ def load_weights(
             dtype=torch.float32,
             ignore_mismatched_sizes=labels is not None or head == "spans",
         )
-    assert isinstance(model, PreTrainedModel)
-    lacking = frozenset([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
+        assert isinstance(model, PreTrainedModel)
+        mismatched = {key for key, *_ in loaded["mismatched_keys"]}
+        refuse_incomplete(
+            folder,
+            files,
+            model,
+            missing=loaded["missing_keys"],
+            mismatched=mismatched,
+            unexpected=loaded["unexpected_keys"],
+            has_head=head is not None,
+        )
+    lacking = frozenset([*loaded["missing_keys"], *mismatched])
     for name, weight in model.named_parameters():  # nothing here reads a pooler
         if name not in lacking and "pooler." not in name and not bool(weight.isfinite().all()):
             raise TeacherError(f"{folder} has weights that are NaN or infinite: {name}. Get them again.")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.files import weights_sha256
+from minilm_cache.models.files import VOLATILE, weight_stamps, weights_sha256
 from minilm_cache.models.load import (
     TeacherSource,
     check_positions,
@@ -30,9 +30,6 @@ from minilm_cache.relations.transfer import send
 from minilm_cache.storage_schema.identity import MAX_LAYERS, Precision, TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
 from minilm_cache.storage_schema.states import PoolingMode
-
-VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
-"""Configuration keys that do not affect what the model computes."""
 
 
 class Teacher:
@@ -64,7 +61,7 @@ class Teacher:
         self.name = source.name
         self.folder = source.folder
         self.tokenizer = load_tokenizer(source.folder)
-        model = load_model(source.folder, head, name=source.name)
+        model = self._load(head)
         if len(self.tokenizer) > model.config.vocab_size:
             raise TeacherError(
                 f"the tokenizer in {source.folder} has {len(self.tokenizer)} tokens, the model only "
@@ -82,6 +79,19 @@ class Teacher:
             for weight in tapped.parameters():
                 weight.data = weight.data.bfloat16()
         self._tapped = tapped.tap(self._layer_numbers(layers, tapped.num_layers))
+
+    def _load(self, head: Head | None) -> PreTrainedModel:
+        """Load the model, and note the hash of exactly these weights.
+
+        Raises:
+            TeacherError: the folder changed meanwhile, or holds no such model.
+        """
+        before = weight_stamps(self.folder)
+        model = load_model(self.folder, head, name=self.name)
+        self._weights_sha256 = weights_sha256(self.folder)
+        if weight_stamps(self.folder) != before:
+            raise TeacherError(f"{self.folder} changed while it was read. Run the same command again.")
+        return model
 
     @property
     def model(self) -> PreTrainedModel:
@@ -122,7 +132,7 @@ class Teacher:
         config = self.model.config
         return TeacherIdentity(
             model_type=config.model_type,
-            weights_sha256=weights_sha256(self.folder),
+            weights_sha256=self._weights_sha256,
             config_sha256=canonical_sha256(self._config()),
             num_layers=self._tapped.num_layers,
             hidden_size=config.hidden_size,
@@ -177,7 +187,10 @@ class Teacher:
         Raises:
             TeacherError: a weight is too large for float16.
         """
-        half = load_model(self.folder, self._head, name=self.name).half()
+        expected = self._weights_sha256
+        half = self._load(self._head).half()
+        if self._weights_sha256 != expected:
+            raise TeacherError(f"{self.folder} holds another model than it did. Run the same command again.")
         if not all(bool(weight.isfinite().all()) for weight in half.parameters()):
             raise TeacherError(
                 f"--keep-weights: teacher {self.name} has weights above 65504, which float16 cannot hold. "

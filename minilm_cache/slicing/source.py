@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, TeacherError
-from minilm_cache.models.files import CONFIG, weights_sha256
+from minilm_cache.models.files import CONFIG, first_setting_that_differs, weights_sha256
 from minilm_cache.models.known import find_teacher
 from minilm_cache.models.load import load_weights, locate_teacher, read_config
 from minilm_cache.models.saving import saving
@@ -66,6 +66,7 @@ def teacher_weights(cache: Cache, home: Path, given: str | None) -> TeacherWeigh
     """
     manifest = cache.manifest
     expected, label = manifest.identity.teacher.weights_sha256, manifest.labels.teacher
+    config = teacher_config(cache.reader.attachment(TEACHER_CONFIG), manifest)
     if given is not None:
         folder = locate_teacher(given).folder
         sha256 = weights_sha256(folder)
@@ -74,8 +75,14 @@ def teacher_weights(cache: Cache, home: Path, given: str | None) -> TeacherWeigh
                 f"--init-teacher {given} (weights {sha256[:12]}) is not the teacher of this cache "
                 f"({label}, weights {expected[:12]}). Give that teacher."
             )
+        setting = first_setting_that_differs(read_config(folder), config)
+        if setting is not None:
+            raise IdentityMismatchError(
+                f"--init-teacher {given} is not the teacher of this cache: {setting} in its config.json is not "
+                "what it was when the cache was made. Give that teacher."
+            )
         return TeacherWeights(folder=folder, sha256=sha256, in_words=f"teacher {label}")
-    known = find_teacher(home, expected, label)
+    known = find_teacher(home, expected, label, config)
     if known is not None:
         return TeacherWeights(folder=known, sha256=expected, in_words=f"teacher {label}")
     if TEACHER_WEIGHTS not in manifest.files:
@@ -118,11 +125,9 @@ def _unpack(cache: Cache, folder: Path) -> None:
         (new / "model.safetensors").write_bytes(content)
         (new / CONFIG).write_text(json.dumps(config.to_dict()))
         try:
-            _, lacking = load_weights(new)
+            load_weights(new)
         except TeacherError as error:
             raise _unusable(f"cannot be loaded ({error})") from error
-        if any("pooler" not in name for name in lacking):
-            raise _unusable(f"lack {min(lacking)}")
 
 
 def _unusable(reason: str) -> CacheCorruptError:

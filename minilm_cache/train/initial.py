@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import StudentShape
-from minilm_cache.models.files import weights_sha256
-from minilm_cache.models.load import keep_layers, load_weights, read_config
+from minilm_cache.models.files import first_setting_that_differs, weights_sha256
+from minilm_cache.models.load import keep_layers, load_tokenizer, load_weights, read_config, tokenizer_sha256
 from minilm_cache.models.student import teacher_config
 from minilm_cache.models.tap import Head
 from minilm_cache.slicing.recipe import Recipe
@@ -86,6 +86,13 @@ class FolderWeights(InitialWeights):
     def begin(self, model: PreTrainedModel, head: Head | None) -> None:
         """Take the weights of the model."""
         source, lacking = load_weights(self.folder, head)
+        setting = first_setting_that_differs(source.config, model.config)
+        if setting is not None and source.config.model_type == model.config.model_type:
+            raise InvalidConfigError(
+                f"--init {self.folder}: {setting} is {getattr(source.config, setting, None)!r} there and "
+                f"{getattr(model.config, setting, None)!r} in student {self.arch}. Take a model of the "
+                "student's family and shape."
+            )
         _copy(source, model, lacking, begun=f"--init {self.folder}", arch=self.arch)
 
 
@@ -250,6 +257,8 @@ def initial_weights(
             "the folder of a model or of a run."
         )
     folders = {shape.arch: _model_folder(folder, shape.arch) for shape in shapes}
+    for path in folders.values():
+        _check_tokenizer(path, cache)
     name = canonical_sha256([weights_sha256(path) for path in folders.values()])
     return Beginnings(
         of={
@@ -263,6 +272,15 @@ def initial_weights(
             for arch, path in folders.items()
         }
     )
+
+
+def _check_tokenizer(folder: Path, cache: Cache) -> None:
+    """Raise InvalidConfigError if a model reads other token ids than those in a cache."""
+    if tokenizer_sha256(load_tokenizer(folder)) != cache.manifest.identity.tokenizer_sha256:
+        raise InvalidConfigError(
+            f"--init {folder}: its tokenizer is not the one of this cache, so its embeddings belong to other "
+            "tokens. Take a model with the tokenizer of the cache's teacher."
+        )
 
 
 def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTrainedConfig) -> None:

@@ -1,0 +1,238 @@
+"""Refuses a model's folder that says more, or less, than the model that transformers makes of it.
+
+Transformers draws weights that the files lack at random, passes over weights that the model does not use, and
+keeps settings that its code never reads. Each of these gives another model than the folder describes.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedConfig, PreTrainedModel, configuration_utils, modeling_rope_utils
+from transformers.models.auto import modeling_auto
+
+from minilm_cache.errors import TeacherError
+
+_POOLER: Final = "pooler."
+_FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+_HEADS: Final = (
+    modeling_auto.MODEL_FOR_PRETRAINING_MAPPING,
+    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    modeling_auto.MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING,
+    modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
+)
+_HARMLESS: Final = frozenset(
+    {
+        # What a model was made with or for, and what only training, heads or poolers read.
+        *("model_type", "finetuning_task", "task_specific_params", "tokenizer_class", "torch_dtype"),
+        *("auto_map", "language", "name", "num_labels", "sentence_transformers", "transformers.js_config"),
+        *("gradient_checkpointing", "reference_compile", "repad_logits_with_grad", "output_past"),
+        *("tie_weights_", "directionality", "is_llama_config", "dense_act_fn", "is_gated_act"),
+        *(
+            "generator_size",
+            "generator_hidden_size",
+            "output_attentions",
+            "torchscript",
+            "use_bfloat16",
+            "n_positions",
+        ),
+        # Settings of ALBERT and XLNet that no released code reads.
+        *("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks"),
+    }
+)
+"""Keys that no code of transformers reads, and that change nothing of what a model computes."""
+_HARMLESS_BEGINNINGS: Final = ("_", "pooler_", "summary_", "classifier_", "adapter")
+_MEANS_NOTHING: Final[Mapping[str, object]] = {"position_embedding_type": "absolute"}
+"""Values that say what a model does anyway."""
+
+
+def refuse_ignored_settings(folder: Path, content: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Raise TeacherError if `config.json` has a setting that transformers does not read.
+
+    A setting is read if its family's code declares it or mentions it. Settings that are off (None, False,
+    empty) and settings that repeat another one's value under an older name are let pass.
+
+    Args:
+        folder: folder of the model.
+        content: content of its `config.json`.
+        config: configuration that transformers made of it.
+    """
+    declared = {*(field.name for field in fields(config)), *config.attribute_map}
+    odd = [name for name in content if name not in declared and not _says_nothing(name, content)]
+    if not odd:
+        return
+    code = _code_of(config)
+    ignored = next((name for name in odd if not _reads(code, name)), None)
+    if ignored is not None:
+        raise TeacherError(
+            f"{folder}/config.json sets {ignored} to {str(content[ignored])[:40]!r}, which transformers "
+            f"ignores for models of family {config.model_type!r}, so the model that it loads may be another "
+            "one. If the setting has no effect on the model, remove it there."
+        )
+
+
+def _says_nothing(name: str, content: Mapping[str, Any]) -> bool:
+    value = content[name]
+    if name in _HARMLESS or name.startswith(_HARMLESS_BEGINNINGS) or name.endswith("_token_id"):
+        return True
+    if value is None or value is False or value in ("", [], {}) or _MEANS_NOTHING.get(name) == value:
+        return True
+    older = ("layer_norm_eps", "norm_eps", "rms_norm_eps", "layer_norm_epsilon")
+    return name in older and value in [
+        content[other] for other in older if other in content and other != name
+    ]
+
+
+def _reads(code: str, name: str) -> bool:
+    """Return whether code reads a setting: as an attribute, with a default, or from the file's own keys."""
+    taken = rf"""(config|self)\.{re.escape(name)}\b|(getattr\([\w.]+, |kwargs\.\w+\(|kwargs\[)["']{re.escape(name)}["']"""
+    return re.search(taken, code) is not None
+
+
+def _code_of(config: PreTrainedConfig) -> str:
+    """Return the source of what reads a family's configuration: its own modules, and the shared ones."""
+    package = type(config).__module__.rpartition(".")[0]
+    own = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
+    model_class = modeling_auto.MODEL_MAPPING.get(type(config), None)
+    classes = model_class if isinstance(model_class, tuple) else (model_class,)
+    own += [sys.modules[each.__module__] for each in classes if each is not None]
+    return "\n".join(inspect.getsource(module) for module in [*own, configuration_utils, modeling_rope_utils])
+
+
+def refuse_incomplete(
+    folder: Path,
+    files: Sequence[Path],
+    model: PreTrainedModel,
+    *,
+    missing: Collection[str],
+    mismatched: Collection[str],
+    unexpected: Collection[str],
+    has_head: bool,
+) -> None:
+    """Raise TeacherError if not every weight of a model comes from its files, and every one of them is used.
+
+    Poolers may be missing and unused, since nothing here reads them. A whole head may be missing, which is for
+    the caller to decide, and heads that transformers has for the family may be unused.
+
+    Args:
+        folder: folder of the model.
+        files: its files of weights.
+        model: the model that transformers loaded.
+        missing: names of the weights that the files lack.
+        mismatched: names of the weights that have another shape in the files.
+        unexpected: names in the files that transformers did not use.
+        has_head: whether the model has a head.
+    """
+    prefix = f"{model.base_model_prefix}."
+    types = _types(files)
+    own = prefix if has_head else ""
+    of_encoder = [
+        name
+        for name in [*missing, *mismatched]
+        if name.startswith(own) and not name[len(own) :].startswith(_POOLER)
+    ]
+    if of_encoder:
+        lost = min(of_encoder)
+        other = next((name for name in sorted(types) if name.endswith(f".{lost.removeprefix(own)}")), None)
+        named = (
+            f" (it has {other}: rename its weights)"
+            if other and other.removeprefix(prefix) != lost.removeprefix(own)
+            else ""
+        )
+        raise TeacherError(
+            f"{folder} lacks weights that its configuration describes, such as {lost}{named}, and random ones "
+            "would take their place. Save the whole model there, or correct its config.json."
+        )
+    _refuse_partial_head(folder, model, missing, own)
+    _refuse_unused(folder, model, sorted(unexpected), prefix)
+    used = {name.removeprefix(prefix) for name, _ in model.named_parameters()}
+    seen: dict[str, str] = {}
+    for name, kind in types.items():
+        bare = _as_used(name, prefix)
+        if bare not in used or bare.startswith(_POOLER):
+            continue
+        if kind not in _FLOATS:
+            raise TeacherError(
+                f"{folder}: weight {name} is stored as {kind}, which is not a number format of whole weights. "
+                "Give the model in float32, float16 or bfloat16."
+            )
+        if bare in seen:
+            raise TeacherError(
+                f"{folder} holds the same weight twice, as {seen[bare]} and {name}. Save the model again."
+            )
+        seen[bare] = name
+
+
+def _types(files: Sequence[Path]) -> dict[str, str]:
+    """Return the type of each weight in these files, by name. A name in two files keeps both entries apart."""
+    types: dict[str, str] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dictionary
+                if name in types:
+                    raise TeacherError(f"{file} holds {name}, which another file of the model holds, too.")
+                types[name] = opened.get_slice(name).get_dtype()
+    return types
+
+
+def _as_used(name: str, prefix: str) -> str:
+    """Return the name that a weight has in a model without a head; older files name norms otherwise."""
+    bare = name.removeprefix(prefix)
+    for older, now in ((".gamma", ".weight"), (".beta", ".bias")):
+        if bare.endswith(older):
+            return bare.removesuffix(older) + now
+    return bare
+
+
+def _refuse_partial_head(folder: Path, model: PreTrainedModel, missing: Collection[str], own: str) -> None:
+    """Raise TeacherError for a head of which the files hold a part: the rest would be random."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    head = {name for name, _ in model.named_parameters() if own and not name.startswith(own)} - tied
+    lost = head & set(missing)
+    if lost and lost != head:
+        raise TeacherError(
+            f"{folder} holds a part of a head and lacks the rest, such as {min(lost)}. Save the whole model there."
+        )
+
+
+def _refuse_unused(folder: Path, model: PreTrainedModel, unexpected: Sequence[str], prefix: str) -> None:
+    if not unexpected:
+        return
+    parts = {name for name, _ in model.base_model.named_children()}
+    heads: set[str] | None = None
+    for name in unexpected:
+        bare = name.removeprefix(prefix)
+        if bare.startswith(_POOLER) or bare.endswith(("position_ids", "token_type_ids")):
+            continue
+        first = bare.split(".")[0]
+        if not name.startswith(prefix) and first not in parts:
+            heads = _head_names(model.config) if heads is None else heads
+            if first in heads:
+                continue
+        raise TeacherError(
+            f"{folder} holds weights that the model of its config.json does not use, such as {name}, so the "
+            "model is not the one that was saved. Correct config.json; or, if they are of no use, save the "
+            "model again: AutoModel.from_pretrained(OLD).save_pretrained(NEW)."
+        )
+
+
+def _head_names(config: PreTrainedConfig) -> set[str]:
+    """Return the names of the parts of all heads that transformers has for a family."""
+    names: set[str] = set()
+    for mapping in _HEADS:
+        head_class = mapping.get(type(config), None)
+        for each in head_class if isinstance(head_class, tuple) else (head_class,):
+            if each is not None:
+                with torch.device("meta"):
+                    names |= {name for name, _ in each(config).named_children()}
+    return names
