@@ -73,10 +73,28 @@ class CorpusIdentity(StoredModel):
     sections: ClassVar[frozenset[str]] = frozenset({"copies_sha256"})
 
 
+MAX_SPECIAL: Final = 16
+"""Most special tokens that a tokenizer may put around a text."""
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+PackingMode = Literal["packed", "records"]
+Split = Literal["documents", "tokens"]
+
+
+class Template(StoredModel):
+    """Special tokens around each text, as the teacher's tokenizer puts them."""
+
+    before: Annotated[tuple[TokenId, ...], Field(max_length=MAX_SPECIAL)]
+    """Ids of the tokens before a text."""
+    after: Annotated[tuple[TokenId, ...], Field(max_length=MAX_SPECIAL)]
+    """Ids of the tokens after a text."""
+    separator: TokenId
+    """Id of the token between two documents of a packed sequence."""
+
+
 class Packing(StoredModel):
     """How text became sequences."""
 
-    mode: Literal["packed", "records"]
+    mode: PackingMode
     """`packed`: documents are joined by the separator and cut to full length. `records`: each sequence is one
     document."""
     max_length: int = Field(ge=4, le=2**16)
@@ -85,11 +103,35 @@ class Packing(StoredModel):
     """Most tokens of the cache, including special tokens. None means the whole corpus."""
     seed: int = Field(ge=0, lt=2**63)
     """Seed of the order in which documents are taken."""
-    split: Literal["documents"] | None = None
-    """`documents`: whole documents are held out, together with all their copies. None means that the last
-    sequences are held out, wherever a document ends (all caches of the first releases)."""
+    split: Split | None = None
+    """`tokens`: whole documents are held out, together with all their copies, which are documents of the same
+    text, or of the same tokens as far as sequences hold them. `documents`: the same, by their texts alone (caches
+    of earlier releases). None means that the last sequences are held out, wherever a document ends (all caches of
+    the first releases)."""
 
-    sections: ClassVar[frozenset[str]] = frozenset({"split"})
+    template: Template | None = None
+    """Special tokens around each sequence. None means that they are the tokenizer's `cls_token` before and its
+    `sep_token` after, and between documents (all caches of the first releases)."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"split", "template"})
+
+    @property
+    def num_special(self) -> int:
+        """Number of special tokens around each sequence."""
+        return 2 if self.template is None else len(self.template.before) + len(self.template.after)
+
+    @property
+    def room(self) -> int:
+        """Greatest number of tokens of a sequence, without the special ones around it."""
+        return self.max_length - self.num_special
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "Packing":
+        if self.room < 1:
+            raise ValueError(
+                f"sequences of {self.max_length} tokens have no room beside {self.num_special} special ones"
+            )
+        return self
 
 
 class TopKParameters(StoredModel):

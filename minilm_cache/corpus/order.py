@@ -10,13 +10,14 @@ each corpus, tokenizer and packing, in blocks.
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from filelock import FileLock
 from pydantic import Field, ValidationError
 
@@ -60,7 +61,7 @@ class Part:
     @property
     def room(self) -> int:
         """Greatest number of tokens in a sequence, without special tokens."""
-        return self.packing.max_length - 2
+        return self.packing.room
 
     def tokens_before(self, number: int) -> int:
         """Return the number of tokens of the first `number` sequences, special tokens included."""
@@ -69,7 +70,9 @@ class Part:
         if self.packing.mode == "records":
             return int(self.ends[number - 1])
         full, rest = divmod(int(self.ends[-1]), self.room)
-        return number * self.packing.max_length if number <= full else full * (self.room + 2) + rest + 2
+        if number <= full:
+            return number * self.packing.max_length
+        return full * self.packing.max_length + rest + self.packing.num_special
 
     def lengths(self, first: int, last: int) -> Ids:
         """Return the number of tokens of sequences, special tokens included, `(last - first,)`."""
@@ -168,7 +171,7 @@ class _OrderFiles:
         numbers = np.memmap(order, self.number_type, mode="r").view(np.ndarray)
         places = np.memmap(ends, "<i8", mode="r").view(np.ndarray)
         packing = self.packing
-        most = len(numbers) if packing.mode == "records" else -(-int(places[-1]) // (packing.max_length - 2))
+        most = len(numbers) if packing.mode == "records" else -(-int(places[-1]) // packing.room)
         part = Part(packing=packing, order=numbers, ends=places, num_sequences=most)
         limit = packing.max_tokens
         return part if limit is None else replace(part, num_sequences=part.sequences_within(limit))
@@ -200,7 +203,8 @@ class _PartWriter:
     def add(self, numbers: Numbers, counts: Ids) -> None:
         """Append documents, by their numbers in the corpus, and how many tokens of each are used."""
         if self._order.packing.mode == "records":
-            sizes = np.minimum(counts, self._order.packing.max_length - 2) + 2
+            packing = self._order.packing
+            sizes = np.minimum(counts, packing.room) + packing.num_special
         else:
             sizes = counts + 1
         ends = self.end + np.cumsum(sizes)
@@ -221,7 +225,7 @@ class _PartWriter:
 def _write(files: _OrderFiles) -> list[Part]:
     """Write an order, then what describes it, and return its parts."""
     everything = _take(files)
-    split = _split(files, everything) if files.packing.split == "documents" else None
+    split = None if files.packing.split is None else _split(files, everything)
     parts = {"everything": everything} if split is None else dict(zip(_SIDES, split, strict=True))
     records = []
     for number, (name, part) in enumerate(parts.items()):
@@ -269,7 +273,8 @@ def _split(files: _OrderFiles, everything: Part) -> list[Part] | None:
     kept = _kept(files, everything)
     if kept.num_sequences == 1:
         return None
-    held_out = _held_out(files.tokens, kept)
+    keys = [*files.tokens.keys, *([_token_keys(files)] if packing.split == "tokens" else [])]
+    held_out = _held_out(keys, kept)
     if not len(held_out):
         return None
     writers = [_PartWriter(files, name) for name in _SIDES]
@@ -321,7 +326,7 @@ def _blocks(part: Part) -> Iterator[tuple[int, Numbers, Ids]]:
     for first in range(0, len(part.order), _BLOCK):
         ends = part.ends[first : first + _BLOCK]
         sizes = np.diff(ends, prepend=part.ends[first - 1] if first else 0)
-        counts = sizes - (1 if is_packed else 2)
+        counts = sizes - (1 if is_packed else part.packing.num_special)
         if is_packed and first + len(ends) == len(part.order):
             counts[-1] += 1  # no separator follows the last document
         yield first, part.order[first : first + _BLOCK], counts
@@ -332,7 +337,22 @@ def held_out_target(num_sequences: int) -> int:
     return min(max(1, round(num_sequences * HELD_OUT_SHARE)), MAX_HELD_OUT, num_sequences - 1)
 
 
-def _held_out(tokens: Tokens, kept: Part) -> npt.NDArray[np.int64]:
+def _token_keys(files: _OrderFiles) -> Numbers:
+    """Return a hash of the tokens of each document of the corpus that a sequence can hold, `(documents,)`.
+
+    Documents of unlike text can have the same tokens: white space, case and what is cut off make no difference.
+    """
+    tokens, packing = files.tokens, files.packing
+    most = packing.room if packing.mode == "records" else None
+    keys = np.memmap(files.folder / "keys", "<u8", mode="w+", shape=len(tokens.ends))
+    for first in range(0, len(keys), _BLOCK):
+        numbers = np.arange(first, min(first + _BLOCK, len(keys)))
+        for number, ids in zip(numbers.tolist(), tokens.read(numbers, most), strict=True):
+            keys[number] = xxhash.xxh3_64_intdigest(ids.data)
+    return keys.view(np.ndarray)
+
+
+def _held_out(keys: Sequence[Numbers], kept: Part) -> npt.NDArray[np.int64]:
     """Return the places in the order of the documents to hold out."""
     is_packed = kept.packing.mode == "packed"
     total = int(kept.ends[-1]) + 1 if is_packed else len(kept.order)
@@ -341,17 +361,17 @@ def _held_out(tokens: Tokens, kept: Part) -> npt.NDArray[np.int64]:
     num_candidates = _CANDIDATES
     while True:
         candidates = kept.order[-num_candidates:][::-1]
-        taken, is_enough = _take_groups(tokens, kept, candidates, target=target, most=most)
+        taken, is_enough = _take_groups(keys, kept, candidates, target=target, most=most)
         if is_enough or num_candidates >= len(kept.order):
             return taken
         num_candidates *= 8
 
 
 def _take_groups(
-    tokens: Tokens, kept: Part, candidates: Numbers, *, target: float, most: float
+    keys: Sequence[Numbers], kept: Part, candidates: Numbers, *, target: float, most: float
 ) -> tuple[npt.NDArray[np.int64], bool]:
     """Return the places of documents to hold out, taken from candidates, and whether they are enough."""
-    numbers, groups = with_copies(tokens.keys, candidates.astype(np.int64))
+    numbers, groups = with_copies(keys, candidates.astype(np.int64))
     places, sizes = [], []
     for first, block, counts in _blocks(kept):
         is_member = np.isin(block, numbers)

@@ -1,7 +1,9 @@
 """From documents to sequences of token ids, in a fixed order.
 
-- `packed`: tokens of documents are joined, with the separator between two documents, and cut to full length,
-  each sequence `[CLS] ... [SEP]`, as BERT was pre-trained. The last sequence is shorter; where whole
+Each sequence stands between the special tokens that the tokenizer itself puts around a text: `[CLS] ... [SEP]`
+with BERT.
+
+- `packed`: tokens of documents are joined, with the separator between two documents, and cut to full length. The last sequence is shorter; where whole
   documents are held out, so is the last training sequence.
 - `records`: one sequence per document, cut where it is too long.
 
@@ -43,12 +45,13 @@ class SequenceTable:
             StorageError: the folder of the tokens cannot be written to.
         """
         self._tokens, self.packing = tokens, packing
+        self._template = packing.template or tokens.named_template
         self._parts = ordered(tokens, packing)
         self.num_sequences = sum(part.num_sequences for part in self._parts)
         """Number of sequences, the held-out ones included."""
         self.held_out_by: Literal["documents", "sequences"] | None = None
         """What is held out, same as in `CacheManifest`."""
-        if packing.split == "documents":
+        if packing.split is not None:
             self.held_out_by = "documents" if len(self._parts) > 1 else "sequences"
 
     @property
@@ -108,10 +111,16 @@ class SequenceTable:
         for part in self._parts:
             if first < min(last, part.num_sequences):
                 part_bodies, numbers = part.read(
-                    first, min(last, part.num_sequences), documents=tokens.read, separator=tokens.sep
+                    first,
+                    min(last, part.num_sequences),
+                    documents=tokens.read,
+                    separator=self._template.separator,
                 )
                 bodies += part_bodies
                 documents.append(numbers)
             first, last = max(0, first - part.num_sequences), last - part.num_sequences
-        ids = [np.concatenate(([tokens.cls], body, [tokens.sep])) for body in bodies]
+        before, after = (
+            np.asarray(side, dtype=np.int64) for side in (self._template.before, self._template.after)
+        )
+        ids = [np.concatenate((before, body, after)) for body in bodies]
         return TokenBatch(ids=ids, documents=np.concatenate(documents))

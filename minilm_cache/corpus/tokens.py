@@ -22,6 +22,7 @@ import xxhash
 from pydantic import Field, ValidationError
 from transformers import PreTrainedTokenizerFast
 
+from minilm_cache.corpus.template import named_template
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.load import tokenizer_sha256
 from minilm_cache.storage_schema.base import Sha256, StoredModel
@@ -89,7 +90,8 @@ class Tokens:
             CacheCorruptError: a file is missing or damaged.
         """
         self.folder, self.name = folder, name
-        self.cls, self.sep = _special_tokens(tokenizer)
+        self.named_template = named_template(tokenizer)
+        """Special tokens of sequences whose packing names none."""
         self.record = read_record(folder)
         self.ends: Ids = self._checked(ENDS, np.dtype("<i8"))
         """Number of tokens up to the end of each document, `(documents,)`."""
@@ -116,8 +118,12 @@ class Tokens:
         before: Ids = np.where(numbers > 0, self.ends[np.maximum(numbers, 1) - 1], 0)
         return ends - before
 
-    def read(self, numbers: npt.NDArray[np.integer]) -> list[Ids]:
+    def read(self, numbers: npt.NDArray[np.integer], most: int | None = None) -> list[Ids]:
         """Return the token ids of documents, by their numbers in the corpus.
+
+        Args:
+            numbers: numbers of the documents.
+            most: number of the first tokens of each that are read. None means all.
 
         Raises:
             CacheCorruptError: token ids are not those that were written.
@@ -127,6 +133,7 @@ class Tokens:
         before = np.where(firsts > 0, self.ends[np.maximum(firsts, 1) - 1], 0)
         stops = self.ends[numbers] - before
         starts = stops - self.counts(numbers)
+        stops = stops if most is None else np.minimum(stops, starts + most)
         places = zip(parts.tolist(), starts.tolist(), stops.tolist(), strict=True)
         return [self._part(part).read(start, stop) for part, start, stop in places]
 
@@ -220,10 +227,3 @@ def damaged(path: Path) -> CacheCorruptError:
         f"{path} is damaged or missing. Remove the folder {path.parent}, and run the same command again: it "
         "tokenises the text anew."
     )
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
-    cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
-    assert isinstance(cls, int)
-    assert isinstance(sep, int)
-    return cls, sep

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 from minilm_cache.codecs.rows import ROW_RELATIONS
 from minilm_cache.codecs.sampling import PPS_RATIO
@@ -10,6 +9,7 @@ from minilm_cache.codecs.topk import scale_ratio
 from minilm_cache.corpus.load import Corpus
 from minilm_cache.corpus.masking import SHARE, mask_token
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.template import packing_of
 from minilm_cache.dump.config import (
     DEFAULT_K,
     DEFAULT_LABEL_K,
@@ -28,7 +28,7 @@ from minilm_cache.storage_schema.identity import (
     CodecParameters,
     DenseParameters,
     NoRelationsParameters,
-    Packing,
+    Split,
     TopKParameters,
     VectorsParameters,
 )
@@ -61,7 +61,7 @@ _RECORD_FILE_BYTES = 240
 
 
 def identify(
-    config: DumpConfig, teacher: Teacher, *, corpus: Corpus, split: Literal["documents"] | None = "documents"
+    config: DumpConfig, teacher: Teacher, *, corpus: Corpus, split: Split | None = "tokens"
 ) -> CacheIdentity:
     """Return the identity of the cache: everything that determines its content.
 
@@ -76,7 +76,8 @@ def identify(
         teacher=teacher.identity,
         tokenizer_sha256=teacher.tokenizer_sha256,
         corpus=corpus.identity_for(split),
-        packing=Packing(
+        packing=packing_of(
+            teacher.tokenizer,
             mode=config.packing,
             max_length=config.max_length,
             max_tokens=config.max_tokens,
@@ -137,7 +138,9 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
 
 
 def _pooling(config: DumpConfig, teacher: Teacher) -> Pooling:
-    return teacher.pooler(config.pooling).identity(
+    pooler = teacher.pooler(config.pooling)
+    teacher.refuse_other_texts(config.max_length)
+    return pooler.identity(
         teacher.identity.hidden_size,
         min_cosine=DEFAULT_MIN_COSINE if config.min_cosine is None else config.min_cosine,
         calibration_sequences=CALIBRATION_SEQUENCES,

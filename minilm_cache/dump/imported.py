@@ -320,6 +320,9 @@ class ImportedTeacher(Teacher):
         content: Mapping[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
         return {key: value for key, value in content.items() if key not in VOLATILE}
 
+    def refuse_other_texts(self, max_length: int) -> None:
+        """Refuse nothing: vectors are given, whatever their model read of a text."""
+
     def pooler(self, mode: PoolingMode | None) -> SentencePooler:
         """Return the pooling of students, to vectors of the given width."""
         normalize = self._known.is_normalized

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.corpus.masking import SHARE, Masker, mask_token
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.template import packing_of
 from minilm_cache.corpus.tokenise import tokens_of
 from minilm_cache.dump.config import HeadConfig
 from minilm_cache.errors import CorpusError, DivergedError, InterruptedRunError, TeacherError
@@ -28,7 +29,6 @@ from minilm_cache.models.teacher import check_length
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.relations.states import MaskedSequences
-from minilm_cache.storage_schema.identity import Packing
 from minilm_cache.storage_schema.states import Masking
 from minilm_cache.store.durable import new_folder, refuse_existing
 
@@ -131,12 +131,12 @@ def _load_sequences(
     Raises:
         CorpusError: there is too little text.
     """
-    packing = Packing(
+    packing = packing_of(
+        tokenizer,
         mode="packed",
         max_length=config.max_length,
         max_tokens=config.max_tokens,
         seed=config.seed,
-        split="documents",
     )
     tokens = tokens_of(config, tokenizer, progress=progress, should_stop=should_stop)
     sequences = SequenceTable(tokens, packing)

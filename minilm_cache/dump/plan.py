@@ -15,6 +15,7 @@ import torch
 
 from minilm_cache.codecs.fit_vectors import split_sample
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.template import packing_of
 from minilm_cache.corpus.tokenise import tokens_of
 from minilm_cache.dump.audit import MAX_SEQUENCES
 from minilm_cache.dump.config import MIN_SHARD_TOKENS, DumpConfig
@@ -28,7 +29,7 @@ from minilm_cache.errors import CorpusError, InterruptedRunError
 from minilm_cache.models.padding import pad
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent
-from minilm_cache.storage_schema.identity import CodecParameters, Packing, codec_words
+from minilm_cache.storage_schema.identity import CodecParameters, codec_words
 from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.storage_schema.measured import LayerFidelity, StateFidelity
 
@@ -164,12 +165,12 @@ def _load_sequences(
 ) -> SequenceTable:
     """Return the whole corpus as the sequences of a dump."""
     tokens = tokens_of(config, teacher.tokenizer, progress=progress, should_stop=should_stop)
-    packing = Packing(
+    packing = packing_of(
+        teacher.tokenizer,
         mode=config.packing,
         max_length=config.max_length,
         max_tokens=config.max_tokens,
         seed=config.seed,
-        split="documents",
     )
     return SequenceTable(tokens, packing)
 

@@ -18,7 +18,7 @@ from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress, ShouldStop
-from minilm_cache.storage_schema.identity import CacheIdentity, Precision
+from minilm_cache.storage_schema.identity import CacheIdentity, Precision, Split
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.layout import MANIFEST, cache_name
 from minilm_cache.store.reader import CacheReader, read_manifest
@@ -208,10 +208,12 @@ def _identity_and_place(
         split = read_manifest(like).identity.packing.split
         identity = identify(config, teacher, corpus=corpus, split=split)
         return identity, out or home / "caches" / cache_name(labels, identity)
-    older = identify(config, teacher, corpus=corpus, split=None)
-    place = out or home / "caches" / cache_name(labels, older)
-    if (place / MANIFEST).is_file() and read_manifest(place).fingerprint == older.fingerprint():
-        return older, place
+    earlier: tuple[Split | None, ...] = (None, "documents")
+    for split in earlier:
+        older = identify(config, teacher, corpus=corpus, split=split)
+        place = out or home / "caches" / cache_name(labels, older)
+        if (place / MANIFEST).is_file() and read_manifest(place).fingerprint == older.fingerprint():
+            return older, place
     identity = identify(config, teacher, corpus=corpus)
     return identity, out or home / "caches" / cache_name(labels, identity)
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
+from minilm_cache.models.declared import refuse_other_reading
 from minilm_cache.models.files import read_json
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.states import POOLING_MODES, Pooling, PoolingMode
@@ -224,12 +225,7 @@ def _read_modules(folder: Path, file: Path) -> SentencePooler:
         raise TeacherError(
             f"{file} names {outside}, which is outside the model's folder. Do not use this model."
         )
-    settings = folder / "sentence_bert_config.json"
-    if settings.is_file() and read_json(settings).get("do_lower_case"):
-        raise TeacherError(
-            f"{settings} wants texts in lower case (do_lower_case), which its tokenizer does not do. Set "
-            "it to false, and give texts in lower case."
-        )
+    refuse_other_reading(folder)
     kinds = [kind for kind, _ in modules]
     dense = [path for kind, path in modules if kind == "Dense"]
     expected = [
@@ -243,6 +239,11 @@ def _read_modules(folder: Path, file: Path) -> SentencePooler:
         raise TeacherError(
             f"{file} names {odd}, and only Transformer, Pooling, Dense and Normalize, in this order, can be "
             "computed here. Take another teacher, or a copy of its folder without this file and --pooling."
+        )
+    if str(paths[0]) != ".":
+        raise TeacherError(
+            f"{file} has its Transformer in folder {paths[0]}, and it is read from {folder} itself. Move its files there, and "
+            "set the path to an empty one."
         )
     return SentencePooler(
         _read_mode(modules[1][1] / "config.json"),
@@ -288,8 +289,9 @@ def _read_mode(file: Path) -> PoolingMode:
 def _read_dense(path: Path) -> DenseLayer:
     config = read_json(path / "config.json")
     activation = _ACTIVATIONS.get(str(config.get("activation_function", "torch.nn.modules.activation.Tanh")))
-    names = {config.get("module_input_name"), config.get("module_output_name")}
-    if activation is None or config.get("use_residual") or not names <= {None, "sentence_embedding"}:
+    names = [config.get("module_input_name"), config.get("module_output_name")]
+    is_usual = all(name in (None, "sentence_embedding") for name in names)
+    if activation is None or config.get("use_residual") or not is_usual:
         raise TeacherError(
             f"{path} is a linear map with an activation, a residual or names that cannot be computed here: "
             f"{json.dumps(config)[:200]}. Take another teacher."
@@ -297,7 +299,12 @@ def _read_dense(path: Path) -> DenseLayer:
     file = path / "model.safetensors"
     try:
         weights = load_file(file)
-        weight = weights["linear.weight"].float()
+        weight = weights["linear.weight"]
+        if weight.ndim != 2 or not all(1 <= size <= _MAX_WIDTH for size in weight.shape):  # noqa: PLR2004 - a matrix
+            raise TeacherError(
+                f"{file}: a linear map has the shape {tuple(weight.shape)}, and its sides should be between 1 and "
+                f"{_MAX_WIDTH}. Take another teacher."
+            )
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias="linear.bias" in weights)
         linear.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})
     except (OSError, KeyError, IndexError, RuntimeError, safetensors.SafetensorError) as error:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.models.declared import refuse_longer_texts
 from minilm_cache.models.files import VOLATILE, weight_stamps, weights_sha256
 from minilm_cache.models.load import (
     TeacherSource,
@@ -30,6 +31,9 @@ from minilm_cache.relations.transfer import send
 from minilm_cache.storage_schema.identity import MAX_LAYERS, Precision, TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
 from minilm_cache.storage_schema.states import PoolingMode
+
+_SAME: Final = 1e-2
+"""Greatest relative difference of hidden states that count as the same, in any precision."""
 
 
 class Teacher:
@@ -163,6 +167,39 @@ class Teacher:
                 if file.is_file():
                     files[f"{TEACHER_FOLDER}/{name}"] = file.read_bytes()
         return files
+
+    def refuse_other_texts(self, max_length: int) -> None:
+        """Refuse sequences that are not what the teacher's own `encode` reads of a text.
+
+        Args:
+            max_length: most tokens of a sequence, special tokens included.
+
+        Raises:
+            InvalidConfigError: it reads fewer tokens of a text.
+            TeacherError: it pads batches on the left, and computes other hidden states then.
+        """
+        refuse_longer_texts(self.folder, self.tokenizer, self.model.config, max_length)
+        if self.tokenizer.padding_side == "left" and not self._is_same_behind_padding():
+            raise TeacherError(
+                f"the tokenizer in {self.folder} pads on the left, which gives this model other hidden states, so "
+                "its vectors depend on the batch. Set padding_side to right in its tokenizer_config.json."
+            )
+
+    @torch.no_grad()
+    def _is_same_behind_padding(self) -> bool:
+        """Return whether padding before a sequence leaves its last hidden states as they are."""
+        padding = torch.full((1, 3), int(self.tokenizer.pad_token_id), device=self.device)
+        ids = torch.full((1, 5), int(self.tokenizer.cls_token_id), device=self.device)
+        padded = torch.cat([padding, ids], 1)
+        mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], 1)
+        layers = self.layers
+        self._tapped.tap((), [self.num_layers])
+        alone, behind = (
+            self._tapped(words, mask).hidden[self.num_layers][0, -ids.shape[1] :].float()
+            for words, mask in ((ids, None), (padded, mask))
+        )
+        self._tapped.tap(layers)
+        return bool(torch.linalg.norm(behind - alone) < _SAME * torch.linalg.norm(alone))
 
     def pooler(self, mode: PoolingMode | None) -> SentencePooler:
         """Return what pools its last hidden states, on its device.

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from minilm_cache.cache import Cache
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.template import packing_of
 from minilm_cache.corpus.tokenise import tokens_of
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.load import load_tokenizer
 from minilm_cache.slicing.config import SliceConfig
-from minilm_cache.storage_schema.identity import Packing
 
 _MOST_TOKENS = 2**14
 """Most tokens that slices are fitted to; twice as many gain 1 % (docs/adr/0014)."""
@@ -64,7 +64,8 @@ def of_corpus(config: SliceConfig, folder: Path, most: int) -> tuple[list[Tensor
         most: number of tokens to fit to.
     """
     tokenizer = load_tokenizer(folder)
-    packing = Packing(
+    packing = packing_of(
+        tokenizer,
         mode="packed",
         max_length=config.max_length,
         max_tokens=most + CHECKED_SEQUENCES * config.max_length,

@@ -1,0 +1,96 @@
+"""The special tokens that a tokenizer itself puts around a text, as the teacher sees them in use."""
+
+from typing import Any, Final
+
+from transformers import PreTrainedTokenizerFast
+
+from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.storage_schema.identity import MAX_SPECIAL, Packing, PackingMode, Split, Template
+
+_PROBES: Final = ("a", "b c", "The cat sat on the mat, and it was 7.", "x")
+
+
+def template_of(tokenizer: PreTrainedTokenizerFast) -> Template:
+    """Return the tokens that a tokenizer puts before and after a text, and between two texts.
+
+    Between texts, which only packed sequences have, stands the token that ends a text, or else the
+    tokenizer's separator.
+
+    Raises:
+        TeacherError: what it puts there depends on the text, or is in another segment than the first.
+    """
+    forms: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for probe in _PROBES:
+        whole: Any = tokenizer(probe, return_special_tokens_mask=True)
+        ids, is_special = list(whole["input_ids"]), list(whole["special_tokens_mask"])
+        if any(whole.get("token_type_ids", ())):
+            raise _unusable(tokenizer, "puts texts in another segment than the first")
+        body: Any = tokenizer(probe, add_special_tokens=False)
+        start = next((place for place, special in enumerate(is_special) if not special), len(ids))
+        stop = start + len(body["input_ids"])
+        if ids[start:stop] != list(body["input_ids"]) or not all(is_special[stop:]):
+            raise _unusable(tokenizer, "changes the tokens of a text that it puts others around")
+        forms.add((tuple(ids[:start]), tuple(ids[stop:])))
+    if len(forms) > 1:
+        raise _unusable(tokenizer, "puts other tokens around each text")
+    ((before, after),) = forms
+    if len(before) + len(after) > MAX_SPECIAL:
+        raise _unusable(tokenizer, f"puts {len(before) + len(after)} tokens around each text")
+    ends = [*after[-1:], tokenizer.sep_token_id, tokenizer.eos_token_id, *before[:1]]
+    separator = next((token for token in ends if token is not None), None)
+    if separator is None:
+        raise _unusable(tokenizer, "has no token that separates texts")
+    return Template(before=before, after=after, separator=separator)
+
+
+def named_template(tokenizer: PreTrainedTokenizerFast) -> Template:
+    """Return `[CLS] text [SEP]` by the tokenizer's own names: that of every cache whose packing says nothing."""
+    cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
+    assert isinstance(cls, int)
+    assert isinstance(sep, int)
+    return Template(before=(cls,), after=(sep,), separator=sep)
+
+
+def packing_of(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    mode: PackingMode,
+    max_length: int,
+    max_tokens: int | None,
+    seed: int,
+    split: Split | None = "tokens",
+) -> Packing:
+    """Return how text becomes the sequences that a tokenizer's own template makes of it; see `Packing`.
+
+    Raises:
+        TeacherError: same as for `template_of`.
+        InvalidConfigError: sequences have no room beside special tokens, or the tokenizer cuts long texts at their
+            beginning, which records do not.
+    """
+    if mode == "records" and tokenizer.truncation_side == "left":
+        raise InvalidConfigError(
+            f"the tokenizer of {tokenizer.name_or_path} cuts long texts at their beginning (truncation_side is "
+            "left), and sequences here are cut at their end. Set truncation_side to right in its "
+            "tokenizer_config.json, and give texts that fit."
+        )
+    template = template_of(tokenizer)
+    num_special = len(template.before) + len(template.after)
+    if max_length <= num_special:
+        raise InvalidConfigError(
+            f"--max-length {max_length} leaves no room beside {num_special} special tokens. Choose a larger one."
+        )
+    return Packing(
+        mode=mode,
+        max_length=max_length,
+        max_tokens=max_tokens,
+        seed=seed,
+        split=split,
+        template=None if template == named_template(tokenizer) else template,
+    )
+
+
+def _unusable(tokenizer: PreTrainedTokenizerFast, what: str) -> TeacherError:
+    return TeacherError(
+        f"the tokenizer of {tokenizer.name_or_path} {what}, so the sequences that the teacher sees in use cannot "
+        "be made here. Give it a post-processor of a fixed form, such as `[CLS] $A [SEP]`, and save it again."
+    )

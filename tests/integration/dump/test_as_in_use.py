@@ -1,0 +1,198 @@
+"""What a cache holds is what the teacher gives in use: sentence-transformers and transformers are the oracle."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from tokenizers import processors
+from transformers import AutoModel, PreTrainedTokenizerFast
+
+from minilm_cache.cache import Cache, open_cache
+from minilm_cache.corpus.template import template_of
+from minilm_cache.errors import InvalidConfigError, MiniLMCacheError
+from minilm_cache.models.load import load_tokenizer
+from minilm_cache.storage_schema.states import POOLED
+from tests.conftest import Command
+from tests.encoders import save_encoder
+from tests.support import SPECIAL, World, save_teacher
+
+POOLED_ONLY: dict[str, Any] = {"codec": "none", "pooled": True, "packing": "records", "min_cosine": 0.9999}
+TEMPLATES = {
+    "usual": "[CLS] $A [SEP]",
+    "no end": "[CLS] $A",
+    "no beginning": "$A [SEP]",
+    "nothing": "$A",
+    "other names": "[MASK] $A [UNK]",
+    "two of each": "[CLS] [CLS] $A [SEP] [SEP]",
+    "swapped": "[SEP] $A [CLS]",
+}
+POOLINGS = ("mean", "cls", "max", "lasttoken")
+
+
+def use_template(folder: Path, single: str, **settings: object) -> None:
+    """Give a teacher's tokenizer another form of sequences, and settings of its own."""
+    tokenizer = load_tokenizer(folder)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=single,
+        pair=f"{single} $B:1",
+        special_tokens=[(token, number) for number, token in enumerate(SPECIAL)],
+    )
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def texts_of(cache: Cache, world: World) -> list[str]:
+    """Return the document of each sequence, which the cut words at its end may have left."""
+    documents = world.corpus.read_text().strip().split("\n\n")
+    tokenizer = load_tokenizer(world.teacher)
+    texts = []
+    for sequence in cache:
+        words = tokenizer.decode(sequence.input_ids, skip_special_tokens=True)
+        texts.append(next(document for document in documents if document.startswith(words)))
+    return texts
+
+
+def least_cosine(world: World, cache: Cache) -> float:
+    """Return the least cosine of stored vectors with those of the teacher's own `encode`."""
+    teacher = SentenceTransformer(str(world.teacher), device="cpu")
+    expected = torch.from_numpy(teacher.encode(texts_of(cache, world)))
+    stored = torch.stack([sequence.states().hidden[POOLED][0] for sequence in cache])
+    return float(torch.cosine_similarity(stored, expected, dim=-1).min())
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_vectors_are_those_of_encode_whatever_the_template(world: World, template: str, pooling: str) -> None:
+    save_encoder(world.teacher, pooling)
+    use_template(world.teacher, TEMPLATES[template], model_max_length=32)
+    settings = world.teacher / "sentence_bert_config.json"
+    settings.write_text(json.dumps({"max_seq_length": 32, "do_lower_case": False}))
+    result = world.dump(**POOLED_ONLY)
+    assert least_cosine(world, open_cache(result.path)) >= 0.9995
+    assert (result.manifest.identity.packing.template is None) == (template == "usual")
+
+
+@pytest.mark.parametrize("packing", ["packed", "records"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_relations_are_those_of_the_tokenizers_own_sequences(
+    world: World, template: str, packing: str
+) -> None:
+    use_template(world.teacher, TEMPLATES[template])
+    cache = open_cache(world.dump(codec="dense", packing=packing).path)
+    tokenizer = load_tokenizer(world.teacher)
+    own = tokenizer("ba", add_special_tokens=True)["input_ids"]
+    place = own.index(tokenizer.convert_tokens_to_ids("ba"))
+    model = AutoModel.from_pretrained(world.teacher, attn_implementation="eager").eval()
+    for sequence in list(cache)[:8]:
+        ids = sequence.input_ids
+        assert ids[:place].tolist() == own[:place]
+        assert ids[len(ids) - len(own) + place + 1 :].tolist() == own[place + 1 :]
+        if packing == "records":
+            text = tokenizer.decode(ids[place : len(ids) - len(own) + place + 1])
+            assert tokenizer(text)["input_ids"] == ids.tolist()
+        with torch.no_grad():
+            expected = model(ids[None], output_attentions=True).attentions[-1][0]
+        torch.testing.assert_close(sequence.relation("attention"), expected, atol=5e-4, rtol=0)  # float16
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
+def test_padding_on_the_left_is_as_in_use_or_refused(tmp_path: Path, family: str) -> None:
+    """Where padding shifts a model's positions, `encode` depends on what else is in the batch."""
+    world = World(
+        tmp_path, save_teacher(tmp_path / "teacher", family, pad_token_id=0), tmp_path / "corpus.txt"
+    )
+    world.corpus.write_text("\n\n".join("ba be bi " * size for size in range(1, 10)) + "\n")
+    save_encoder(world.teacher, "lasttoken", max_length=32)
+    use_template(world.teacher, TEMPLATES["usual"], padding_side="left", model_max_length=32)
+    if family == "bert":
+        with pytest.raises(MiniLMCacheError, match="pads on the left"):
+            world.dump(**POOLED_ONLY)
+    else:
+        assert least_cosine(world, open_cache(world.dump(**POOLED_ONLY).path)) >= 0.9995
+
+
+PROMPTS = {"prompts": {"query": "ba be ", "document": "", "plain": "bo "}}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        (
+            "config_sentence_transformers.json",
+            PROMPTS | {"default_prompt_name": "query"},
+            "before every text",
+        ),
+        (
+            "config_sentence_transformers.json",
+            PROMPTS | {"default_prompt_name": "missing"},
+            "before every text",
+        ),
+        ("config_sentence_transformers.json", {"default_prompt_name": "own"}, "before every text"),
+        ("sentence_bert_config.json", {"max_seq_length": 16}, "--max-length 16 at most"),
+        ("sentence_roberta_config.json", {"max_seq_length": 16}, "--max-length 16 at most"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
+        (
+            "sentence_bert_config.json",
+            {"processing_kwargs": {"text": {"padding": True}}},
+            "processing_kwargs",
+        ),
+        ("sentence_bert_config.json", {"config_kwargs": {"num_hidden_layers": 1}}, "config_kwargs"),
+        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task"),
+        ("tokenizer_config.json", {"truncation_side": "left"}, "truncation_side"),
+        ("tokenizer_config.json", {"model_max_length": 20}, "--max-length 20 at most"),
+    ],
+)
+def test_what_a_folder_declares_is_refused_where_it_is_not_done(
+    world: World, file: str, content: dict[str, object], says: str
+) -> None:
+    save_encoder(world.teacher, "mean", max_length=32)
+    if file != "sentence_bert_config.json":
+        (world.teacher / "sentence_bert_config.json").unlink()
+    path = world.teacher / file
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | content))
+    with pytest.raises(MiniLMCacheError, match=says):
+        world.dump(**POOLED_ONLY)
+
+
+@pytest.mark.parametrize("default", [None, "document"])
+def test_prompts_that_no_text_gets_are_accepted(world: World, default: str | None) -> None:
+    save_encoder(world.teacher, "mean", max_length=32)
+    content = json.dumps(PROMPTS | {"default_prompt_name": default, "similarity_fn_name": "cosine"})
+    (world.teacher / "config_sentence_transformers.json").write_text(content)
+    assert least_cosine(world, open_cache(world.dump(**POOLED_ONLY).path)) >= 0.9995
+
+
+def test_scores_refuse_a_prompt_too(world: World, command: Command) -> None:
+    save_encoder(world.teacher, "mean")
+    content = json.dumps(PROMPTS | {"default_prompt_name": "query"})
+    (world.teacher / "config_sentence_transformers.json").write_text(content)
+    code, _, err = command("embeddings", world.teacher, "--data", world.root)
+    assert code in (1, 2)
+    assert "Traceback" not in err
+
+
+def test_a_template_that_depends_on_the_text_is_refused(world: World) -> None:
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    use_template(world.teacher, "[CLS]:1 $A:1 [SEP]:1", model_input_names=names)
+    with pytest.raises(MiniLMCacheError, match="another segment"):
+        world.dump()
+    use_template(world.teacher, "[CLS] " * 12 + "$A [SEP]")
+    with pytest.raises(InvalidConfigError, match="no room"):
+        world.dump(max_length=12, k=4)
+    use_template(world.teacher, "[CLS] " * 17 + "$A [SEP]")
+    with pytest.raises(MiniLMCacheError, match="18 tokens around"):
+        world.dump()
+
+
+def test_the_usual_template_leaves_documents_as_they_were(world: World) -> None:
+    """Caches of the first releases keep their fingerprints: the packing says nothing of the usual template."""
+    packing = json.loads((world.dump().path / "manifest.json").read_text())["identity"]["packing"]
+    assert set(packing) == {"mode", "max_length", "max_tokens", "seed", "split"}
+    tokenizer = load_tokenizer(world.teacher)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    assert template_of(tokenizer).before == (2,)
