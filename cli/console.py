@@ -47,14 +47,14 @@ class TerminalProgress:
         """Begin a task of `total` units, and end the task before it."""
         self._finish_task()
         self._unit = unit
-        self._task = self._bar.add_task(task, total=total, unit=unit, detail="")
+        self._task = self._bar.add_task(_printable(task), total=total, unit=unit, detail="")
         self._shown_at = time.monotonic()
 
     def advance(self, amount: int, detail: str = "") -> None:
         """Show that `amount` more units are done; `detail` is shown next to their rate."""
         if self._task is None:
             return
-        self._bar.update(self._task, advance=amount, detail=detail)
+        self._bar.update(self._task, advance=amount, detail=_printable(detail))
         if self._bar.disable and time.monotonic() - self._shown_at >= _PLAIN_PERIOD_S:
             self._shown_at = time.monotonic()
             self._print_line()
@@ -124,8 +124,9 @@ def print_json(document: object) -> None:
 
 def print_pairs(pairs: dict[str, object]) -> None:
     """Print names and values, one pair per line; long values are not wrapped."""
-    width = max(map(len, pairs))
-    for name, value in pairs.items():
+    shown = {_printable(name): value for name, value in pairs.items()}
+    width = max(map(len, shown))
+    for name, value in shown.items():
         print(f"{name:<{width}}  {_printable(str(value))}")  # noqa: T201 - stdout is where results go
 
 
@@ -134,12 +135,15 @@ def print_table(
 ) -> None:
     """Print a table; columns after the first `num_names` are aligned to the right."""
     # rich would cut a title to the width of the table, so the title is printed here.
-    print(f"\n{title}")  # noqa: T201 - stdout is where results go
+    print(f"\n{_printable(title)}")  # noqa: T201 - stdout is where results go
     table = Table()
     for number, column in enumerate(columns):
         is_name = number == 0 and all(len(row[0]) <= _LONGEST_NAME for row in rows)
         table.add_column(
-            column, justify="left" if number < num_names else "right", overflow="fold", no_wrap=is_name
+            _printable(column),
+            justify="left" if number < num_names else "right",
+            overflow="fold",
+            no_wrap=is_name,
         )
     for row in rows:
         table.add_row(*map(_printable, row))

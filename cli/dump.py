@@ -66,7 +66,7 @@ def dump(
     from minilm_cache.dump.into_store import dump_into_store  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.dump.on_ray import dump_on_ray  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.dump.run import dump_cache  # noqa: PLC0415 - importing it takes seconds
-    from minilm_cache.store.remote import is_url  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.store.urls import is_url  # noqa: PLC0415 - with its siblings
 
     place = out if out is None or is_url(out) else Path(out)
     reuses = cache_store is not None or add is not None or not resume

@@ -15,7 +15,13 @@ def main() -> None:
     from minilm_cache.cli.main import run  # noqa: PLC0415 - what takes long enough to be interrupted
 
     signal.signal(signal.SIGINT, before)
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    store = sys.modules.get("minilm_cache.store.object_store")
+    if store is not None and store.has_left_requests():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -1,7 +1,8 @@
 """What commands read from their environment: the folder of caches, the newest cache and the rank."""
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from minilm_cache.errors import InvalidConfigError
@@ -14,6 +15,33 @@ _RANKS = (
     ("SLURM_PROCID", "SLURM_NTASKS"),
 )
 """Variables of the rank, of the world size and, where the first rank may not be 0, of the first rank."""
+
+
+def settle_process(arguments: Sequence[str]) -> None:
+    """Refuse a Python without docstrings, and give a user without a home the one of this project.
+
+    Libraries keep files below `~`, and make a folder of that name where there is none.
+
+    Raises:
+        InvalidConfigError: transformers cannot work in this process, or there is no home at all.
+    """
+    if sys.flags.optimize > 1:
+        raise InvalidConfigError(
+            "PYTHONOPTIMIZE=2 (python -OO) removes docstrings, which transformers needs to load models. "
+            "Unset it, or "
+            "set it to 1."
+        )
+    asks_for_help = not arguments or {"-h", "--help", "--version"} & {*arguments}
+    if not asks_for_help and not os.environ.get("HOME") and not _has_home():
+        os.environ["HOME"] = str(cache_home().absolute())
+        os.environ.setdefault("USER", str(os.getuid()))
+
+
+def _has_home() -> bool:
+    try:
+        return Path.home() != Path("/")
+    except RuntimeError:
+        return False
 
 
 def chosen_cache(cache: Path | None, progress: Progress) -> Path:

@@ -1,33 +1,80 @@
-"""Ctrl-C or SIGTERM stops a run after its current step and keeps its state; a second one stops it at once."""
+"""Ctrl-C or SIGTERM stops a run after its current step and keeps its state; a second one stops it at once.
 
+Python runs a signal handler between two of its own instructions, so a call of a library that does not end
+holds it
+up. A thread of its own therefore sees the signals, too, and ends the process where a second one changes
+nothing.
+"""
+
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from minilm_cache.cli.console import print_from_signal
-from minilm_cache.progress import ShouldStop
+from minilm_cache.errors import InterruptedRunError
+from minilm_cache.progress import ShouldStop, forget_stop
+from minilm_cache.progress import request_stop as note_stop
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PATIENCE_S = 10.0
+"""Seconds after a second signal until the process is ended, whatever it does."""
 
 
 @contextmanager
 def stop_on_signal() -> Iterator[ShouldStop]:
     """Yield a function that returns True once a signal has requested a stop, while the block runs."""
     is_requested = False
+    forget_stop()
     before = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def request_stop(number: int, frame: FrameType | None) -> None:
         nonlocal is_requested
         del frame
         is_requested = True
+        note_stop()
         signal.signal(number, signal.default_int_handler)
         print_from_signal("stopping after this step; interrupt again to stop at once")
 
     for number in _SIGNALS:
         signal.signal(number, request_stop)
     try:
-        yield lambda: is_requested
+        with _ending_what_hangs():
+            yield lambda: is_requested
     finally:
+        forget_stop()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _ending_what_hangs() -> Iterator[None]:
+    """End the process some seconds after a second signal, also where no handler can run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen, written = os.pipe()
+    os.set_blocking(written, False)
+    before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(seen, over), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        os.close(written)
+
+
+def _watch(seen: int, over: threading.Event) -> None:
+    """Read numbers of signals until the other end is closed; two of them end the process after a while."""
+    num_seen = 0
+    while numbers := os.read(seen, 16):
+        note_stop()
+        num_seen += sum(number in _SIGNALS for number in numbers)
+        if num_seen > 1 and not over.wait(_PATIENCE_S):
+            print_from_signal("error: interrupted at once. What was written before is kept, nothing else.")
+            os._exit(InterruptedRunError.exit_code)
+    os.close(seen)

@@ -30,7 +30,7 @@ def ls(
     Example: minilm-cache ls s3://team/caches
     """
     from minilm_cache.store.catalogue import catalogue  # noqa: PLC0415 - importing it takes seconds
-    from minilm_cache.store.remote import is_url  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.store.urls import is_url  # noqa: PLC0415 - with its siblings
 
     place = store or str(cache_home() / "caches")
     is_remote = is_url(place)

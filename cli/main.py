@@ -17,6 +17,7 @@ from minilm_cache.cli.console import print_error, print_json
 from minilm_cache.cli.demo import demo
 from minilm_cache.cli.dump import dump
 from minilm_cache.cli.embeddings import embeddings
+from minilm_cache.cli.environment import settle_process
 from minilm_cache.cli.evaluate import evaluate
 from minilm_cache.cli.info import info
 from minilm_cache.cli.listing import ls
@@ -32,9 +33,20 @@ from minilm_cache.cli.tokenize import tokenize
 from minilm_cache.cli.train import train
 from minilm_cache.cli.vectors import export, import_file
 from minilm_cache.cli.verify import verify
-from minilm_cache.errors import ErrorKind, InterruptedRunError, InvalidConfigError, MiniLMCacheError
+from minilm_cache.errors import (
+    ErrorKind,
+    InterruptedRunError,
+    InvalidConfigError,
+    MiniLMCacheError,
+    first_line,
+    is_panic,
+    remedy_of,
+)
+from minilm_cache.store.urls import hide_secrets, without_secrets
 
-_ONE_SLASH: Final = re.compile(r"(?:--[\w-]+=)?(?P<scheme>s3|gs|az|file):/(?P<path>[^/].*)")
+_ONE_SLASH: Final = re.compile(
+    r"(?P<option>--[\w-]+=)?(?P<scheme>s3|gs|az|file):/(?P<path>[^/].*)", re.IGNORECASE
+)
 """A URL with one slash, which would be read as the path of a folder. `hf:ID` is a text of the hub."""
 
 app = typer.Typer(
@@ -77,6 +89,7 @@ def _root(
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; an error is shown as one line on stderr."""
     try:
+        settle_process(arguments)
         _refuse_slips(arguments)
         code = app(list(arguments) or ["--help"], prog_name="minilm-cache", standalone_mode=False)
     except MiniLMCacheError as error:
@@ -89,9 +102,16 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(arguments, ErrorKind.INVALID_CONFIG, message=message, exit_code=error.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        message = f"{where}{error.strerror or error}. Check the disk and permissions, then run it again."
+        message = f"{where}{error.strerror or error}. {remedy_of(error)}."
         return _fail(arguments, ErrorKind.STORAGE, message=message, exit_code=1)
-    except (KeyboardInterrupt, typer.Abort):
+    except BaseException as error:
+        if is_panic(error):
+            message = (
+                f"a library gave up on its input: {first_line(error)}. Check what was given to the command."
+            )
+            return _fail(arguments, ErrorKind.STORAGE, message=message, exit_code=1)
+        if not isinstance(error, KeyboardInterrupt | typer.Abort):
+            raise
         code = InterruptedRunError.exit_code
     if code == InterruptedRunError.exit_code:  # typer itself catches a KeyboardInterrupt of a command
         message = "interrupted at once. Shards and states that were written before are kept, nothing else."
@@ -111,14 +131,17 @@ def _refuse_slips(arguments: Sequence[str]) -> None:
             )
         slip = _ONE_SLASH.fullmatch(argument)
         if slip is not None:
+            url = f"{slip['scheme']}://{slip['path']}"
             raise InvalidConfigError(
-                f"{argument} is a URL with one slash. Write {slip['scheme']}://{slip['path']}, or "
-                f"./{slip['scheme']}:/{slip['path']} for a folder of that name."
+                f"{slip['option'] or ''}{slip['scheme']}:/... is a URL with one slash. Write "
+                f"{without_secrets(url)}, or "
+                f"put ./ before it for a folder of that name."
             )
 
 
 def _fail(arguments: Sequence[str], kind: ErrorKind, *, message: str, exit_code: int) -> int:
-    """Print an error, also as JSON with --json, and return the exit code."""
+    """Print an error, also as JSON with --json, and return the exit code. Passwords in URLs are left out."""
+    message = hide_secrets(message)
     print_error(message)
     if "--json" in arguments and kind is not ErrorKind.VERIFICATION_FAILED:
         with suppress(OSError):  # stdout itself may be what failed

@@ -140,25 +140,21 @@ def _state_errors(state: StateFidelity) -> dict[str, str]:
 
 def students_table(students: Sequence[StudentRecord], identity: RunIdentity) -> None:
     """Print the held-out losses of students before and after training."""
+    parts = sorted({part for student in students for part in student.held_out_before or ()})
     print_table(
         f"{measure_in_words(identity, students[0])} on held-out sequences, before -> after",
-        ["student", "parameters", *_measured(students[0])],
-        [[student.arch, f"{student.num_parameters:,}", *_changes(student)] for student in students],
+        ["student", "parameters", *(parts or ["KL"])],
+        [[student.arch, f"{student.num_parameters:,}", *_changes(student, parts)] for student in students],
     )
 
 
-def _measured(student: StudentRecord) -> list[str]:
-    """Return the parts of the held-out loss that a run measured."""
-    return sorted(student.held_out_before) if student.held_out_before else ["KL"]
-
-
-def _changes(student: StudentRecord) -> list[str]:
+def _changes(student: StudentRecord, parts: Sequence[str]) -> list[str]:
     before, after = student.held_out_before, student.held_out_after
     if student.diverged_at is not None:
         return [f"diverged, stopped at step {student.diverged_at}"]
     if before is None or after is None:
         return ["nothing held out"]
-    return [f"{before[kind]:.4f} -> {after[kind]:.4f}" for kind in sorted(after)]
+    return [f"{number_text(before.get(part))} -> {number_text(after.get(part))}" for part in parts]
 
 
 def print_summary(summary: "pa.Table") -> None:

@@ -25,7 +25,7 @@ from minilm_cache.storage_schema.identity import RelationKind, codec_words
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.reader import CacheReader, Segment, small_array
-from minilm_cache.store.remote import is_url
+from minilm_cache.store.urls import is_url
 from minilm_cache.wording import Described
 
 _SEGMENTS_KEPT = 2
@@ -38,6 +38,10 @@ class Cache(Described):
         """Wrap the reader of a cache."""
         self.reader = reader
         self._segments: OrderedDict[int, Segment] = OrderedDict()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle as what opens the cache anew, so that workers of a DataLoader can have it."""
+        return Cache, (self.reader,)
 
     def describe(self) -> dict[str, object]:
         """Return the properties of the cache, by their labels for people."""

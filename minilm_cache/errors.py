@@ -22,8 +22,9 @@ Errors are grouped by what a handler would do about them. A message is always on
 expected and what was found, where, and what to do.
 """
 
+import errno
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Final
 
 
 class ErrorKind(StrEnum):
@@ -49,7 +50,30 @@ class ErrorKind(StrEnum):
     DEVICE = "device"
 
 
-def first_line(error: Exception) -> str:
+_REMEDIES: Final = {
+    errno.ENOSPC: "Free some space and run the same command again: what is committed is kept",
+    errno.EDQUOT: "Free some quota and run the same command again: what is committed is kept",
+    errno.EROFS: "Choose a folder on a writable file system",
+    errno.ENOTDIR: "A file stands where a folder is needed: choose another place",
+    errno.EEXIST: "Something with that name exists: choose another place",
+    errno.EISDIR: "A folder stands where a file is needed: choose another place",
+    errno.EACCES: "Choose a folder you may write to, or change its permissions",
+    errno.EFBIG: "The file system takes no file of this size: choose another place",
+    errno.EPERM: "Choose a folder you may write to, or change its permissions",
+}
+
+
+def remedy_of(error: OSError) -> str:
+    """Return what helps against an error of the file system, as a sentence without its full stop."""
+    return _REMEDIES.get(error.errno or 0, "Check the disk and run the same command again")
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether a library in Rust gave up; its error is no Exception, and no class to import."""
+    return (type(error).__module__, type(error).__name__) == ("pyo3_runtime", "PanicException")
+
+
+def first_line(error: BaseException) -> str:
     """Return the first line of a library's error, for use within a message of this project."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (text.strip() or type(error).__name__).splitlines()[0].rstrip(". ")

@@ -1,7 +1,8 @@
 """How library code reports progress. The caller decides whether and where it is shown."""
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from threading import Event
+from typing import Final, Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -36,6 +37,25 @@ class Silent:
 
 ShouldStop = Callable[[], bool]
 """Called between steps. True means that the work keeps what is finished and raises InterruptedRunError."""
+
+
+_STOP: Final = Event()
+"""Set while the process has been asked to stop. Requests to stores, which wait deep below, look at it."""
+
+
+def request_stop() -> None:
+    """Note that this process was asked to stop; it may be called by a signal handler."""
+    _STOP.set()
+
+
+def forget_stop() -> None:
+    """Note that what was asked to stop is over."""
+    _STOP.clear()
+
+
+def is_stop_requested() -> bool:
+    """Return whether this process was asked to stop."""
+    return _STOP.is_set()
 
 
 def never_stop() -> bool:

@@ -164,6 +164,23 @@ def option_words(flag: str, value: object) -> list[str]:
 
 
 def cache_home() -> Path:
-    """Return the folder of caches and runs: MINILM_CACHE_HOME, or `~/.cache/minilm-cache` without it."""
+    """Return the folder of caches and runs: MINILM_CACHE_HOME, or `~/.cache/minilm-cache` without it.
+
+    Raises:
+        InvalidConfigError: MINILM_CACHE_HOME is no folder, or is not set and the user has no home.
+    """
     given = os.environ.get("MINILM_CACHE_HOME")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "minilm-cache"
+    if given and "://" in given:
+        raise InvalidConfigError("MINILM_CACHE_HOME is a URL. Give a folder of this machine.")
+    try:
+        return Path(given).expanduser() if given else Path.home() / ".cache" / "minilm-cache"
+    except RuntimeError as error:
+        if given:
+            raise InvalidConfigError(
+                f"MINILM_CACHE_HOME is {given}: there is no such home folder. Give the whole path."
+            ) from error
+        raise InvalidConfigError(
+            "this user has no home folder: HOME is not set, and passwd has no entry. Set MINILM_CACHE_HOME "
+            "to a "
+            "folder that you may write to."
+        ) from error

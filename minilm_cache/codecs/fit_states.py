@@ -93,6 +93,7 @@ def fit_state(
     sample = fit[:GAIN_ROWS] - mean
     # Rounding adds an error of step**2 / 12 to a component, or of all its variance where that is less.
     guess = bound.relative_error * math.sqrt(12 * float(variances.clamp(min=0).sum()) / len(variances))
+    guess = max(guess, bound.relative_error * float(mean.abs().max().clamp(min=1e-6)) * 1e-3)
     low, high = guess / 64, guess * 64
     best: tuple[TransformCode, float] | None = None
     for _ in range(_STEP_ROUNDS):

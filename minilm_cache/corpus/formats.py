@@ -1,24 +1,41 @@
-"""Files that a corpus may consist of: which of a folder's files are read, and how each format is."""
+"""Files that a corpus may consist of: which of a folder are read, and what none of them may hold."""
 
-import csv
-import json
-import re
-import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-import datasets
-import pyarrow as pa
-from datasets.exceptions import DatasetsError
-
-from minilm_cache.corpus.arrow_cache import arrow_cache
 from minilm_cache.errors import CorpusError
+from minilm_cache.store.regular_files import regular_bytes
 
 Documents = Literal["paragraphs", "lines"]
 """What is a document in .txt files."""
-_BUILDERS: Final = {".txt": "text", ".md": "text", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-TEXT: Final = tuple(ending for ending, builder in _BUILDERS.items() if builder == "text")
+TEXT: Final = (".txt", ".md")
+KNOWN: Final = (*TEXT, ".jsonl", ".parquet", ".csv")
+_ARCHIVES: Final = {
+    b"\x1f\x8b": "gzip",
+    b"BZh91AY&SY": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"PK\x03\x04": "zip",
+    b"(\xb5/\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+    b"Rar!\x1a\x07": "rar",
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"SQLite format 3\x00": "SQLite",
+    b"%PDF-": "PDF",
+}
+"""First bytes of files that hold no plain text. bzip2 has other digits for smaller blocks."""
+_TAR: Final = (257, b"ustar")
+_WIDE: Final = {
+    b"\xff\xfe\x00\x00": "utf-32",
+    b"\x00\x00\xfe\xff": "utf-32",
+    b"\xff\xfe": "utf-16",
+    b"\xfe\xff": "utf-16",
+}
+"""Marks of text in other encodings, longer ones first."""
+_LOOKED_AT: Final = 2**16
+_MOST_NULS: Final = 0.05
+"""Greatest share of NUL bytes in text."""
 
 
 def corpus_files(path: Path) -> list[Path]:
@@ -28,15 +45,17 @@ def corpus_files(path: Path) -> list[Path]:
         CorpusError: none is of a known kind.
     """
     if path.is_file():
-        if path.suffix not in _BUILDERS:
+        if path.suffix not in KNOWN:
             raise CorpusError(
-                f"corpus {path} has the ending {path.suffix!r}; known are {', '.join(_BUILDERS)}. "
+                f"corpus {path} has the ending {path.suffix!r}; known are {', '.join(KNOWN)}. "
                 "Convert it to one of them."
             )
         return [path]
+    if path.exists() and not path.is_dir():
+        raise CorpusError(f"corpus {path} is neither a file nor a folder. Write the text to a file.")
     files = [file for file in _visible(path) if _is_text(file)]
     if not files:
-        raise CorpusError(f"corpus {path} is empty: no {', '.join(_BUILDERS)} file in this folder.")
+        raise CorpusError(f"corpus {path} is empty: no {', '.join(KNOWN)} file in this folder.")
     return files
 
 
@@ -55,85 +74,34 @@ def _visible(folder: Path) -> list[Path]:
 
 def _is_text(file: Path) -> bool:
     """Return whether a file of a folder is read; a README.md describes the folder and is not."""
-    return file.suffix in _BUILDERS and file.name != "README.md"
+    return file.suffix in KNOWN and file.name != "README.md"
 
 
-def load_file(file: Path, documents: Documents) -> datasets.Dataset:
-    """Return the records of a file.
+def refuse_other_content(file: Path) -> None:
+    """Raise CorpusError for a file that is empty, or holds something else than its ending says.
 
-    Raises:
-        CorpusError: the file is empty or broken.
+    Text in UTF-16 is named as such, because read in another encoding it would become other text.
     """
-    if file.stat().st_size == 0:
+    start = regular_bytes(file, _LOOKED_AT, follow_links=True)
+    if not start:
         raise CorpusError(f"corpus {file} is empty: the file has no bytes.")
-    # An absolute pattern is taken literally once its own special characters are escaped.
-    pattern = re.sub(r"([*?\[\]])", r"[\1]", str(file.resolve()))
-    try:
-        loaded = datasets.load_dataset(
-            _BUILDERS[file.suffix],
-            data_files={"train": pattern},
-            split="train",
-            cache_dir=arrow_cache(file),
-            **_format_options(file, documents),
+    if file.suffix == ".parquet":
+        return
+    kind = next((kind for magic, kind in _ARCHIVES.items() if start.startswith(magic)), None)
+    if kind is None and start.startswith(b"BZh") and start[4:10] == b"1AY&SY":
+        kind = "bzip2"
+    if kind is None and start[_TAR[0] : _TAR[0] + len(_TAR[1])] == _TAR[1]:
+        kind = "tar"
+    if kind is not None:
+        raise CorpusError(
+            f"corpus {file} is no text: it is a file of kind {kind}. Unpack or convert it, and give what it "
+            f"holds."
         )
-    except CorpusError:
-        raise
-    except (DatasetsError, OSError, ValueError, csv.Error, pa.ArrowException) as error:
-        reason = _broken_line(file) or reason_of(error)
-        raise CorpusError(f"cannot read corpus {file}: {reason}") from error
-    assert isinstance(loaded, datasets.Dataset)
-    return loaded
-
-
-def _format_options(file: Path, documents: Documents) -> Mapping[str, Any]:
-    """Return the keyword arguments for `datasets` that describe a file's format."""
-    if file.suffix in TEXT:
-        return {"sample_by": "line" if documents == "lines" else "paragraph"}
-    if file.suffix != ".csv":
-        return {}
-    # By default, pandas takes surplus fields of a row as names of rows, and reads texts like "None" and
-    # "007" as a missing value and as a number.
-    header = _csv_header(file)
-    features = datasets.Features({name: datasets.Value("string") for name in header})
-    return {"index_col": False, "keep_default_na": False, "features": features}
-
-
-def _csv_header(file: Path) -> list[str]:
-    """Return the names of the columns of a .csv file, after checking that every row has as many fields."""
-    csv.field_size_limit(sys.maxsize)
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines)
-        rows = (row for row in reader if len(row) > 1 or "".join(row).strip())
-        header = next(rows, [])
-        if len(set(header)) < len(header):
-            raise CorpusError(f"corpus {file} has two columns of one name: {', '.join(header)}. Rename one.")
-        for row in rows:
-            if len(row) != len(header):
-                raise CorpusError(
-                    f"corpus {file}, line {reader.line_num}: {len(row)} fields, where the header has "
-                    f"{len(header)}. Put text with commas in quotes, or use .jsonl or .parquet."
-                )
-    return header
-
-
-def _broken_line(file: Path) -> str | None:
-    """Return which line of a .jsonl file is not JSON. None means another format or another reason."""
-    if file.suffix != ".jsonl":
-        return None
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        try:
-            _ = line.strip() and json.dumps(json.loads(line), ensure_ascii=False).encode()
-        except ValueError as error:
-            return f"line {number} is not JSON: {error}. Fix it or remove it."
-    return None
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the first line of the innermost cause, which names the real problem in a file."""
-    causes: Sequence[BaseException] = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
-        causes = [*causes, cause]
-    if isinstance(causes[-1], UnicodeDecodeError):
-        return "it is not text in UTF-8. Convert it, for example by `iconv -f latin1 -t utf-8`."
-    text = str(causes[-1]).strip() or type(causes[-1]).__name__
-    return text.splitlines()[0].rstrip(".") + ". Check the file or choose another --corpus."
+    encoding = next((name for mark, name in _WIDE.items() if start.startswith(mark)), None)
+    if encoding is None and start.count(0) > _MOST_NULS * len(start):
+        encoding = "utf-16"
+    if encoding is not None:
+        raise CorpusError(
+            f"corpus {file} is not text in UTF-8, but looks like {encoding.upper()}. Convert it: "
+            f"`iconv -f {encoding} -t utf-8 {file.name} > new{file.suffix}`."
+        )

@@ -1,15 +1,15 @@
 """Loading a corpus by name: documents of one text each, in the same order on every machine.
 
-`datasets` reads every format and keeps the text in Arrow files on disk, so a corpus may be larger than
-memory. A document is a record of .jsonl, .csv, .parquet or a hub data set; in .txt a paragraph
-block, that is, the text between empty lines (a line with a space is not empty), or a line; in `python-docs` a
+The text lies in Arrow files on disk, so a corpus may be larger than memory. A document is a record of
+.jsonl, .csv,
+.parquet or a hub data set; in .txt the text between empty lines, which may hold spaces, or a line; in
+`python-docs` a
 docstring or a topic of `pydoc`. Records of pairs give two documents each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from logging import CRITICAL
 from pathlib import Path
 from typing import Final
 
@@ -20,22 +20,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets.exceptions import DatasetsError
 
-from minilm_cache.corpus.arrow_cache import arrow_cache
-from minilm_cache.corpus.formats import TEXT, Documents, corpus_files, load_file, reason_of
+from minilm_cache.corpus.arrow_cache import arrow_cache, arrow_folder
+from minilm_cache.corpus.formats import TEXT, Documents, corpus_files
 from minilm_cache.corpus.python_docs import python_docs, python_files
+from minilm_cache.corpus.records import COPIES_COLUMN, Record, read_records
 from minilm_cache.corpus.sources import Sources
 from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheError
-from minilm_cache.storage_schema.identity import CorpusIdentity
+from minilm_cache.storage_schema.identity import CorpusIdentity, canonical_sha256
+from minilm_cache.store.durable import new_file, storage_errors, write_file
 from minilm_cache.store.fingerprint import sha256_texts
 
 PYTHON_DOCS: Final = "python-docs"
 HUB_PREFIX: Final = "hf:"
-COPIES_COLUMN: Final = "document"
-"""Column that has equal values where records are copies of one text; `augment` writes it."""
 COPIES_OF: Final = "copies of"
 """Column of loaded documents with the values of column `COPIES_COLUMN`."""
 _BATCH: Final = 1000
 """Documents that are read at a time."""
+_BATCH_CHARS: Final = 2**24
+"""Characters of documents that are held in memory while a text is read."""
+_ARROW_VERSION: Final = "texts 2"
+"""Version of how texts are read: notes and Arrow files of others are not used."""
+_TEXTS: Final = pa.schema([("text", pa.string()), (COPIES_OF, pa.string())])
 _NO_LINES: Final = "--documents lines is about text files, and {name} has none. Leave it out."
 _CHANGED: Final = "corpus {name} changed while it was read. Run the same command again."
 
@@ -84,28 +89,29 @@ def load_corpus(
         StorageError: the home cannot be written to.
     """
     datasets.disable_progress_bars()
-    columns = [part.strip() for part in (text_column or "text").split(",")]
     if documents == "lines" and (name == PYTHON_DOCS or name.startswith(HUB_PREFIX)):
         raise InvalidConfigError(_NO_LINES.format(name=name))
     with _corpus_errors(name):
         hub = _load_hub(name) if name.startswith(HUB_PREFIX) else None
         paths = _source_files(name, hub=hub, text_column=text_column, documents=documents)
-        asked = [name, ",".join(columns), documents, "copies of any type"]  # older notes knew fewer types
+        asked = [name, ",".join(_columns(text_column)), documents, _ARROW_VERSION]
         sources = Sources.now(asked, paths)
     known = None if home is None else sources.known_identity(home)
 
     def read() -> datasets.Dataset:
         with _corpus_errors(name):
-            return _with_text(_read(name, hub=hub, columns=columns, documents=documents), name)
+            return _with_text(_read(name, hub=hub, text_column=text_column, documents=documents), name)
 
     if known is not None:
         return Corpus(name, known, partial(_read_unchanged, read, sources, name))
     loaded = read()
-    identity = CorpusIdentity(
-        sha256=sha256_texts(_texts(loaded)),
-        num_documents=len(loaded),
-        copies_sha256=sha256_texts(_texts(loaded, COPIES_OF)) if COPIES_OF in loaded.column_names else None,
-    )
+    with _corpus_errors(name):
+        has_copies = COPIES_OF in loaded.column_names
+        identity = CorpusIdentity(
+            sha256=sha256_texts(_texts(loaded)),
+            num_documents=len(loaded),
+            copies_sha256=sha256_texts(_texts(loaded, COPIES_OF)) if has_copies else None,
+        )
     if not sources.are_unchanged():
         raise CorpusError(_CHANGED.format(name=name))
     if home is not None:
@@ -125,6 +131,11 @@ def _read_unchanged(read: Callable[[], datasets.Dataset], sources: Sources, name
     return loaded
 
 
+def _columns(text_column: str | None) -> list[str]:
+    """Return the names of the columns that are asked for."""
+    return [part.strip() for part in (text_column or "text").split(",")]
+
+
 @contextmanager
 def _corpus_errors(name: str) -> Iterator[None]:
     """Turn errors of libraries into a CorpusError."""
@@ -132,8 +143,17 @@ def _corpus_errors(name: str) -> Iterator[None]:
         yield
     except MiniLMCacheError:
         raise
-    except (DatasetsError, OSError, ValueError, pa.ArrowException) as error:
-        raise CorpusError(f"cannot read corpus {name}: {reason_of(error)}") from error
+    except (DatasetsError, OSError, ValueError, RecursionError, pa.ArrowException) as error:
+        raise CorpusError(f"cannot read corpus {name}: {_reason_of(error)}") from error
+
+
+def _reason_of(error: BaseException) -> str:
+    """Return the first line of the innermost cause, which names the real problem in a file."""
+    causes: Sequence[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes = [*causes, cause]
+    text = str(causes[-1]).strip() or type(causes[-1]).__name__
+    return text.splitlines()[0].rstrip(".") + ". Check the file or choose another --corpus."
 
 
 def _with_text(loaded: datasets.Dataset, name: str) -> datasets.Dataset:
@@ -179,24 +199,53 @@ def _source_files(
 
 
 def _read(
-    name: str, *, hub: datasets.Dataset | None, columns: Sequence[str], documents: Documents
+    name: str, *, hub: datasets.Dataset | None, text_column: str | None, documents: Documents
 ) -> datasets.Dataset:
     """Return all records of a corpus, with or without text."""
     if name == PYTHON_DOCS:
         return datasets.Dataset.from_dict({"text": list(python_docs())})
     if hub is not None:
-        return _all_texts(hub, name, columns)
-    datasets.logging.set_verbosity(CRITICAL)  # the raised error describes a broken file
-    files = corpus_files(Path(name))
-    parts = [_all_texts(load_file(file, documents), str(file), columns) for file in files]
-    if any(COPIES_OF in part.column_names for part in parts):
-        parts = [part if COPIES_OF in part.column_names else _without_copies(part) for part in parts]
-    return datasets.concatenate_datasets(parts)
+        return _all_texts(hub, name, _columns(text_column))
+    return _read_files(corpus_files(Path(name)), text_column, documents)
 
 
-def _without_copies(part: datasets.Dataset) -> datasets.Dataset:
-    """Return documents that no other document is a copy of, next to some that say what they are copies of."""
-    return part.add_column(COPIES_OF, [None] * len(part), feature=datasets.Value("string"))
+def _read_files(files: Sequence[Path], text_column: str | None, documents: Documents) -> datasets.Dataset:
+    """Return all records of files on this machine; their texts lie in one Arrow file, which is made once."""
+    folder = arrow_folder(files)
+    asked = canonical_sha256([text_column, documents, _ARROW_VERSION])[:16]
+    arrow = folder / f"{asked}.arrow"
+    if not arrow.is_file():
+        says_copies = False
+        with storage_errors("write", arrow), new_file(arrow) as out:
+            with pa.ipc.new_stream(out, _TEXTS) as writer:
+                for batch in _batches(files, text_column, documents):
+                    says_copies |= any(record.says_copies for record in batch)
+                    texts, copies = [record.text for record in batch], [record.copy_of for record in batch]
+                    writer.write_batch(pa.record_batch([texts, copies], schema=_TEXTS))
+            if says_copies:
+                write_file(_copies_mark(arrow), b"", durable=False)
+    loaded = datasets.Dataset.from_file(str(arrow))
+    return loaded if _copies_mark(arrow).is_file() else loaded.remove_columns(COPIES_OF)
+
+
+def _copies_mark(arrow: Path) -> Path:
+    """Return the file that says that the records of an Arrow file name what they are copies of."""
+    return arrow.with_suffix(".copies")
+
+
+def _batches(files: Sequence[Path], text_column: str | None, documents: Documents) -> Iterator[list[Record]]:
+    """Yield the records of files, as many at a time as an Arrow array of texts and memory hold."""
+    batch: list[Record] = []
+    size = 0
+    for file in files:
+        for record in read_records(file, text_column, documents):
+            batch.append(record)
+            size += len(record.text)
+            if len(batch) == _BATCH or size >= _BATCH_CHARS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _load_hub(name: str) -> datasets.Dataset:

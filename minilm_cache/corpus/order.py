@@ -340,7 +340,8 @@ def held_out_target(num_sequences: int) -> int:
 def _token_keys(files: _OrderFiles) -> Numbers:
     """Return a hash of the tokens of each document of the corpus that a sequence can hold, `(documents,)`.
 
-    Documents of unlike text can have the same tokens: white space, case and what is cut off make no difference.
+    Documents of unlike text can have the same tokens: white space, case and what is cut off make no
+    difference.
     """
     tokens, packing = files.tokens, files.packing
     most = packing.room if packing.mode == "records" else None

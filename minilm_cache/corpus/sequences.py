@@ -1,9 +1,11 @@
 """From documents to sequences of token ids, in a fixed order.
 
-Each sequence stands between the special tokens that the tokenizer itself puts around a text: `[CLS] ... [SEP]`
+Each sequence stands between the special tokens that the tokenizer itself puts around a text: `[CLS] ...
+[SEP]`
 with BERT.
 
-- `packed`: tokens of documents are joined, with the separator between two documents, and cut to full length. The last sequence is shorter; where whole
+- `packed`: tokens of documents are joined, with the separator between two documents, and cut to full length.
+The last sequence is shorter; where whole
   documents are held out, so is the last training sequence.
 - `records`: one sequence per document, cut where it is too long.
 

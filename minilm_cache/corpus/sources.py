@@ -4,6 +4,7 @@ A note in the home names the files of a corpus with size, inode and times, and t
 any of these differ, the text is read and hashed.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class Sources:
         Raises:
             OSError: a file has gone.
         """
-        stats = ((str(path.resolve()), path.stat()) for path in paths)
+        stats = ((_name_of(path.resolve()), path.stat()) for path in paths)
         files = tuple(
             (path, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats
         )
@@ -72,5 +73,10 @@ class Sources:
             write_file(path, _Note(corpus=corpus, files=self.files).to_json(), durable=False)
 
     def _note(self, home: Path) -> Path:
-        where = [str(path.resolve().parent) for path in self.paths[:1]]
+        where = [_name_of(path.resolve().parent) for path in self.paths[:1]]
         return home / "tokens" / "texts" / f"{canonical_sha256([*self.asked, *where])[:32]}.json"
+
+
+def _name_of(path: Path) -> str:
+    """Return a path as text, also where its name is not UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")

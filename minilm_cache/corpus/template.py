@@ -44,7 +44,7 @@ def template_of(tokenizer: PreTrainedTokenizerFast) -> Template:
 
 
 def named_template(tokenizer: PreTrainedTokenizerFast) -> Template:
-    """Return `[CLS] text [SEP]` by the tokenizer's own names: that of every cache whose packing says nothing."""
+    """Return `[CLS] text [SEP]` by the tokenizer's own names, as in caches whose packing says nothing."""
     cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
     assert isinstance(cls, int)
     assert isinstance(sep, int)
@@ -64,12 +64,14 @@ def packing_of(
 
     Raises:
         TeacherError: same as for `template_of`.
-        InvalidConfigError: sequences have no room beside special tokens, or the tokenizer cuts long texts at their
+        InvalidConfigError: sequences have no room beside special tokens, or the tokenizer cuts long texts at
+        their
             beginning, which records do not.
     """
     if mode == "records" and tokenizer.truncation_side == "left":
         raise InvalidConfigError(
-            f"the tokenizer of {tokenizer.name_or_path} cuts long texts at their beginning (truncation_side is "
+            f"the tokenizer of {tokenizer.name_or_path} cuts long texts at their beginning (truncation_side "
+            f"is "
             "left), and sequences here are cut at their end. Set truncation_side to right in its "
             "tokenizer_config.json, and give texts that fit."
         )
@@ -77,7 +79,8 @@ def packing_of(
     num_special = len(template.before) + len(template.after)
     if max_length <= num_special:
         raise InvalidConfigError(
-            f"--max-length {max_length} leaves no room beside {num_special} special tokens. Choose a larger one."
+            f"--max-length {max_length} leaves no room beside {num_special} special tokens. Choose a larger "
+            f"one."
         )
     return Packing(
         mode=mode,
@@ -91,6 +94,7 @@ def packing_of(
 
 def _unusable(tokenizer: PreTrainedTokenizerFast, what: str) -> TeacherError:
     return TeacherError(
-        f"the tokenizer of {tokenizer.name_or_path} {what}, so the sequences that the teacher sees in use cannot "
+        f"the tokenizer of {tokenizer.name_or_path} {what}, so the sequences that the teacher sees in use "
+        f"cannot "
         "be made here. Give it a post-processor of a fixed form, such as `[CLS] $A [SEP]`, and save it again."
     )

@@ -281,7 +281,7 @@ class ImportedTeacher(Teacher):
         self._check_length(config)
 
     def _check_length(self, config: ImportConfig) -> None:
-        """Raise InvalidConfigError if students would have fewer positions than a sequence; a tiny one says so.
+        """Raise InvalidConfigError if students would have fewer positions than a sequence.
 
         Some families reserve positions, which their configuration does not say.
         """

@@ -1,10 +1,9 @@
 """Write scores into a model card: tables for people, and the `model-index` for the hub."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
-import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from minilm_cache.errors import InvalidConfigError, first_line
@@ -12,6 +11,10 @@ from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.evaluate.summary import Summary
 from minilm_cache.evaluate.tasks import TASKS, SpanTask
 from minilm_cache.store.durable import storage_errors, write_file
+from minilm_cache.store.regular_files import bounded_bytes
+
+_CARD: Final = "README.md"
+_MAX_CARD_BYTES: Final = 2**20
 
 
 def check_cards(models: Sequence[Evaluated], names: Sequence[str]) -> None:
@@ -23,7 +26,7 @@ def check_cards(models: Sequence[Evaluated], names: Sequence[str]) -> None:
             "the model into a folder first."
         )
     for model in models:
-        _load(model)
+        _rendered(model, [])
 
 
 def write_card(model: Evaluated, summaries: Sequence[Summary]) -> Path:
@@ -38,34 +41,56 @@ def write_card(model: Evaluated, summaries: Sequence[Summary]) -> Path:
         InvalidConfigError: its README.md is not a valid model card.
         StorageError: the file cannot be written.
     """
-    card = _load(model)
-    assert isinstance(card.data, ModelCardData)
-    results = [result for summary in summaries for result in _results(summary)]
-    replaced = {_place(result) for result in results}
-    kept = [result for result in card.data.eval_results or [] if _place(result) not in replaced]
-    card.data.model_name = card.data.model_name or model.name
-    card.data.eval_results = [*kept, *results]
-    for summary in summaries:
-        name = re.escape(_dataset(summary))
-        section = rf"\n*<!-- scores of {name} -->.*?<!-- end of scores of {name} -->\n*"
-        card.text = re.sub(section, "\n\n", card.text, flags=re.DOTALL).rstrip() + "\n\n" + _section(summary)
-    file = model.folder / "README.md"
+    file = model.folder / _CARD
+    content = _rendered(model, summaries)
     with storage_errors("write", file):
-        write_file(file, str(card).encode())
+        write_file(file, content)
     return file
 
 
-def _load(model: Evaluated) -> ModelCard:
-    file = model.folder / "README.md"
-    if not file.exists():
-        return ModelCard(f"---\nlibrary_name: transformers\n---\n\n# {model.name}\n")
+def _rendered(model: Evaluated, summaries: Sequence[Summary]) -> bytes:
+    """Return a model's card with its scores.
+
+    Everything that can fail is done here, and `check_cards` calls it before anything is fine-tuned. PyYAML
+    and
+    huggingface_hub raise errors of all kinds for what is not a card, so this catches every exception.
+
+    Raises:
+        InvalidConfigError: its README.md is not a valid model card, or not a regular file.
+    """
+    file = model.folder / _CARD
     try:
-        return ModelCard(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        card = ModelCard(_text_of(file) or f"---\nlibrary_name: transformers\n---\n\n# {model.name}\n")
+        assert isinstance(card.data, ModelCardData)
+        results = [result for summary in summaries for result in _results(summary)]
+        replaced = {_place(result) for result in results}
+        kept = [result for result in card.data.eval_results or [] if _place(result) not in replaced]
+        card.data.model_name = card.data.model_name or model.name
+        card.data.eval_results = [*kept, *results]
+        for summary in summaries:
+            card.text = _without_section(card.text, _dataset(summary)).rstrip() + "\n\n" + _section(summary)
+        return str(card).encode()
+    except Exception as error:
         raise InvalidConfigError(
             f"{file} is not a model card that scores can be written into: {first_line(error)}. Fix it, or "
             "leave --card out."
         ) from error
+
+
+def _text_of(file: Path) -> str | None:
+    """Return the text of a card. None means that there is none."""
+    try:
+        return bounded_bytes(file, _MAX_CARD_BYTES).decode("utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def _without_section(text: str, name: str) -> str:
+    """Return the text of a card without its sections of a task's scores."""
+    first, last = f"<!-- scores of {name} -->", f"<!-- end of scores of {name} -->"
+    while (start := text.find(first)) >= 0 and (stop := text.find(last, start)) >= 0:
+        text = f"{text[:start].rstrip()}\n\n{text[stop + len(last) :].lstrip()}"
+    return text
 
 
 def _dataset(summary: Summary) -> str:

@@ -1,6 +1,5 @@
 """Compare students of sentence encoders with their teacher by embeddings, without fine-tuning."""
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from minilm_cache.models.saving import saving
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
 from minilm_cache.store.layout import CARD
+from minilm_cache.store.regular_files import bounded_bytes
 
 try:
     from sentence_transformers import SentenceTransformer
@@ -204,7 +204,7 @@ def _save(encoder: SentenceTransformer, path: Path, source: Path) -> None:
     with saving("write model", path), new_folder(path) as folder:
         encoder.save_pretrained(str(folder), create_model_card=False, safe_serialization=True)
         if (source / CARD).is_file():
-            shutil.copyfile(source / CARD, folder / CARD)
+            (folder / CARD).write_bytes(bounded_bytes(source / CARD, 2**20))
 
 
 def _scores(

@@ -10,11 +10,13 @@ from datasets.exceptions import DatasetsError
 
 from minilm_cache.corpus.arrow_cache import arrow_cache
 from minilm_cache.errors import CorpusError, first_line
+from minilm_cache.store.regular_files import bounded_bytes
 
 HUB: Final = "hf"
 Columns = Mapping[str, Sequence[object]]
 """Values of each column by its name."""
 
+_MAX_BYTES: Final = 2**32
 _ENDINGS: Final = (".tsv", ".jsonl")
 _MAX_BROKEN: Final = 1e-3
 """Largest share of a training set's rows that may lack columns and are left out. QQP has a few of them."""
@@ -43,7 +45,7 @@ def read_lines(file: Path) -> list[str]:
         CorpusError: it cannot be read, is empty, or is not UTF-8.
     """
     try:
-        text = file.read_bytes().decode("utf-8-sig")
+        text = bounded_bytes(file, _MAX_BYTES, follow_links=True).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CorpusError(f"cannot read {file}: {first_line(error)}. Fetch it again.") from error
     if not text.strip():
@@ -63,7 +65,7 @@ def read_json(text: str, where: str) -> Any:  # noqa: ANN401 - any JSON value
     """
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CorpusError(
             f"cannot read {where} as JSON: {first_line(error)}. Fetch the file again."
         ) from error

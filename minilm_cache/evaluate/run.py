@@ -31,6 +31,7 @@ from minilm_cache.models.saving import saving
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import new_folder, refuse_file
+from minilm_cache.store.regular_files import bounded_bytes
 
 MODEL: Final = "model"
 PREDICTIONS: Final = "predictions"
@@ -194,9 +195,9 @@ def _finished_record(trial: _Trial, config: EvaluateConfig) -> TrialRecord | Non
     if not file.is_file():
         return None
     try:
-        record = TrialRecord.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]["msg"]
+        record = TrialRecord.model_validate_json(bounded_bytes(file, 2**20))
+    except (OSError, ValidationError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error.errors(include_url=False)[0]["msg"]
         raise IdentityMismatchError(
             f"{file} is damaged: {problem}. Remove its folder, and run again."
         ) from error
@@ -272,7 +273,7 @@ def _write_trial(trial: _Trial, config: EvaluateConfig, *, tuned: Tuned, record:
     with saving("write trial", trial.folder), new_folder(trial.folder) as folder:
         (folder / TRIAL_FILE).write_text(record.model_dump_json(indent=1), encoding="utf-8")
         if before.is_dir():  # predictions of test sets from an earlier run of the same trial
-            shutil.copytree(before, folder / PREDICTIONS)
+            shutil.copytree(before, folder / PREDICTIONS, symlinks=True)
         (folder / PREDICTIONS).mkdir(exist_ok=True)
         write_predictions(
             folder / PREDICTIONS, trial.task, track=trial.track, predictions=tuned.predictions or {}

@@ -95,8 +95,10 @@ def _says_nothing(name: str, content: Mapping[str, Any]) -> bool:
 
 def _reads(code: str, name: str) -> bool:
     """Return whether code reads a setting: as an attribute, with a default, or from the file's own keys."""
-    taken = rf"""(config|self)\.{re.escape(name)}\b|(getattr\([\w.]+, |kwargs\.\w+\(|kwargs\[)["']{re.escape(name)}["']"""
-    return re.search(taken, code) is not None
+    word = re.escape(name)
+    attribute = rf"(config|self)\.{word}\b"
+    by_name = rf"""(getattr\([\w.]+, |kwargs\.\w+\(|kwargs\[)["']{word}["']"""
+    return re.search(f"{attribute}|{by_name}", code) is not None
 
 
 def _code_of(config: PreTrainedConfig) -> str:
@@ -121,7 +123,8 @@ def refuse_incomplete(
 ) -> None:
     """Raise TeacherError if not every weight of a model comes from its files, and every one of them is used.
 
-    Poolers may be missing and unused, since nothing here reads them. A whole head may be missing, which is for
+    Poolers may be missing and unused, since nothing here reads them. A whole head may be missing, which is
+    for
     the caller to decide, and heads that transformers has for the family may be unused.
 
     Args:
@@ -150,11 +153,12 @@ def refuse_incomplete(
             else ""
         )
         raise TeacherError(
-            f"{folder} lacks weights that its configuration describes, such as {lost}{named}, and random ones "
+            f"{folder} lacks weights that its configuration describes, such as {lost}{named}, and random "
+            f"ones "
             "would take their place. Save the whole model there, or correct its config.json."
         )
-    _refuse_partial_head(folder, model, missing, own)
-    _refuse_unused(folder, model, sorted(unexpected), prefix)
+    _refuse_partial_head(folder, model, missing, own=own)
+    _refuse_unused(folder, model, sorted(unexpected), prefix=prefix)
     used = {name.removeprefix(prefix) for name, _ in model.named_parameters()}
     seen: dict[str, str] = {}
     for name, kind in types.items():
@@ -163,7 +167,8 @@ def refuse_incomplete(
             continue
         if kind not in _FLOATS:
             raise TeacherError(
-                f"{folder}: weight {name} is stored as {kind}, which is not a number format of whole weights. "
+                f"{folder}: weight {name} is stored as {kind}, which is not a number format of whole "
+                f"weights. "
                 "Give the model in float32, float16 or bfloat16."
             )
         if bare in seen:
@@ -174,7 +179,7 @@ def refuse_incomplete(
 
 
 def _types(files: Sequence[Path]) -> dict[str, str]:
-    """Return the type of each weight in these files, by name. A name in two files keeps both entries apart."""
+    """Return the type of each weight in these files, by name, as safetensors writes it."""
     types: dict[str, str] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
@@ -194,18 +199,19 @@ def _as_used(name: str, prefix: str) -> str:
     return bare
 
 
-def _refuse_partial_head(folder: Path, model: PreTrainedModel, missing: Collection[str], own: str) -> None:
+def _refuse_partial_head(folder: Path, model: PreTrainedModel, missing: Collection[str], *, own: str) -> None:
     """Raise TeacherError for a head of which the files hold a part: the rest would be random."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     head = {name for name, _ in model.named_parameters() if own and not name.startswith(own)} - tied
     lost = head & set(missing)
     if lost and lost != head:
         raise TeacherError(
-            f"{folder} holds a part of a head and lacks the rest, such as {min(lost)}. Save the whole model there."
+            f"{folder} holds a part of a head and lacks the rest, such as {min(lost)}. Save the whole model "
+            f"there."
         )
 
 
-def _refuse_unused(folder: Path, model: PreTrainedModel, unexpected: Sequence[str], prefix: str) -> None:
+def _refuse_unused(folder: Path, model: PreTrainedModel, unexpected: Sequence[str], *, prefix: str) -> None:
     if not unexpected:
         return
     parts = {name for name, _ in model.base_model.named_children()}

@@ -1,4 +1,4 @@
-"""What a folder of sentence-transformers says of how its model reads texts; what cannot be done here is refused."""
+"""What a folder of sentence-transformers says of how texts are read: refused where it is not done here."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ _READING: Final = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-"""Names of the file with a Transformer module's settings; sentence-transformers takes the first that exists."""
+"""Files of a Transformer module's settings; sentence-transformers takes the first that exists."""
 _AS_HERE: Final[Mapping[str, object]] = {
     "do_lower_case": False,
     "transformer_task": "feature-extraction",
@@ -32,7 +32,8 @@ def refuse_other_reading(folder: Path) -> None:
         folder: folder of the model, in the format of sentence-transformers.
 
     Raises:
-        TeacherError: it names a prompt that every text gets, or settings of its Transformer module that would give
+        TeacherError: it names a prompt that every text gets, or settings of its Transformer module that
+        would give
             other vectors.
     """
     prompts = _settings(folder / _PROMPTS)
@@ -41,7 +42,8 @@ def refuse_other_reading(folder: Path) -> None:
     prompt = listed.get(name) if isinstance(listed, dict) and isinstance(name, str) else None
     if name is not None and prompt != "":
         raise TeacherError(
-            f"{folder / _PROMPTS} puts a prompt before every text ({str(name)[:40]}: {str(prompt)[:60]!r}), which "
+            f"{folder / _PROMPTS} puts a prompt before every text ({str(name)[:40]}: {str(prompt)[:60]!r}), "
+            f"which "
             "is not done here. Put the prompt into your texts, and give a copy of the folder without "
             "default_prompt_name."
         )
@@ -57,7 +59,7 @@ def refuse_other_reading(folder: Path) -> None:
 
 
 def refuse_longer_texts(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig, max_length: int
+    folder: Path, tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig, *, max_length: int
 ) -> None:
     """Raise InvalidConfigError if sequences are longer than what a sentence encoder reads of a text.
 
@@ -73,7 +75,8 @@ def refuse_longer_texts(
     limit = own or min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", max_length))
     if isinstance(limit, int) and max_length > limit:
         raise InvalidConfigError(
-            f"--max-length {max_length}: {folder} reads {limit} tokens of a text (max_seq_length), so its own "
+            f"--max-length {max_length}: {folder} reads {limit} tokens of a text (max_seq_length), so its "
+            f"own "
             f"vectors are of no more. Use --max-length {limit} at most."
         )
 

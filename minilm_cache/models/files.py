@@ -121,7 +121,8 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     other = next((key for key in _OTHER_WEIGHTS if content.get(key)), None)
     if other is not None:
         raise TeacherError(
-            f"{folder / CONFIG} has {other}, which chooses quantised weights or another file of them, and only "
+            f"{folder / CONFIG} has {other}, which chooses quantised weights or another file of them, and "
+            f"only "
             "whole weights in model.safetensors are loaded here. Give the model that it was made from."
         )
     return {key: value for key, value in content.items() if key not in _OTHER_WEIGHTS}

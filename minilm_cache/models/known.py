@@ -10,6 +10,7 @@ from minilm_cache.errors import MiniLMCacheError
 from minilm_cache.models.files import first_setting_that_differs, weights_sha256
 from minilm_cache.models.load import ALIASES, MINI, locate_teacher, read_config
 from minilm_cache.store.durable import write_file
+from minilm_cache.store.regular_files import bounded_bytes
 
 
 def remember_teacher(home: Path, sha256: str, folder: Path) -> None:
@@ -21,11 +22,11 @@ def remember_teacher(home: Path, sha256: str, folder: Path) -> None:
         folder: folder of the teacher.
     """
     note, content = _note(home, sha256), str(folder.resolve()).encode()
-    if not (note.is_file() and note.read_bytes() == content):
+    if _noted(home, sha256) != folder.resolve():
         write_file(note, content)
 
 
-def find_teacher(home: Path, sha256: str, name: str, config: PreTrainedConfig) -> Path | None:
+def find_teacher(home: Path, sha256: str, name: str, *, config: PreTrainedConfig) -> Path | None:
     """Return the folder of the teacher of these weights and settings. None means that it is not at hand.
 
     Looked for where a dump on this machine found it, and among the teachers with names of their own, without
@@ -57,7 +58,7 @@ def _note(home: Path, sha256: str) -> Path:
 
 def _noted(home: Path, sha256: str) -> Path | None:
     try:
-        return Path(_note(home, sha256).read_text())
+        return Path(bounded_bytes(_note(home, sha256), 2**14).decode())
     except (OSError, ValueError):  # none was written, or it is damaged
         return None
 

@@ -242,7 +242,8 @@ def _read_modules(folder: Path, file: Path) -> SentencePooler:
         )
     if str(paths[0]) != ".":
         raise TeacherError(
-            f"{file} has its Transformer in folder {paths[0]}, and it is read from {folder} itself. Move its files there, and "
+            f"{file} has its Transformer in folder {paths[0]}, and it is read from {folder} itself. Move its "
+            f"files there, and "
             "set the path to an empty one."
         )
     return SentencePooler(
@@ -302,7 +303,8 @@ def _read_dense(path: Path) -> DenseLayer:
         weight = weights["linear.weight"]
         if weight.ndim != 2 or not all(1 <= size <= _MAX_WIDTH for size in weight.shape):  # noqa: PLR2004 - a matrix
             raise TeacherError(
-                f"{file}: a linear map has the shape {tuple(weight.shape)}, and its sides should be between 1 and "
+                f"{file}: a linear map has the shape {tuple(weight.shape)}, and its sides should be between "
+                f"1 and "
                 f"{_MAX_WIDTH}. Take another teacher."
             )
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias="linear.bias" in weights)

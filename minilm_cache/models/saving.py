@@ -1,5 +1,7 @@
 """Writing models: errors of the file system and of safetensors become one line for the user."""
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +24,15 @@ def saving(doing: str, where: Path) -> Iterator[None]:
         try:
             yield
         except safetensors.SafetensorError as error:
-            raise OSError(None, first_line(error), str(where)) from error
+            raise _os_error(error, where) from error
         except Exception as error:
             if type(error) is not Exception:  # tokenizers raises nothing more particular
                 raise
-            raise OSError(None, first_line(error), str(where)) from error
+            raise _os_error(error, where) from error
+
+
+def _os_error(error: Exception, where: Path) -> OSError:
+    """Return what a library in Rust says of the file system as the OSError that it was."""
+    code = re.search(r"\(os error (\d+)\)", str(error))
+    number = None if code is None else int(code[1])
+    return OSError(number, first_line(error) if number is None else os.strerror(number), str(where))

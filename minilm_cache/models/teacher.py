@@ -178,10 +178,11 @@ class Teacher:
             InvalidConfigError: it reads fewer tokens of a text.
             TeacherError: it pads batches on the left, and computes other hidden states then.
         """
-        refuse_longer_texts(self.folder, self.tokenizer, self.model.config, max_length)
+        refuse_longer_texts(self.folder, self.tokenizer, self.model.config, max_length=max_length)
         if self.tokenizer.padding_side == "left" and not self._is_same_behind_padding():
             raise TeacherError(
-                f"the tokenizer in {self.folder} pads on the left, which gives this model other hidden states, so "
+                f"the tokenizer in {self.folder} pads on the left, which gives this model other hidden "
+                f"states, so "
                 "its vectors depend on the batch. Set padding_side to right in its tokenizer_config.json."
             )
 

@@ -115,10 +115,10 @@ def write_report(
             **_student_values(runs, students),
             **_figure_values(runs, students),
             **_comparison_values(runs, shown, compared),
-            "provenance": [(run.path.name, provenance(run, paths=paths)) for run in runs],
+            "provenance": [(run.label, provenance(run, paths=paths)) for run in runs],
         }
     )
-    content = page.encode()
+    content = page.encode(errors="backslashreplace")
     with storage_errors("write", path):
         write_file(path, content)
     return Report(
@@ -224,7 +224,7 @@ def _shown_students(runs: Sequence[TrainedRun]) -> list[tuple[str, Path]]:
         identity = run.reference.manifest.identity
         has_tokenizer = identity.tokenizer_sha256 == first.tokenizer_sha256
         if has_tokenizer and identity.packing.max_length >= first.packing.max_length:
-            suffix = "" if len(runs) == 1 else f", {run.path.name}"
+            suffix = "" if len(runs) == 1 else f", {run.label}"
             shown += [(f"{student.arch}{suffix}", run.folder(student)) for student in run.students]
     return shown[:MAX_STUDENTS]
 

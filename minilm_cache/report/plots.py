@@ -83,7 +83,7 @@ def curves_figure(runs: Sequence[TrainedRun]) -> Figure:
             losses = losses.take(np.arange(0, len(losses), 1 + len(losses) // _MOST_POINTS))
             colour = COLOURS[drawn % len(COLOURS)]
             style = STYLES[(drawn + drawn // len(COLOURS)) % len(STYLES)]  # the first 32 pairs all differ
-            label = _literal(f"{student.arch}, {run.path.name}" if len(runs) > 1 else student.arch)
+            label = _literal(f"{student.arch}, {run.label}" if len(runs) > 1 else student.arch)
             axes.plot(
                 losses["step"],
                 losses["nats"],

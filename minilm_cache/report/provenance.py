@@ -9,7 +9,7 @@ from minilm_cache.report.runs import TrainedRun
 from minilm_cache.settings import flag_of, option_words
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.states import StatesIdentity
-from minilm_cache.store.remote import is_url
+from minilm_cache.store.urls import is_url
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.initial import FROM_TEACHER
 
@@ -24,7 +24,7 @@ def provenance(run: TrainedRun, *, paths: bool = False) -> list[tuple[str, str]]
     manifest, identity = run.cache.manifest, run.record.identity
     teacher, corpus = manifest.identity.teacher, manifest.identity.corpus
     return [
-        ("run", str(run.path) if paths else run.path.name),
+        ("run", str(run.path) if paths else run.label),
         ("cache", _place(run.record.cache, paths=paths)),
         ("fingerprint", manifest.fingerprint),
         ("teacher", f"{manifest.labels.teacher}, weights SHA-256 {teacher.weights_sha256}"),

@@ -15,11 +15,11 @@ from minilm_cache.objectives.check import Objective, choose_objective, live_obje
 from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.relations import split_into
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
-from minilm_cache.store.remote import is_url, without_secrets
+from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.first import SUFFIX
 from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
 from minilm_cache.train.record import RunRecord, StudentRecord, load_record
-from minilm_cache.wording import Described
+from minilm_cache.wording import Described, printable
 
 TEACHER_CACHE: Final = "0-teacher"
 """Folder of the cache in a chain whose teacher all students of the chain are compared with."""
@@ -74,6 +74,11 @@ class TrainedRun(Described):
     name: str
     """Name of the cache in tables and figures."""
 
+    @property
+    def label(self) -> str:
+        """Name of the run in tables and figures."""
+        return printable(self.path.name)
+
     @classmethod
     def open(
         cls,
@@ -126,7 +131,7 @@ class TrainedRun(Described):
             cache=cache,
             reference=compared,
             layer=record.identity.teacher_layer if is_same else reference_layer,
-            name=name or Path(place.rstrip("/")).name,
+            name=printable(name or Path(place.rstrip("/")).name),
         )
 
     def describe(self) -> dict[str, object]:

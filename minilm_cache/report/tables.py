@@ -156,7 +156,7 @@ def _run_columns(run: TrainedRun) -> dict[str, Any]:
     measured, identity = run.cache.manifest.measured, run.record.identity
     assert measured is not None
     return {
-        "run": run.path.name,
+        "run": run.label,
         "recipe": run.record.recipe,
         "cache": run.name,
         "codec": codec_words(run.cache.manifest.identity.codec),

@@ -44,7 +44,7 @@ def cut_head(teacher: PreTrainedModel, student: PreTrainedModel, text: Calibrati
     own, theirs = _words(student), _words(teacher)
     has_same_width = student.config.hidden_size == teacher.config.hidden_size
     if has_same_width and own.shape == theirs.shape and torch.equal(own, theirs):
-        return  # the whole head was copied, because the bases of hidden states and embeddings are the teacher's
+        return  # the whole head was copied, because both bases are the teacher's
     their_norm, norm = teacher.get_submodule(names[0][1]), student.get_submodule(names[1][1])
     dense = student.get_submodule(names[1][0])
     assert isinstance(dense, nn.Linear)

@@ -28,6 +28,7 @@ from minilm_cache.slicing.text import num_tokens, of_cache
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import new_folder
 from minilm_cache.store.fingerprint import sha256_file
+from minilm_cache.store.regular_files import bounded_bytes
 
 _VERSION: Final = 1
 """Version of the recipe: slices of another version are not reused."""
@@ -97,6 +98,9 @@ def load_slice(plan: SlicePlan, home: Path, config: PreTrainedConfig) -> dict[st
         StorageError: the file system refused.
     """
     folder = _folder(plan, home)
+    known = _read(folder)  # before the lock, which another user's folder may not let us take
+    if known is not None:
+        return known
     with saving("write the slice", folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
@@ -112,10 +116,10 @@ def load_slice(plan: SlicePlan, home: Path, config: PreTrainedConfig) -> dict[st
 def _read(folder: Path) -> dict[str, Tensor] | None:
     """Return the weights of a slice. None means that it is missing or damaged, and is to be made."""
     try:
-        sha256 = json.loads((folder / _DOCUMENT).read_text())["sha256"]
+        sha256 = json.loads(bounded_bytes(folder / _DOCUMENT, 2**16))["sha256"]
         is_whole = sha256_file(folder / _WEIGHTS) == sha256
         return load_file(folder / _WEIGHTS) if is_whole else None
-    except (OSError, ValueError, KeyError, SafetensorError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError):
         return None
 
 

@@ -78,11 +78,12 @@ def teacher_weights(cache: Cache, home: Path, given: str | None) -> TeacherWeigh
         setting = first_setting_that_differs(read_config(folder), config)
         if setting is not None:
             raise IdentityMismatchError(
-                f"--init-teacher {given} is not the teacher of this cache: {setting} in its config.json is not "
+                f"--init-teacher {given} is not the teacher of this cache: {setting} in its config.json is "
+                f"not "
                 "what it was when the cache was made. Give that teacher."
             )
         return TeacherWeights(folder=folder, sha256=sha256, in_words=f"teacher {label}")
-    known = find_teacher(home, expected, label, config)
+    known = find_teacher(home, expected, label, config=config)
     if known is not None:
         return TeacherWeights(folder=known, sha256=expected, in_words=f"teacher {label}")
     if TEACHER_WEIGHTS not in manifest.files:
@@ -90,11 +91,12 @@ def teacher_weights(cache: Cache, home: Path, given: str | None) -> TeacherWeigh
     digest = manifest.files[TEACHER_WEIGHTS]
     key = canonical_sha256([digest.sha256, manifest.files[TEACHER_CONFIG].sha256])
     folder, sha256 = home / "teachers" / key, digest.sha256
-    with saving("write the teacher", folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
-            if not _is_unpacked(folder, sha256):
-                _unpack(cache, folder)
+    if not _is_unpacked(folder, sha256):
+        with saving("write the teacher", folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder.with_suffix(".lock")):
+                if not _is_unpacked(folder, sha256):
+                    _unpack(cache, folder)
     return TeacherWeights(
         folder=folder, sha256=sha256, in_words=f"teacher {label}, whose weights the cache keeps in float16"
     )

@@ -1,9 +1,11 @@
 """Read files of a cache as untrusted input: whole files against their hashes, and Parquet tables."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import BufferedIOBase
+from dataclasses import dataclass
+from functools import cached_property
+from io import BufferedIOBase, BytesIO
 from pathlib import Path
 from typing import Final
 
@@ -16,8 +18,11 @@ from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.fingerprint import xxh3, xxh3_file
 from minilm_cache.store.layout import below
+from minilm_cache.store.parquet_headers import Footer, HeaderError, decoded_bytes, read_footer
 from minilm_cache.store.regular_files import NotRegularError, open_regular
 
+_LEAST_GROUP: Final = 1024
+"""Rows of each row group but the last, at least."""
 FileState = tuple[int, int, int]
 """Inode of a file, and when its content and its entry were changed last (nanoseconds)."""
 
@@ -132,9 +137,50 @@ def is_sound(root: Path, path: str, expected: FileDigest | None) -> bool:
     return True
 
 
-def open_table(
-    content: bytes, types: Mapping[str, pa.DataType], *, num_rows: range, where: Path
-) -> pq.ParquetFile:
+@dataclass(frozen=True)
+class Table:
+    """A Parquet table of a cache whose footer was checked; its pages are checked before they are read.
+
+    Metadata of pyarrow is not at hand: where a file is hostile, asking it for a column ends the process.
+    """
+
+    content: bytes
+    footer: Footer
+    where: Path
+    """Path of the file, for messages."""
+
+    def read(self, groups: Sequence[int] | None = None, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return rows.
+
+        Args:
+            groups: numbers of the row groups to read. None means all.
+            columns: names of the columns to read. None means all.
+
+        Raises:
+            CacheCorruptError: a page is damaged, or would decompress to more bytes than its rows can take.
+        """
+        numbers = range(len(self.footer.groups)) if groups is None else groups
+        try:
+            for number in numbers:
+                self._refuse_pages(number, columns)
+            return self._file.read_row_groups(list(numbers), columns)
+        except (HeaderError, pa.ArrowException, OSError) as error:
+            raise not_a_table(self.where, error) from error
+
+    @cached_property
+    def _file(self) -> pq.ParquetFile:
+        return pq.ParquetFile(pa.BufferReader(self.content))
+
+    def _refuse_pages(self, group: int, columns: Sequence[str] | None) -> None:
+        num_rows, chunks = self.footer.groups[group]
+        file = BytesIO(self.content)
+        wanted = [chunk for chunk in chunks if columns is None or chunk.path in columns]
+        num_bytes = sum(decoded_bytes(file, chunk) for chunk in wanted)
+        if num_bytes > num_rows * len(wanted) * _MAX_VALUE_BYTES + _MAX_TABLE_HEADERS:
+            raise HeaderError(f"{num_bytes} bytes for {num_rows} rows")
+
+
+def open_table(content: bytes, types: Mapping[str, pa.DataType], *, num_rows: range, where: Path) -> Table:
     """Open a Parquet file without reading its rows.
 
     Args:
@@ -144,34 +190,25 @@ def open_table(
         where: path of the file, for messages.
 
     Raises:
-        CacheCorruptError: it is no Parquet file, has other columns or rows, or would decompress to more bytes
-            than its rows can take.
+        CacheCorruptError: it is no Parquet file, or has other columns or rows.
     """
+    most_groups = -(-num_rows.stop // _LEAST_GROUP)
     try:
-        file = pq.ParquetFile(pa.BufferReader(content))
-        schema = {field.name: field.type for field in file.schema_arrow}
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # names may not be UTF-8
+        footer = read_footer(BytesIO(content), most_columns=len(types), most_groups=most_groups)
+        schema = pq.read_schema(pa.BufferReader(content))
+        kinds = [(field.name, field.type) for field in schema]
+    except (HeaderError, pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise not_a_table(where, error) from error
-    if list(schema.items()) != list(types.items()) or not _has_rows(file.metadata, num_rows):
+    is_whole = all(
+        [(chunk.path, chunk.num_values) for chunk in chunks] == [(name, rows) for name in types]
+        for rows, chunks in footer.groups
+    )
+    if kinds != list(types.items()) or footer.num_rows not in num_rows or not is_whole:
         raise CacheCorruptError(f"{where} has other rows or columns than the format. {READ_REMEDY}")
-    return file
+    return Table(content, footer, where)
 
 
 def not_a_table(where: Path, error: Exception) -> CacheCorruptError:
     """Return the error for a file that Arrow cannot read."""
     reason = first_line(error)  # Arrow appends its own stack trace
     return CacheCorruptError(f"{where} is not a Parquet file: {reason}. {READ_REMEDY}")
-
-
-def _has_rows(metadata: pq.FileMetaData, allowed: range) -> bool:
-    """Return whether a table's row counts agree and are allowed, and its bytes no more than its rows need."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    num_values = metadata.num_rows * metadata.num_columns
-    return bool(
-        metadata.num_rows in allowed
-        and metadata.num_rows == sum(group.num_rows for group in groups)
-        and sum(column.num_values for column in columns) == num_values
-        and sum(column.total_uncompressed_size for column in columns)
-        <= num_values * _MAX_VALUE_BYTES + _MAX_TABLE_HEADERS
-    )

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from minilm_cache.errors import (
     InvalidConfigError,
     MiniLMCacheError,
     StorageError,
+    remedy_of,
 )
 from minilm_cache.progress import ShouldStop
 from minilm_cache.storage_schema.problems import REMEDY
@@ -28,16 +30,6 @@ PARTIAL = ".partial"
 """Suffix of files that are being written."""
 _LOCK_POLL_S = 1.0
 """Seconds between two checks of `should_stop` while waiting for a lock."""
-_REMEDIES = {
-    errno.ENOSPC: "Free some space and run the same command again: what is committed is kept",
-    errno.EDQUOT: "Free some quota and run the same command again: what is committed is kept",
-    errno.EROFS: "Choose a folder on a writable file system",
-    errno.ENOTDIR: "A file stands where a folder is needed: choose another place",
-    errno.EEXIST: "Something with that name exists: choose another place",
-    errno.EISDIR: "A folder stands where a file is needed: choose another place",
-    errno.EACCES: "Choose a folder you may write to, or change its permissions",
-    errno.EPERM: "Choose a folder you may write to, or change its permissions",
-}
 
 
 @contextmanager
@@ -48,9 +40,10 @@ def storage_errors(doing: str, where: Path) -> Iterator[None]:
     except MiniLMCacheError:  # some are an OSError, too
         raise
     except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "Check the disk and run the same command again")
         place = error.filename or where
-        raise StorageError(f"cannot {doing} {place}: {error.strerror or error}. {remedy}.") from error
+        raise StorageError(
+            f"cannot {doing} {place}: {error.strerror or error}. {remedy_of(error)}."
+        ) from error
 
 
 def refuse_full_disk(folder: Path, num_bytes: int, doing: str) -> None:
@@ -67,7 +60,7 @@ def refuse_full_disk(folder: Path, num_bytes: int, doing: str) -> None:
     if num_bytes > free:
         raise StorageError(
             f"cannot {doing} {folder}: that takes {num_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are "
-            f"free there. {_REMEDIES[errno.ENOSPC]}."
+            f"free there. {remedy_of(OSError(errno.ENOSPC, ''))}."
         )
 
 
@@ -300,11 +293,13 @@ def new_folder(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_name(path)
     temporary.mkdir()
+    shared = stat.S_IMODE(temporary.stat().st_mode) & 0o666  # what the umask allows; safetensors forgets it
     try:
         yield temporary
         written = [temporary, *temporary.rglob("*")]
         for entry in written:
-            if entry.is_file():
+            if entry.is_file() and not entry.is_symlink():
+                entry.chmod(stat.S_IMODE(entry.stat().st_mode) | shared)
                 sync_file(entry)
         sync_directories(entry for entry in written if entry.is_dir())
         if path.exists():

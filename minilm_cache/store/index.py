@@ -7,7 +7,7 @@ rows that it needs.
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,7 +30,7 @@ from minilm_cache.storage_schema.documents import (
 )
 from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, CacheManifest
 from minilm_cache.storage_schema.problems import parse
-from minilm_cache.store.checked import READ_REMEDY, not_a_table, open_table, read_checked
+from minilm_cache.store.checked import READ_REMEDY, open_table, read_checked
 from minilm_cache.store.durable import (
     create_file,
     new_file,
@@ -153,7 +153,7 @@ class IndexedShards(CommittedShards):
         self._manifest = manifest
         allowed = range(num_shards, num_shards + 1)
         self._file = open_table(content, _columns(manifest), num_rows=allowed, where=self._where)
-        sizes = [self._file.metadata.row_group(n).num_rows for n in range(self._file.num_row_groups)]
+        sizes = [rows for rows, _ in self._file.footer.groups]
         if any(size != _GROUP_SHARDS for size in sizes[:-1]) or sizes[-1] > _GROUP_SHARDS:
             raise CacheCorruptError(f"{self._where} has other row groups than the format. {READ_REMEDY}")
         self.numbers = range(num_shards)
@@ -188,21 +188,18 @@ class IndexedShards(CommittedShards):
         return CommittedShard(value("tokens_xxh3").hex(), files)
 
     def _read_group(self, number: int) -> Mapping[str, pa.ChunkedArray]:
-        table = self._read(lambda: self._file.read_row_group(number))
+        table = self._read([number])
         return dict(zip(table.column_names, table.columns, strict=True))
 
     def bytes_by_name(self) -> dict[str, int]:
         """Return the bytes of all shards' files; see `CommittedShards`."""
         names = _file_names(self._manifest)
         with self._lock:
-            table = self._read(lambda: self._file.read([f"{name}/size" for name in names]))
+            table = self._read(columns=[f"{name}/size" for name in names])
         return {name: int(pc.sum(table[f"{name}/size"]).as_py()) for name in names}
 
-    def _read(self, reading: Callable[[], pa.Table]) -> pa.Table:
-        try:
-            table = reading()
-        except (pa.ArrowException, OSError) as error:
-            raise not_a_table(self._where, error) from error
+    def _read(self, groups: Sequence[int] | None = None, columns: Sequence[str] | None = None) -> pa.Table:
+        table = self._file.read(groups, columns)
         bounds = [pc.min_max(table[name]).as_py() for name in table.column_names if name.endswith("/size")]
         missing = any(column.null_count for column in table.columns)
         if missing or any(bound["min"] < 0 or bound["max"] > MAX_FILE_BYTES for bound in bounds):

@@ -8,6 +8,7 @@ from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, Labels
+from minilm_cache.store.regular_files import linked_part
 
 MANIFEST: Final = "manifest.json"
 CARD: Final = "README.md"
@@ -118,12 +119,10 @@ def below(root: Path, path: str) -> Path:
     Raises:
         CacheCorruptError: a part of the path is a symbolic link, which may lead out of the cache.
     """
-    file = root
-    for part in path.split("/"):
-        file = file / part
-        if file.is_symlink():
-            raise CacheCorruptError(
-                f"{file} is a symbolic link, which no cache has. Put the file itself there, or fetch the "
-                "cache again."
-            )
-    return file
+    link = linked_part(root, path)
+    if link is not None:
+        raise CacheCorruptError(
+            f"{link} is a symbolic link, which no cache has. Put the file itself there, or fetch the cache "
+            f"again."
+        )
+    return root.joinpath(*path.split("/"))

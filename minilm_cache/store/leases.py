@@ -91,7 +91,12 @@ class Leases:
             file = f"{name}-{number}"
             if self.folder.create(file, self._content()):
                 return self._hold(Lease(self, name, number))
-            content = self.folder.read_if_there(file, _MAX_BYTES)
+            try:
+                content = self.folder.read_if_there(file, _MAX_BYTES)
+            except (
+                CacheCorruptError
+            ):  # too long for a lease, or no regular file: passed over, as other nonsense is
+                continue
             if content is None:  # released meanwhile, or the cache was finished, which removes all leases
                 return None
             holder = _read(content, f"{self.folder.url}/{file}")

@@ -59,6 +59,7 @@ class MirrorReader(CacheReader):
             CacheCorruptError: a fetched file differs from what was committed.
             StorageError: the store cannot be reached.
         """
+        self._opened_by = (url, home.absolute(), max_bytes)
         source = open_store(url)
         manifest = named_manifest(source)
         folder = home / "mirrors" / manifest.fingerprint
@@ -70,6 +71,9 @@ class MirrorReader(CacheReader):
         """Bytes that may still be fetched before what is kept has to be counted."""
         super().__init__(folder)
         self._requests = ThreadPoolExecutor(_REQUESTS)
+
+    def _opening(self) -> tuple[object, ...]:
+        return self._opened_by
 
     def _check_metadata(self) -> None:
         """Compare the metadata that the manifest implies with its digests; no file is needed for that."""

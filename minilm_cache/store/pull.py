@@ -14,6 +14,7 @@ from filelock import FileLock
 from minilm_cache.errors import (
     CacheCorruptError,
     IdentityMismatchError,
+    InvalidConfigError,
     MiniLMCacheError,
 )
 from minilm_cache.progress import Progress, ShouldStop
@@ -24,6 +25,7 @@ from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import named_manifest
 from minilm_cache.store.checked import MAX_WEIGHTS_BYTES, checked_file, is_sound
 from minilm_cache.store.durable import (
+    PARTIAL,
     is_vacant,
     new_file,
     refuse_full_disk,
@@ -64,7 +66,10 @@ def pull(url: str, out: Path, *, progress: Progress, should_stop: ShouldStop) ->
         InterruptedRunError: a stop was requested; files that have arrived are kept.
         StorageError: the store refused, or cannot be reached.
     """
-    out = out.resolve()
+    try:
+        out = out.resolve()
+    except (OSError, RuntimeError) as error:
+        raise InvalidConfigError(f"--out {out}: it is a loop of links. Choose another folder.") from error
     source = open_store(url)
     manifest = named_manifest(source)
     with _pull_lock(out, should_stop):
@@ -88,7 +93,7 @@ def _pull(
         return TransferResult(place=str(out), manifest=manifest, shards_copied=0, shards_kept=num_shards)
     if out.exists() and not (out.is_dir() and is_vacant(out)):
         raise IdentityMismatchError(f"{out} is not empty and is not a cache. Choose another --out.")
-    arriving = out.with_name(f".{out.name}.{manifest.fingerprint[:12]}.arriving")
+    arriving = _arriving_folder(out, manifest)
     fetcher = Fetcher(source, arriving, manifest)
     ranges = fetcher.tables(should_stop)
     num_shards, records = len(ranges), open_shards(arriving, manifest, ranges)
@@ -104,7 +109,6 @@ def _pull(
     def fetch_shard(shard: int) -> bool:
         copied = False
         for path, expected in records[shard].files.items():
-            remove_partials(below(arriving, path))  # of pulls that were killed
             copied = fetcher.fetch(path, expected) or copied
             progress.advance(expected.size)
         return copied
@@ -121,6 +125,14 @@ def _pull(
     return TransferResult(
         place=str(out), manifest=manifest, shards_copied=copied, shards_kept=num_shards - copied
     )
+
+
+def _arriving_folder(out: Path, manifest: CacheManifest) -> Path:
+    """Return the folder that a cache is fetched into, without what killed pulls have left in it."""
+    arriving = out.with_name(f".{out.name}.{manifest.fingerprint[:12]}.arriving")
+    for left in arriving.rglob(f".*{PARTIAL}"):
+        left.unlink(missing_ok=True)
+    return arriving
 
 
 def _is_sound(root: Path) -> bool:

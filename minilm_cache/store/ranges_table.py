@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.documents import MAX_SHARDS
 from minilm_cache.storage_schema.manifest import RANGES, CacheManifest
-from minilm_cache.store.checked import READ_REMEDY, not_a_table, open_table, read_checked
+from minilm_cache.store.checked import READ_REMEDY, open_table, read_checked
 from minilm_cache.store.ranges import ShardRanges
 
 _COLUMNS = {"num_sequences": pa.int64(), "num_tokens": pa.int64()}
@@ -37,10 +37,7 @@ def read_ranges(root: Path, manifest: CacheManifest) -> ShardRanges:
     content = read_checked(root, RANGES, manifest.files.get(RANGES))
     allowed = range(1, min(manifest.num_sequences, MAX_SHARDS) + 1)
     file = open_table(content, _COLUMNS, num_rows=allowed, where=root / RANGES)
-    try:
-        table = file.read()
-    except (pa.ArrowException, OSError) as error:
-        raise not_a_table(root / RANGES, error) from error
+    table = file.read()
     if any(column.null_count for column in table.columns):
         raise CacheCorruptError(f"{root / RANGES} leaves out numbers. {READ_REMEDY}")
     ranges = ShardRanges(*(column.to_numpy() for column in table.columns))

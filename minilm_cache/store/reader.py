@@ -10,13 +10,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from minilm_cache.errors import CacheCorruptError, CacheIncompleteError, CacheNotFoundError
+from minilm_cache.errors import (
+    CacheCorruptError,
+    CacheIncompleteError,
+    CacheNotFoundError,
+    IdentityMismatchError,
+)
 from minilm_cache.storage_schema.arrays import ArraySpec, SmallArray, array_specs
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
@@ -26,7 +31,6 @@ from minilm_cache.storage_schema.sequences import entropy_column, sequence_colum
 from minilm_cache.store.checked import (
     READ_REMEDY,
     FileState,
-    not_a_table,
     open_checked,
     open_table,
     read_checked,
@@ -106,7 +110,7 @@ class CacheReader:
     bytes_ahead: ClassVar[int] = 0
     """Decoded bytes that are best read ahead of use, where the next buffer of segments has fewer."""
 
-    def __init__(self, root: Path, *, partial: bool = False) -> None:
+    def __init__(self, root: Path, partial: bool = False) -> None:
         """Open a cache.
 
         Args:
@@ -120,6 +124,7 @@ class CacheReader:
             UnsupportedFormatError: a newer release wrote the cache.
         """
         self.root = root
+        self._is_partial = partial
         self.bytes_read = 0
         self._counting = Lock()
         self._known_files: dict[str, FileState] = {}
@@ -141,6 +146,14 @@ class CacheReader:
             raise CacheCorruptError(
                 f"{root / commit_path(shard)} is missing: shard {shard} was committed once. {READ_REMEDY}"
             )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle as what opens the cache anew, so that other processes can have it."""
+        return _open_again, (type(self), self._opening(), self.manifest.fingerprint)
+
+    def _opening(self) -> tuple[object, ...]:
+        """Return the arguments that open this cache again, in any process of this machine."""
+        return (self.root.absolute(), self._is_partial)
 
     def _check_metadata(self) -> None:
         for path, expected in self._documents().items():
@@ -245,10 +258,7 @@ class CacheReader:
         num_rows = self.ranges[number].num_sequences
         exactly = range(num_rows, num_rows + 1)
         file = open_table(content, types, num_rows=exactly, where=self.root / path)
-        try:
-            table = file.read()
-        except (pa.ArrowException, OSError) as error:
-            raise not_a_table(self.root / path, error) from error
+        table = file.read()
         self._check_table(table, number)
         return table
 
@@ -330,3 +340,15 @@ def small_array(content: bytes, small: SmallArray) -> npt.NDArray[np.generic]:
     if values.size != math.prod(small.shape) or not np.isfinite(values).all():
         raise CacheCorruptError(f"{small.chunk_path} is not the array it should be. {READ_REMEDY}")
     return values.reshape(small.shape)
+
+
+def _open_again(kind: type[CacheReader], arguments: tuple[Any, ...], fingerprint: str) -> CacheReader:
+    """Open a cache as another process has it open.
+
+    Raises:
+        IdentityMismatchError: another cache is there now.
+    """
+    reader = kind(*arguments)
+    if reader.manifest.fingerprint != fingerprint:
+        raise IdentityMismatchError(f"{reader.root} holds another cache than it did. Open it again.")
+    return reader

@@ -1,5 +1,6 @@
 """Read files of unknown kind safely: never a pipe or a device, and never more bytes than requested."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -28,6 +29,37 @@ def regular_bytes(path: Path, num_bytes: int, *, first: int = 0, follow_links: b
     with open_regular(path, follow_links=follow_links) as file:
         file.seek(first)
         return file.read(num_bytes)
+
+
+def bounded_bytes(path: Path, max_bytes: int, *, follow_links: bool = False) -> bytes:
+    """Return the whole content of a regular file that has at most `max_bytes` bytes.
+
+    Raises:
+        NotRegularError: it is not a regular file.
+        OSError: it is missing or longer, or the file system refused.
+    """
+    content = regular_bytes(path, max_bytes + 1, follow_links=follow_links)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is longer than {max_bytes:,} bytes", str(path))
+    return content
+
+
+def linked_part(root: Path, path: str) -> Path | None:
+    """Return the first part of a path below `root` that is a symbolic link; the root itself may be one.
+
+    Args:
+        root: a folder.
+        path: path below it, with `/` between parts.
+
+    Returns:
+        The path of the link. None means that there is none.
+    """
+    file = root
+    for part in path.split("/"):
+        file = file / part
+        if file.is_symlink():
+            return file
+    return None
 
 
 @contextmanager

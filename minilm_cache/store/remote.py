@@ -7,31 +7,33 @@ Credentials come from the environment variables that each store's own tools use 
 
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import fsspec
-import obstore
 import obstore.exceptions
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
-from obstore.store import ObjectStore, from_url
+from obstore.store import from_url
 
 from minilm_cache.errors import (
     CacheCorruptError,
     CacheNotFoundError,
     InvalidConfigError,
+    MiniLMCacheError,
     StorageError,
     first_line,
+    is_panic,
 )
 from minilm_cache.store.durable import create_file, new_file, write_file
+from minilm_cache.store.layout import below
+from minilm_cache.store.object_store import BucketFiles
 from minilm_cache.store.regular_files import NotRegularError, regular_bytes
-
-Result = TypeVar("Result")
+from minilm_cache.store.urls import is_url, without_secrets
+from minilm_cache.store.variables import refuse_bad_variables, variables_in
 
 OBJECT_STORES: Final = ("s3", "gs", "az")
 """URL schemes that are opened through obstore."""
@@ -44,35 +46,19 @@ _DENIED: Final = (
     obstore.exceptions.UnauthenticatedError,
 )
 _MISSING: Final = (FileNotFoundError, obstore.exceptions.NotFoundError)
-_DENIED_TEXTS: Final = ("403 Forbidden", "401 Unauth", "AccessDenied")
-"""What errors say that have no type of their own."""
+_DENIED_TEXTS: Final = ("403 Forbidden", "401 Unauth", "AccessDenied", "169.254.16", "169.254.17")
+"""What errors say that have no type of their own. The last are servers that are asked where no key is set."""
 _DENIED_REMEDY: Final = (
     "Check the credentials that the environment holds (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, HF_TOKEN)"
+    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, HF_TOKEN; files such as ~/.aws are not read)"
 )
 _RETRY_REMEDY: Final = (
     "Check the URL and the network and run the same command again: what has arrived is kept"
 )
 
 
-_WHOLE_BYTES: Final = 2**26
-"""Greatest size of a file that is sent from memory."""
-_WAITS_S: Final = (0.1, 0.3, 1.0, 3.0)
-"""Seconds to wait before each repetition of a failed request."""
-
-
-def is_url(place: str) -> bool:
-    """Return whether a place is a URL, not a path."""
-    return "://" in place
-
-
-def without_secrets(url: str) -> str:
-    """Return a URL for messages: without user name, password or signature. A path is returned unchanged."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return url
-    authority, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
-    return f"{scheme}://{authority.rsplit('@', 1)[-1]}{slash}{path}"
+_COPIED_BYTES: Final = 2**26
+"""Bytes of a file that are copied at a time."""
 
 
 class AccessDeniedError(StorageError):
@@ -83,96 +69,22 @@ class AccessDeniedError(StorageError):
 def _remote_errors(doing: str, url: str) -> Iterator[None]:
     try:
         yield
-    except StorageError:
+    except StorageError as error:
+        if error.args and str(error).endswith((".", ")")):
+            raise
+        raise StorageError(f"cannot {doing} {url}: {error}. {_RETRY_REMEDY}.") from error
+    except MiniLMCacheError:
         raise
     except NotRegularError as error:
         raise CacheCorruptError(
             f"cannot {doing} {url}: {error.strerror}. Ask its publisher to push it again."
         ) from error
-    except Exception as error:  # fsspec's file systems raise any error of the libraries below them
+    except BaseException as error:  # fsspec's file systems raise any error of the libraries below them
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         denied = isinstance(error, _DENIED) or any(text in str(error) for text in _DENIED_TEXTS)
         remedy, kind = (_DENIED_REMEDY, AccessDeniedError) if denied else (_RETRY_REMEDY, StorageError)
         raise kind(f"cannot {doing} {url}: {first_line(error)}. {remedy}.") from error
-
-
-def _with_retries(request: Callable[[], Result], *retried: str) -> Result:
-    """Make a request, and repeat it while its error contains one of the `retried` texts.
-
-    obstore itself does not repeat a creation, or a request whose answer breaks off.
-    """
-    for wait_s in _WAITS_S:
-        try:
-            return request()
-        except obstore.exceptions.GenericError as error:
-            if not any(text in str(error) for text in retried):
-                raise
-            time.sleep(wait_s)
-    return request()
-
-
-@dataclass(frozen=True, slots=True)
-class _ObjectStore:
-    """Files of a bucket.
-
-    It makes blocking calls, not those that obstore offers to fsspec: the latter answer from threads that
-    request the interpreter, which ends a process with SIGABRT if it is exiting at that moment.
-    """
-
-    store: ObjectStore
-
-    def read(self, path: str, num_bytes: int, first: int = 0) -> bytes:
-        """Return `num_bytes` bytes of a file from the `first`-th on, or fewer if it ends before."""
-
-        def bytes_there() -> bytes:
-            try:
-                return bytes(obstore.get_range(self.store, path, start=first, length=num_bytes))
-            except obstore.exceptions.GenericError as error:
-                if "416 Range" in str(error):  # the file ends before: no range from there on is valid
-                    return b""
-                raise
-
-        return _with_retries(bytes_there, "body")
-
-    def write(self, path: str, content: bytes) -> None:
-        """Write a whole file, replacing an older one."""
-        obstore.put(self.store, path, content)
-
-    def send(self, path: str, file: Path) -> None:
-        """Write a file of this machine, in parts if it is large, replacing an older one."""
-        if file.stat().st_size <= _WHOLE_BYTES:
-            self.write(path, file.read_bytes())
-        else:
-            obstore.put(self.store, path, file)
-
-    def create(self, path: str, content: bytes) -> bool:
-        """Write a whole file unless it exists, and return whether it was written.
-
-        If an answer was lost, the result may be False for a file that this call has written.
-        """
-        try:
-            _with_retries(
-                lambda: obstore.put(self.store, path, content, mode="create"), "HTTP error", " 503 "
-            )
-        except obstore.exceptions.AlreadyExistsError:
-            return False
-        return True
-
-    def copy(self, path: str, to: str) -> None:
-        """Copy a file within the store, replacing an older one."""
-        obstore.copy(self.store, path, to)
-
-    def remove(self, paths: Sequence[str]) -> None:
-        """Remove files; one that does not exist is no error."""
-        with suppress(FileNotFoundError):
-            obstore.delete(self.store, list(paths))
-
-    def sizes(self, path: str) -> dict[str, int]:
-        """Return the paths and sizes, in bytes, of all files below a folder."""
-        return {meta["path"]: meta["size"] for chunk in obstore.list(self.store, path) for meta in chunk}
-
-    def folders(self, path: str) -> list[str]:
-        """Return the paths of the folders in a folder."""
-        return list(obstore.list_with_delimiter(self.store, path)["common_prefixes"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +110,7 @@ class _FileSystem:
         """Write a file of this machine, in parts, replacing an older one."""
         if isinstance(self.filesystem, LocalFileSystem):
             with new_file(Path(path)) as copy, file.open("rb") as original:
-                shutil.copyfileobj(original, copy, _WHOLE_BYTES)
+                shutil.copyfileobj(original, copy, _COPIED_BYTES)
         else:
             self.filesystem.put_file(str(file), path)
 
@@ -248,12 +160,22 @@ class RemoteFolder:
 
     url: str
     """URL for messages, without secrets."""
-    files: _ObjectStore | _FileSystem
+    files: BucketFiles | _FileSystem
     path: str
     """Path of the folder within `files`."""
 
     def _place(self, name: str) -> str:
         return f"{self.path}/{name}" if self.path else name
+
+    def _own(self, name: str) -> str:
+        """Return the path of a file that is read or written, which no link leads out of the folder.
+
+        Raises:
+            CacheCorruptError: a part of it is a symbolic link.
+        """
+        if isinstance(self.files, _FileSystem) and isinstance(self.files.filesystem, LocalFileSystem):
+            below(Path(self.path), name)
+        return self._place(name)
 
     def below(self, name: str) -> "RemoteFolder":
         """Return a folder within this folder."""
@@ -290,7 +212,7 @@ class RemoteFolder:
         """
         try:
             with _remote_errors("read", f"{self.url}/{name}"):
-                return self.files.read(self._place(name), num_bytes, first)
+                return self.files.read(self._own(name), num_bytes, first)
         except StorageError as error:
             if isinstance(error.__cause__, _MISSING):
                 raise CacheNotFoundError(f"{self.url}/{name} is not there. Check the URL.") from error
@@ -310,7 +232,7 @@ class RemoteFolder:
             StorageError: the store refused, or cannot be reached.
         """
         with _remote_errors("write", f"{self.url}/{name}"):
-            self.files.write(self._place(name), content)
+            self.files.write(self._own(name), content)
 
     def send(self, name: str, file: Path) -> None:
         """Write a file of this machine, which need not fit into memory, replacing an older one.
@@ -319,7 +241,7 @@ class RemoteFolder:
             StorageError: the store refused, or cannot be reached, or the file cannot be read.
         """
         with _remote_errors("write", f"{self.url}/{name}"):
-            self.files.send(self._place(name), file)
+            self.files.send(self._own(name), file)
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a whole file unless it exists, and return whether it was written.
@@ -328,7 +250,7 @@ class RemoteFolder:
             StorageError: the store refused, or cannot be reached.
         """
         with _remote_errors("write", f"{self.url}/{name}"):
-            return self.files.create(self._place(name), content)
+            return self.files.create(self._own(name), content)
 
     def copy(self, name: str, to: str) -> None:
         """Have the store copy a file of this folder to another name, replacing an older one.
@@ -337,7 +259,7 @@ class RemoteFolder:
             StorageError: the store refused, or cannot be reached.
         """
         with _remote_errors("copy", f"{self.url}/{name}"):
-            self.files.copy(self._place(name), self._place(to))
+            self.files.copy(self._own(name), self._own(to))
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove files of this folder; one that does not exist is no error.
@@ -346,7 +268,7 @@ class RemoteFolder:
             StorageError: the store refused, or cannot be reached.
         """
         with _remote_errors("remove files from", self.url):
-            self.files.remove([self._place(name) for name in names])
+            self.files.remove([self._own(name) for name in names])
 
     def sizes(self) -> dict[str, int]:
         """Return the names and sizes, in bytes, of all files below this folder.
@@ -390,10 +312,30 @@ def open_store(url: str) -> RemoteFolder:
         )
     if not (path or bucket if scheme == "file" else bucket):
         raise InvalidConfigError(f"cannot open {url}: it names no bucket and no folder. {remedy}.")
+    if scheme in OBJECT_STORES:
+        return RemoteFolder(place, _bucket(scheme, bucket, shown), path)
     try:
-        if scheme in OBJECT_STORES:
-            return RemoteFolder(place, _ObjectStore(from_url(f"{scheme}://{bucket}")), path)
         filesystem, path = fsspec.core.url_to_fs(place, skip_instance_cache=True)
-    except (ValueError, TypeError, ImportError, obstore.exceptions.BaseError) as error:
+    except (ValueError, TypeError, ImportError) as error:
         raise InvalidConfigError(f"cannot open {shown}: {first_line(error)}. {remedy}.") from error
     return RemoteFolder(place, _FileSystem(filesystem), path.rstrip("/"))
+
+
+def _bucket(scheme: str, bucket: str, shown: str) -> BucketFiles:
+    """Open a bucket with what the environment says of its store.
+
+    Raises:
+        InvalidConfigError: a variable holds what no store can be opened with, or the bucket has no such name.
+    """
+    if not re.fullmatch(r"[\w.-]+", bucket):
+        raise InvalidConfigError(f"cannot open {shown}: {bucket!r} is no name of a bucket. Check the URL.")
+    refuse_bad_variables(scheme)
+    try:
+        return BucketFiles(from_url(f"{scheme}://{bucket}"))
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        named = variables_in(scheme, str(error))
+        raise InvalidConfigError(
+            f"cannot open {shown}: {first_line(error).rstrip('.')}. Check {named}."
+        ) from error

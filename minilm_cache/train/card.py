@@ -19,7 +19,7 @@ from minilm_cache.store.durable import new_folder
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.record import RunIdentity, StudentRecord, measure_in_words
 from minilm_cache.train.trainer import StudentTrainer
-from minilm_cache.wording import markdown
+from minilm_cache.wording import markdown, number_text
 
 
 def save_student(
@@ -225,6 +225,6 @@ def _held_out_table(identity: RunIdentity, record: StudentRecord) -> list[str]:
         "",
         "| part | before | after |",
         "|---|---|---|",
-        *(f"| {kind} | {before[kind]:.4f} | {after[kind]:.4f} |" for kind in after),
+        *(f"| {kind} | {number_text(before.get(kind))} | {after[kind]:.4f} |" for kind in after),
         "",
     ]

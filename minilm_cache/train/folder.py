@@ -3,8 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from minilm_cache.errors import IdentityMismatchError
+from minilm_cache.store.regular_files import linked_part
+
 RUN_FILE = "run.json"
 """File name of the run's record."""
+REMOVED = ".removed"
+"""End of the hidden name that a folder has while it is removed."""
 
 
 def arch_slug(arch: str) -> str:
@@ -27,7 +32,7 @@ class RunFolder:
     @property
     def log(self) -> Path:
         """Training losses and held-out figures, one JSON object per line."""
-        return self.path / "log.jsonl"
+        return self._own("log.jsonl")
 
     @property
     def lock(self) -> Path:
@@ -37,16 +42,30 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         """Folder of the states that a run resumes from."""
-        return self.path / "checkpoints"
+        return self._own("checkpoints")
 
     @property
     def best(self) -> Path:
         """Folder of the weights with the least held-out loss so far."""
-        return self.path / "best"
+        return self._own("best")
 
     def student(self, arch: str) -> Path:
         """Return the folder of a trained student, a Hugging Face model."""
-        return self.path / "students" / arch_slug(arch)
+        return self._own(f"students/{arch_slug(arch)}")
+
+    def _own(self, path: str) -> Path:
+        """Return a path of the run, which is written, removed or listed.
+
+        Raises:
+            IdentityMismatchError: a part of it is a symbolic link, which may lead out of the run.
+        """
+        link = linked_part(self.path, path)
+        if link is not None:
+            raise IdentityMismatchError(
+                f"{link} is a symbolic link, which no run has. Put the folder itself there, or choose "
+                f"another --out."
+            )
+        return self.path / path
 
 
 def state_name(step: int) -> str:
@@ -61,4 +80,6 @@ def is_run(folder: Path) -> bool:
 
 def runs_in(folder: Path) -> list[Path]:
     """Return the folders of the runs right below a folder, in the order of their names."""
-    return sorted(record.parent for record in folder.glob(f"*/{RUN_FILE}"))
+    return sorted(
+        record.parent for record in folder.glob(f"*/{RUN_FILE}") if not record.parent.name.endswith(REMOVED)
+    )

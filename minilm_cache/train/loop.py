@@ -243,9 +243,10 @@ class _Journal:
             before, total = state.best.get(arch), objective.total_of(held_out)
             figures[arch] = {"loss": total, **{str(kind): value for kind, value in held_out.items()}}
             if math.isfinite(total) and (before is None or total < objective.total_of(before.held_out)):
-                best[arch] = BestStudent(step=state.step, held_out=held_out)
+                file = None
                 if loop.ranks.is_writer:
-                    save_best(loop.folder.best, trainer, state.step)
+                    file = save_best(loop.folder.best, trainer, state.step)
+                best[arch] = BestStudent(step=state.step, held_out=held_out, file=file)
         state.best.update(loop.ranks.union(best))
         students = loop.ranks.union(figures)
         self._report("held_out", students, {})

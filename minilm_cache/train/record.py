@@ -1,7 +1,7 @@
 """The record of a run, `run.json`, and its log, `log.jsonl`, with one line per logged step."""
 
 import json
-import math
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -15,7 +15,8 @@ from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.problems import refuse_costly
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.folders import described_otherwise
-from minilm_cache.store.regular_files import regular_bytes
+from minilm_cache.store.regular_files import bounded_bytes, regular_bytes
+from minilm_cache.store.urls import without_secrets
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, arch_slug, is_run
 from minilm_cache.train.sampler import StepPlan
@@ -23,6 +24,13 @@ from minilm_cache.train.sampler import StepPlan
 _MAX_RECORD_BYTES: Final = 2**20
 _WORSE: Final = 1.05
 MAX_LOG_BYTES: Final = 2**28
+_LOG_END_BYTES: Final = 2**20
+_LOG_END_LINES: Final = 1000
+"""Bytes and lines of the end of a log that are looked at for the last step."""
+Arch = Annotated[str, Field(max_length=96, pattern=r"^[0-9]+x[0-9]+(:[a-z]+[0-9]+)*$")]
+"""A student's shape; it is part of the path of the student's folder."""
+_Place = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
+"""A folder or URL."""
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Figures = dict[str, Annotated[float, Field(allow_inf_nan=False)]]
 
@@ -36,7 +44,7 @@ class RunIdentity(StoredModel):
 
     fingerprint: str
     """Fingerprint of the cache."""
-    arch: Annotated[tuple[str, ...], Field(min_length=1, max_length=1024)]
+    arch: Annotated[tuple[Arch, ...], Field(min_length=1, max_length=1024)]
     objective: ObjectiveName
     relation_heads: Annotated[int, Field(ge=1, le=1024)] | None
     value_relation: bool
@@ -159,7 +167,7 @@ class RunIdentity(StoredModel):
 class StudentRecord(_Record):
     """One student of a run."""
 
-    arch: str
+    arch: Arch
     num_parameters: _Count
     init: str | None = None
     """What the student began with, as `--init` names it, or `another model`. None means a run of the first
@@ -202,9 +210,9 @@ class RunRecord(_Record):
 
     format: Literal["minilm-cache run 1"] = "minilm-cache run 1"
     identity: RunIdentity
-    cache: str
+    cache: _Place
     """Folder or URL of the cache when the run began."""
-    init: str | None = None
+    init: _Place | None = None
     """Folder that `--init` named, absolute but in the first releases. None means that it named none."""
     init_recipe: Annotated[str, Field(pattern="^[0-9a-f]{12}$")] | None = None
     """`recipe` of the run that `init` names. None means that it names no run."""
@@ -294,7 +302,8 @@ def load_record(folder: Path) -> RunRecord:
     try:
         content = regular_bytes(file, _MAX_RECORD_BYTES + 1)
         refuse_costly(content, str(file))
-        return RunRecord.model_validate_json(content)
+        record = RunRecord.model_validate_json(content)
+        return record.model_copy(update={"cache": without_secrets(record.cache)})
     except CacheCorruptError as error:
         raise IdentityMismatchError(
             f"{file} is damaged: it is not a record of a run. Choose another --out."
@@ -309,19 +318,27 @@ def load_record(folder: Path) -> RunRecord:
 def last_logged_step(folder: Path) -> int | None:
     """Return the last step in the log of a run, which another process may be writing. None means no step."""
     try:
-        content = regular_bytes(RunFolder(path=folder).log, MAX_LOG_BYTES)
-    except OSError:
+        path = RunFolder(path=folder).log
+        content = regular_bytes(path, _LOG_END_BYTES, first=max(0, path.stat().st_size - _LOG_END_BYTES))
+    except (OSError, IdentityMismatchError):
         return None
-    steps = [_step_of(line) for line in content.decode(errors="replace").splitlines()]
-    return next((int(step) for step in reversed(steps) if step < math.inf), None)
+    steps = map(_step_of, reversed(content.splitlines()[-_LOG_END_LINES:]))
+    return next((step for step in steps if step is not None), None)
 
 
-def _step_of(line: str) -> float:
-    """Return the step of a line of the log, or infinity for a line that a kill has cut short."""
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line of the log. None means that it is none, as where a kill cut it short."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        return LogLine.model_validate_json(line).step
+    except ValidationError:
+        return None
+
+
+def _lines_up_to(content: bytes, last_step: int) -> list[bytes]:
+    """Return the lines of a log up to a step; the log ends where a line is none."""
+    steps = ((line, _step_of(line)) for line in content.splitlines())
+    whole = takewhile(lambda known: known[1] is not None, steps)
+    return [line for line, step in whole if step is not None and step <= last_step]
 
 
 class TrainingLog:
@@ -330,10 +347,10 @@ class TrainingLog:
     def __init__(self, folder: RunFolder, first_step: int) -> None:
         """Open the log of a run that has taken `first_step` steps."""
         self._path = path = folder.log
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if _step_of(line) <= first_step]
         with storage_errors("write", path):
-            write_file(path, "".join(f"{line}\n" for line in kept).encode())
+            content = bounded_bytes(path, MAX_LOG_BYTES) if path.exists() else b""
+            kept = _lines_up_to(content, first_step)
+            write_file(path, b"".join(line + b"\n" for line in kept))
             self._file = path.open("a", buffering=1)
 
     def write(self, line: dict[str, object]) -> None:
@@ -343,4 +360,5 @@ class TrainingLog:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with storage_errors("write", self._path):
+            self._file.close()

@@ -8,7 +8,7 @@ from minilm_cache.store.durable import is_vacant, refuse_file
 from minilm_cache.train.checkpoint import load_state
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, is_run, state_name
-from minilm_cache.train.initial import RANDOM, Beginnings
+from minilm_cache.train.initial import RANDOM, SLICE, Beginnings
 from minilm_cache.train.record import RunIdentity, RunRecord, load_record
 
 
@@ -17,24 +17,32 @@ def recorded(
 ) -> tuple[Path, RunIdentity, Beginnings]:
     """Return the folder of a run, its identity and its initial weights, as its record has them.
 
-    Without `--init`, `--init-teacher` and `--init-layers`, a run goes on with what it began with: with random
-    weights, as those of the first releases, or as a slice of a teacher that is not at hand any more.
+    Without `--init`, `--init-teacher` and `--init-layers`, an unfinished run goes on with what it began with:
+    with random weights, as those of the first releases, or as a slice of a teacher that is not at hand any
+    more.
+    A complete run is shown again only where it began as it would by default, which is as a slice.
     """
     path = out or home / "runs" / identity.name()
     if config.names_beginning:
         return path, identity, beginnings
     older = identity.model_copy(update={"init": RANDOM})
     older_path = home / "runs" / older.name()
-    if out is None and is_run(older_path) and not load_record(older_path).complete:
+    if out is None and is_run(older_path) and _is_of_first_releases(load_record(older_path)):
         path = older_path
     if not is_run(path):
         return path, identity, beginnings
     record, folder = load_record(path), RunFolder(path=path)
-    has_weights = record.complete or load_state(folder.checkpoints).step > 0
-    if record.identity.init != RANDOM and not has_weights:
+    began_by_default = record.identity.init.startswith(f"{SLICE}-")
+    is_unfinished = record.identity.init == RANDOM or load_state(folder.checkpoints).step > 0
+    if not (began_by_default if record.complete else is_unfinished):
         return path, identity, beginnings
     begun = beginnings.recorded(record.identity.init)
     return path, identity.model_copy(update={"init": begun.name}), begun
+
+
+def _is_of_first_releases(record: RunRecord) -> bool:
+    """Return whether a run is unfinished and of the first releases, whose default was random weights."""
+    return not record.complete and record.students[0].init is None
 
 
 def refuse_beginning(path: Path, config: TrainConfig, *, beginnings: Beginnings, resume: bool) -> None:
@@ -110,6 +118,7 @@ def _continued(folder: Path, record: RunRecord, identity: RunIdentity) -> RunRec
 
 _HINTS_ON_OLDER_RUNS: Final = {
     "form": " Runs of the first releases go on with --form paper.",
+    "init": " Students of a complete run stay what they began with: name the same --init to see it again.",
     "dealing": " It was begun by a release that dealt shards to streams, and can only go on with that one.",
 }
 """Hints to add to the message where a setting differs because a newer release changed its meaning."""

@@ -17,7 +17,7 @@ from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import storage_errors
-from minilm_cache.store.remote import is_url
+from minilm_cache.store.urls import is_url
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
@@ -244,6 +244,7 @@ class _Run:
         if earlier is None and hint is not None:
             progress.note(hint)
         state = load_state(folder.checkpoints)
+        state.check(folder.checkpoints, arch=self.identity.arch, steps=self.identity.steps)
         alive = [shape for shape in ranks.mine(self.shapes) if shape.arch not in state.diverged]
         trainers = self.build(alive, ranks)
         if not state.step:
@@ -344,7 +345,7 @@ class _Run:
         }
         if self.config.eval_steps is not None:
             for trainer in trainers:
-                load_best(self.folder.best, trainer, state.best[trainer.shape.arch].step)
+                load_best(self.folder.best, trainer, state)
         for trainer, after in zip(trainers, self.held_out(trainers), strict=True):
             arch = trainer.shape.arch
             best = state.best.get(arch)
@@ -378,7 +379,7 @@ class _Run:
         (shape,) = [shape for shape in self.shapes if shape.arch == arch]
         (trainer,) = self.build([shape], Ranks.alone(self.ranks.device))
         if self.config.eval_steps is not None:
-            load_best(self.folder.best, trainer, state.best[arch].step)
+            load_best(self.folder.best, trainer, state)
         else:
             load_students(self.folder.checkpoints, state, trainers=[trainer], device=self.ranks.device)
         return trainer

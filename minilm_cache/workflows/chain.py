@@ -30,6 +30,7 @@ from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
+from minilm_cache.store.regular_files import bounded_bytes
 from minilm_cache.train.ranks import Ranks, refuse_ranks
 from minilm_cache.train.run import train_students
 from minilm_cache.workflows.chain_plan import SETTINGS_FILE, Stage, Way, chain_settings, check_chain, stages
@@ -255,7 +256,7 @@ def _finish(
     del done, should_stop
     if not ranks.is_first:
         ranks.barrier()  # it lasts seconds, where a dump may last longer than a group of processes waits
-        return ChainRecord.model_validate_json((folder / CHAIN_FILE).read_bytes())
+        return ChainRecord.model_validate_json(bounded_bytes(folder / CHAIN_FILE, 2**20))
     trainings = [stage for stage in planned if stage.does == "train"]
     runs = [
         TrainedRun.open(

@@ -19,6 +19,7 @@ from minilm_cache.objectives.spec import OBJECTIVES, Needs
 from minilm_cache.report.runs import TEACHER_CACHE
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.creation import differing_values
+from minilm_cache.store.regular_files import bounded_bytes
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.first import first_config
 from minilm_cache.train.folder import RunFolder, arch_slug
@@ -205,8 +206,8 @@ def _check_folder(config: ChainConfig, folder: Path) -> None:
     if not file.exists():
         return
     try:
-        stored = TypeAdapter(dict[str, object]).validate_json(file.read_bytes())
-    except ValueError as error:
+        stored = TypeAdapter(dict[str, object]).validate_json(bounded_bytes(file, 2**20))
+    except (OSError, ValueError) as error:
         raise IdentityMismatchError(f"{file} is damaged. Choose another --out.") from error
     differing = list(differing_values(stored, chain_settings(config)))
     if differing:

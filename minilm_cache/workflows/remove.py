@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from minilm_cache.errors import CacheNotFoundError, InvalidConfigError, MiniLMCacheError, ShardBusyError
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.layout import LOCKS, MANIFEST
-from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run, runs_in
+from minilm_cache.train.folder import REMOVED, RUN_FILE, RunFolder, is_run, runs_in
 from minilm_cache.train.record import load_record
 
 
@@ -40,14 +40,30 @@ def find_removal(name: str, home: Path) -> Removal:
     """
     places = [Path(name), home / "caches" / name, home / "runs" / name]
     path = next((place for place in places if place.is_dir()), None)
+    leftover = next(filter(_is_leftover, map(_removed_name, places)), None)
+    if path is None and leftover is not None:
+        return Removal(path=leftover, num_bytes=_num_bytes(leftover), needed_by=())
     if path is None:
         raise CacheNotFoundError(
             f"there is no cache or run {name}, neither here nor in {home}. `minilm-cache ls` lists them."
         )
     if path.is_symlink() or not (is_run(path) or (path / MANIFEST).is_file()):
         raise InvalidConfigError(f"{path} is neither a cache nor a run. Remove it by other means.")
-    num_bytes = sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
-    return Removal(path=path, num_bytes=num_bytes, needed_by=tuple(_needing(path, home)))
+    return Removal(path=path, num_bytes=_num_bytes(path), needed_by=tuple(_needing(path, home)))
+
+
+def _num_bytes(path: Path) -> int:
+    return sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+
+
+def _removed_name(path: Path) -> Path:
+    """Return the name that a folder has while it is removed."""
+    return path.with_name(f".{path.name}{REMOVED}") if path.name else path
+
+
+def _is_leftover(path: Path) -> bool:
+    """Return whether a folder is what an interrupted removal left."""
+    return path.name.endswith(REMOVED) and path.is_dir() and not path.is_symlink()
 
 
 def remove(removal: Removal) -> None:
@@ -62,14 +78,17 @@ def remove(removal: Removal) -> None:
     """
     path = removal.path.resolve()
     with storage_errors("remove", path), ExitStack() as held:
-        for file in [*path.glob(f"{LOCKS}/*"), *path.glob(RunFolder(path=Path()).lock.name)]:
+        if _is_leftover(path):
+            shutil.rmtree(path)
+            return
+        for file in _locks(path):
             lock = FileLock(file)
             try:
                 lock.acquire(timeout=0)
             except Timeout:
                 raise ShardBusyError(f"a process writes {path}. Wait for it, or stop it.") from None
             held.callback(lock.release)
-        removed = path.with_name(f".{path.name}.removed")
+        removed = _removed_name(path)
         if removed.exists():
             shutil.rmtree(removed)
         path.rename(removed)
@@ -88,5 +107,22 @@ def _needing(path: Path, home: Path) -> Iterator[Path]:
             record = load_record(run)
         except MiniLMCacheError:  # a damaged run needs nothing
             continue
-        if path.resolve() in [Path(place).resolve() for place in (record.cache, record.init) if place]:
+        if path.resolve() in [_resolved(place) for place in (record.cache, record.init) if place]:
             yield run
+
+
+def _locks(path: Path) -> Iterator[Path]:
+    """Yield the lock files of a cache or a run; nobody writes through a linked folder of them."""
+    folder = path / LOCKS
+    files = [] if folder.is_symlink() or not folder.is_dir() else list(folder.iterdir())
+    for file in [*files, RunFolder(path=path).lock]:
+        if not file.is_symlink() and file.is_file():
+            yield file
+
+
+def _resolved(place: str) -> Path | None:
+    """Return a path without links. None means that it is none, as a loop of links."""
+    try:
+        return Path(place).resolve()
+    except (OSError, ValueError, RuntimeError):
+        return None

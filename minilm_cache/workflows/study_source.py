@@ -12,6 +12,8 @@ from minilm_cache.settings import Settings, first_problem
 from minilm_cache.store.regular_files import regular_bytes
 
 _MAX_BYTES: Final = 2**20
+_MAX_DIGITS: Final = 72
+"""Most characters of a whole number: 64 binary digits, and what separates them."""
 Location = tuple[str | int, ...]
 """Keys and indices from the document's root to a value."""
 
@@ -31,6 +33,7 @@ class Source:
             text = content.decode("utf-8") if len(content) <= _MAX_BYTES else ""
             _refuse_costly(path, text, len(content))
             root = yaml.compose(text, Loader=yaml.SafeLoader)
+            _refuse_long_numbers(path, root)
             self.content = yaml.safe_load(text)
         except InvalidConfigError:
             raise
@@ -61,7 +64,12 @@ class Source:
 
     def resolve(self, path: str) -> Path:
         """Return a path that the document gives, relative to the folder of the document."""
-        return self.path.parent / Path(path).expanduser()
+        try:
+            return self.path.parent / Path(path).expanduser()
+        except RuntimeError as error:
+            raise InvalidConfigError(
+                f"{self.path}: {path}: {first_line(error)}. Give the whole path."
+            ) from error
 
     def fail(self, location: Location, problem: str) -> NoReturn:
         """Raise InvalidConfigError that names the file, the line and the key."""
@@ -111,6 +119,30 @@ def _refuse_costly(path: Path, text: str, num_bytes: int) -> None:
         raise InvalidConfigError(
             f"{path}{line}: a study cannot have aliases (*{alias.anchor}). Write the value again."
         )
+
+
+def _refuse_long_numbers(path: Path, root: yaml.Node | None) -> None:
+    """Raise InvalidConfigError for a whole number of more digits than Python turns back into text."""
+    for node in _scalars(root):
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MAX_DIGITS:
+            raise InvalidConfigError(
+                f"{path}, line {node.start_mark.line + 1}: {node.value[:12]}... has {len(node.value)} "
+                f"digits. "
+                "Give a smaller number."
+            )
+
+
+def _scalars(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
+    """Yield every value and key below a node that holds no others."""
+    if isinstance(node, yaml.ScalarNode):
+        yield node
+    elif isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            for part in pair:
+                yield from _scalars(part)
+    elif isinstance(node, yaml.SequenceNode):
+        for part in node.value:
+            yield from _scalars(part)
 
 
 def _child(node: yaml.Node, part: str | int) -> tuple[int, yaml.Node] | None:

@@ -16,7 +16,7 @@ from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.spec import Which, known_objective
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.store.remote import is_url
+from minilm_cache.store.urls import is_url
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.first import first_config
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM

@@ -225,11 +225,14 @@ def test_files_without_the_column_are_next_to_files_with_it(tmp_path: Path) -> N
     assert len(set(numbers)) == 3
 
 
-def test_a_cache_of_the_first_releases_keeps_its_split(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("split", [None, "documents"])
+def test_a_cache_of_an_earlier_release_keeps_its_split(
+    world: World, monkeypatch: pytest.MonkeyPatch, split: Literal["documents"] | None
+) -> None:
     """Repeated, added to, and checked against its text, it is what it was; anew, text is held out anew."""
     with monkeypatch.context() as patched:
         patched.setattr(
-            setup, "identify", lambda c, t, corpus, split=None: identify(c, t, corpus=corpus, split=None)
+            setup, "identify", lambda c, t, corpus, **_: identify(c, t, corpus=corpus, split=split)
         )
         old = world.dump(codec="vectors").manifest
     again = world.dump(codec="vectors")
@@ -244,10 +247,26 @@ def test_a_cache_of_the_first_releases_keeps_its_split(world: World, monkeypatch
         cache, str(world.teacher), corpus=load_corpus(str(world.corpus)), device="cpu", progress=Silent()
     )
 
-    assert old.identity.packing.split is None
-    assert "split" not in (world.root / "cache/manifest.json").read_text()
+    assert old.identity.packing.split == split
+    assert ("split" in (world.root / "cache/manifest.json").read_text()) == (split is not None)
     assert (again.shards_written, again.manifest.fingerprint) == (0, old.fingerprint)
     assert found.identity == ()
     assert found.tokens == ()
-    assert more.manifest.identity.packing.split is None
-    assert world.dump("new", codec="vectors").manifest.identity.packing.split == "documents"
+    assert more.manifest.identity.packing.split == split
+    assert world.dump("new", codec="vectors").manifest.identity.packing.split == "tokens"
+
+
+@pytest.mark.parametrize("mode", ["records", "packed"])
+def test_held_out_sequences_are_no_training_sequences_by_their_tokens(
+    world: World, mode: Literal["records", "packed"]
+) -> None:
+    """Spaces, cut words and unknown words make other texts of the same tokens, all of which stay together."""
+    texts = world.corpus.read_text().strip().split("\n\n")
+    rows = [row for text in texts for row in (text, f" {text}  ", text.replace(" ", "  "))]
+    rows += [f"{text} no{at} word{at}" for text in texts for at in range(2)]
+    world.corpus.write_text("\n\n".join(rows) + "\n")
+    cache = open_cache(world.dump(packing=mode, max_length=16).path)
+    sequences = [tuple(sequence.input_ids.tolist()) for sequence in cache]
+    num_train = cache.manifest.num_train
+    assert cache.manifest.num_held_out
+    assert not {*sequences[:num_train]} & {*sequences[num_train:]}

@@ -1,4 +1,4 @@
-"""What a cache holds is what the teacher gives in use: sentence-transformers and transformers are the oracle."""
+"""A cache holds what its teacher gives in use: sentence-transformers and transformers are the oracle."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def texts_of(cache: Cache, world: World) -> list[str]:
     tokenizer = load_tokenizer(world.teacher)
     texts = []
     for sequence in cache:
-        words = tokenizer.decode(sequence.input_ids, skip_special_tokens=True)
+        words = str(tokenizer.decode(sequence.input_ids, skip_special_tokens=True))
         texts.append(next(document for document in documents if document.startswith(words)))
     return texts
 
@@ -190,7 +190,7 @@ def test_a_template_that_depends_on_the_text_is_refused(world: World) -> None:
 
 
 def test_the_usual_template_leaves_documents_as_they_were(world: World) -> None:
-    """Caches of the first releases keep their fingerprints: the packing says nothing of the usual template."""
+    """Caches of the first releases keep their fingerprints: the packing says nothing of it."""
     packing = json.loads((world.dump().path / "manifest.json").read_text())["identity"]["packing"]
     assert set(packing) == {"mode", "max_length", "max_tokens", "seed", "split"}
     tokenizer = load_tokenizer(world.teacher)

@@ -166,7 +166,7 @@ def test_every_family_is_whole_with_and_without_its_heads(tmp_path: Path, family
         metadata={"format": "pt"},
     )
     load_model(folder)  # the encoder is whole
-    with pytest.raises(TeacherError, match="lacks the rest|has no head"):
+    with pytest.raises(TeacherError, match=r"lacks the rest|has no head"):
         load_model(folder, "tokens")
 
 

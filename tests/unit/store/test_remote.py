@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InvalidConfigError, StorageError
-from minilm_cache.store.remote import RemoteFolder, is_url, open_store, without_secrets
+from minilm_cache.store.remote import RemoteFolder, open_store
+from minilm_cache.store.urls import is_url, without_secrets
 from tests.s3 import tamper
 
 

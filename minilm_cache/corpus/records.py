@@ -1,0 +1,382 @@
+"""Read the asked-for columns of files, record by record: nothing guesses the types of the others.
+
+A text stays the string that it is, a record that cannot be read is named, and other columns may hold
+anything.
+"""
+
+import csv
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Final, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from minilm_cache.corpus.formats import TEXT, Documents, refuse_other_content
+from minilm_cache.errors import CorpusError, first_line
+from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
+
+COPIES_COLUMN: Final = "document"
+"""Column that has equal values where records are copies of one text; `augment` writes it."""
+_MAX_LINE: Final = 2**28
+"""Most characters of a line of records: each is held in memory as a whole."""
+_ROWS: Final = 1024
+_SHOWN_COLUMNS: Final = 20
+_STRINGS: Final = ("string", "large_string", "string_view")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A text, and what it is a copy of."""
+
+    text: str
+    copy_of: str | None
+    """Value of column `COPIES_COLUMN`. None means that it has none."""
+    says_copies: bool
+    """Whether the record's file has that column."""
+
+
+def read_records(file: Path, text_column: str | None, documents: Documents) -> Iterator[Record]:
+    """Yield the records of a file, those of one column after those of the other where several are asked for.
+
+    Args:
+        file: a .txt, .md, .jsonl, .csv or .parquet file.
+        text_column: column with the text, or several with commas between them. None means `text`.
+        documents: what is a document in .txt and .md files.
+
+    Raises:
+        CorpusError: the file is empty or broken, or lacks a column.
+    """
+    refuse_other_content(file)
+    if file.suffix in TEXT:
+        split = _lines if documents == "lines" else _paragraphs
+        with _text_errors(file), file.open(encoding="utf-8-sig") as opened:
+            for text in split(opened):
+                yield Record(text, None, says_copies=False)
+        return
+    reader = {".jsonl": _of_json, ".csv": _of_csv, ".parquet": _of_parquet}[file.suffix]
+    with _text_errors(file):
+        columns = reader(file, None)
+        for column in _asked(text_column, columns):
+            yield from reader(file, column)
+
+
+def _asked(text_column: str | None, known: Sequence[str]) -> list[str]:
+    """Return the columns that are asked for; a column may have a comma in its name."""
+    name = text_column or "text"
+    return [name] if name in known else [part.strip() for part in name.split(",")]
+
+
+@contextmanager
+def _text_errors(file: Path) -> Iterator[None]:
+    """Turn errors of reading a file into a CorpusError that names the line, where there are lines."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"cannot read corpus {file}: {_bad_bytes(file)}") from error
+    except (OSError, pa.ArrowException, HeaderError, csv.Error) as error:
+        raise CorpusError(
+            f"cannot read corpus {file}: {first_line(error).rstrip('.')}. Check the file or choose another "
+            f"--corpus."
+        ) from error
+
+
+def _bad_bytes(file: Path) -> str:
+    """Return where the first bytes are that are not UTF-8, and what to do."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                bad = line[error.start : error.start + 1].hex()
+                return (
+                    f"line {number} is not text in UTF-8 (byte 0x{bad} at position {error.start}). Convert "
+                    f"the file, "
+                    "for example by `iconv -f latin1 -t utf-8`."
+                )
+    return "it is not text in UTF-8. Convert it, for example by `iconv -f latin1 -t utf-8`."
+
+
+def _lines(opened: IO[str]) -> Iterator[str]:
+    return (line.rstrip("\n") for line in opened)
+
+
+def _paragraphs(opened: IO[str]) -> Iterator[str]:
+    """Yield the text between empty lines; an empty line may hold spaces.
+
+    Of several empty lines, only the first separates: the next text begins with the others.
+    """
+    pieces: list[str] = []
+    for line in opened:
+        if pieces and line.endswith("\n") and line.isspace() and pieces[-1].endswith("\n"):
+            yield "".join(pieces).removesuffix("\n")
+            pieces = []
+        else:
+            pieces.append(line)
+    if pieces:
+        yield "".join(pieces)
+
+
+def _of_json(file: Path, column: str | None) -> Any:  # noqa: ANN401 - names of columns, or records
+    if column is None:
+        return list(next(_objects(file), (0, {}))[1])
+    return _json_records(file, column)
+
+
+def _json_records(file: Path, column: str) -> Iterator[Record]:
+    says_copies = any(COPIES_COLUMN in row for _, row in islice(_objects(file), _ROWS))
+    for number, (where, row) in enumerate(_objects(file, column)):
+        if column not in row:
+            _refuse_no_text(file, column, number=number, names=_json_names(file))
+        text = row[column]
+        if text is None:
+            _refuse_no_text(file, column, number=number, names=[column])
+        if not isinstance(text, str):
+            raise CorpusError(
+                f"corpus {file}: column {column!r} of {where} holds {_kind(text)}, not text. "
+                "Name another with --text-column, or store it as text."
+            )
+        copy = row.get(COPIES_COLUMN)
+        yield Record(_whole(text, file, where), _as_key(copy), says_copies or COPIES_COLUMN in row)
+
+
+def _json_names(file: Path) -> list[str]:
+    """Return the names of the columns of all records, some at most."""
+    names: dict[str, None] = {}
+    for _, row in _objects(file):
+        names |= dict.fromkeys(row)
+        if len(names) >= _SHOWN_COLUMNS:
+            break
+    return list(names)
+
+
+def _objects(file: Path, column: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield where each record of a .jsonl file is, in words, and the record.
+
+    A file that is one array of objects is read, too. Of a column, `column`, no record may have two values.
+    """
+    with file.open(encoding="utf-8-sig") as opened:
+        for number, line in enumerate(iter(lambda: opened.readline(_MAX_LINE), ""), 1):
+            if len(line) >= _MAX_LINE:
+                raise CorpusError(
+                    f"corpus {file}: line {number} has more than {_MAX_LINE >> 20} million characters. "
+                    "Write one record a line."
+                )
+            if not line.strip():
+                continue
+            if number == 1 and line.lstrip().startswith("["):
+                yield from _array(file, line + opened.read(_MAX_LINE))
+                return
+            where = f"line {number}"
+            row = _value(file, line, where)
+            if not isinstance(row, dict):
+                raise CorpusError(
+                    f"corpus {file}: {where} holds {_kind(row)}, where a record with a text should be. "
+                    "Write one object a line."
+                )
+            if column is not None and line.count(f'"{column}"') > 1:
+                _refuse_two_values(file, line, column, where=where)
+            yield where, row
+
+
+def _array(file: Path, content: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if len(content) >= _MAX_LINE:
+        raise CorpusError(f"corpus {file} is one long JSON array. Write one object a line.")
+    rows = _value(file, content, "the array")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise CorpusError(
+                f"corpus {file}: element {number} of its array (counted from 0) holds {_kind(row)}, where a "
+                f"record "
+                'like {"text": "..."} should be. Write one object a line.'
+            )
+        yield f"element {number}", row
+
+
+def _value(file: Path, text: str, where: str) -> Any:  # noqa: ANN401 - any JSON value
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise CorpusError(
+            f"cannot read corpus {file}: {where} is nested too deep. Fix it or remove it."
+        ) from error
+    except ValueError as error:
+        raise CorpusError(
+            f"cannot read corpus {file}: {where} is not JSON: {first_line(error)}. Fix it or remove it."
+        ) from error
+
+
+def _refuse_two_values(file: Path, line: str, column: str, *, where: str) -> None:
+    """Raise CorpusError if a record has a column twice: only one of the two values could be read."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if sum(name == column for name, _ in pairs) > 1:
+            raise CorpusError(f"corpus {file}: {where} has column {column!r} twice. Keep one of the two.")
+        return dict(pairs)
+
+    json.loads(line, object_pairs_hook=once)
+
+
+def _of_csv(file: Path, column: str | None) -> Any:  # noqa: ANN401 - names of columns, or records
+    if column is None:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            return next(_csv_rows(file, opened))
+    return _csv_records(file, column)
+
+
+def _csv_records(file: Path, column: str) -> Iterator[Record]:
+    with file.open(encoding="utf-8-sig", newline="") as opened:
+        rows = _csv_rows(file, opened)
+        header = next(rows)
+        if column not in header:
+            _refuse_no_text(file, column, number=0, names=header)
+        at, copies_at = header.index(column), None
+        if COPIES_COLUMN in header:
+            copies_at = header.index(COPIES_COLUMN)
+        for row in rows:
+            copy = None if copies_at is None else row[copies_at]
+            yield Record(row[at], copy, says_copies=copies_at is not None)
+
+
+def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
+    """Yield the header of a .csv file, without spaces around names, and its rows, which are as long."""
+    csv.field_size_limit(min(sys.maxsize, _MAX_LINE))
+    reader = csv.reader(opened)
+    rows = (row for row in reader if len(row) > 1 or "".join(row).strip())
+    header = [name.strip() for name in next(rows, [])]
+    doubled = next((name for name in header if name and header.count(name) > 1), None)
+    if doubled is not None:
+        raise CorpusError(f"corpus {file} has two columns of one name: {doubled}. Rename one.")
+    yield header
+    for row in rows:
+        if len(row) != len(header):
+            raise CorpusError(
+                f"corpus {file}, line {reader.line_num}: {len(row)} fields, where the header has "
+                f"{len(header)}. Put text with commas in quotes, or use .jsonl or .parquet."
+            )
+        yield row
+
+
+def _of_parquet(file: Path, column: str | None) -> Any:  # noqa: ANN401 - names of columns, or records
+    if column is None:
+        with file.open("rb") as opened:
+            refuse_bomb(opened, ())
+        return pq.read_schema(file).names
+    return _parquet_records(file, column)
+
+
+def _parquet_records(file: Path, column: str) -> Iterator[Record]:
+    schema = pq.read_schema(file)
+    if schema.names.count(column) != 1:
+        if column in schema.names:
+            raise CorpusError(f"corpus {file} has two columns of one name: {column}. Rename one.")
+        _refuse_no_text(file, column, number=0, names=schema.names)
+    kind = schema.field(column).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if str(kind) not in (*_STRINGS, "null"):
+        raise CorpusError(
+            f"corpus {file}: column {column!r} holds {kind}, not text. "
+            "Name another with --text-column, or store it as text."
+        )
+    says_copies = schema.names.count(COPIES_COLUMN) == 1 and not _is_bytes(schema.field(COPIES_COLUMN).type)
+    columns = [column, *([COPIES_COLUMN] * says_copies)]
+    with file.open("rb") as opened:
+        refuse_bomb(opened, columns)
+        opened.seek(0)
+        for first, batch in _batches(pq.ParquetFile(opened), list(dict.fromkeys(columns))):
+            texts = _strings(batch.column(column), file, first)
+            copies = _keys(batch.column(COPIES_COLUMN)) if says_copies else [None] * len(texts)
+            for number, (text, copy) in enumerate(zip(texts, copies, strict=True), first):
+                if text is None:
+                    _refuse_no_text(file, column, number=number, names=[column])
+                else:
+                    yield Record(text, copy, says_copies)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    """Return whether a column holds bytes, which name no text that another is a copy of."""
+    return "binary" in str(kind)
+
+
+def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Yield batches of a file, and the number of the first record of each."""
+    first = 0
+    for batch in parquet.iter_batches(_ROWS, columns=columns, use_threads=False):
+        yield first, batch
+        first += len(batch)
+
+
+def _strings(values: pa.Array, file: Path, first: int) -> list[str | None]:
+    """Return texts; `first` is the number of the first of them.
+
+    Raises:
+        CorpusError: one is not UTF-8.
+    """
+    try:
+        return list(values.to_pylist())
+    except UnicodeDecodeError as error:
+        for number in range(len(values)):
+            try:
+                values[number].as_py()
+            except UnicodeDecodeError:
+                raise CorpusError(
+                    f"cannot read corpus {file}: record {first + number} (counted from 0) is not text in "
+                    f"UTF-8. "
+                    "Write it again as text."
+                ) from error
+        raise
+
+
+def _keys(values: pa.Array) -> list[str | None]:
+    """Return values of any type as text: copies of one text have equal ones."""
+    try:
+        return list(values.cast(pa.string()).to_pylist())
+    except (pa.ArrowException, UnicodeDecodeError):
+        return [_as_key(value) for value in values.to_pylist()]
+
+
+def _as_key(value: object) -> str | None:
+    """Return a value as text, as Arrow writes numbers. None stays None."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bool | float):
+        return str(pa.array([value]).cast(pa.string())[0].as_py())
+    return str(value) if isinstance(value, int) else json.dumps(value, sort_keys=True, default=str)
+
+
+def _whole(text: str, file: Path, where: str) -> str:
+    """Return a text, which may hold no half of a character that JSON wrote in two."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CorpusError(
+            f"cannot read corpus {file}: {where} has half of a character (a lone surrogate). Fix it or "
+            f"remove it."
+        ) from error
+    return text
+
+
+def _refuse_no_text(file: Path, column: str, *, number: int, names: Sequence[str]) -> NoReturn:
+    """Raise the error of a file without a column, or of a record without a text in it."""
+    if column in names:
+        raise CorpusError(
+            f"corpus {file}: record {number} (counted from 0) has no text. "
+            "Give it one, remove it, or name another column: --text-column."
+        )
+    more = "" if len(names) < _SHOWN_COLUMNS else ", ..."
+    raise CorpusError(
+        f"corpus {file} has no column {column!r}; it has {', '.join(names[:_SHOWN_COLUMNS])}{more}. "
+        "Name the one with the text: --text-column."
+    )
+
+
+def _kind(value: object) -> str:
+    """Return what a JSON value is, in words."""
+    kinds: Mapping[type, str] = {bool: "true or false", list: "a list", dict: "an object", str: "a text"}
+    return kinds.get(type(value), "nothing" if value is None else "a number")
