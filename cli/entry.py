@@ -13,11 +13,11 @@ def main() -> None:
     """Run the command that the process was started with."""
     before = signal.signal(signal.SIGINT, _end)
     from minilm_cache.cli.main import run  # noqa: PLC0415 - what takes long enough to be interrupted
+    from minilm_cache.waiting import has_abandoned_calls  # noqa: PLC0415 - with it
 
     signal.signal(signal.SIGINT, before)
     code = run(sys.argv[1:])
-    store = sys.modules.get("minilm_cache.store.object_store")
-    if store is not None and store.has_left_requests():
+    if has_abandoned_calls():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -112,6 +112,10 @@ mean, that of the first token, the greatest value of each dimension, or that of 
 POOLING_MODES: Final[tuple[PoolingMode, ...]] = get_args(PoolingMode)
 
 
+MAX_POOLED_WIDTH: Final = 2**16
+"""Most dimensions of a pooled vector."""
+
+
 class Pooling(StoredModel):
     """How the teacher makes one vector of a sequence, and how closely vectors are stored."""
 
@@ -120,7 +124,7 @@ class Pooling(StoredModel):
     """SHA-256 over the linear maps that follow the pooling. None means that there are none."""
     normalize: bool
     """True: vectors have length 1."""
-    width: int = Field(ge=1, le=2**16)
+    width: int = Field(ge=1, le=MAX_POOLED_WIDTH)
     """Number of dimensions of a vector."""
     min_cosine: float = Field(gt=0, lt=1)
     """Least mean cosine of stored vectors with the teacher's, on the checked sequences."""

@@ -47,6 +47,7 @@ from minilm_cache.errors import (
     RankLostError,
     first_line,
 )
+from minilm_cache.models.files import library_errors
 from minilm_cache.models.load import load_tokenizer, locate_teacher, tokenizer_sha256
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import CorpusSettings, cache_home
@@ -54,6 +55,8 @@ from minilm_cache.storage_schema.arrays import token_dtype
 from minilm_cache.store.cores import machine_cores
 from minilm_cache.store.durable import new_file, storage_errors, wait_for, write_file
 from minilm_cache.store.fingerprint import digest_file
+from minilm_cache.store.remote import RemoteFolder
+from minilm_cache.waiting import awaited
 
 _PART_BYTES: Final = 2**25
 """Bytes of text of a part, about 8 million tokens; a text of 16 GB and more has parts that are larger."""
@@ -142,6 +145,8 @@ def tokenise(
             if not is_fetched:
                 write()
                 send(folder, shared, progress=progress, should_stop=should_stop)
+            else:
+                _refuse_other_tokens(Tokens(folder, corpus.name, tokenizer), corpus, tokenizer, shared=shared)
         return Tokens(folder, corpus.name, tokenizer)
 
 
@@ -290,7 +295,12 @@ def _write_part(job: _PartJob, progress: Progress | None = None, should_stop: Sh
         for first, batch in text_batches(job.documents):
             if should_stop():
                 raise _interrupted()
-            tokenised = _token_ids(batch["text"].to_pylist(), job.tokenizer)
+            # A pattern of the tokenizer may take for ever, and no signal handler runs meanwhile.
+            tokenised = awaited(
+                partial(_token_ids, batch["text"].to_pylist(), job.tokenizer),
+                should_stop=should_stop,
+                interrupted=_INTERRUPTED,
+            )
             counts.append(np.asarray([len(row) for row in tokenised], dtype="<i8"))
             ids.write(np.concatenate([np.asarray(row, dtype=job.dtype) for row in tokenised]).tobytes())
             for file, hashes in keys.items():
@@ -357,15 +367,16 @@ def _seal(folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, *, j
 
 
 def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    encoded: Mapping[str, Any] = tokenizer(
-        texts,
-        add_special_tokens=False,
-        truncation=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
-    return list(encoded["input_ids"])
+    with library_errors(f"the tokenizer of {tokenizer.name_or_path} cannot read the text"):
+        encoded: Mapping[str, Any] = tokenizer(
+            texts,
+            add_special_tokens=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return list(encoded["input_ids"])
 
 
 def _hashes(values: list[str | None], part: int, first: int) -> npt.NDArray[np.uint64]:
@@ -384,8 +395,38 @@ def _hashes(values: list[str | None], part: int, first: int) -> npt.NDArray[np.u
     return np.fromiter(hashes, dtype="<u8", count=len(values))
 
 
-def _interrupted() -> InterruptedRunError:
-    return InterruptedRunError(
-        "interrupted while the text is tokenised: finished parts are kept. Run the same command again to go "
-        "on."
+def _refuse_other_tokens(
+    tokens: Tokens, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, *, shared: RemoteFolder
+) -> None:
+    """Compare fetched tokens with those of some documents, which nobody can foresee.
+
+    Raises:
+        CacheCorruptError: they are not those of this text. They are not kept.
+    """
+    num_documents = len(corpus.documents)
+    drawn = np.random.default_rng().choice(num_documents, min(num_documents, _SAMPLE), replace=False)
+    chosen = np.sort(drawn)
+    texts = [str(text) for text in corpus.documents.select(chosen)["text"]]
+    expected = _token_ids(texts, tokenizer)
+    hashes = [xxhash.xxh3_64_intdigest(text.encode()) for text in texts]
+    is_same = tokens.keys[0][chosen].tolist() == hashes and all(
+        ids.tolist() == own for ids, own in zip(tokens.read(chosen), expected, strict=True)
     )
+    if not is_same:
+        (tokens.folder / TOKENS_FILE).unlink()
+        raise CacheCorruptError(
+            f"{shared.url} holds tokens of another text than {corpus.name}. Remove it there, and run the "
+            f"same command "
+            "again: it tokenises the text anew."
+        )
+
+
+_SAMPLE: Final = 256
+"""Documents that are compared: where a fiftieth of all is wrong, it is found in 99 of 100 cases."""
+_INTERRUPTED: Final = (
+    "interrupted while the text is tokenised: finished parts are kept. Run the same command again to go on."
+)
+
+
+def _interrupted() -> InterruptedRunError:
+    return InterruptedRunError(_INTERRUPTED)

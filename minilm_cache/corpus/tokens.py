@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.corpus.template import named_template
@@ -51,8 +51,8 @@ Ids = npt.NDArray[np.int64]
 class TokenPart(StoredModel):
     """Consecutive documents whose token ids are in one file."""
 
-    num_documents: int = Field(ge=1)
-    num_tokens: int = Field(ge=0)
+    num_documents: int = Field(ge=1, le=2**40)
+    num_tokens: int = Field(ge=0, le=2**40)
     sums: FileDigest
     """Digest of the file of checksums."""
 
@@ -68,6 +68,14 @@ class TokenRecord(StoredDocument):
     parts: tuple[TokenPart, ...] = Field(min_length=1, max_length=MAX_PARTS)
     files: dict[str, FileDigest]
     """Digests of `ends`, `texts` and `copies`."""
+
+    @model_validator(mode="after")
+    def _holds_the_corpus(self) -> "TokenRecord":
+        if sum(part.num_documents for part in self.parts) != self.corpus.num_documents:
+            raise ValueError("its parts have other documents than the corpus")
+        if (COPIES in self.files) != (self.corpus.copies_sha256 is not None):
+            raise ValueError("its files are not those of the corpus")
+        return self
 
     @property
     def address(self) -> str:

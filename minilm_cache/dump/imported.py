@@ -7,9 +7,10 @@ looks vectors up instead of running a teacher.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ from minilm_cache.dump.identity import identify, name_labels
 from minilm_cache.dump.reading import CPU_BATCH, SequenceReader
 from minilm_cache.dump.run import DumpResult, write_cache
 from minilm_cache.dump.setup import ResolvedDump
-from minilm_cache.errors import CorpusError, TeacherError, first_line
+from minilm_cache.errors import CorpusError, InterruptedRunError, TeacherError, first_line
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.files import VOLATILE
 from minilm_cache.models.load import (
@@ -48,9 +49,10 @@ from minilm_cache.relations.scores import TeacherSignal
 from minilm_cache.relations.states import States, WantedStates
 from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.identity import TeacherIdentity, canonical_sha256
-from minilm_cache.storage_schema.states import POOLED, PoolingMode
+from minilm_cache.storage_schema.states import MAX_POOLED_WIDTH, POOLED, PoolingMode
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.layout import cache_name
+from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
 
 _UNIT: Final = 1e-3
 """Greatest difference from 1 of the length of vectors that count as unit vectors."""
@@ -107,10 +109,11 @@ def import_vectors(
             "packing": "records",
         },
     )
-    known = read_vectors(config)
+    known = read_vectors(config, should_stop)
     teacher = ImportedTeacher(dump.teacher, config, known)
     corpus = load_corpus(config.vectors, config.text_column)
-    assert list(corpus.texts()) == list(known.texts), "each vector belongs to the text of its row"
+    if list(corpus.texts()) != list(known.texts):  # each vector belongs to the text of its row
+        raise CorpusError(f"{config.vectors} changed while it was read. Run the same command again.")
     identity = identify(dump, teacher, corpus=corpus)
     home = home or cache_home()
     path = out or home / "caches" / cache_name(name_labels(dump), identity)
@@ -149,35 +152,82 @@ _OF_A_DUMP: Final = (
 """Settings that an import shares with a dump."""
 
 
-def read_vectors(config: ImportConfig) -> TextVectors:
+_ROWS: Final = 1024
+
+
+def read_vectors(config: ImportConfig, should_stop: ShouldStop = never_stop) -> TextVectors:
     """Read texts and vectors, and check every row.
 
+    Args:
+        config: the file, and its columns.
+        should_stop: asked before each batch of rows; True stops.
+
     Raises:
-        CorpusError: the file cannot be read, lacks a column, or a row lacks a text or a vector, has a vector
+        InterruptedRunError: a stop was requested.
+        CorpusError: the file cannot be read, would unpack to far more than it holds, lacks a column, or a
+        row lacks a text or a vector, has a vector
             of another width or with NaN, or repeats a text with another vector.
     """
     file, column = config.vectors, config.text_column or "text"
     if not Path(file).is_file():
         raise CorpusError(f"{file} is not a file. Give a Parquet file of texts and vectors.")
+    texts: list[object] = []
+    blocks: list[npt.NDArray[np.float32]] = []
     try:
-        names = pq.read_schema(file).names
-        for name in (column, config.vector_column):
-            if names.count(name) != 1:
-                raise CorpusError(
-                    f"{file} has no column {name!r}, or two; it has {', '.join(names)}. Name the columns: "
-                    "--text-column, --vector-column."
-                )
-        table = pq.read_table(file, columns=[column, config.vector_column])
-        texts = table[column].to_pylist()
-        vectors = _matrix(table[config.vector_column], file)
-    except (OSError, pa.ArrowException) as error:
-        raise CorpusError(f"cannot read {file}: {first_line(error)}. Give a Parquet file.") from error
-    _refuse_rows(texts, vectors, file)
-    return TextVectors(texts=texts, vectors=vectors)
+        with Path(file).open("rb") as opened:
+            refuse_bomb(opened, (column, config.vector_column))
+            opened.seek(0)
+            for batch in _batches(opened, config, should_stop):
+                texts += batch.column(column).to_pylist()
+                width = blocks[0].shape[1] if blocks else None
+                vectors = batch.column(config.vector_column)
+                blocks.append(_matrix(vectors, file, first=len(texts) - len(batch), width=width))
+    except (OSError, HeaderError, pa.ArrowException) as error:
+        reason = first_line(error)
+        raise CorpusError(
+            f"cannot read {file}: {reason}. Give a Parquet file of texts and vectors."
+        ) from error
+    if not blocks:
+        raise CorpusError(f"{file} has no rows. Give texts with their vectors.")
+    known = np.concatenate(blocks)
+    _refuse_rows(texts, known, file)
+    return TextVectors(texts=[str(text) for text in texts], vectors=known)
 
 
-def _matrix(column: pa.ChunkedArray, file: str) -> npt.NDArray[np.float32]:
-    """Return a column of lists of numbers as a matrix, checked row by row."""
+def _batches(
+    opened: BufferedIOBase, config: ImportConfig, should_stop: ShouldStop
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file of texts and vectors, some at a time.
+
+    Raises:
+        CorpusError: it lacks a column, or has one of another type.
+        InterruptedRunError: a stop was requested.
+    """
+    parquet = pq.ParquetFile(opened)
+    schema, column = parquet.schema_arrow, config.text_column or "text"
+    for name in (column, config.vector_column):
+        if schema.names.count(name) != 1:
+            raise CorpusError(
+                f"{config.vectors} has no column {name!r}, or two; it has {', '.join(schema.names)}. Name "
+                f"the "
+                "columns: --text-column, --vector-column."
+            )
+    for batch in parquet.iter_batches(_ROWS, columns=[column, config.vector_column], use_threads=False):
+        if should_stop():
+            raise InterruptedRunError("interrupted while vectors are read. Run the same command again.")
+        batch.validate(full=True)  # text that is not UTF-8 is an error of Arrow here
+        yield batch
+
+
+def _matrix(column: pa.Array, file: str, *, first: int, width: int | None) -> npt.NDArray[np.float32]:
+    """Return a column of lists of numbers as a matrix, checked row by row.
+
+    Args:
+        column: the vectors of a batch.
+        file: name of the file, for messages.
+        first: number of the first row.
+        width: number of dimensions of the vectors before. None means that these are the first.
+    """
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) and not (
         pa.types.is_fixed_size_list(column.type)
     ):
@@ -185,28 +235,31 @@ def _matrix(column: pa.ChunkedArray, file: str) -> npt.NDArray[np.float32]:
             f"{file}: the vectors are {column.type}, not lists of numbers. Store them as lists."
         )
     if column.null_count:
-        row = pc.index(column.is_null(), True).as_py()
+        row = first + pc.index(column.is_null(), True).as_py()
         raise CorpusError(
             f"{file}: row {row} (counted from 0) has a text without a vector. Add it or remove it."
         )
-    if pa.types.is_list(column.type):  # a single array of these has at most 2**31 numbers
-        column = column.cast(pa.large_list(column.type.value_type))
-    lists = column.combine_chunks()
-    widths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
-    if not len(widths):
-        raise CorpusError(f"{file} has no rows. Give texts with their vectors.")
-    differing = np.flatnonzero(widths != widths[0])
-    if len(differing) or not widths[0]:
+    widths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    wanted = int(widths[0]) if width is None else width
+    differing = np.flatnonzero(widths != wanted)
+    if len(differing) or not wanted:
         row = int(differing[0]) if len(differing) else 0
         raise CorpusError(
-            f"{file}: the vector of row {row} (counted from 0) has {widths[row]} numbers, that of row 0 has "
-            f"{widths[0]}. All of them must be of one width."
+            f"{file}: the vector of row {first + row} (counted from 0) has {widths[row]} numbers, that of "
+            f"row 0 "
+            f"has {wanted}. All of them must be of one width."
+        )
+    if wanted > MAX_POOLED_WIDTH:
+        raise CorpusError(
+            f"{file}: vectors of {wanted:,} numbers are wider than any cache holds ({MAX_POOLED_WIDTH:,}). "
+            f"Shorten "
+            "them."
         )
     try:
-        flat = lists.flatten().cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+        flat = column.flatten().cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
     except pa.ArrowException as error:
         raise CorpusError(f"{file}: the vectors are not lists of numbers: {first_line(error)}.") from error
-    return np.ascontiguousarray(flat.reshape(-1, int(widths[0])))
+    return np.ascontiguousarray(flat.reshape(-1, wanted))
 
 
 def _refuse_rows(texts: Sequence[object], vectors: npt.NDArray[np.float32], file: str) -> None:

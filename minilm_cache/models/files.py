@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from transformers import PreTrainedConfig
 
-from minilm_cache.errors import MiniLMCacheError, TeacherError, first_line
+from minilm_cache.errors import MiniLMCacheError, TeacherError, first_line, is_panic
 from minilm_cache.store.fingerprint import sha256_files
 from minilm_cache.store.folders import described_otherwise
 from minilm_cache.store.regular_files import regular_bytes
@@ -199,7 +199,9 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:  # noqa: ANN401 - what
 def library_errors(doing: str) -> Iterator[None]:
     """Turn any error that transformers and its libraries raise on a bad folder into a TeacherError.
 
-    They raise all kinds, from KeyError to ZeroDivisionError, so this catches every exception.
+    They raise all kinds, from KeyError to ZeroDivisionError, so this catches every exception, and what
+    libraries
+    in Rust raise where they give up.
 
     Args:
         doing: what failed, as the beginning of the message.
@@ -210,5 +212,7 @@ def library_errors(doing: str) -> Iterator[None]:
         raise
     except MemoryError as error:
         raise TeacherError(f"{doing}: there is too little memory for what its files describe.") from error
-    except Exception as error:
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise TeacherError(f"{doing}: {first_line(error)}. Save it again, or give another one.") from error

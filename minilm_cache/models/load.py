@@ -39,6 +39,7 @@ from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.models.complete import refuse_ignored_settings, refuse_incomplete
 from minilm_cache.models.files import library_errors, read_config_file, weight_files
 from minilm_cache.models.tap import ATTENTION, Head
+from minilm_cache.models.tokenizer_bombs import refuse_bombs
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.fingerprint import sha256_file
 
@@ -381,8 +382,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         )
     with library_errors(f"cannot load a tokenizer from {folder}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise TeacherError(f"the tokenizer in {folder} is not a fast one. Save it as tokenizer.json.")
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise TeacherError(f"the tokenizer in {folder} is not a fast one. Save it as tokenizer.json.")
+        refuse_bombs(tokenizer.backend_tokenizer, folder)
     special = {
         "cls_token": tokenizer.cls_token_id,
         "sep_token": tokenizer.sep_token_id,

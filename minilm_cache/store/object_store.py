@@ -3,19 +3,18 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock, Thread
 from typing import Final, TypeVar
 
 import obstore
 import obstore.exceptions
 from obstore.store import ObjectStore
 
-from minilm_cache.errors import InterruptedRunError, StorageError
+from minilm_cache.errors import StorageError
 from minilm_cache.progress import is_stop_requested
+from minilm_cache.waiting import awaited
 
 Result = TypeVar("Result")
 
@@ -23,7 +22,6 @@ _WHOLE_BYTES: Final = 2**26
 """Greatest size of a file that is sent from memory."""
 _WAITS_S: Final = (0.1, 0.3, 1.0, 3.0)
 """Seconds to wait before each repetition of a failed request."""
-_POLL_S: Final = 0.2
 _LEAST_RATE: Final = 20_000
 """Bytes per second below which a transfer is given up."""
 _MOST_S: Final = 120.0
@@ -34,33 +32,26 @@ _BROKEN: Final = ("body error", "invalid list response")
 """What obstore says of an answer that breaks off; it does not repeat such a request by itself."""
 
 
-class _Requests:
-    """How many requests nobody waits for any more, and whether this process was forked after one."""
+class _Forks:
+    """Whether this process was forked after a request: obstore's threads are not in it."""
 
     def __init__(self) -> None:
-        self.lock = Lock()
-        self.num_left = 0
-        self.has_made_one = False
+        self.has_made_request = False
         self.is_forked = False
 
 
-_REQUESTS: Final = _Requests()
+_FORKS: Final = _Forks()
 
 
 def _note_fork() -> None:
-    _REQUESTS.is_forked = _REQUESTS.has_made_one
+    _FORKS.is_forked = _FORKS.has_made_request
 
 
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def has_left_requests() -> bool:
-    """Return whether a request goes on that nobody waits for, and that would end an exit by SIGABRT."""
-    return _REQUESTS.num_left > 0
-
-
-def _awaited(request: Callable[[], Result], num_bytes: int = 0) -> Result:
-    """Make a request in a thread of its own, and wait for it: no blocking call lets a signal through.
+def _request(request: Callable[[], Result], num_bytes: int = 0) -> Result:
+    """Make a request.
 
     Args:
         request: the request.
@@ -70,40 +61,19 @@ def _awaited(request: Callable[[], Result], num_bytes: int = 0) -> Result:
         InterruptedRunError: a stop was requested meanwhile.
         StorageError: it takes far longer than such a request takes, or cannot be made in a forked process.
     """
-    if _REQUESTS.is_forked:
+    if _FORKS.is_forked:
         raise StorageError(
             "this process was forked from one that has read from a store, and cannot read from it. Start it "
             "anew, "
             "with a DataLoader by multiprocessing_context='spawn'"
         )
-    _REQUESTS.has_made_one = True
-    answer: Future[Result] = Future()
-    Thread(target=_answer, args=(request, answer), daemon=True).start()
-    until = time.monotonic() + _MOST_S + num_bytes / _LEAST_RATE
-    try:
-        while True:
-            try:
-                return answer.result(timeout=_POLL_S)
-            except TimeoutError:
-                if answer.done():
-                    raise
-            if is_stop_requested():
-                raise InterruptedRunError(
-                    "interrupted: what has arrived is kept. Run the same command again to go on."
-                )
-            if time.monotonic() > until:
-                raise StorageError(f"the store has not answered in {_MOST_S + num_bytes / _LEAST_RATE:.0f} s")
-    finally:
-        if not answer.done():
-            with _REQUESTS.lock:
-                _REQUESTS.num_left += 1
-
-
-def _answer(request: Callable[[], Result], answer: Future[Result]) -> None:
-    try:
-        answer.set_result(request())
-    except BaseException as error:  # noqa: BLE001 - it is raised where the answer is waited for
-        answer.set_exception(error)
+    _FORKS.has_made_request = True
+    return awaited(
+        request,
+        should_stop=is_stop_requested,
+        interrupted="interrupted: what has arrived is kept. Run the same command again to go on.",
+        most_s=_MOST_S + num_bytes / _LEAST_RATE,
+    )
 
 
 def _with_retries(request: Callable[[], Result], *retried: str, num_bytes: int = 0) -> Result:
@@ -113,12 +83,12 @@ def _with_retries(request: Callable[[], Result], *retried: str, num_bytes: int =
     """
     for wait_s in _WAITS_S:
         try:
-            return _awaited(request, num_bytes)
+            return _request(request, num_bytes)
         except obstore.exceptions.GenericError as error:
             if not any(text in str(error) for text in retried):
                 raise
             time.sleep(wait_s)
-    return _awaited(request, num_bytes)
+    return _request(request, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ REFUSED: list[tuple[str, bytes | str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "says"), REFUSED)
+@pytest.mark.parametrize(("name", "content", "says"), REFUSED, ids=range(len(REFUSED)))
 def test_what_is_no_text_is_named_with_its_record(
     world: World, command: Command, name: str, content: bytes | str, says: str
 ) -> None:
