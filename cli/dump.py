@@ -138,6 +138,7 @@ def _document(result: "DumpResult") -> dict[str, Any]:
         "num_sequences": manifest.num_sequences,
         "num_held_out": manifest.num_held_out,
         "held_out_by": manifest.held_out_by,
+        "cut": manifest.cut.model_dump() if manifest.cut else None,
         "kl_over_max": manifest.kl_over_max,
         "kl_infinite_because": kl_infinite_because(manifest),
         "verdict": verdict(manifest),
@@ -156,6 +157,7 @@ def _print(result: "DumpResult") -> None:
             f"{result.num_shards} in all",
             "tokens": f"{manifest.num_tokens:,} in {manifest.num_sequences:,} sequences, "
             f"{manifest.held_out_in_words}",
+            **({"cut off": manifest.cut.in_words} if manifest.cut else {}),
         }
     )
     if manifest.measured is not None:

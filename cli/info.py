@@ -107,6 +107,7 @@ def _pairs(manifest: CacheManifest, committed: int, num_shards: int) -> dict[str
         "sequences": f"{manifest.num_sequences:,} of at most {identity.packing.max_length} tokens "
         f"({identity.packing.mode}), {manifest.held_out_in_words}",
         "tokens": f"{manifest.num_tokens:,}",
+        **({"cut off": manifest.cut.in_words} if manifest.cut else {}),
         **({"precision": f"the teacher computed in {identity.precision}"} if identity.precision else {}),
         "relations": _relations(manifest),
         "codec": " ".join(

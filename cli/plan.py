@@ -73,6 +73,7 @@ def _document(measured: "Plan", best: "PlannedSetting | None") -> dict[str, obje
     return {
         "num_tokens": measured.num_tokens,
         "num_sequences": measured.num_sequences,
+        "cut": measured.cut.model_dump() if measured.cut else None,
         "sample_tokens": measured.sample_tokens,
         "teacher_tokens_per_s": measured.teacher_tokens_per_s,
         "settings": [
@@ -98,6 +99,8 @@ def _print_plan(measured: "Plan") -> None:
         ", ".join(str(layer.layer) for layer in setting.fidelity) or "none" for setting in measured.settings
     ]
     differ = len(set(layers)) > 1
+    if measured.cut is not None:
+        print_pairs({"cut off": measured.cut.in_words})
     print_table(
         f"{measured.num_tokens:,} tokens, estimated from a sample of {measured.sample_tokens:,}"
         + ("" if differ else f"; layers: {layers[0]}"),

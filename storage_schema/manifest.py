@@ -133,6 +133,24 @@ class Labels(StoredModel):
     sections: ClassVar[frozenset[str]] = frozenset({"text_column", "documents", "imported", "revision"})
 
 
+class CutText(StoredModel):
+    """What is missing of texts that are longer than a sequence."""
+
+    texts: int = Field(ge=1, le=2**40)
+    """Number of texts whose ends are missing."""
+    tokens: int = Field(ge=1, le=MAX_TOKENS)
+    """Number of tokens that are missing."""
+    of_tokens: int = Field(ge=1, le=MAX_TOKENS)
+    """Number of tokens of all texts, without special tokens."""
+
+    @property
+    def in_words(self) -> str:
+        """How much of the text is missing, for people."""
+        noun = "text" if self.texts == 1 else "texts"
+        share = 100 * self.tokens / self.of_tokens
+        return f"{share:.1f} % of the tokens, at the ends of {self.texts:,} {noun} longer than a sequence"
+
+
 class CacheManifest(StoredDocument):
     """All that describes a cache."""
 
@@ -151,6 +169,10 @@ class CacheManifest(StoredDocument):
     """`documents`: no document, and no copy of a document, is both held out and trained on. `sequences`: the
     corpus has too few documents for that, so the last sequences are held out, wherever a document ends. None
     means the same as `sequences`."""
+    cut: CutText | None = None
+    """What is missing of the texts of packing `records`. None means that every text is whole, or that it is
+    not
+    known (packing `packed`, and caches of earlier releases)."""
     shard_tokens: int = Field(ge=64, le=2**26)
     """Rows of a shard in every array; a power of two."""
     shards: Annotated[tuple[ShardRange, ...], FailFast(), Field(max_length=2**20)] = ()
@@ -163,7 +185,7 @@ class CacheManifest(StoredDocument):
     measured: Measured | None = None
     """What the finished dump measured. None until the cache is complete."""
 
-    sections: ClassVar[frozenset[str]] = frozenset({"held_out_by", "shards"})
+    sections: ClassVar[frozenset[str]] = frozenset({"held_out_by", "shards", "cut"})
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "CacheManifest":

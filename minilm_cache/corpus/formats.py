@@ -59,6 +59,20 @@ def corpus_files(path: Path) -> list[Path]:
     return files
 
 
+def lines_hint(name: str, documents: str) -> str:
+    """Return a further sentence for messages that say that a corpus is too short, or nothing.
+
+    Args:
+        name: name of the corpus.
+        documents: what is a document in its .txt files.
+    """
+    path = Path(name)
+    is_text = path.suffix in TEXT or (path.is_dir() and any(file.suffix in TEXT for file in _visible(path)))
+    return " If each line of it is a text of its own, add --documents lines." * (
+        is_text and documents == "paragraphs"
+    )
+
+
 def num_skipped(name: str) -> int:
     """Return how many files of a folder that is a corpus are not read, because they are of other kinds."""
     return sum(not _is_text(file) for file in _visible(Path(name)))

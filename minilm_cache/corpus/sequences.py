@@ -22,6 +22,7 @@ import numpy.typing as npt
 from minilm_cache.corpus.order import held_out_target, ordered
 from minilm_cache.corpus.tokens import Tokens
 from minilm_cache.storage_schema.identity import Packing
+from minilm_cache.storage_schema.manifest import CutText
 
 Ids = npt.NDArray[np.int64]
 
@@ -72,6 +73,22 @@ class SequenceTable:
     def num_train(self) -> int:
         """Number of sequences to train on, the first ones."""
         return self.num_sequences - self.num_held_out
+
+    @property
+    def cut(self) -> CutText | None:
+        """What is missing of texts that are longer than a sequence. None means nothing."""
+        if self.packing.mode == "packed":
+            return None
+        counts = [self._tokens.counts(part.order[: part.num_sequences]) for part in self._parts]
+        missing = [np.maximum(count - self.packing.room, 0) for count in counts]
+        num_texts = sum(int((left > 0).sum()) for left in missing)
+        if not num_texts:
+            return None
+        return CutText(
+            texts=num_texts,
+            tokens=sum(int(left.sum()) for left in missing),
+            of_tokens=sum(int(count.sum()) for count in counts),
+        )
 
     def tokens_before(self, number: int) -> int:
         """Return the number of tokens of the first `number` sequences."""

@@ -249,6 +249,7 @@ def plan_manifest(
         num_sequences=sequences.num_sequences,
         num_held_out=sequences.num_held_out,
         held_out_by=sequences.held_out_by,
+        cut=sequences.cut,
         shard_tokens=shard_tokens,
         calibration=calibration,
         files=files,

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from minilm_cache.corpus.formats import lines_hint
 from minilm_cache.corpus.masking import SHARE, Masker, mask_token
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.template import packing_of
@@ -144,7 +145,7 @@ def _load_sequences(
     if num_train < config.batch_size:
         raise CorpusError(
             f"corpus {config.corpus} has {num_train} training sequences, fewer than --batch-size "
-            f"{config.batch_size}. Give more text."
+            f"{config.batch_size}. Give more text.{lines_hint(config.corpus, config.documents)}"
         )
     return sequences
 

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from minilm_cache.codecs.fit_vectors import split_sample
+from minilm_cache.corpus.formats import lines_hint
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.template import packing_of
 from minilm_cache.corpus.tokenise import tokens_of
@@ -30,7 +31,7 @@ from minilm_cache.models.padding import pad
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.progress import Progress, ShouldStop, Silent
 from minilm_cache.storage_schema.identity import CodecParameters, codec_words
-from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest
+from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest, CutText
 from minilm_cache.storage_schema.measured import LayerFidelity, StateFidelity
 
 LEAST_SEQUENCES = 16
@@ -83,6 +84,8 @@ class Plan:
     num_tokens: int
     """Tokens of the whole corpus."""
     num_sequences: int
+    cut: CutText | None
+    """What would be missing of texts that are longer than a sequence. None means nothing."""
     """Sequences of the whole corpus."""
     sample_tokens: int
     """Tokens of the sample."""
@@ -149,11 +152,12 @@ def plan(
     if not settings:
         raise CorpusError(
             f"corpus {first.corpus} has {num_train} training sequences, too few for codec vectors, which is "
-            f"fitted to {MIN_SEQUENCES} at least. Give more text."
+            f"fitted to {MIN_SEQUENCES} at least. Give more text.{lines_hint(first.corpus, first.documents)}"
         )
     return Plan(
         num_tokens=num_tokens,
         num_sequences=sequences.num_sequences,
+        cut=sequences.cut,
         sample_tokens=sample,
         teacher_tokens_per_s=rate,
         settings=tuple(settings),

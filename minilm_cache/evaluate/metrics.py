@@ -86,17 +86,36 @@ def span_scores(
         language: language whose rules for words, articles and punctuation apply, as in MLQA. None means
             SQuAD's rules.
     """
-    scores = _squad(examples, predictions, language)
     with_answer = [example for example in examples if example.answers]
     without = [example for example in examples if not example.answers]
+    given = _without_empty(examples) if without else {}
+    scores = _squad(examples, predictions, language, given=given)
     if with_answer and without:
         for name, part in (("answerable", with_answer), ("unanswerable", without)):
-            part_scores = _squad(part, predictions, language)
+            part_scores = _squad(part, predictions, language, given=given)
             scores |= {f"{name} {metric}": value for metric, value in part_scores.items()}
     return scores
 
 
-def _squad(examples: Sequence[SpanExample], answers: Mapping[str, str], language: str | None) -> Scores:
+def _without_empty(examples: Sequence[SpanExample]) -> dict[str, list[str]]:
+    """Return the answers of each question without those that are nothing but articles and signs.
+
+    The script of SQuAD 2.0 leaves them out, that of 1.1 does not.
+    """
+    return {
+        example.identifier: [text for _, text in example.answers if words_of(text, "en")]
+        for example in examples
+    }
+
+
+def _squad(
+    examples: Sequence[SpanExample],
+    answers: Mapping[str, str],
+    language: str | None,
+    *,
+    given: Mapping[str, Sequence[str]],
+) -> Scores:
+    """Return exact match and F1; `given` replaces the answers of the questions that it names."""
     words: dict[str, str] = {}
 
     def normalised(text: str) -> str:
@@ -109,16 +128,11 @@ def _squad(examples: Sequence[SpanExample], answers: Mapping[str, str], language
         {"id": example.identifier, "prediction_text": normalised(answers[example.identifier])}
         for example in examples
     ]
-    targets: Any = [
-        {
-            "id": example.identifier,
-            "answers": {
-                "answer_start": [start for start, _ in example.answers] or [0],
-                "text": [normalised(text) for _, text in example.answers] or [""],
-            },
-        }
-        for example in examples
-    ]
+    targets: Any = []
+    for example in examples:
+        texts = given.get(example.identifier, [text for _, text in example.answers]) or [""]
+        answers_of = {"answer_start": [0] * len(texts), "text": [normalised(text) for text in texts]}
+        targets.append({"id": example.identifier, "answers": answers_of})
     scores = squad(predictions, targets)
     return {"exact match": float(scores["exact_match"]), "f1": float(scores["f1"])}
 

@@ -4,7 +4,7 @@ Without torchrun there is one process, and the methods here do nothing.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minilm_cache.engines.common_folder import check_common, common_file
@@ -196,6 +196,12 @@ class Ranks:
             if explained is None:
                 raise
             raise explained from error
+
+    def share_first(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite the tensors of replicas by those of the first process."""
+        if self.size > 1 and self.place == "data":
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), 0)
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Return sums over all processes; the device is not waited for."""

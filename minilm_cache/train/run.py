@@ -249,6 +249,8 @@ class _Run:
         trainers = self.build(alive, ranks)
         if not state.step:
             fit_objectives(trainers, self.batches(), self.cache.manifest.num_train)
+            for trainer in trainers:  # machines may round a fit differently, and replicas must not differ
+                ranks.share_first(trainer.learner.objective.parameters())
         load_students(folder.checkpoints, state, trainers=trainers, device=ranks.device)
         record = earlier or self.begin(trainers)
         if record.continued_at[-1:] == (state.step,):

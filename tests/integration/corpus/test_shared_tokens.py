@@ -1,8 +1,10 @@
 """Tokens in a store: made by one machine, fetched by others, and checked on arrival."""
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ from minilm_cache.corpus import shared_tokens
 from minilm_cache.corpus import tokenise as tokenising
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.tokenise import tokenise
-from minilm_cache.corpus.tokens import Tokens
+from minilm_cache.corpus.tokens import Tokens, block_sums
 from minilm_cache.errors import CacheCorruptError, InterruptedRunError, StorageError
 from minilm_cache.models.load import load_tokenizer
 from minilm_cache.store import leases
+from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.leases import Leases
 from minilm_cache.store.remote import open_store
 from tests.s3 import tamper
@@ -103,8 +106,27 @@ def test_whoever_waits_can_be_stopped(world: World, shared: str) -> None:
     held.close()
 
 
+LIES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
+    "fewer": lambda parts: parts.pop(),
+    "huge": lambda parts: parts[0].update(num_tokens=10**400),
+}
+
+
 @pytest.mark.parametrize(
-    "damage", ["bit", "short", "missing", "ids", "ends", "other", "path", "lacking", "malformed"]
+    "damage",
+    [
+        "bit",
+        "short",
+        "missing",
+        "ids",
+        "ends",
+        "other",
+        "path",
+        "lacking",
+        "malformed",
+        "fewer",
+        "huge",
+    ],
 )
 def test_what_a_store_has_damaged_is_refused_and_not_kept(
     world: World, shared: str, server: str, damage: str
@@ -133,6 +155,8 @@ def test_what_a_store_has_damaged_is_refused_and_not_kept(
             document["corpus"]["sha256"] = "0" * 64
         elif damage == "lacking":
             del document["files"]["ends"]
+        elif damage in LIES:
+            LIES[damage](document["parts"])
         else:
             document["files"]["../../outside"] = document["files"]["ends"]
         changed = json.dumps(document).encode()
@@ -152,3 +176,21 @@ def test_a_store_that_refuses_is_said_in_one_line(world: World, monkeypatch: pyt
         with pytest.raises(StorageError):
             tokens_of(world, machine)
     assert content(kept) == expected, "tokens that are whole are not made again because a store refuses"
+
+
+def test_tokens_of_another_text_are_seen_though_all_sums_fit(world: World, shared: str, server: str) -> None:
+    """Only the text itself can tell: a sample of it is tokenised anew."""
+    first = tokens_of(world, "first")
+    folder = first.folder
+    document = json.loads((folder / "tokens.json").read_text())
+    document.pop("checksum")
+    for number, part in enumerate(document["parts"]):
+        sevens = np.full(part["num_tokens"], 7, "<u2").tobytes()
+        sums = block_sums(np.frombuffer(sevens, np.uint8)).tobytes()
+        part["sums"] = digest_bytes(sums).model_dump()
+        tamper(server, f"{shared}/{folder.name}/part-{number:05d}.ids", sevens)
+        tamper(server, f"{shared}/{folder.name}/part-{number:05d}.sums", sums)
+    tamper(server, f"{shared}/{folder.name}/tokens.json", json.dumps(document).encode())
+    with pytest.raises(CacheCorruptError, match="tokens of another text"):
+        tokens_of(world, "second")
+    assert not (world.root / "second/tokens" / folder.name / "tokens.json").exists()

@@ -14,10 +14,11 @@ from transformers import AutoTokenizer
 from minilm_cache.cache import open_cache
 from minilm_cache.dump.config import ImportConfig
 from minilm_cache.dump.imported import import_vectors
+from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.workflows.export import export_vectors
 from tests.conftest import Command
-from tests.support import World
+from tests.support import World, save_teacher
 
 POOLED_ONLY: dict[str, Any] = {"codec": "none", "pooled": True, "pooling": "mean", "packing": "records"}
 
@@ -119,14 +120,56 @@ def of_row(number: int, value: object) -> list[object]:
         ("text", ["a"] * 60, ("rows 0 and 1", "same text and different vectors")),
         ("text", [f"ba be {n}" if n != 4 else None for n in range(60)], ("row 4", "vector without a text")),
         ("text", [f"ba be {n}" if n != 6 else " " for n in range(60)], ("row 6", "vector without a text")),
+        ("text", pa.array([b"ba", b"\xff"] * 30, pa.binary()).view(pa.string()), ("UTF8",)),
     ],
 )
 def test_bad_rows_are_named(
-    world: World, command: Command, column: str, values: list[object], says: tuple[str, ...]
+    world: World, command: Command, column: str, values: Any, says: tuple[str, ...]
 ) -> None:
     columns: dict[str, Any] = {column: values}
     file = write_vectors(world, **columns)
     command.fails("import", file, "--tokenizer", world.teacher, code=1, says=says)
+
+
+def test_equal_vectors_are_imported_and_read(world: World, command: Command) -> None:
+    file = write_vectors(world, embedding=[[1.0, 2.0, 3.0]] * 60)
+    imported = world.root / "imported"
+    arguments = ("--tokenizer", world.teacher, "--max-length", 32, "--out", imported)
+    code, _, err = command("import", file, *arguments)
+    assert code == 0, err
+    assert command("verify", imported, "--full")[0] == 0
+    stored = open_cache(imported)[0].states().hidden[POOLED][0]
+    torch.testing.assert_close(stored, torch.tensor([1.0, 2.0, 3.0]), atol=1e-2, rtol=0)
+
+
+def test_an_import_has_bounds_and_stops(world: World) -> None:
+    file = write_vectors(world, embedding=[[1.0, 2.0, 3.0]] * 60)
+    config = ImportConfig(vectors=str(file), tokenizer=str(world.teacher), max_length=32)
+    wide = write_vectors(world, width=70_000, text=["ba", "be", "bi"], embedding=list(np.eye(3, 70_000)))
+    with pytest.raises(CorpusError, match=r"70,000 numbers are wider than any cache"):
+        import_vectors(config.model_copy(update={"vectors": str(wide)}))
+    write_vectors(world, embedding=[[1.0, 2.0, 3.0]] * 60)
+    with pytest.raises(InterruptedRunError):
+        import_vectors(config, out=world.root / "imported", should_stop=lambda: True)
+    rows = 4_000_000
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.ones(rows, np.float32)), 1)
+    texts = pa.array(["ba"]).take(pa.array(np.zeros(rows, np.int64)))
+    pq.write_table(pa.table({"text": texts, "embedding": vectors}), file)
+    with pytest.raises(CorpusError, match="would unpack to"):
+        import_vectors(config, out=world.root / "imported")
+
+
+def test_positions_that_a_family_keeps_for_itself_are_known(world: World) -> None:
+    """RoBERTa's first two positions are for padding, so 66 are room for 64 tokens."""
+    roberta = save_teacher(world.root / "roberta", "roberta")
+    file = write_vectors(world)
+    for length, fits in ((64, True), (65, False)):
+        config = ImportConfig(vectors=str(file), tokenizer=str(roberta), max_length=length)
+        if fits:
+            assert import_vectors(config, out=world.root / "imported").shards_written
+        else:
+            with pytest.raises(InvalidConfigError, match="--max-length 65"):
+                import_vectors(config, out=world.root / "no")
 
 
 def test_a_text_may_repeat_with_a_vector_that_was_rounded_otherwise(world: World, command: Command) -> None:

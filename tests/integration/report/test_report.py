@@ -1,6 +1,7 @@
 """The page, opened in a real browser, and its figures beside transformers' own."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -35,7 +36,7 @@ from tests.support import VOCABULARY, World, save_teacher, write_corpus
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
-    not (BROWSER and DRIVER),
+    not (BROWSER and DRIVER) and "MINILM_CACHE_TESTS_NEED_BROWSER" not in os.environ,  # CI has one
     reason="no chromium and chromedriver on this machine (apt install chromium-driver)",
 )
 
