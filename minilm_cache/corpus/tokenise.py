@@ -49,14 +49,13 @@ from minilm_cache.errors import (
 )
 from minilm_cache.models.files import library_errors
 from minilm_cache.models.load import load_tokenizer, locate_teacher, tokenizer_sha256
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.progress import Progress, ShouldStop, Silent, awaited, never_stop
 from minilm_cache.settings import CorpusSettings, cache_home
 from minilm_cache.storage_schema.arrays import token_dtype
 from minilm_cache.store.cores import machine_cores
 from minilm_cache.store.durable import new_file, storage_errors, wait_for, write_file
 from minilm_cache.store.fingerprint import digest_file
 from minilm_cache.store.remote import RemoteFolder
-from minilm_cache.waiting import awaited
 
 _PART_BYTES: Final = 2**25
 """Bytes of text of a part, about 8 million tokens; a text of 16 GB and more has parts that are larger."""

@@ -147,12 +147,12 @@ def first_setting_that_differs(first: PreTrainedConfig, second: PreTrainedConfig
 
     Dropouts, labels and how weights were drawn are passed over. None means that they compute the same.
     """
-    one, other = first.to_dict(), second.to_dict()
+    mine, theirs = first.to_dict(), second.to_dict()
     return next(
         (
             name
-            for name in sorted({*one, *other} - VOLATILE - _OF_TRAINING)
-            if "dropout" not in name and not name.startswith("_") and one.get(name) != other.get(name)
+            for name in sorted({*mine, *theirs} - VOLATILE - _OF_TRAINING)
+            if "dropout" not in name and not name.startswith("_") and mine.get(name) != theirs.get(name)
         ),
         None,
     )

@@ -13,8 +13,7 @@ import obstore.exceptions
 from obstore.store import ObjectStore
 
 from minilm_cache.errors import StorageError
-from minilm_cache.progress import is_stop_requested
-from minilm_cache.waiting import awaited
+from minilm_cache.progress import awaited, is_stop_requested
 
 Result = TypeVar("Result")
 
