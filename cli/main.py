@@ -131,11 +131,10 @@ def _refuse_slips(arguments: Sequence[str]) -> None:
             )
         slip = _ONE_SLASH.fullmatch(argument)
         if slip is not None:
-            url = f"{slip['scheme']}://{slip['path']}"
+            url = without_secrets(f"{slip['scheme']}://{slip['path']}")
             raise InvalidConfigError(
-                f"{slip['option'] or ''}{slip['scheme']}:/... is a URL with one slash. Write "
-                f"{without_secrets(url)}, or "
-                f"put ./ before it for a folder of that name."
+                f"{slip['option'] or ''}{slip['scheme']}:/... is a URL with one slash. Write {url}, or "
+                f"./{url.replace('://', ':/')} for a folder of that name."
             )
 
 

@@ -51,6 +51,16 @@ def named_template(tokenizer: PreTrainedTokenizerFast) -> Template:
     return Template(before=(cls,), after=(sep,), separator=sep)
 
 
+def template_to_store(tokenizer: PreTrainedTokenizerFast) -> Template | None:
+    """Return a tokenizer's template. None means that it is `[CLS] text [SEP]`, as in every older cache.
+
+    Raises:
+        TeacherError: same as for `template_of`.
+    """
+    template = template_of(tokenizer)
+    return None if template == named_template(tokenizer) else template
+
+
 def packing_of(
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -88,7 +98,7 @@ def packing_of(
         max_tokens=max_tokens,
         seed=seed,
         split=split,
-        template=None if template == named_template(tokenizer) else template,
+        template=template_to_store(tokenizer),
     )
 
 

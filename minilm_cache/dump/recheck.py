@@ -17,6 +17,7 @@ from minilm_cache.cache import Cache, CachedSequence
 from minilm_cache.codecs.fit_states import cosine_bound
 from minilm_cache.corpus.load import Corpus
 from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.template import template_to_store
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.audit import audit
 from minilm_cache.dump.audit_states import audit_states
@@ -138,6 +139,8 @@ def recheck(
     ]
     if teacher.tokenizer_sha256 != identity.tokenizer_sha256:
         differing.append("the tokenizer")
+    elif template_to_store(teacher.tokenizer) != identity.packing.template:  # a cache of an earlier release
+        differing.append("the special tokens that the tokenizer puts around a text")
     wrong_tokens: tuple[int, ...] = ()
     if corpus is not None:
         if corpus.identity_for(identity.packing.split) != identity.corpus:

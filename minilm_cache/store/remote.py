@@ -29,9 +29,8 @@ from minilm_cache.errors import (
     is_panic,
 )
 from minilm_cache.store.durable import create_file, new_file, write_file
-from minilm_cache.store.layout import below
 from minilm_cache.store.object_store import BucketFiles
-from minilm_cache.store.regular_files import NotRegularError, regular_bytes
+from minilm_cache.store.regular_files import NotRegularError, linked_part, regular_bytes
 from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.store.variables import refuse_bad_variables, variables_in
 
@@ -171,10 +170,12 @@ class RemoteFolder:
         """Return the path of a file that is read or written, which no link leads out of the folder.
 
         Raises:
-            CacheCorruptError: a part of it is a symbolic link.
+            NotRegularError: a part of it is a symbolic link.
         """
         if isinstance(self.files, _FileSystem) and isinstance(self.files.filesystem, LocalFileSystem):
-            below(Path(self.path), name)
+            link = linked_part(Path(self.path), name)
+            if link is not None:
+                raise NotRegularError(None, f"{link.name} is a symbolic link", str(link))
         return self._place(name)
 
     def below(self, name: str) -> "RemoteFolder":

@@ -86,6 +86,8 @@ class FolderWeights(InitialWeights):
     def begin(self, model: PreTrainedModel, head: Head | None) -> None:
         """Take the weights of the model."""
         source, lacking = load_weights(self.folder, head)
+        begun = f"--init {self.folder}"
+        _refuse_other_shape(model, source, lacking, begun=begun, arch=self.arch)
         setting = first_setting_that_differs(source.config, model.config)
         if setting is not None and source.config.model_type == model.config.model_type:
             raise InvalidConfigError(
@@ -93,7 +95,7 @@ class FolderWeights(InitialWeights):
                 f"{getattr(model.config, setting, None)!r} in student {self.arch}. Take a model of the "
                 "student's family and shape."
             )
-        _copy(source, model, lacking, begun=f"--init {self.folder}", arch=self.arch)
+        _copy(source, model, lacking)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,8 @@ class LayerWeights(InitialWeights):
             raise InvalidConfigError(
                 f"--init {TEACHER_LAYERS}: {error} Name layers by --init-layers, or use --init {SLICE}."
             ) from error
-        _copy(kept, model, lacking, begun=f"--init {TEACHER_LAYERS}", arch=self.arch)
+        _refuse_other_shape(model, kept, lacking, begun=f"--init {TEACHER_LAYERS}", arch=self.arch)
+        _copy(kept, model, lacking)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,15 +146,20 @@ class SlicedWeights(InitialWeights):
         model.load_state_dict(load_slice(self.plan, self.home, model.config), strict=False)
 
 
-def _copy(
-    source: PreTrainedModel, model: PreTrainedModel, lacking: frozenset[str], *, begun: str, arch: str
+def _refuse_other_shape(
+    model: PreTrainedModel, source: PreTrainedModel, lacking: frozenset[str], *, begun: str, arch: str
 ) -> None:
+    """Raise InvalidConfigError if a model's weights do not fit a student; `begun` names it in the message."""
     problem = _first_difference(model, source, lacking)
     if problem is not None:
         raise InvalidConfigError(
             f"{begun}: {problem} is not of the same shape there as in student {arch}, or not in both. Take a "
             "model of the student's family and shape."
         )
+
+
+def _copy(source: PreTrainedModel, model: PreTrainedModel, lacking: frozenset[str]) -> None:
+    """Give a student the weights of a model, but for those that the model's folder lacks."""
     kept = {name: value for name, value in source.state_dict().items() if name not in lacking}
     model.load_state_dict(kept, strict=False)
 

@@ -41,7 +41,7 @@ def corpus_of(sizes: Sequence[int], groups: Sequence[int]) -> Corpus:
     texts = [" ".join([WORDS[number]] * size) for number, size in enumerate(sizes)]
     documents = datasets.Dataset.from_dict({"text": texts, COPIES_OF: [f"group {group}" for group in groups]})
     content = hashlib.sha256(repr((sizes, groups)).encode()).hexdigest()
-    identity = CorpusIdentity(sha256=content, num_documents=len(texts))
+    identity = CorpusIdentity(sha256=content, num_documents=len(texts), copies_sha256=content)
     return Corpus("test", identity, lambda: documents)
 
 
@@ -49,7 +49,7 @@ def table_of(
     corpus: Corpus,
     mode: Literal["packed", "records"],
     max_tokens: int | None = None,
-    split: Literal["documents"] | None = "documents",
+    split: Literal["documents", "tokens"] | None = "tokens",
 ) -> SequenceTable:
     packing = Packing(mode=mode, max_length=ROOM + 2, max_tokens=max_tokens, seed=3, split=split)
     tokens = tokenise(corpus, tiny_tokenizer(), home=Path(HOME.name))
