@@ -28,13 +28,26 @@ def settle_process(arguments: Sequence[str]) -> None:
     if sys.flags.optimize > 1:
         raise InvalidConfigError(
             "PYTHONOPTIMIZE=2 (python -OO) removes docstrings, which transformers needs to load models. "
-            "Unset it, or "
-            "set it to 1."
+            "Unset it, or set it to 1."
         )
     asks_for_help = not arguments or {"-h", "--help", "--version"} & {*arguments}
     if not asks_for_help and not os.environ.get("HOME") and not _has_home():
-        os.environ["HOME"] = str(cache_home().absolute())
+        os.environ["HOME"] = str(_home_to_use())
         os.environ.setdefault("USER", str(os.getuid()))
+
+
+def _home_to_use() -> Path:
+    """Return the folder that libraries take for this user's home.
+
+    Raises:
+        InvalidConfigError: MINILM_CACHE_HOME is not set.
+    """
+    if not os.environ.get("MINILM_CACHE_HOME"):
+        raise InvalidConfigError(
+            "this user has no home folder: HOME is not set, and passwd has no entry. Set MINILM_CACHE_HOME "
+            "to a folder that you may write to."
+        )
+    return cache_home().absolute()
 
 
 def _has_home() -> bool:

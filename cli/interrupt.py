@@ -59,21 +59,34 @@ def _ending_what_hangs() -> Iterator[None]:
     os.set_blocking(written, False)
     before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
     over = threading.Event()
-    threading.Thread(target=_watch, args=(seen, over), daemon=True).start()
+    watcher = threading.Thread(target=_watch, args=(seen, over), daemon=True)
+    watcher.start()
     try:
         yield
     finally:
         over.set()
         signal.set_wakeup_fd(before)
         os.close(written)
+        watcher.join()
+
+
+def _forget_wakeup() -> None:
+    """Keep a forked process from telling its parent of signals that are its own."""
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_wakeup)
 
 
 def _watch(seen: int, over: threading.Event) -> None:
     """Read numbers of signals until the other end is closed; two of them end the process after a while."""
     num_seen = 0
     while numbers := os.read(seen, 16):
-        note_stop()
-        num_seen += sum(number in _SIGNALS for number in numbers)
+        stops = sum(number in _SIGNALS for number in numbers)
+        num_seen += stops
+        if stops:
+            note_stop()
         if num_seen > 1 and not over.wait(_PATIENCE_S):
             print_from_signal("error: interrupted at once. What was written before is kept, nothing else.")
             os._exit(InterruptedRunError.exit_code)

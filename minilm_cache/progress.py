@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from minilm_cache.errors import InterruptedRunError, StorageError
@@ -45,13 +45,15 @@ ShouldStop = Callable[[], bool]
 """Called between steps. True means that the work keeps what is finished and raises InterruptedRunError."""
 
 
-_STOP: Final = Event()
-"""Set while the process has been asked to stop. Requests to stores, which wait deep below, look at it."""
+_GRACE_S: Final = 5.0
+"""Seconds after the wish to stop in which a call may end by itself."""
+_STOP: Final[list[float]] = []
+"""When this process was asked to stop. Requests to stores, which wait deep below, look at it."""
 
 
 def request_stop() -> None:
     """Note that this process was asked to stop; it may be called by a signal handler."""
-    _STOP.set()
+    _STOP.append(time.monotonic())
 
 
 def forget_stop() -> None:
@@ -59,9 +61,9 @@ def forget_stop() -> None:
     _STOP.clear()
 
 
-def is_stop_requested() -> bool:
-    """Return whether this process was asked to stop."""
-    return _STOP.is_set()
+def is_stop_overdue() -> bool:
+    """Return whether this process was asked to stop some seconds ago; calls are no longer waited for."""
+    return bool(_STOP) and time.monotonic() - _STOP[0] > _GRACE_S
 
 
 def never_stop() -> bool:
@@ -102,8 +104,8 @@ def awaited(
             try:
                 return answer.result(timeout=_POLL_S)
             except TimeoutError:
-                if answer.done():
-                    raise
+                if answer.done():  # just now, or by an error of this kind
+                    return answer.result()
             if should_stop():
                 raise InterruptedRunError(interrupted)
             if until is not None and time.monotonic() > until:
@@ -111,6 +113,7 @@ def awaited(
     finally:
         if not answer.done():
             with _LOCK:
+                _ABANDONED[:] = [call for call in _ABANDONED if not call.done()]
                 _ABANDONED.append(answer)  # type: ignore[arg-type] # its result is never read
 
 

@@ -167,7 +167,9 @@ def cache_home() -> Path:
     """Return the folder of caches and runs: MINILM_CACHE_HOME, or `~/.cache/minilm-cache` without it.
 
     Raises:
-        InvalidConfigError: MINILM_CACHE_HOME is no folder, or is not set and the user has no home.
+        InvalidConfigError: MINILM_CACHE_HOME is a URL or names a home that does not exist, or is not set and
+        the user
+            has no home.
     """
     given = os.environ.get("MINILM_CACHE_HOME")
     if given and "://" in given:
@@ -181,6 +183,5 @@ def cache_home() -> Path:
             ) from error
         raise InvalidConfigError(
             "this user has no home folder: HOME is not set, and passwd has no entry. Set MINILM_CACHE_HOME "
-            "to a "
-            "folder that you may write to."
+            "to a folder that you may write to."
         ) from error

@@ -106,15 +106,12 @@ class Packing(StoredModel):
     split: Split | None = None
     """`tokens`: whole documents are held out, together with all their copies, which are documents of the same
     text, or of the same tokens as far as sequences hold them. `documents`: the same, by their texts alone
-    (caches
-    of earlier releases). None means that the last sequences are held out, wherever a document ends (all
-    caches of
-    the first releases)."""
+    (caches of earlier releases). None means that the last sequences are held out, wherever a document ends
+    (all caches of the first releases)."""
 
     template: Template | None = None
     """Special tokens around each sequence. None means that they are the tokenizer's `cls_token` before and
-    its
-    `sep_token` after, and between documents (all caches of the first releases)."""
+    its `sep_token` after, and between documents (all caches of the first releases)."""
 
     sections: ClassVar[frozenset[str]] = frozenset({"split", "template"})
 

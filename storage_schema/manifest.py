@@ -171,8 +171,7 @@ class CacheManifest(StoredDocument):
     means the same as `sequences`."""
     cut: CutText | None = None
     """What is missing of the texts of packing `records`. None means that every text is whole, or that it is
-    not
-    known (packing `packed`, and caches of earlier releases)."""
+    not known (packing `packed`, and caches of earlier releases)."""
     shard_tokens: int = Field(ge=64, le=2**26)
     """Rows of a shard in every array; a power of two."""
     shards: Annotated[tuple[ShardRange, ...], FailFast(), Field(max_length=2**20)] = ()
@@ -309,7 +308,7 @@ class CacheManifest(StoredDocument):
             return "none held out"
         by = {
             "documents": "whole documents with all their copies",
-            "sequences": "the end of a document that is also trained on, since the corpus has too few",
+            "sequences": "the ends of documents, or copies, that are also trained on: too few others",
             None: "the last ones, wherever a document ends",
         }[self.held_out_by]
         return f"{self.num_held_out:,} held out ({by})"

@@ -23,6 +23,8 @@ _ARCHIVES: Final = {
     b"ARROW1": "Arrow",
     b"SQLite format 3\x00": "SQLite",
     b"%PDF-": "PDF",
+    b"\x1f\x9d": "compress",
+    b"version https://git-lfs": "git-lfs pointer (fetch the file itself: git lfs pull)",
 }
 """First bytes of files that hold no plain text. bzip2 has other digits for smaller blocks."""
 _TAR: Final = (257, b"ustar")
@@ -112,7 +114,8 @@ def refuse_other_content(file: Path) -> None:
             f"holds."
         )
     encoding = next((name for mark, name in _WIDE.items() if start.startswith(mark)), None)
-    if encoding is None and start.count(0) > _MOST_NULS * len(start):
+    is_wide = b"\n\0" in start or b"\0\n" in start
+    if encoding is None and (is_wide or start.count(0) > max(1, _MOST_NULS * len(start))):
         encoding = "utf-16"
     if encoding is not None:
         raise CorpusError(

@@ -94,7 +94,7 @@ def load_corpus(
     with _corpus_errors(name):
         hub = _load_hub(name) if name.startswith(HUB_PREFIX) else None
         paths = _source_files(name, hub=hub, text_column=text_column, documents=documents)
-        asked = [name, ",".join(_columns(text_column)), documents, _ARROW_VERSION]
+        asked = [name, text_column or "text", documents, _ARROW_VERSION]
         sources = Sources.now(asked, paths)
     known = None if home is None else sources.known_identity(home)
 
@@ -237,7 +237,7 @@ def _batches(files: Sequence[Path], text_column: str | None, documents: Document
     """Yield the records of files, as many at a time as an Arrow array of texts and memory hold."""
     batch: list[Record] = []
     size = 0
-    for file in files:
+    for file in [file for file in files if len(files) == 1 or file.stat().st_size]:
         for record in read_records(file, text_column, documents):
             batch.append(record)
             size += len(record.text)

@@ -37,6 +37,8 @@ MAX_HELD_OUT: Final = 2048
 """Greatest number of held-out sequences; more would not make the held-out KL more certain."""
 _BLOCK: Final = 2**20
 """Documents that are handled at a time."""
+_READ_AT_ONCE: Final = 2**10
+"""Documents whose tokens are in memory at a time."""
 _CANDIDATES: Final = 2**12
 """Documents from the end of the order that are looked at first for the held-out ones."""
 _RECORD: Final = "order.json"
@@ -346,8 +348,8 @@ def _token_keys(files: _OrderFiles) -> Numbers:
     tokens, packing = files.tokens, files.packing
     most = packing.room if packing.mode == "records" else None
     keys = np.memmap(files.folder / "keys", "<u8", mode="w+", shape=len(tokens.ends))
-    for first in range(0, len(keys), _BLOCK):
-        numbers = np.arange(first, min(first + _BLOCK, len(keys)))
+    for first in range(0, len(keys), _READ_AT_ONCE):
+        numbers = np.arange(first, min(first + _READ_AT_ONCE, len(keys)))
         for number, ids in zip(numbers.tolist(), tokens.read(numbers, most), strict=True):
             keys[number] = xxhash.xxh3_64_intdigest(ids.data)
     return keys.view(np.ndarray)

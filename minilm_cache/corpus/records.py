@@ -27,6 +27,8 @@ _MAX_LINE: Final = 2**28
 """Most characters of a line of records: each is held in memory as a whole."""
 _ROWS: Final = 1024
 _SHOWN_COLUMNS: Final = 20
+_MOST_NULS: Final = 0.05
+"""Greatest share of NULs in a text."""
 _STRINGS: Final = ("string", "large_string", "string_view")
 
 
@@ -57,7 +59,7 @@ def read_records(file: Path, text_column: str | None, documents: Documents) -> I
         split = _lines if documents == "lines" else _paragraphs
         with _text_errors(file), file.open(encoding="utf-8-sig") as opened:
             for text in split(opened):
-                yield Record(text, None, says_copies=False)
+                yield Record(_plain(text, file), None, says_copies=False)
         return
     reader = {".jsonl": _of_json, ".csv": _of_csv, ".parquet": _of_parquet}[file.suffix]
     with _text_errors(file):
@@ -96,10 +98,10 @@ def _bad_bytes(file: Path) -> str:
                 bad = line[error.start : error.start + 1].hex()
                 return (
                     f"line {number} is not text in UTF-8 (byte 0x{bad} at position {error.start}). Convert "
-                    f"the file, "
-                    "for example by `iconv -f latin1 -t utf-8`."
+                    "the file, for example by `iconv -f ENCODING -t utf-8` (latin1 for Western European "
+                    "text)."
                 )
-    return "it is not text in UTF-8. Convert it, for example by `iconv -f latin1 -t utf-8`."
+    return "it is not text in UTF-8. Convert it, for example by `iconv -f ENCODING -t utf-8`."
 
 
 def _lines(opened: IO[str]) -> Iterator[str]:
@@ -142,7 +144,9 @@ def _json_records(file: Path, column: str) -> Iterator[Record]:
                 "Name another with --text-column, or store it as text."
             )
         copy = row.get(COPIES_COLUMN)
-        yield Record(_whole(text, file, where), _as_key(copy), says_copies or COPIES_COLUMN in row)
+        yield Record(
+            _plain(_whole(text, file, where), file), _as_key(copy), says_copies or COPIES_COLUMN in row
+        )
 
 
 def _json_names(file: Path) -> list[str]:
@@ -170,7 +174,7 @@ def _objects(file: Path, column: str | None = None) -> Iterator[tuple[str, Mappi
             if not line.strip():
                 continue
             if number == 1 and line.lstrip().startswith("["):
-                yield from _array(file, line + opened.read(_MAX_LINE))
+                yield from _array(file, line + opened.read(_MAX_LINE), column)
                 return
             where = f"line {number}"
             row = _value(file, line, where)
@@ -179,12 +183,12 @@ def _objects(file: Path, column: str | None = None) -> Iterator[tuple[str, Mappi
                     f"corpus {file}: {where} holds {_kind(row)}, where a record with a text should be. "
                     "Write one object a line."
                 )
-            if column is not None and line.count(f'"{column}"') > 1:
+            if column is not None and (line.count(f'"{column}"') > 1 or "\\u" in line):
                 _refuse_two_values(file, line, column, where=where)
             yield where, row
 
 
-def _array(file: Path, content: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _array(file: Path, content: str, column: str | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if len(content) >= _MAX_LINE:
         raise CorpusError(f"corpus {file} is one long JSON array. Write one object a line.")
     rows = _value(file, content, "the array")
@@ -195,6 +199,8 @@ def _array(file: Path, content: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 f"record "
                 'like {"text": "..."} should be. Write one object a line.'
             )
+        if column is not None and content.count(f'"{column}"') > len(rows):
+            raise CorpusError(f"corpus {file} has column {column!r} twice in a record. Keep one of the two.")
         yield f"element {number}", row
 
 
@@ -211,55 +217,67 @@ def _value(file: Path, text: str, where: str) -> Any:  # noqa: ANN401 - any JSON
         ) from error
 
 
-def _refuse_two_values(file: Path, line: str, column: str, *, where: str) -> None:
+def _refuse_two_values(file: Path, text: str, column: str, *, where: str) -> None:
     """Raise CorpusError if a record has a column twice: only one of the two values could be read."""
+    pairs: list[tuple[str, object]] = []
 
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if sum(name == column for name, _ in pairs) > 1:
-            raise CorpusError(f"corpus {file}: {where} has column {column!r} twice. Keep one of the two.")
-        return dict(pairs)
+    def keep(of_object: list[tuple[str, object]]) -> dict[str, object]:
+        pairs[:] = of_object  # the outermost object comes last
+        return dict(of_object)
 
-    json.loads(line, object_pairs_hook=once)
+    json.loads(text, object_pairs_hook=keep)
+    if sum(name == column for name, _ in pairs) > 1:
+        raise CorpusError(f"corpus {file}: {where} has column {column!r} twice. Keep one of the two.")
 
 
 def _of_csv(file: Path, column: str | None) -> Any:  # noqa: ANN401 - names of columns, or records
     if column is None:
         with file.open(encoding="utf-8-sig", newline="") as opened:
-            return next(_csv_rows(file, opened))
+            return next(_csv_rows(file, opened), [])
     return _csv_records(file, column)
 
 
 def _csv_records(file: Path, column: str) -> Iterator[Record]:
     with file.open(encoding="utf-8-sig", newline="") as opened:
         rows = _csv_rows(file, opened)
-        header = next(rows)
+        header = next(rows, [])
         if column not in header:
             _refuse_no_text(file, column, number=0, names=header)
+        doubled = next((name for name in (column, COPIES_COLUMN) if header.count(name) > 1), None)
+        if doubled is not None:
+            raise CorpusError(f"corpus {file} has two columns of one name: {doubled}. Rename one.")
         at, copies_at = header.index(column), None
         if COPIES_COLUMN in header:
             copies_at = header.index(COPIES_COLUMN)
         for row in rows:
             copy = None if copies_at is None else row[copies_at]
-            yield Record(row[at], copy, says_copies=copies_at is not None)
+            yield Record(_plain(row[at], file), copy, says_copies=copies_at is not None)
 
 
 def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
     """Yield the header of a .csv file, without spaces around names, and its rows, which are as long."""
     csv.field_size_limit(min(sys.maxsize, _MAX_LINE))
-    reader = csv.reader(opened)
-    rows = (row for row in reader if len(row) > 1 or "".join(row).strip())
-    header = [name.strip() for name in next(rows, [])]
-    doubled = next((name for name in header if name and header.count(name) > 1), None)
-    if doubled is not None:
-        raise CorpusError(f"corpus {file} has two columns of one name: {doubled}. Rename one.")
-    yield header
-    for row in rows:
-        if len(row) != len(header):
-            raise CorpusError(
-                f"corpus {file}, line {reader.line_num}: {len(row)} fields, where the header has "
-                f"{len(header)}. Put text with commas in quotes, or use .jsonl or .parquet."
-            )
-        yield row
+    reader = csv.reader(opened, strict=True)
+    num_fields: int | None = None
+    try:
+        for row in reader:
+            if len(row) <= 1 and not "".join(row).strip():
+                continue
+            if num_fields is None:
+                num_fields = len(row)
+                yield [name.strip() for name in row]
+            elif len(row) == num_fields:
+                yield row
+            else:
+                raise CorpusError(
+                    f"corpus {file}, line {reader.line_num}: {len(row)} fields, where the header has "
+                    f"{num_fields}. Put text with commas in quotes, or use .jsonl or .parquet."
+                )
+    except csv.Error as error:
+        raise CorpusError(
+            f"cannot read corpus {file}, up to line {reader.line_num}: {first_line(error)}. Close every "
+            "quote, and double those within a text."
+        ) from error
 
 
 def _of_parquet(file: Path, column: str | None) -> Any:  # noqa: ANN401 - names of columns, or records
@@ -271,6 +289,8 @@ def _of_parquet(file: Path, column: str | None) -> Any:  # noqa: ANN401 - names 
 
 
 def _parquet_records(file: Path, column: str) -> Iterator[Record]:
+    if pq.read_metadata(file).num_rows == 0:  # of any schema: writers leave out what they saw no value of
+        return
     schema = pq.read_schema(file)
     if schema.names.count(column) != 1:
         if column in schema.names:
@@ -281,22 +301,22 @@ def _parquet_records(file: Path, column: str) -> Iterator[Record]:
         kind = kind.value_type
     if str(kind) not in (*_STRINGS, "null"):
         raise CorpusError(
-            f"corpus {file}: column {column!r} holds {kind}, not text. "
-            "Name another with --text-column, or store it as text."
+            f"corpus {file}: column {column!r} holds {kind}, not text. Name another with --text-column, or "
+            "store it as text."
         )
     says_copies = schema.names.count(COPIES_COLUMN) == 1 and not _is_bytes(schema.field(COPIES_COLUMN).type)
     columns = [column, *([COPIES_COLUMN] * says_copies)]
     with file.open("rb") as opened:
-        refuse_bomb(opened, columns)
+        num_rows = refuse_bomb(opened, columns)
         opened.seek(0)
-        for first, batch in _batches(pq.ParquetFile(opened), list(dict.fromkeys(columns))):
+        for first, batch in _batches(pq.ParquetFile(opened), list(dict.fromkeys(columns)), num_rows):
             texts = _strings(batch.column(column), file, first)
             copies = _keys(batch.column(COPIES_COLUMN)) if says_copies else [None] * len(texts)
             for number, (text, copy) in enumerate(zip(texts, copies, strict=True), first):
                 if text is None:
                     _refuse_no_text(file, column, number=number, names=[column])
                 else:
-                    yield Record(text, copy, says_copies)
+                    yield Record(_plain(text, file), copy, says_copies)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -304,10 +324,12 @@ def _is_bytes(kind: pa.DataType) -> bool:
     return "binary" in str(kind)
 
 
-def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
+def _batches(
+    parquet: pq.ParquetFile, columns: list[str], num_rows: int
+) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Yield batches of a file, and the number of the first record of each."""
     first = 0
-    for batch in parquet.iter_batches(_ROWS, columns=columns, use_threads=False):
+    for batch in parquet.iter_batches(num_rows, columns=columns, use_threads=False):
         yield first, batch
         first += len(batch)
 
@@ -327,8 +349,7 @@ def _strings(values: pa.Array, file: Path, first: int) -> list[str | None]:
             except UnicodeDecodeError:
                 raise CorpusError(
                     f"cannot read corpus {file}: record {first + number} (counted from 0) is not text in "
-                    f"UTF-8. "
-                    "Write it again as text."
+                    "UTF-8. Write it again as text."
                 ) from error
         raise
 
@@ -360,6 +381,20 @@ def _whole(text: str, file: Path, where: str) -> str:
             f"remove it."
         ) from error
     return text
+
+
+def _plain(text: str, file: Path) -> str:
+    """Return a text without the mark that some programs begin text with.
+
+    Raises:
+        CorpusError: it is full of NULs, so it is text in another encoding, or no text.
+    """
+    if text.count("\0") > max(1, _MOST_NULS * len(text)):
+        raise CorpusError(
+            f"corpus {file}: a text is full of NUL characters. Convert the file, for example by "
+            "`iconv -f utf-16 -t utf-8`."
+        )
+    return text.removeprefix("\ufeff")
 
 
 def _refuse_no_text(file: Path, column: str, *, number: int, names: Sequence[str]) -> NoReturn:

@@ -7,6 +7,8 @@ from transformers import PreTrainedTokenizerFast
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.storage_schema.identity import MAX_SPECIAL, Packing, PackingMode, Split, Template
 
+_LOOKED_AT: Final = 2**10
+_NUM_WORDS: Final = 8
 _PROBES: Final = ("a", "b c", "The cat sat on the mat, and it was 7.", "x")
 
 
@@ -20,17 +22,21 @@ def template_of(tokenizer: PreTrainedTokenizerFast) -> Template:
         TeacherError: what it puts there depends on the text, or is in another segment than the first.
     """
     forms: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-    for probe in _PROBES:
+    for probe in (*_PROBES, *_own_words(tokenizer)):
         whole: Any = tokenizer(probe, return_special_tokens_mask=True)
         ids, is_special = list(whole["input_ids"]), list(whole["special_tokens_mask"])
         if any(whole.get("token_type_ids", ())):
             raise _unusable(tokenizer, "puts texts in another segment than the first")
         body: Any = tokenizer(probe, add_special_tokens=False)
+        if not body["input_ids"]:  # what stands before and after nothing cannot be told apart
+            continue
         start = next((place for place, special in enumerate(is_special) if not special), len(ids))
         stop = start + len(body["input_ids"])
         if ids[start:stop] != list(body["input_ids"]) or not all(is_special[stop:]):
             raise _unusable(tokenizer, "changes the tokens of a text that it puts others around")
         forms.add((tuple(ids[:start]), tuple(ids[stop:])))
+    if not forms:
+        raise _unusable(tokenizer, "gives no token for any of its own words")
     if len(forms) > 1:
         raise _unusable(tokenizer, "puts other tokens around each text")
     ((before, after),) = forms
@@ -41,6 +47,13 @@ def template_of(tokenizer: PreTrainedTokenizerFast) -> Template:
     if separator is None:
         raise _unusable(tokenizer, "has no token that separates texts")
     return Template(before=before, after=after, separator=separator)
+
+
+def _own_words(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Return some words of a tokenizer's vocabulary, since others may be no tokens at all."""
+    special = set(tokenizer.all_special_ids)
+    ordinary = [token for token in range(min(len(tokenizer), _LOOKED_AT)) if token not in special]
+    return [str(tokenizer.decode([token])) for token in ordinary[-_NUM_WORDS:]]
 
 
 def named_template(tokenizer: PreTrainedTokenizerFast) -> Template:
@@ -81,8 +94,7 @@ def packing_of(
     if mode == "records" and tokenizer.truncation_side == "left":
         raise InvalidConfigError(
             f"the tokenizer of {tokenizer.name_or_path} cuts long texts at their beginning (truncation_side "
-            f"is "
-            "left), and sequences here are cut at their end. Set truncation_side to right in its "
+            "is left), and sequences here are cut at their end. Set truncation_side to right in its "
             "tokenizer_config.json, and give texts that fit."
         )
     template = template_of(tokenizer)
@@ -105,6 +117,6 @@ def packing_of(
 def _unusable(tokenizer: PreTrainedTokenizerFast, what: str) -> TeacherError:
     return TeacherError(
         f"the tokenizer of {tokenizer.name_or_path} {what}, so the sequences that the teacher sees in use "
-        f"cannot "
-        "be made here. Give it a post-processor of a fixed form, such as `[CLS] $A [SEP]`, and save it again."
+        "cannot be made here. Give it a post-processor of a fixed form, such as `[CLS] $A [SEP]`, and save "
+        "it again."
     )

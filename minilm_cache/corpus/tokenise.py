@@ -415,8 +415,7 @@ def _refuse_other_tokens(
         (tokens.folder / TOKENS_FILE).unlink()
         raise CacheCorruptError(
             f"{shared.url} holds tokens of another text than {corpus.name}. Remove it there, and run the "
-            f"same command "
-            "again: it tokenises the text anew."
+            "same command again: it tokenises the text anew."
         )
 
 

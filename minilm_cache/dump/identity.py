@@ -277,7 +277,6 @@ def _refuse_many_files(num_files: int) -> None:
     """Raise InvalidConfigError if a shard has more files than its commit record can name."""
     if num_files * _RECORD_FILE_BYTES > MAX_RECORD_BYTES:
         raise InvalidConfigError(
-            f"each shard would have {num_files} files, more than "
-            f"{MAX_RECORD_BYTES // _RECORD_FILE_BYTES}, which a commit record can name. Store fewer layers, "
-            "hidden states or --maskings."
+            f"each shard would have {num_files} files, more than {MAX_RECORD_BYTES // _RECORD_FILE_BYTES}, "
+            "which a commit record can name. Store fewer layers, hidden states or --maskings."
         )

@@ -27,13 +27,12 @@ from transformers import PreTrainedConfig
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.config import DumpConfig, ImportConfig
-from minilm_cache.dump.identity import identify, name_labels
 from minilm_cache.dump.reading import CPU_BATCH, SequenceReader
 from minilm_cache.dump.run import DumpResult, write_cache
-from minilm_cache.dump.setup import ResolvedDump
+from minilm_cache.dump.setup import ResolvedDump, identity_and_place
 from minilm_cache.errors import CorpusError, InterruptedRunError, TeacherError, first_line
 from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.files import VOLATILE
+from minilm_cache.models.files import VOLATILE, library_errors
 from minilm_cache.models.load import (
     check_positions,
     draw_weights,
@@ -51,7 +50,6 @@ from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.identity import TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.states import MAX_POOLED_WIDTH, POOLED, PoolingMode
 from minilm_cache.store.durable import refuse_file
-from minilm_cache.store.layout import cache_name
 from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
 
 _UNIT: Final = 1e-3
@@ -114,9 +112,8 @@ def import_vectors(
     corpus = load_corpus(config.vectors, config.text_column)
     if list(corpus.texts()) != list(known.texts):  # each vector belongs to the text of its row
         raise CorpusError(f"{config.vectors} changed while it was read. Run the same command again.")
-    identity = identify(dump, teacher, corpus=corpus)
     home = home or cache_home()
-    path = out or home / "caches" / cache_name(name_labels(dump), identity)
+    identity, path = identity_and_place(dump, teacher, corpus=corpus, out=out, home=home)
     refuse_file(path)
     resolved = ResolvedDump(
         config=dump,
@@ -152,9 +149,6 @@ _OF_A_DUMP: Final = (
 """Settings that an import shares with a dump."""
 
 
-_ROWS: Final = 1024
-
-
 def read_vectors(config: ImportConfig, should_stop: ShouldStop = never_stop) -> TextVectors:
     """Read texts and vectors, and check every row.
 
@@ -175,9 +169,9 @@ def read_vectors(config: ImportConfig, should_stop: ShouldStop = never_stop) -> 
     blocks: list[npt.NDArray[np.float32]] = []
     try:
         with Path(file).open("rb") as opened:
-            refuse_bomb(opened, (column, config.vector_column))
+            num_rows = refuse_bomb(opened, (column, config.vector_column))
             opened.seek(0)
-            for batch in _batches(opened, config, should_stop):
+            for batch in _batches(opened, config, num_rows, should_stop=should_stop):
                 texts += batch.column(column).to_pylist()
                 width = blocks[0].shape[1] if blocks else None
                 vectors = batch.column(config.vector_column)
@@ -195,7 +189,7 @@ def read_vectors(config: ImportConfig, should_stop: ShouldStop = never_stop) -> 
 
 
 def _batches(
-    opened: BufferedIOBase, config: ImportConfig, should_stop: ShouldStop
+    opened: BufferedIOBase, config: ImportConfig, num_rows: int, *, should_stop: ShouldStop
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a file of texts and vectors, some at a time.
 
@@ -209,10 +203,9 @@ def _batches(
         if schema.names.count(name) != 1:
             raise CorpusError(
                 f"{config.vectors} has no column {name!r}, or two; it has {', '.join(schema.names)}. Name "
-                f"the "
-                "columns: --text-column, --vector-column."
+                "the columns: --text-column, --vector-column."
             )
-    for batch in parquet.iter_batches(_ROWS, columns=[column, config.vector_column], use_threads=False):
+    for batch in parquet.iter_batches(num_rows, columns=[column, config.vector_column], use_threads=False):
         if should_stop():
             raise InterruptedRunError("interrupted while vectors are read. Run the same command again.")
         batch.validate(full=True)  # text that is not UTF-8 is an error of Arrow here
@@ -246,14 +239,12 @@ def _matrix(column: pa.Array, file: str, *, first: int, width: int | None) -> np
         row = int(differing[0]) if len(differing) else 0
         raise CorpusError(
             f"{file}: the vector of row {first + row} (counted from 0) has {widths[row]} numbers, that of "
-            f"row 0 "
-            f"has {wanted}. All of them must be of one width."
+            f"row 0 has {wanted}. All of them must be of one width."
         )
     if wanted > MAX_POOLED_WIDTH:
         raise CorpusError(
             f"{file}: vectors of {wanted:,} numbers are wider than any cache holds ({MAX_POOLED_WIDTH:,}). "
-            f"Shorten "
-            "them."
+            "Shorten them."
         )
     try:
         flat = column.flatten().cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
@@ -339,11 +330,11 @@ class ImportedTeacher(Teacher):
         Some families reserve positions, which their configuration does not say.
         """
         heads = self.config.num_attention_heads
-        shape = parse_arch(f"1x{2 * heads}", heads, compares_heads=False)
-        tiny = shape_config(shape, self.config.to_dict(), self.config.model_type)
-        longest = torch.full((1, config.max_length), self.tokenizer.cls_token_id)
-        model = draw_weights(tiny, None, attention="sdpa").eval()
-        with torch.no_grad():
+        with library_errors(f"{self.folder}/config.json describes no model"), torch.no_grad():
+            shape = parse_arch(f"1x{2 * heads}", heads, compares_heads=False)
+            tiny = shape_config(shape, self.config.to_dict(), self.config.model_type)
+            longest = torch.full((1, config.max_length), self.tokenizer.cls_token_id)
+            model = draw_weights(tiny, None, attention="sdpa").eval()
             check_positions(model, tiny, name=config.tokenizer, ids=longest)
 
     @property

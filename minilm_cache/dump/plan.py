@@ -84,9 +84,9 @@ class Plan:
     num_tokens: int
     """Tokens of the whole corpus."""
     num_sequences: int
+    """Sequences of the whole corpus."""
     cut: CutText | None
     """What would be missing of texts that are longer than a sequence. None means nothing."""
-    """Sequences of the whole corpus."""
     sample_tokens: int
     """Tokens of the sample."""
     teacher_tokens_per_s: float

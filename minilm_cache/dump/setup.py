@@ -85,7 +85,7 @@ def resolve_dump(
         MiniLMCacheError: see `minilm_cache.errors`; nothing has been written.
     """
     teacher, corpus = _load(config, home, progress, like=add or out)
-    identity, path = _identity_and_place(
+    identity, path = identity_and_place(
         config, teacher, corpus=corpus, out=out, home=home, like=add or tokens_of
     )
     if config.precision is None and out is None and _has_begun_in_float32(config, identity, path, home=home):
@@ -189,14 +189,14 @@ def _load(config: DumpConfig, home: Path, progress: Progress, *, like: Path | No
     return teacher, corpus
 
 
-def _identity_and_place(
+def identity_and_place(
     config: DumpConfig,
     teacher: Teacher,
     *,
     corpus: Corpus,
     out: Path | None,
     home: Path,
-    like: Path | None,
+    like: Path | None = None,
 ) -> tuple[CacheIdentity, Path]:
     """Return what is dumped, and where.
 

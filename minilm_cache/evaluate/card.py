@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from minilm_cache.errors import InvalidConfigError, first_line
@@ -52,15 +53,16 @@ def _rendered(model: Evaluated, summaries: Sequence[Summary]) -> bytes:
     """Return a model's card with its scores.
 
     Everything that can fail is done here, and `check_cards` calls it before anything is fine-tuned. PyYAML
-    and
-    huggingface_hub raise errors of all kinds for what is not a card, so this catches every exception.
+    and huggingface_hub raise errors of all kinds for what is not a card, so this catches every exception.
 
     Raises:
         InvalidConfigError: its README.md is not a valid model card, or not a regular file.
     """
     file = model.folder / _CARD
     try:
-        card = ModelCard(_text_of(file) or f"---\nlibrary_name: transformers\n---\n\n# {model.name}\n")
+        text = _text_of(file) or f"---\nlibrary_name: transformers\n---\n\n# {model.name}\n"
+        _refuse_aliases(text)
+        card = ModelCard(text)
         assert isinstance(card.data, ModelCardData)
         results = [result for summary in summaries for result in _results(summary)]
         replaced = {_place(result) for result in results}
@@ -83,6 +85,13 @@ def _text_of(file: Path) -> str | None:
         return bounded_bytes(file, _MAX_CARD_BYTES).decode("utf-8")
     except FileNotFoundError:
         return None
+
+
+def _refuse_aliases(text: str) -> None:
+    """Raise ValueError for aliases in a card's front matter: a few may expand to billions of values."""
+    matter = text.split("\n---", 1)[0].removeprefix("---")
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(matter, Loader=yaml.SafeLoader)):
+        raise ValueError("it has aliases")
 
 
 def _without_section(text: str, name: str) -> str:

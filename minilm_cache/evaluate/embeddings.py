@@ -30,8 +30,8 @@ try:
     from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 except ModuleNotFoundError as error:
     raise InvalidConfigError(
-        f"embeddings needs {error.name}, which is not installed: "
-        "pip install 'minilm-cache[sentence-transformers,eval]'."
+        f"embeddings needs {error.name}, which is not installed: pip install "
+        "'minilm-cache[sentence-transformers,eval]'."
     ) from error
 
 if TYPE_CHECKING:

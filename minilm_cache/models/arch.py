@@ -6,7 +6,7 @@ from typing import Final
 
 from minilm_cache.errors import InvalidConfigError
 
-_PATTERN: Final = re.compile(r"(\d{1,4})x(\d{1,6})((?::(?:ff|h|e|b|s)\d{1,6})*)")
+_PATTERN: Final = re.compile(r"(\d{1,4})x(\d{1,6})((?::(?:ff|h|e|b|s)\d{1,6})*)", re.ASCII)
 _OPTION: Final = re.compile(r":(ff|h|e|b|s)(\d+)")
 _MAX_LAYERS: Final = 256
 

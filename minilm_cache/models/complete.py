@@ -4,11 +4,12 @@ Transformers draws weights that the files lack at random, passes over weights th
 keeps settings that its code never reads. Each of these gives another model than the folder describes.
 """
 
+import copy
 import inspect
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, configuration_utils,
 from transformers.models.auto import modeling_auto
 
 from minilm_cache.errors import TeacherError
+from minilm_cache.models.files import computes_nothing
 
 _POOLER: Final = "pooler."
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
@@ -31,27 +33,6 @@ _HEADS: Final = (
     modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
 )
-_HARMLESS: Final = frozenset(
-    {
-        # What a model was made with or for, and what only training, heads or poolers read.
-        *("model_type", "finetuning_task", "task_specific_params", "tokenizer_class", "torch_dtype"),
-        *("auto_map", "language", "name", "num_labels", "sentence_transformers", "transformers.js_config"),
-        *("gradient_checkpointing", "reference_compile", "repad_logits_with_grad", "output_past"),
-        *("tie_weights_", "directionality", "is_llama_config", "dense_act_fn", "is_gated_act"),
-        *(
-            "generator_size",
-            "generator_hidden_size",
-            "output_attentions",
-            "torchscript",
-            "use_bfloat16",
-            "n_positions",
-        ),
-        # Settings of ALBERT and XLNet that no released code reads.
-        *("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks"),
-    }
-)
-"""Keys that no code of transformers reads, and that change nothing of what a model computes."""
-_HARMLESS_BEGINNINGS: Final = ("_", "pooler_", "summary_", "classifier_", "adapter")
 _MEANS_NOTHING: Final[Mapping[str, object]] = {"position_embedding_type": "absolute"}
 """Values that say what a model does anyway."""
 
@@ -71,8 +52,8 @@ def refuse_ignored_settings(folder: Path, content: Mapping[str, Any], config: Pr
     odd = [name for name in content if name not in declared and not _says_nothing(name, content)]
     if not odd:
         return
-    code = _code_of(config)
-    ignored = next((name for name in odd if not _reads(code, name)), None)
+    read = _Code.of(config)
+    ignored = next((name for name in odd if not read.mentions(name)), None)
     if ignored is not None:
         raise TeacherError(
             f"{folder}/config.json sets {ignored} to {str(content[ignored])[:40]!r}, which transformers "
@@ -82,33 +63,45 @@ def refuse_ignored_settings(folder: Path, content: Mapping[str, Any], config: Pr
 
 
 def _says_nothing(name: str, content: Mapping[str, Any]) -> bool:
+    """Return whether a setting has no effect, or says what a model does anyway."""
     value = content[name]
-    if name in _HARMLESS or name.startswith(_HARMLESS_BEGINNINGS) or name.endswith("_token_id"):
+    if computes_nothing(name) or name.endswith(("_token_id", "_token_ids")):
         return True
     if value is None or value is False or value in ("", [], {}) or _MEANS_NOTHING.get(name) == value:
         return True
     older = ("layer_norm_eps", "norm_eps", "rms_norm_eps", "layer_norm_epsilon")
-    return name in older and value in [
-        content[other] for other in older if other in content and other != name
-    ]
+    return name in older and value in [content[each] for each in older if each in content and each != name]
 
 
-def _reads(code: str, name: str) -> bool:
-    """Return whether code reads a setting: as an attribute, with a default, or from the file's own keys."""
-    word = re.escape(name)
-    attribute = rf"(config|self)\.{word}\b"
-    by_name = rf"""(getattr\([\w.]+, |kwargs\.\w+\(|kwargs\[)["']{word}["']"""
-    return re.search(f"{attribute}|{by_name}", code) is not None
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """The source of what reads a family's configuration."""
 
+    configuration: str
+    modelling: str
 
-def _code_of(config: PreTrainedConfig) -> str:
-    """Return the source of what reads a family's configuration: its own modules, and the shared ones."""
-    package = type(config).__module__.rpartition(".")[0]
-    own = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
-    model_class = modeling_auto.MODEL_MAPPING.get(type(config), None)
-    classes = model_class if isinstance(model_class, tuple) else (model_class,)
-    own += [sys.modules[each.__module__] for each in classes if each is not None]
-    return "\n".join(inspect.getsource(module) for module in [*own, configuration_utils, modeling_rope_utils])
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "_Code":
+        """Return the source of a family's own modules, and of shared ones where the family uses them."""
+        package = type(config).__module__.rpartition(".")[0]
+        names = {name for name in list(sys.modules) if name.startswith(f"{package}.")}
+        model_class = modeling_auto.MODEL_MAPPING.get(type(config), None)
+        classes = model_class if isinstance(model_class, tuple) else (model_class,)
+        names |= {each.__module__ for each in classes if each is not None}
+        sources = {name: inspect.getsource(sys.modules[name]) for name in sorted(names)}
+        own = "\n".join(text for name, text in sources.items() if "configuration_" in name)
+        modelling = "\n".join(sources.values())
+        if "rope" in modelling.lower():
+            shared = "\n".join(map(inspect.getsource, (configuration_utils, modeling_rope_utils)))
+            own, modelling = own + shared, modelling + shared
+        return cls(own, modelling)
+
+    def mentions(self, name: str) -> bool:
+        """Return whether the code reads a setting, from the configuration or from the file's keys."""
+        word = re.escape(name)
+        in_configuration = rf"""self\.{word}\b|kwargs(\.\w+\(|\[)["']{word}["']"""
+        anywhere = rf"""config\.{word}\b|getattr\([\w.]*config, ["']{word}["']"""
+        return bool(re.search(in_configuration, self.configuration) or re.search(anywhere, self.modelling))
 
 
 def refuse_incomplete(
@@ -120,12 +113,12 @@ def refuse_incomplete(
     mismatched: Collection[str],
     unexpected: Collection[str],
     has_head: bool,
+    reads_pooler: bool,
 ) -> None:
     """Raise TeacherError if not every weight of a model comes from its files, and every one of them is used.
 
     Poolers may be missing and unused, since nothing here reads them. A whole head may be missing, which is
-    for
-    the caller to decide, and heads that transformers has for the family may be unused.
+    for the caller to decide, and heads that transformers has for the family may be unused.
 
     Args:
         folder: folder of the model.
@@ -135,6 +128,7 @@ def refuse_incomplete(
         mismatched: names of the weights that have another shape in the files.
         unexpected: names in the files that transformers did not use.
         has_head: whether the model has a head.
+        reads_pooler: whether that head reads the pooler.
     """
     prefix = f"{model.base_model_prefix}."
     types = _types(files)
@@ -154,22 +148,19 @@ def refuse_incomplete(
         )
         raise TeacherError(
             f"{folder} lacks weights that its configuration describes, such as {lost}{named}, and random "
-            f"ones "
-            "would take their place. Save the whole model there, or correct its config.json."
+            "ones would take their place. Save the whole model there, or correct its config.json."
         )
-    _refuse_partial_head(folder, model, missing, own=own)
     _refuse_unused(folder, model, sorted(unexpected), prefix=prefix)
     used = {name.removeprefix(prefix) for name, _ in model.named_parameters()}
     seen: dict[str, str] = {}
     for name, kind in types.items():
         bare = _as_used(name, prefix)
-        if bare not in used or bare.startswith(_POOLER):
+        if bare not in used or (bare.startswith(_POOLER) and not reads_pooler):
             continue
         if kind not in _FLOATS:
             raise TeacherError(
                 f"{folder}: weight {name} is stored as {kind}, which is not a number format of whole "
-                f"weights. "
-                "Give the model in float32, float16 or bfloat16."
+                "weights. Give the model in float32, float16 or bfloat16."
             )
         if bare in seen:
             raise TeacherError(
@@ -199,18 +190,6 @@ def _as_used(name: str, prefix: str) -> str:
     return bare
 
 
-def _refuse_partial_head(folder: Path, model: PreTrainedModel, missing: Collection[str], *, own: str) -> None:
-    """Raise TeacherError for a head of which the files hold a part: the rest would be random."""
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    head = {name for name, _ in model.named_parameters() if own and not name.startswith(own)} - tied
-    lost = head & set(missing)
-    if lost and lost != head:
-        raise TeacherError(
-            f"{folder} holds a part of a head and lacks the rest, such as {min(lost)}. Save the whole model "
-            f"there."
-        )
-
-
 def _refuse_unused(folder: Path, model: PreTrainedModel, unexpected: Sequence[str], *, prefix: str) -> None:
     if not unexpected:
         return
@@ -235,6 +214,8 @@ def _refuse_unused(folder: Path, model: PreTrainedModel, unexpected: Sequence[st
 def _head_names(config: PreTrainedConfig) -> set[str]:
     """Return the names of the parts of all heads that transformers has for a family."""
     names: set[str] = set()
+    config = copy.deepcopy(config)
+    config.num_labels = 2  # some heads have no other number
     for mapping in _HEADS:
         head_class = mapping.get(type(config), None)
         for each in head_class if isinstance(head_class, tuple) else (head_class,):

@@ -19,17 +19,19 @@ _AS_HERE: Final[Mapping[str, object]] = {
     "do_lower_case": False,
     "transformer_task": "feature-extraction",
     "module_output_name": "token_embeddings",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
 }
 """Settings of a Transformer module, and the only value of each that is computed here."""
-_ANY_VALUE: Final = frozenset({"max_seq_length", "unpad_inputs", "modality_config"})
+_ANY_VALUE: Final = frozenset({"max_seq_length", "unpad_inputs"})
 """Settings that have no effect on a text's vector, or that are read elsewhere."""
 
 
-def refuse_other_reading(folder: Path) -> None:
+def refuse_other_reading(folder: Path, *, lower_cases: bool) -> None:
     """Raise TeacherError if a folder says that texts are read as they cannot be read here.
 
     Args:
         folder: folder of the model, in the format of sentence-transformers.
+        lower_cases: whether its tokenizer makes lower case of texts anyway.
 
     Raises:
         TeacherError: it names a prompt that every text gets, or settings of its Transformer module that
@@ -43,13 +45,20 @@ def refuse_other_reading(folder: Path) -> None:
     if name is not None and prompt != "":
         raise TeacherError(
             f"{folder / _PROMPTS} puts a prompt before every text ({str(name)[:40]}: {str(prompt)[:60]!r}), "
-            f"which "
-            "is not done here. Put the prompt into your texts, and give a copy of the folder without "
+            "which is not done here. Put the prompt into your texts, and give a copy of the folder without "
             "default_prompt_name."
+        )
+    if prompts.get("truncate_dim") is not None:
+        raise TeacherError(
+            f"{folder / _PROMPTS} cuts vectors to {prompts['truncate_dim']} dimensions, which is not done "
+            "here. Remove truncate_dim in a copy of the folder; students learn shorter vectors by "
+            "--matryoshka."
         )
     file = _reading_file(folder)
     for key, value in _settings(file).items():
         if key in _ANY_VALUE or value in (None, {}, []) or _AS_HERE.get(key, object()) == value:
+            continue
+        if key == "do_lower_case" and lower_cases:
             continue
         lower = " Give texts in lower case, and set it to false." if key == "do_lower_case" else ""
         raise TeacherError(
@@ -76,8 +85,7 @@ def refuse_longer_texts(
     if isinstance(limit, int) and max_length > limit:
         raise InvalidConfigError(
             f"--max-length {max_length}: {folder} reads {limit} tokens of a text (max_seq_length), so its "
-            f"own "
-            f"vectors are of no more. Use --max-length {limit} at most."
+            f"own vectors are of no more. Use --max-length {limit} at most."
         )
 
 

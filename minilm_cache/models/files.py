@@ -122,8 +122,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     if other is not None:
         raise TeacherError(
             f"{folder / CONFIG} has {other}, which chooses quantised weights or another file of them, and "
-            f"only "
-            "whole weights in model.safetensors are loaded here. Give the model that it was made from."
+            "only whole weights in model.safetensors are loaded here. Give the model that it was made from."
         )
     return {key: value for key, value in content.items() if key not in _OTHER_WEIGHTS}
 
@@ -136,26 +135,75 @@ def model_description(content: Mapping[str, Any]) -> dict[str, Any]:
 
 VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 """Configuration keys that do not affect what the model computes."""
-_OF_TRAINING: Final = frozenset(
-    {"architectures", "id2label", "label2id", "num_labels", "problem_type", "initializer_range", "use_cache"}
+_HARMLESS: Final = frozenset(
+    {
+        # What a model was made with or for, and what only training, heads or poolers read.
+        *("model_type", "finetuning_task", "task_specific_params", "tokenizer_class", "torch_dtype"),
+        *("auto_map", "language", "name", "num_labels", "sentence_transformers", "transformers.js_config"),
+        *("gradient_checkpointing", "reference_compile", "repad_logits_with_grad", "output_past"),
+        *("tie_weights_", "directionality", "is_llama_config", "dense_act_fn", "is_gated_act"),
+        *(
+            "generator_size",
+            "generator_hidden_size",
+            "output_attentions",
+            "torchscript",
+            "use_bfloat16",
+            "n_positions",
+        ),
+        # Settings of ALBERT and XLNet that no released code reads.
+        *("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks"),
+    }
 )
-"""Further ones, which say how weights were drawn and what labels are called."""
+"""Keys that no code of transformers reads, and that change nothing of what a model computes."""
+_BEGINNINGS_OF_HARMLESS: Final = (
+    "_",
+    "pooler_",
+    "summary_",
+    "classifier_",
+    "adapter",
+    "sbert_",
+    "encoder_no_",
+)
+_OF_TRAINING: Final = frozenset(
+    {
+        *(
+            "architectures",
+            "id2label",
+            "label2id",
+            "num_labels",
+            "problem_type",
+            "initializer_range",
+            "use_cache",
+        ),
+        *("return_dict", "output_hidden_states", "chunk_size_feed_forward", "tie_word_embeddings"),
+    }
+)
+"""Further ones, which say how weights were drawn, what labels are called, and what is returned."""
+
+
+def computes_nothing(name: str) -> bool:
+    """Return whether a setting of a configuration never has an effect on what an encoder computes."""
+    return name in _HARMLESS or name.startswith(_BEGINNINGS_OF_HARMLESS)
 
 
 def first_setting_that_differs(first: PreTrainedConfig, second: PreTrainedConfig) -> str | None:
     """Return the name of a setting that makes two models of equal weights compute differently.
 
-    Dropouts, labels and how weights were drawn are passed over. None means that they compute the same.
+    Dropouts, labels and how weights were drawn are passed over, and so is a setting that is off in one and
+    absent in the other. None means that they compute the same.
     """
     mine, theirs = first.to_dict(), second.to_dict()
-    return next(
-        (
-            name
-            for name in sorted({*mine, *theirs} - VOLATILE - _OF_TRAINING)
-            if "dropout" not in name and not name.startswith("_") and mine.get(name) != theirs.get(name)
-        ),
-        None,
-    )
+    for name in sorted({*mine, *theirs} - VOLATILE - _OF_TRAINING):
+        is_token = name.endswith("_token_id") and name != "pad_token_id"
+        if is_token or "dropout" in name or computes_nothing(name):
+            continue
+        values = [
+            None if content.get(name) in (False, "absolute") else content.get(name)
+            for content in (mine, theirs)
+        ]
+        if values[0] != values[1] and str(values[0]) != str(values[1]):
+            return name
+    return None
 
 
 def out_of_bounds(content: Mapping[str, Any]) -> str | None:
@@ -200,8 +248,7 @@ def library_errors(doing: str) -> Iterator[None]:
     """Turn any error that transformers and its libraries raise on a bad folder into a TeacherError.
 
     They raise all kinds, from KeyError to ZeroDivisionError, so this catches every exception, and what
-    libraries
-    in Rust raise where they give up.
+    libraries in Rust raise where they give up.
 
     Args:
         doing: what failed, as the beginning of the message.

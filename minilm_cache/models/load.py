@@ -250,10 +250,12 @@ def load_weights(
             mismatched=mismatched,
             unexpected=loaded["unexpected_keys"],
             has_head=head is not None,
+            reads_pooler=head == "sequences",
         )
     lacking = frozenset([*loaded["missing_keys"], *mismatched])
-    for name, weight in model.named_parameters():  # nothing here reads a pooler
-        if name not in lacking and "pooler." not in name and not bool(weight.isfinite().all()):
+    for name, weight in model.named_parameters():
+        is_read = head == "sequences" or "pooler." not in name
+        if name not in lacking and is_read and not bool(weight.isfinite().all()):
             raise TeacherError(f"{folder} has weights that are NaN or infinite: {name}. Get them again.")
     if head is None or not lacking:
         return model, lacking

@@ -7,7 +7,7 @@ names the code to run.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Final, get_args
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.models.declared import refuse_other_reading
 from minilm_cache.models.files import read_json
+from minilm_cache.models.load import load_tokenizer
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.states import POOLING_MODES, Pooling, PoolingMode
 
@@ -225,7 +226,7 @@ def _read_modules(folder: Path, file: Path) -> SentencePooler:
         raise TeacherError(
             f"{file} names {outside}, which is outside the model's folder. Do not use this model."
         )
-    refuse_other_reading(folder)
+    refuse_other_reading(folder, lower_cases=_lower_cases(folder))
     kinds = [kind for kind, _ in modules]
     dense = [path for kind, path in modules if kind == "Dense"]
     expected = [
@@ -240,11 +241,23 @@ def _read_modules(folder: Path, file: Path) -> SentencePooler:
             f"{file} names {odd}, and only Transformer, Pooling, Dense and Normalize, in this order, can be "
             "computed here. Take another teacher, or a copy of its folder without this file and --pooling."
         )
+    foreign = next(
+        (kind for kind in map(_type_of, listed) if not kind.startswith("sentence_transformers.")), None
+    )
+    if foreign is not None:
+        raise TeacherError(
+            f"{file} names {foreign}, which is code of its own, and none from a model's folder is run. Take "
+            "another teacher, or a copy of its folder without this file and --pooling."
+        )
+    normalising = [path / "config.json" for kind, path in modules if kind == "Normalize"]
+    if any(path.is_file() and not _has_usual_names(read_json(path)) for path in normalising):
+        raise TeacherError(
+            f"{file}: its Normalize divides something else than vectors of texts. Take another teacher."
+        )
     if str(paths[0]) != ".":
         raise TeacherError(
             f"{file} has its Transformer in folder {paths[0]}, and it is read from {folder} itself. Move its "
-            f"files there, and "
-            "set the path to an empty one."
+            "files there, and set the path to an empty one."
         )
     return SentencePooler(
         _read_mode(modules[1][1] / "config.json"),
@@ -280,19 +293,36 @@ def _read_mode(file: Path) -> PoolingMode:
     for mode in get_args(PoolingMode):
         if modes == [mode]:
             return mode  # type: ignore[no-any-return]
-    words = " and ".join(map(str, modes)) if isinstance(modes, list) and modes else "nothing"
+    words = " and ".join(map(str, modes)) if isinstance(modes, list) and modes else "no mode that it names"
     raise TeacherError(
         f"{file} pools by {words}, and only one of {', '.join(POOLING_MODES)} can be computed here. Take "
         "another teacher."
     )
 
 
+def _type_of(module: Mapping[str, object]) -> str:
+    return str(module["type"])
+
+
+def _has_usual_names(config: Mapping[str, object]) -> bool:
+    """Return whether a module reads and writes the vector of a text."""
+    names = [config.get("module_input_name"), config.get("module_output_name")]
+    return all(name in (None, "sentence_embedding") for name in names)
+
+
+def _lower_cases(folder: Path) -> bool:
+    """Return whether a tokenizer makes lower case of texts, so that `do_lower_case` says nothing new."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return False
+    normalizer = load_tokenizer(folder).backend_tokenizer.normalizer
+    return normalizer is not None and "A" not in normalizer.normalize_str("A")
+
+
 def _read_dense(path: Path) -> DenseLayer:
     config = read_json(path / "config.json")
     activation = _ACTIVATIONS.get(str(config.get("activation_function", "torch.nn.modules.activation.Tanh")))
-    names = [config.get("module_input_name"), config.get("module_output_name")]
-    is_usual = all(name in (None, "sentence_embedding") for name in names)
-    if activation is None or config.get("use_residual") or not is_usual:
+    if activation is None or config.get("use_residual") or not _has_usual_names(config):
         raise TeacherError(
             f"{path} is a linear map with an activation, a residual or names that cannot be computed here: "
             f"{json.dumps(config)[:200]}. Take another teacher."
@@ -304,8 +334,7 @@ def _read_dense(path: Path) -> DenseLayer:
         if weight.ndim != 2 or not all(1 <= size <= _MAX_WIDTH for size in weight.shape):  # noqa: PLR2004 - a matrix
             raise TeacherError(
                 f"{file}: a linear map has the shape {tuple(weight.shape)}, and its sides should be between "
-                f"1 and "
-                f"{_MAX_WIDTH}. Take another teacher."
+                f"1 and {_MAX_WIDTH}. Take another teacher."
             )
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias="linear.bias" in weights)
         linear.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})

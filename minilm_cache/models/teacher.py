@@ -182,8 +182,8 @@ class Teacher:
         if self.tokenizer.padding_side == "left" and not self._is_same_behind_padding():
             raise TeacherError(
                 f"the tokenizer in {self.folder} pads on the left, which gives this model other hidden "
-                f"states, so "
-                "its vectors depend on the batch. Set padding_side to right in its tokenizer_config.json."
+                "states, so its vectors depend on the batch. Set padding_side to right in its "
+                "tokenizer_config.json."
             )
 
     @torch.no_grad()

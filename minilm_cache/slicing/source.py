@@ -79,8 +79,7 @@ def teacher_weights(cache: Cache, home: Path, given: str | None) -> TeacherWeigh
         if setting is not None:
             raise IdentityMismatchError(
                 f"--init-teacher {given} is not the teacher of this cache: {setting} in its config.json is "
-                f"not "
-                "what it was when the cache was made. Give that teacher."
+                "not what it was when the cache was made. Give that teacher."
             )
         return TeacherWeights(folder=folder, sha256=sha256, in_words=f"teacher {label}")
     known = find_teacher(home, expected, label, config=config)

@@ -17,7 +17,7 @@ from typing import Final
 
 from pydantic import Field
 
-from minilm_cache.errors import CacheCorruptError, StorageError
+from minilm_cache.errors import CacheCorruptError, InterruptedRunError, StorageError
 from minilm_cache.storage_schema.base import StoredModel
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.remote import RemoteFolder
@@ -110,7 +110,7 @@ class Leases:
         """Let others have a lease at once: remove its file, and those of the holders before."""
         with self._lock:
             self._held.discard(lease.file)
-        with suppress(StorageError):  # it expires
+        with suppress(StorageError, InterruptedRunError):  # it expires
             self.folder.remove([f"{lease.name}-{number}" for number in range(lease.number + 1)])
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Leases:
             content = self._content(renewals)
             with self._lock:
                 for file in self._held:
-                    with suppress(StorageError):  # the next renewal may succeed
+                    with suppress(StorageError, InterruptedRunError):  # the next renewal may succeed
                         self.folder.write(file, content)
 
     def _has_expired(self, file: str, content: bytes, holder: _Holder) -> bool:

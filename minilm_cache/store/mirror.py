@@ -70,7 +70,7 @@ class MirrorReader(CacheReader):
         self._room = 0
         """Bytes that may still be fetched before what is kept has to be counted."""
         super().__init__(folder)
-        self._requests = ThreadPoolExecutor(_REQUESTS)
+        self._requests, self._process = ThreadPoolExecutor(_REQUESTS), os.getpid()
 
     def _opening(self) -> tuple[object, ...]:
         return self._opened_by
@@ -107,6 +107,8 @@ class MirrorReader(CacheReader):
                     or file.split("/c/")[0] in {"tokens", *paths}
                     or file == sequences_path(shard)
                 }
+                if self._process != os.getpid():  # threads are not in a forked process
+                    self._requests, self._process = ThreadPoolExecutor(_REQUESTS), os.getpid()
                 self._fetcher.fetch_all(wanted, self._requests)
                 for file in wanted:  # all of them have just been compared
                     self._known_files[file] = file_state(below(self.root, file).stat())

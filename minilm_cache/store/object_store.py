@@ -13,7 +13,7 @@ import obstore.exceptions
 from obstore.store import ObjectStore
 
 from minilm_cache.errors import StorageError
-from minilm_cache.progress import awaited, is_stop_requested
+from minilm_cache.progress import awaited, is_stop_overdue
 
 Result = TypeVar("Result")
 
@@ -49,11 +49,11 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def _request(request: Callable[[], Result], num_bytes: int = 0) -> Result:
+def request(call: Callable[[], Result], num_bytes: int = 0) -> Result:
     """Make a request.
 
     Args:
-        request: the request.
+        call: makes the request.
         num_bytes: bytes that it transfers.
 
     Raises:
@@ -63,31 +63,30 @@ def _request(request: Callable[[], Result], num_bytes: int = 0) -> Result:
     if _FORKS.is_forked:
         raise StorageError(
             "this process was forked from one that has read from a store, and cannot read from it. Start it "
-            "anew, "
-            "with a DataLoader by multiprocessing_context='spawn'"
+            "anew, with a DataLoader by multiprocessing_context='spawn'"
         )
     _FORKS.has_made_request = True
     return awaited(
-        request,
-        should_stop=is_stop_requested,
+        call,
+        should_stop=is_stop_overdue,
         interrupted="interrupted: what has arrived is kept. Run the same command again to go on.",
         most_s=_MOST_S + num_bytes / _LEAST_RATE,
     )
 
 
-def _with_retries(request: Callable[[], Result], *retried: str, num_bytes: int = 0) -> Result:
+def _with_retries(call: Callable[[], Result], *retried: str, num_bytes: int = 0) -> Result:
     """Make a request, and repeat it while its error contains one of the `retried` texts.
 
     obstore itself does not repeat a creation, or a request whose answer breaks off.
     """
     for wait_s in _WAITS_S:
         try:
-            return _request(request, num_bytes)
+            return request(call, num_bytes)
         except obstore.exceptions.GenericError as error:
             if not any(text in str(error) for text in retried):
                 raise
             time.sleep(wait_s)
-    return _request(request, num_bytes)
+    return request(call, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ class BucketFiles:
             for chunk in obstore.list(self.store, path):
                 before = len(sizes)
                 sizes |= {meta["path"]: meta["size"] for meta in chunk}
-                if is_stop_requested() or len(sizes) > _MAX_LISTED or (chunk and len(sizes) == before):
+                if is_stop_overdue() or len(sizes) > _MAX_LISTED or (chunk and len(sizes) == before):
                     raise StorageError("its list of files does not end, or was interrupted")
             return sizes
 

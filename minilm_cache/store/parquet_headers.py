@@ -23,10 +23,14 @@ _LONG_LIST: Final = 15
 _MORE: Final = 128
 
 
+_MAX_FOOTER: Final = 2**24
 _ANY_COLUMNS: Final = 4096
 _ANY_GROUPS: Final = 2**14
 _RATIO: Final = 64
 """Times its own size that a file may unpack to: vectors of +-1 in float32 are 32 times their bits."""
+_ROWS: Final = 1024
+_BATCH_BYTES: Final = 2**28
+"""Most rows and bytes that are read at a time."""
 _FREE: Final = 2**24
 """Bytes that any file may unpack to."""
 _BYTES_OF_VALUE: Final = 4
@@ -43,6 +47,8 @@ class Chunk:
 
     path: str
     """Path of the column in the schema, with dots between its parts."""
+    column: str
+    """First part of the path."""
     num_values: int
     first: int
     """First byte in the file."""
@@ -70,7 +76,7 @@ def read_footer(file: BufferedIOBase, *, most_columns: int, most_groups: int) ->
     Raises:
         HeaderError: it has no footer that a writer of tables writes, or a larger one.
     """
-    most = 2**16 + 2**10 * most_columns * most_groups
+    most = min(_MAX_FOOTER, 2**16 + 2**10 * most_columns * most_groups)
     end = file.seek(0, 2)
     file.seek(max(0, end - _TAIL))
     tail = file.read(_TAIL)
@@ -82,14 +88,18 @@ def read_footer(file: BufferedIOBase, *, most_columns: int, most_groups: int) ->
     try:
         groups = tuple((group[3], tuple(map(_chunk, group[1]))) for group in fields.get(4, []))
         footer = Footer(fields[3], groups)
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        columns = {tuple(chunk.path for chunk in chunks) for _, chunks in groups}
+        rows = [num_rows for num_rows, _ in groups]
+        is_odd = min(footer.num_rows, *rows, 0) < 0 or footer.num_rows != sum(rows)
+        stored = sum(chunk.num_bytes for _, chunks in groups for chunk in chunks)
+    except (KeyError, TypeError, AttributeError, IndexError, UnicodeDecodeError) as error:
         raise HeaderError("its footer lacks what a footer has") from error
-    columns = {tuple(chunk.path for chunk in chunks) for _, chunks in groups}
     if len(columns) > 1 or any(len(names) > most_columns for names in columns):
         raise HeaderError("its row groups have different columns, or too many")
-    rows = [num_rows for num_rows, _ in groups]
-    if min(footer.num_rows, *rows, 0) < 0 or footer.num_rows != sum(rows):
+    if is_odd:
         raise HeaderError("its numbers of rows do not agree")
+    if stored > end:
+        raise HeaderError("its columns overlap")
     return footer
 
 
@@ -100,6 +110,7 @@ def _chunk(fields: Mapping[int, Any]) -> Chunk:
     first, dictionary = meta[9], meta.get(11, 0)
     chunk = Chunk(
         ".".join(part.decode() for part in meta[3]),
+        meta[3][0].decode(),
         meta[5],
         dictionary if 0 < dictionary < first else first,
         meta[7],
@@ -110,19 +121,24 @@ def _chunk(fields: Mapping[int, Any]) -> Chunk:
     return chunk
 
 
-def refuse_bomb(file: BufferedIOBase, columns: Collection[str]) -> None:
-    """Raise HeaderError for a file whose columns unpack to far more than a file of its size holds.
+def refuse_bomb(file: BufferedIOBase, columns: Collection[str]) -> int:
+    """Return how many rows of a file can be read at a time: their values may all be the longest one.
 
     Args:
         file: a Parquet file of any schema.
         columns: names of the columns that will be read.
+
+    Raises:
+        HeaderError: it has no sound headers, or unpacks to far more than a file of its size holds.
     """
     size = file.seek(0, 2)
     footer = read_footer(file, most_columns=_ANY_COLUMNS, most_groups=_ANY_GROUPS)
-    chunks = [chunk for _, group in footer.groups for chunk in group if chunk.path.split(".")[0] in columns]
-    unpacked = sum(decoded_bytes(file, chunk) + _BYTES_OF_VALUE * chunk.num_values for chunk in chunks)
+    chunks = [chunk for _, group in footer.groups for chunk in group if chunk.column in columns]
+    sizes = [decoded_bytes(file, chunk) for chunk in chunks]
+    unpacked = sum(sizes) + _BYTES_OF_VALUE * sum(chunk.num_values for chunk in chunks)
     if unpacked > _FREE + _RATIO * size:
         raise HeaderError(f"its {size:,} bytes would unpack to {unpacked:,}")
+    return max(1, min(_ROWS, _BATCH_BYTES // max(1, *sizes, 1)))
 
 
 def decoded_bytes(file: BufferedIOBase, chunk: Chunk) -> int:
@@ -172,6 +188,8 @@ class _Compact:
         return fields
 
     def _value(self, kind: int, depth: int) -> Any:  # noqa: ANN401 - what the type says
+        if depth > _DEPTH:
+            raise HeaderError("nested too deep")
         if kind in _INTEGERS:
             return self._integer()
         if kind == _BINARY:

@@ -288,8 +288,8 @@ class CacheReader:
     def _require(self, number: int) -> CommittedShard:
         if number not in self.records:
             raise CacheIncompleteError(
-                f"shard {number} of {self.root} is not committed. "
-                "Finish the cache with the same `minilm-cache dump` command; it resumes."
+                f"shard {number} of {self.root} is not committed. Finish the cache with the same "
+                "`minilm-cache dump` command; it resumes."
             )
         return self.records[number]
 

@@ -29,7 +29,7 @@ from minilm_cache.errors import (
     is_panic,
 )
 from minilm_cache.store.durable import create_file, new_file, write_file
-from minilm_cache.store.object_store import BucketFiles
+from minilm_cache.store.object_store import BucketFiles, request
 from minilm_cache.store.regular_files import NotRegularError, linked_part, regular_bytes
 from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.store.variables import refuse_bad_variables, variables_in
@@ -96,14 +96,16 @@ class _FileSystem:
         """Return `num_bytes` bytes of a file from the `first`-th on, or fewer if it ends before."""
         if isinstance(self.filesystem, LocalFileSystem):
             return regular_bytes(Path(path), num_bytes, first=first)
-        return bytes(self.filesystem.cat_file(path, start=first, end=first + num_bytes))
+        return bytes(
+            request(lambda: self.filesystem.cat_file(path, start=first, end=first + num_bytes), num_bytes)
+        )
 
     def write(self, path: str, content: bytes) -> None:
         """Write a whole file, replacing an older one."""
         if isinstance(self.filesystem, LocalFileSystem):
             write_file(Path(path), content)
         else:
-            self.filesystem.pipe_file(path, content)
+            request(lambda: self.filesystem.pipe_file(path, content), len(content))
 
     def send(self, path: str, file: Path) -> None:
         """Write a file of this machine, in parts, replacing an older one."""
@@ -111,7 +113,7 @@ class _FileSystem:
             with new_file(Path(path)) as copy, file.open("rb") as original:
                 shutil.copyfileobj(original, copy, _COPIED_BYTES)
         else:
-            self.filesystem.put_file(str(file), path)
+            request(lambda: self.filesystem.put_file(str(file), path), file.stat().st_size)
 
     def create(self, path: str, content: bytes) -> bool:
         """Write a whole file unless it exists, and return whether it was written.

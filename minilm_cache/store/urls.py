@@ -4,7 +4,7 @@ import re
 from typing import Final
 
 _SECRET_AUTHORITY: Final = re.compile(
-    r"(?P<scheme>(?<![\w./])(?:[A-Za-z][A-Za-z0-9+.-]*:[/\\]*|[/\\]{2}))(?P<secret>[^\s:@]*:[^\s@]+@)"
+    r"(?P<scheme>(?<![\w./])(?:[A-Za-z][A-Za-z0-9+.-]*:[/\\]*|[/\\]{2}))(?P<secret>[^\s:@]*:(?:[^\s@]+@)+)"
 )
 _QUERY: Final = re.compile(r"(?P<place>\b[A-Za-z][A-Za-z0-9+.-]*:[/\\]+[^\s?#]*)[?#]\S*")
 

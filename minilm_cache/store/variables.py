@@ -27,6 +27,9 @@ _NEED_LEAVE: Final = frozenset(
     {"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"}
 )
 """Those of them where obstore wants to be allowed http by a variable of its own."""
+_OF_LOGIN: Final = ("AZURE_STORAGE_AUTHORITY_HOST", "AZURE_AUTHORITY_HOST")
+"""Servers that are asked for a token where no key is given."""
+_SHOWN_CHARS: Final = 32
 _YES: Final = ("1", "true", "on", "yes", "y")
 _NAMED_BY: Final[Mapping[str, str]] = {
     "Account must be specified": "AZURE_STORAGE_ACCOUNT_NAME",
@@ -48,14 +51,19 @@ def refuse_bad_variables(scheme: str) -> None:
     """
     prefix = _PREFIXES[scheme]
     for name, value in sorted(os.environ.items()):
-        if name.startswith((prefix, "AZURITE_")) and (value != value.strip() or not value.isprintable()):
+        is_document = value.lstrip().startswith("{") or name.endswith("CREDENTIALS")  # JSON of several lines
+        is_odd = value != value.strip() or not value.isprintable()
+        if name.startswith((prefix, "AZURITE_")) and is_odd and not is_document:
             raise InvalidConfigError(
-                f"{name} begins or ends with a blank, or holds a line break, as what is read from a file "
-                f"may. "
-                "Set it without."
+                f"{name} begins or ends with a blank or holds a line break, as a value read from a file can. "
+                "Remove them."
             )
-    for name in _SERVERS[scheme]:
-        if name in os.environ:
+    given = [name for name in _SERVERS[scheme] if name in os.environ]
+    endpoints = [name for name in given if name in _NEED_LEAVE]
+    for name in given:
+        is_replaced = name in endpoints[1:]
+        is_unused = name in _OF_LOGIN and "AZURE_STORAGE_ACCOUNT_KEY" in os.environ
+        if not (is_replaced or is_unused):
             _check_server(name, os.environ[name], f"{prefix}ALLOW_HTTP")
 
 
@@ -66,11 +74,10 @@ def _check_server(name: str, value: str, leave: str) -> None:
     except ValueError:
         is_server = False
     if not is_server:
-        shown = value if "@" not in value else "..."
+        shown = value if "@" not in value and len(value) < _SHOWN_CHARS else "..."  # it may be a key
         raise InvalidConfigError(
             f"{name} is {shown!r}, which is not the URL of a server. Write http://HOST:PORT or "
-            f"https://HOST:PORT, or "
-            "unset it."
+            "https://HOST:PORT, or unset it."
         )
     if parts.username or parts.password:
         raise InvalidConfigError(
@@ -81,8 +88,7 @@ def _check_server(name: str, value: str, leave: str) -> None:
     if parts.scheme == "http" and name in _NEED_LEAVE and not (allowed or is_emulated):
         raise InvalidConfigError(
             f"{name} is {value}: http sends keys and data unencrypted, which is off by default. Set "
-            f"{leave}=true to "
-            "allow it, or give an https:// URL."
+            f"{leave}=true to allow it, or give an https:// URL."
         )
 
 

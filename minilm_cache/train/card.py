@@ -4,14 +4,16 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import transformers
 from huggingface_hub import ModelCardData
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.models.load import ALIASES, MINI, MINI_ID
+from minilm_cache.models.load import ALIASES, MINI, MINI_ID, load_tokenizer
 from minilm_cache.models.saving import saving
 from minilm_cache.models.tap import Head
 from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES, CacheManifest
@@ -53,6 +55,20 @@ def save_student(
         (new / "README.md").write_text(
             student_card(reader.manifest, identity, record=record, untrained=untrained, head=head)
         )
+
+
+def cached_tokenizer(reader: CacheReader) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that a cache holds.
+
+    Raises:
+        TeacherError: the cache holds no usable tokenizer.
+    """
+    with TemporaryDirectory() as folder:
+        for name in TOKENIZER_FILES:
+            path = f"{TEACHER_FOLDER}/{name}"
+            if path in reader.manifest.files:
+                Path(folder, name).write_bytes(safe_tokenizer_file(name, reader.attachment(path)))
+        return load_tokenizer(Path(folder))
 
 
 def safe_tokenizer_file(name: str, content: bytes) -> bytes:

@@ -59,8 +59,7 @@ class RunState(BaseModel):
     """Best weights of each student so far."""
     files: dict[str, StoredFile] | None = None
     """Files of the students' weights and moments, by name. None means that a release that did not note them
-    wrote
-    this, or that nothing is written yet."""
+    wrote this, or that nothing is written yet."""
     checksum: Sha256 | None = None
     """SHA-256 over the canonical JSON of all else. None means the same as for `files`."""
 
@@ -73,13 +72,13 @@ class RunState(BaseModel):
         """Return what is wrong with a state that was read from a folder of this name. None means nothing."""
         if self.checksum not in (None, _sum(self)):
             return "it is not what was written"
-        if self.step < 1 or state_name(self.step) != name:
+        if state_name(self.step) != name:
             return f"it is of step {self.step}"
         steps = (*self.diverged.values(), *(best.step for best in self.best.values()))
         return "it names a step that was not taken yet" if max(steps, default=0) > self.step else None
 
     def check(self, file: Path, *, arch: Sequence[str], steps: int) -> None:
-        """Raise IdentityMismatchError if the state cannot be one of a run.
+        """Raise IdentityMismatchError if the state cannot belong to a run.
 
         Args:
             file: where it was read, for the message.
@@ -167,7 +166,9 @@ def load_students(
     for trainer in trainers:
         file = folder / state_name(state.step) / _file_name(trainer)
         try:
-            stored = None if state.files is None else state.files[file.name]
+            stored = None if state.files is None else state.files.get(file.name)
+            if state.files is not None and stored is None:
+                raise ValueError(f"{_STATE} does not list it")
             _restore(trainer, load_tensors(file, _expected(trainer), stored=stored, device=device))
         except TENSOR_ERRORS as error:
             raise _unusable(file, error) from error
@@ -188,6 +189,7 @@ def save_best(folder: Path, trainer: StudentTrainer, step: int) -> StoredFile:
     with saving("write", file):
         folder.mkdir(parents=True, exist_ok=True)
         new = file.with_name(f".{file.name}{PARTIAL}")
+        new.unlink(missing_ok=True)
         stored = save_tensors(_weights(trainer), new)
         new.replace(file)
         sync_directories([folder])
@@ -226,8 +228,8 @@ def load_best(folder: Path, trainer: StudentTrainer, state: RunState) -> None:
 
 def _unusable(file: Path, error: Exception) -> IdentityMismatchError:
     return IdentityMismatchError(
-        f"checkpoint {file} cannot be used: {first_line(error)}. "
-        "Remove the run's folder to start over, or choose another --out."
+        f"checkpoint {file} cannot be used: {first_line(error)}. Remove the run's folder to start over, or "
+        "choose another --out."
     )
 
 

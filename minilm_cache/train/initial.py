@@ -22,6 +22,7 @@ from minilm_cache.slicing.source import TeacherWeights, teacher_weights
 from minilm_cache.slicing.text import check_text
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
+from minilm_cache.train.card import cached_tokenizer
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, is_run
 
@@ -212,8 +213,8 @@ class Beginnings:
         for arch, weights in self.of.items():
             if self.of_record is None and weights.kind == RANDOM:
                 raise InvalidConfigError(
-                    f"{option}: {arch} begins with {weights.in_words}. "
-                    "Leave it out, or choose another --init."
+                    f"{option}: {arch} begins with {weights.in_words}. Leave it out, or choose another "
+                    "--init."
                 )
 
     @property
@@ -283,8 +284,15 @@ def initial_weights(
 
 
 def _check_tokenizer(folder: Path, cache: Cache) -> None:
-    """Raise InvalidConfigError if a model reads other token ids than those in a cache."""
-    if tokenizer_sha256(load_tokenizer(folder)) != cache.manifest.identity.tokenizer_sha256:
+    """Raise InvalidConfigError if a model's tokenizer gives words other ids than that of a cache does.
+
+    A folder without a tokenizer cannot be asked.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return
+    own = load_tokenizer(folder)
+    is_same = tokenizer_sha256(own) == cache.manifest.identity.tokenizer_sha256
+    if not is_same and own.get_vocab() != cached_tokenizer(cache.reader).get_vocab():
         raise InvalidConfigError(
             f"--init {folder}: its tokenizer is not the one of this cache, so its embeddings belong to other "
             "tokens. Take a model with the tokenizer of the cache's teacher."

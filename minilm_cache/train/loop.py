@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -116,7 +117,7 @@ class TrainingLoop:
         """Take a step, then log, evaluate and save where that is due; return the tokens of the step."""
         hours = session.seconds / _SECONDS_PER_HOUR
         is_over = self.config.max_hours is not None and hours >= self.config.max_hours
-        batch = next(stream)
+        batch = self._next(stream, journal, session)
         numbers = [float(should_stop()), float(is_over), *(float(batch.step_counts[unit]) for unit in UNITS)]
         stop, over, *sums = self.ranks.sum(numbers)
         if stop or over:
@@ -152,6 +153,20 @@ class TrainingLoop:
             self._save(session)
         return num_tokens
 
+    def _next(
+        self, stream: Iterator[StudentBatch], journal: "_Journal", session: _TrainingSession
+    ) -> StudentBatch:
+        """Return the next batch; a stop while its segment is fetched keeps the state.
+
+        Other processes wait for this one's numbers, so with several the read has to end.
+        """
+        try:
+            return next(stream)
+        except InterruptedRunError:
+            if self.ranks.size > 1:
+                raise
+            self._interrupt(journal, session, "interrupted")
+
     def _save(self, session: _TrainingSession) -> None:
         self.state.train_s = session.before_s + session.seconds
         (bytes_read,) = self.ranks.sum([float(self.cache.reader.bytes_read)])
@@ -161,7 +176,7 @@ class TrainingLoop:
         if self.ranks.is_writer:
             drop_superseded(self.folder.best, self.trainers, self.state)
 
-    def _interrupt(self, journal: "_Journal", session: _TrainingSession, reason: str) -> None:
+    def _interrupt(self, journal: "_Journal", session: _TrainingSession, reason: str) -> NoReturn:
         journal.write(thoroughly=True)
         self._save(session)
         raise InterruptedRunError(

@@ -296,8 +296,8 @@ def load_record(folder: Path) -> RunRecord:
     file = RunFolder(path=folder).record
     if not file.exists():
         raise InvalidConfigError(
-            f"{folder} is not a run: {file.name} is missing."
-            f"{described_otherwise(folder) or ' Give a folder that train made.'}"
+            f"{folder} is not a run: {file.name} is "
+            f"missing.{described_otherwise(folder) or ' Give a folder that train made.'}"
         )
     try:
         content = regular_bytes(file, _MAX_RECORD_BYTES + 1)

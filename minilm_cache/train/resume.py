@@ -19,8 +19,7 @@ def recorded(
 
     Without `--init`, `--init-teacher` and `--init-layers`, an unfinished run goes on with what it began with:
     with random weights, as those of the first releases, or as a slice of a teacher that is not at hand any
-    more.
-    A complete run is shown again only where it began as it would by default, which is as a slice.
+    more. A complete run is shown again only where it began as it would by default, which is as a slice.
     """
     path = out or home / "runs" / identity.name()
     if config.names_beginning:

@@ -1,6 +1,7 @@
 """Stage two from end to end: shards -> batches -> objective -> students -> checkpoints -> model folders."""
 
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
-from minilm_cache.store.durable import storage_errors
+from minilm_cache.store.durable import PARTIAL, storage_errors
 from minilm_cache.store.urls import is_url
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
@@ -207,6 +208,12 @@ def _locked(path: Path, ranks: Ranks) -> Iterator[None]:
                 f"another process trains in {path}. Wait for it, or choose another --out."
             ) from None
     try:
+        for left in (
+            *path.glob(f".*{PARTIAL}"),
+            *path.glob(f"best/.*{PARTIAL}"),
+            *path.glob(f"students/.*{PARTIAL}"),
+        ):
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink(missing_ok=True)
         yield
     finally:
         RunFolder(path=path).lock.unlink(missing_ok=True)
@@ -383,7 +390,8 @@ class _Run:
         if self.config.eval_steps is not None:
             load_best(self.folder.best, trainer, state)
         else:
-            load_students(self.folder.checkpoints, state, trainers=[trainer], device=self.ranks.device)
+            last = load_state(self.folder.checkpoints)
+            load_students(self.folder.checkpoints, last, trainers=[trainer], device=self.ranks.device)
         return trainer
 
     def _in_order(self, records: dict[str, StudentRecord]) -> tuple[StudentRecord, ...]:

@@ -3,26 +3,21 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
-from minilm_cache.models.load import load_tokenizer
 from minilm_cache.models.saving import saving
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.relations.states import WantedStates
-from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.store.durable import new_file, refuse_existing, remove_partials
-from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.batches import BatchReader
-from minilm_cache.train.card import safe_tokenizer_file
+from minilm_cache.train.card import cached_tokenizer
 
 _BATCH = 256
 _CPU = torch.device("cpu")
@@ -100,7 +95,7 @@ def _schema(width: int) -> pa.Schema:
 
 def _rows(cache: Cache, width: int) -> Iterator[pa.Table]:
     """Yield the rows of the file, batch by batch."""
-    tokenizer = _tokenizer(cache.reader)
+    tokenizer = cached_tokenizer(cache.reader)
     wanted = WantedTargets(kinds=(), states=WantedStates(hidden=(POOLED,)))
     reader = BatchReader(cache, wanted, pad_token=tokenizer.pad_token_id, device=_CPU)
     first, num_train = 0, cache.manifest.num_train
@@ -118,17 +113,3 @@ def _rows(cache: Cache, width: int) -> Iterator[pa.Table]:
         ]
         yield pa.Table.from_arrays(columns, schema=_schema(width))
         first += len(ids)
-
-
-def _tokenizer(reader: CacheReader) -> PreTrainedTokenizerFast:
-    """Return the tokenizer that a cache holds.
-
-    Raises:
-        TeacherError: the cache holds no usable tokenizer.
-    """
-    with TemporaryDirectory() as folder:
-        for name in TOKENIZER_FILES:
-            path = f"{TEACHER_FOLDER}/{name}"
-            if path in reader.manifest.files:
-                Path(folder, name).write_bytes(safe_tokenizer_file(name, reader.attachment(path)))
-        return load_tokenizer(Path(folder))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from filelock import FileLock, Timeout
 
@@ -13,6 +14,8 @@ from minilm_cache.store.durable import storage_errors
 from minilm_cache.store.layout import LOCKS, MANIFEST
 from minilm_cache.train.folder import REMOVED, RUN_FILE, RunFolder, is_run, runs_in
 from minilm_cache.train.record import load_record
+
+_MARK: Final = ".being-removed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,10 @@ def _removed_name(path: Path) -> Path:
 
 def _is_leftover(path: Path) -> bool:
     """Return whether a folder is what an interrupted removal left."""
-    return path.name.endswith(REMOVED) and path.is_dir() and not path.is_symlink()
+    is_named = path.name.startswith(".") and path.name.endswith(REMOVED)
+    if not is_named or not path.is_dir() or path.is_symlink():
+        return False
+    return any((path / name).is_file() for name in (_MARK, MANIFEST, RUN_FILE))
 
 
 def remove(removal: Removal) -> None:
@@ -79,7 +85,7 @@ def remove(removal: Removal) -> None:
     path = removal.path.resolve()
     with storage_errors("remove", path), ExitStack() as held:
         if _is_leftover(path):
-            shutil.rmtree(path)
+            _empty(path)
             return
         for file in _locks(path):
             lock = FileLock(file)
@@ -92,9 +98,18 @@ def remove(removal: Removal) -> None:
         if removed.exists():
             shutil.rmtree(removed)
         path.rename(removed)
-        for name in (MANIFEST, RUN_FILE):
-            (removed / name).unlink(missing_ok=True)
-        shutil.rmtree(removed)
+        _empty(removed)
+
+
+def _empty(removed: Path) -> None:
+    """Remove a folder; until it is gone, a file in it says that it is what a removal left."""
+    (removed / _MARK).touch()
+    for entry in removed.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != _MARK:
+            entry.unlink()
+    shutil.rmtree(removed)
 
 
 def _needing(path: Path, home: Path) -> Iterator[Path]:

@@ -1,5 +1,6 @@
 """A YAML document whose mistakes are reported with their line and key."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -39,7 +40,7 @@ class Source:
             raise
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidConfigError(f"cannot read {path}: {first_line(error)}. Check the path.") from error
-        except (RecursionError, ValueError) as error:
+        except (RecursionError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
             raise InvalidConfigError(
                 f"{path}: a value in it cannot be read: {first_line(error)}. Fix it, or put it in quotes."
             ) from error
@@ -54,8 +55,8 @@ class Source:
             )
         self._root: yaml.Node = root
         for node in _mappings(root):
-            keys = [key.value for key, _ in node.value]
-            repeated = next((key for key, _ in node.value if keys.count(key.value) > 1), None)
+            counts = Counter(str(key.value) for key, _ in node.value)
+            repeated = next((key for key, _ in node.value if counts[str(key.value)] > 1), None)
             if repeated is not None:
                 line = f"line {repeated.start_mark.line + 1}"
                 raise InvalidConfigError(
@@ -127,8 +128,7 @@ def _refuse_long_numbers(path: Path, root: yaml.Node | None) -> None:
         if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MAX_DIGITS:
             raise InvalidConfigError(
                 f"{path}, line {node.start_mark.line + 1}: {node.value[:12]}... has {len(node.value)} "
-                f"digits. "
-                "Give a smaller number."
+                "digits. Give a smaller number."
             )
 
 

@@ -47,7 +47,7 @@ def test_what_a_run_needs_is_kept(
     began = ("--init", run.name, "--steps", 3, "--lr", "1e-6")
     assert command("train", cache, "--arch", "1x32", *began)[0] == 0
     monkeypatch.chdir(world.root)  # the folder that the run began with was named relative to another one
-    command.fails("rm", cache, "--yes", code=2, says=(f"is needed by {run.name}", "--force"))
+    command.fails("rm", cache, "--yes", code=2, says=("is needed by", run.name, "--force"))
     command.fails("rm", run, "--yes", code=2, says=f"{run} is needed by")
     assert cache.is_dir()
     assert run.is_dir()
