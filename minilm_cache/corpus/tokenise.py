@@ -121,16 +121,11 @@ def tokenise(
     folder = (home or cache_home()) / "tokens" / address_of(corpus.identity, tokenizer)
     shared = shared_tokens(folder.name)
     with _building(folder, should_stop):
-        if (folder / TOKENS_FILE).is_file():
-            try:
-                tokens = Tokens(folder, corpus.name, tokenizer)
-            except (CacheCorruptError, OSError) as error:
-                progress.note(f"{error} They are made again now.")
-                (folder / TOKENS_FILE).unlink()
-            else:
-                if shared is not None:
-                    send_if_missing(folder, shared, progress=progress, should_stop=should_stop)
-                return tokens
+        tokens = _kept(folder, corpus, tokenizer, progress=progress)
+        if tokens is not None:
+            if shared is not None:
+                send_if_missing(folder, shared, progress=progress, should_stop=should_stop)
+            return tokens
         pool = partial(_pool, engine=engine, num_processes=num_processes)
         write = partial(
             _write, folder, corpus, tokenizer, pool=pool, progress=progress, should_stop=should_stop
@@ -147,6 +142,20 @@ def tokenise(
             else:
                 _refuse_other_tokens(Tokens(folder, corpus.name, tokenizer), corpus, tokenizer, shared=shared)
         return Tokens(folder, corpus.name, tokenizer)
+
+
+def _kept(
+    folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, *, progress: Progress
+) -> Tokens | None:
+    """Return the tokens that a folder holds; None if there are none, or damaged ones, which are said."""
+    if not (folder / TOKENS_FILE).is_file():
+        return None
+    try:
+        return Tokens(folder, corpus.name, tokenizer)
+    except (CacheCorruptError, OSError) as error:
+        progress.note(f"{error} They are made again now.")
+        (folder / TOKENS_FILE).unlink()
+        return None
 
 
 def tokens_of(

@@ -151,6 +151,13 @@ def refuse_incomplete(
             "ones would take their place. Save the whole model there, or correct its config.json."
         )
     _refuse_unused(folder, model, sorted(unexpected), prefix=prefix)
+    _refuse_strange(folder, model, types, prefix=prefix, reads_pooler=reads_pooler)
+
+
+def _refuse_strange(
+    folder: Path, model: PreTrainedModel, types: Mapping[str, str], *, prefix: str, reads_pooler: bool
+) -> None:
+    """Raise TeacherError if a weight that the model uses is not stored as floats, or is stored twice."""
     used = {name.removeprefix(prefix) for name, _ in model.named_parameters()}
     seen: dict[str, str] = {}
     for name, kind in types.items():

@@ -259,6 +259,8 @@ def library_errors(doing: str) -> Iterator[None]:
         raise
     except MemoryError as error:
         raise TeacherError(f"{doing}: there is too little memory for what its files describe.") from error
+    except UnicodeEncodeError as error:
+        raise TeacherError(f"{doing}: its path is not UTF-8. Rename the folder.") from error
     except BaseException as error:
         if not (isinstance(error, Exception) or is_panic(error)):
             raise

@@ -7,7 +7,7 @@ import copy
 import importlib.util
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -228,6 +228,7 @@ def load_weights(
     """
     config = _config_of(folder, **head_config(head, labels))
     files = weight_files(folder)  # refuses an index that points elsewhere
+    reads_pooler = head == "sequences"
     with library_errors(f"cannot load a model from {folder}"), _ONE_AT_A_TIME:
         model, loaded = HEADS[head].from_pretrained(
             folder,
@@ -250,13 +251,10 @@ def load_weights(
             mismatched=mismatched,
             unexpected=loaded["unexpected_keys"],
             has_head=head is not None,
-            reads_pooler=head == "sequences",
+            reads_pooler=reads_pooler,
         )
     lacking = frozenset([*loaded["missing_keys"], *mismatched])
-    for name, weight in model.named_parameters():
-        is_read = head == "sequences" or "pooler." not in name
-        if name not in lacking and is_read and not bool(weight.isfinite().all()):
-            raise TeacherError(f"{folder} has weights that are NaN or infinite: {name}. Get them again.")
+    _refuse_not_finite(folder, model, lacking, reads_pooler=reads_pooler)
     if head is None or not lacking:
         return model, lacking
     # transformers may leave tied weights of a missing head without memory, so the head is drawn here.
@@ -264,6 +262,16 @@ def load_weights(
     encoder, _ = load_weights(folder, None, attention=attention)
     whole.base_model.load_state_dict(encoder.state_dict(), strict=False)
     return whole.eval(), lacking
+
+
+def _refuse_not_finite(
+    folder: Path, model: PreTrainedModel, lacking: Collection[str], *, reads_pooler: bool
+) -> None:
+    """Raise TeacherError if a weight that came from the folder and is read is NaN or infinite."""
+    for name, weight in model.named_parameters():
+        is_read = name not in lacking and (reads_pooler or "pooler." not in name)
+        if is_read and not bool(weight.isfinite().all()):
+            raise TeacherError(f"{folder} has weights that are NaN or infinite: {name}. Get them again.")
 
 
 def draw_weights(config: PreTrainedConfig, head: TaskHead | None, *, attention: str) -> PreTrainedModel:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from minilm_cache.errors import InvalidConfigError, MiniLMCacheError, TeacherError
+from minilm_cache.errors import CacheCorruptError, InvalidConfigError, MiniLMCacheError, TeacherError
 from minilm_cache.evaluate.card import check_cards
 from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.pooling import load_pooler
@@ -148,6 +148,7 @@ def test_what_a_killed_removal_left_is_removed(world: World, command: Command) -
     cache = world.dump().path
     left = cache.with_name(f".{cache.name}.removed")
     cache.rename(left)
+    (left / ".being-removed").touch()
     (left / "manifest.json").unlink()
     assert command("ls", world.root)[0] == 0
     code, out, _ = command("rm", cache, "--yes", "--json")
@@ -181,12 +182,11 @@ def test_linked_folders_of_a_store_are_not_followed(world: World, command: Comma
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["long", "link", "pipe", "folder", "json", "text"])
+@pytest.mark.parametrize("kind", ["long", "pipe", "folder", "json", "text"])
 def test_nonsense_among_leases_is_passed_over(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "00001-0"
     make: dict[str, Callable[[], object]] = {
         "long": lambda: file.write_bytes(b"x" * 2_000),
-        "link": lambda: file.symlink_to(tmp_path / "elsewhere"),
         "pipe": lambda: os.mkfifo(file),
         "folder": file.mkdir,
         "json": lambda: file.write_text("{}"),
@@ -198,6 +198,14 @@ def test_nonsense_among_leases_is_passed_over(tmp_path: Path, kind: str) -> None
     assert lease is not None
     lease.release()
     leases.close()
+
+
+def test_a_link_in_the_place_of_a_lease_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/00001-0").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CacheCorruptError, match="00001-0 is a symbolic link"):
+        Leases(open_store(f"file://{tmp_path}/store")).acquire("00001")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.parametrize("setting", ["steps", "batch_size", "seed"])
@@ -223,8 +231,9 @@ def test_a_report_of_a_folder_whose_name_is_not_utf_8(
     tmp_path: Path,
 ) -> None:
     run = Path(shutil.copytree(trained.root / "run", tmp_path / "na\udcefve"))
-    code, _, err = command("report", run, "--out", tmp_path / "page.html")
-    assert (code, "Traceback" in err) == (0, False), err
+    command.fails(
+        "report", run, "--out", tmp_path / "page.html", code=1, says="its path is not UTF-8. Rename"
+    )
 
 
 def test_a_linear_map_of_no_bytes_takes_no_memory(world: World) -> None:

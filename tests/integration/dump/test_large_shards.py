@@ -9,7 +9,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.progress import Silent, never_stop
-from minilm_cache.store import layout, remote, segments
+from minilm_cache.store import layout, object_store, segments
 from minilm_cache.store import pull as pull_module
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.pull import Fetcher
@@ -98,7 +98,7 @@ def test_an_epoch_from_a_store_fetches_a_shard_once_though_not_all_are_kept(
 def test_large_files_are_sent_and_fetched_in_parts(
     world: World, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_WHOLE_BYTES", 100)
+    monkeypatch.setattr(object_store, "_WHOLE_BYTES", 100)
     monkeypatch.setattr(pull_module, "_LARGE_PART_BYTES", 100)
     monkeypatch.setattr(pull_module, "_PART_BYTES", 100)
     monkeypatch.setattr(pull_module, "_PARTS_AHEAD", 3)

@@ -19,6 +19,7 @@ from minilm_cache.objectives.batch import UNITS
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.settings import validated
 from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.checkpoint import RunState, load_state
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.presets import presets, with_preset
 from minilm_cache.train.ranks import Ranks
@@ -130,8 +131,11 @@ def test_a_run_that_is_over_goes_on_with_more_steps(world: World) -> None:
     stopped("whole", 20)
     again = go(world, "again", steps=20)
     states = "checkpoints/step-00000020"
+    state_file = world.root / "whole" / states / "state.json"
+    state = RunState.model_validate_json(state_file.read_bytes())
     for file in (world.root / "whole" / states).glob("*.safetensors"):
         shutil.copy(again.path / states / file.name, file)
+    state_file.write_text(state.sealed(load_state(again.path / "checkpoints").files or {}).model_dump_json())
     whole = go(world, "whole", steps=40)
     for arch, expected in weights(whole).items():
         assert_same(weights(longer)[arch], expected)
