@@ -158,9 +158,9 @@ def read_vectors(config: ImportConfig, should_stop: ShouldStop = never_stop) -> 
 
     Raises:
         InterruptedRunError: a stop was requested.
-        CorpusError: the file cannot be read, would unpack to far more than it holds, lacks a column, or a
-        row lacks a text or a vector, has a vector
-            of another width or with NaN, or repeats a text with another vector.
+        CorpusError: the file cannot be read, would unpack to far more than it holds, or lacks a column; or a
+            row lacks a text or a vector, has a vector of another width or with NaN, or repeats a text with
+            another vector.
     """
     file, column = config.vectors, config.text_column or "text"
     if not Path(file).is_file():

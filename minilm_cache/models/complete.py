@@ -62,6 +62,41 @@ def refuse_ignored_settings(folder: Path, content: Mapping[str, Any], config: Pr
         )
 
 
+def refuse_other_family(folder: Path, content: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Raise TeacherError if `config.json` names a class of another family than its `model_type`.
+
+    Families share names of weights: RoBERTa loads every weight of a BERT and counts positions in another way.
+
+    Args:
+        folder: folder of the model.
+        content: content of its `config.json`.
+        config: configuration that transformers made of it.
+    """
+    named = content.get("architectures") or ()
+    for name in named if isinstance(named, list) else ():
+        families = _FAMILIES.get(name, frozenset()) if isinstance(name, str) else frozenset()
+        if families and config.model_type not in families:
+            raise TeacherError(
+                f"{folder}/config.json names the architecture {name}, which is of family "
+                f"{' or '.join(map(repr, sorted(families)))}, and model_type {config.model_type!r}. Correct "
+                "the one that is wrong."
+            )
+
+
+def _families() -> dict[str, frozenset[str]]:
+    """Return the values of `model_type` that each class of models belongs to, by the name of the class."""
+    by_class: dict[str, set[str]] = {}
+    for name, mapping in vars(modeling_auto).items():
+        if name.endswith("_MAPPING_NAMES"):
+            for family, classes in mapping.items():
+                for each in (classes,) if isinstance(classes, str) else classes:
+                    by_class.setdefault(each, set()).add(family)
+    return {name: frozenset(families) for name, families in by_class.items()}
+
+
+_FAMILIES: Final = _families()
+
+
 def _says_nothing(name: str, content: Mapping[str, Any]) -> bool:
     """Return whether a setting has no effect, or says what a model does anyway."""
     value = content[name]
@@ -111,6 +146,7 @@ def refuse_incomplete(
     *,
     missing: Collection[str],
     mismatched: Collection[str],
+    may_differ: bool,
     unexpected: Collection[str],
     has_head: bool,
     reads_pooler: bool,
@@ -126,6 +162,7 @@ def refuse_incomplete(
         model: the model that transformers loaded.
         missing: names of the weights that the files lack.
         mismatched: names of the weights that have another shape in the files.
+        may_differ: whether weights of a head may have another shape; the model then draws its own.
         unexpected: names in the files that transformers did not use.
         has_head: whether the model has a head.
         reads_pooler: whether that head reads the pooler.
@@ -138,6 +175,12 @@ def refuse_incomplete(
         for name in [*missing, *mismatched]
         if name.startswith(own) and not name[len(own) :].startswith(_POOLER)
     ]
+    differing = [name for name in sorted(mismatched) if not may_differ or name in of_encoder]
+    if differing:
+        raise TeacherError(
+            f"{folder}: weight {differing[0]} has another shape in its files than config.json describes. "
+            "Correct config.json, or save the whole model there."
+        )
     if of_encoder:
         lost = min(of_encoder)
         other = next((name for name in sorted(types) if name.endswith(f".{lost.removeprefix(own)}")), None)

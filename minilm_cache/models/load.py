@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
-from minilm_cache.models.complete import refuse_ignored_settings, refuse_incomplete
+from minilm_cache.models.complete import refuse_ignored_settings, refuse_incomplete, refuse_other_family
 from minilm_cache.models.files import library_errors, read_config_file, weight_files
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.models.tokenizer_bombs import refuse_bombs
@@ -155,6 +155,7 @@ def _config_of(folder: Path, **changes: object) -> PreTrainedConfig:
         for name, value in changes.items():
             setattr(config, name, value)
         assert isinstance(config, PreTrainedConfig)
+        refuse_other_family(folder, content, config)
         refuse_ignored_settings(folder, content, config)
     return config
 
@@ -239,7 +240,7 @@ def load_weights(
             trust_remote_code=False,
             local_files_only=True,
             dtype=torch.float32,
-            ignore_mismatched_sizes=labels is not None or head == "spans",
+            ignore_mismatched_sizes=True,  # so that the message names the weight
         )
         assert isinstance(model, PreTrainedModel)
         mismatched = {key for key, *_ in loaded["mismatched_keys"]}
@@ -249,6 +250,7 @@ def load_weights(
             model,
             missing=loaded["missing_keys"],
             mismatched=mismatched,
+            may_differ=labels is not None or head == "spans",
             unexpected=loaded["unexpected_keys"],
             has_head=head is not None,
             reads_pooler=reads_pooler,

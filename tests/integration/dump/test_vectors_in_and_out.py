@@ -13,11 +13,12 @@ from transformers import AutoTokenizer
 
 from minilm_cache.cache import open_cache
 from minilm_cache.dump.config import ImportConfig
-from minilm_cache.dump.imported import import_vectors
+from minilm_cache.dump.imported import import_vectors, read_vectors
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.workflows.export import export_vectors
 from tests.conftest import Command
+from tests.mutations import mutations
 from tests.support import World, save_teacher
 
 POOLED_ONLY: dict[str, Any] = {"codec": "none", "pooled": True, "pooling": "mean", "packing": "records"}
@@ -191,3 +192,21 @@ def test_bad_files_and_options(world: World, command: Command) -> None:
     command.fails("import", file, *arguments, "--vector-column", "v", code=1, says=("'v'", "text, embedding"))
     command.fails("import", file, *arguments, "--max-length", 999, code=2, says="--max-length 999")
     command.fails("import", file, "--tokenizer", world.root / "nowhere", code=1, says="nowhere")
+
+
+@pytest.mark.timeout(900)
+def test_mutated_vectors_are_read_or_one_line(world: World) -> None:
+    """No other error, and no signal."""
+    file = write_vectors(world)
+    config = ImportConfig(vectors=str(file), tokenizer=str(world.teacher), max_length=32)
+    errors = []
+    for content in mutations(file.read_bytes(), 150, near_end=0.7):
+        file.write_bytes(content)
+        try:
+            read = read_vectors(config)
+        except CorpusError as error:
+            errors.append(str(error))
+        else:
+            assert np.isfinite(read.vectors).all()
+    assert errors
+    assert not [error for error in errors if "\n" in error]

@@ -95,6 +95,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "wider": {"intermediate_size": 2048},
     "quantised": {"quantization_config": {"quant_method": "torchao"}},
     "other file": {"transformers_weights": "other.safetensors"},
+    "other family": {"model_type": "roberta"},
+    "other architecture": {"architectures": ["MPNetModel"]},
     "factorised": {"embedding_size": 128},
 }
 
