@@ -53,7 +53,14 @@ from minilm_cache.progress import Progress, ShouldStop, Silent, awaited, never_s
 from minilm_cache.settings import CorpusSettings, cache_home
 from minilm_cache.storage_schema.arrays import token_dtype
 from minilm_cache.store.cores import machine_cores
-from minilm_cache.store.durable import new_file, storage_errors, wait_for, write_file
+from minilm_cache.store.durable import (
+    PARTIAL,
+    new_file,
+    remove_abandoned,
+    storage_errors,
+    wait_for,
+    write_file,
+)
 from minilm_cache.store.fingerprint import digest_file
 from minilm_cache.store.remote import RemoteFolder
 
@@ -226,6 +233,7 @@ def _write(
     should_stop: ShouldStop,
 ) -> None:
     """Write the parts that are missing, then what describes all of them."""
+    remove_abandoned(folder.glob(f".*{PARTIAL}"))
     documents = corpus.documents
     dtype = np.dtype(token_dtype(len(tokenizer))).newbyteorder("<").str
     bounds = _bounds(documents)

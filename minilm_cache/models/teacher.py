@@ -66,10 +66,11 @@ class Teacher:
         self.folder = source.folder
         self.tokenizer = load_tokenizer(source.folder)
         model = self._load(head)
-        if len(self.tokenizer) > model.config.vocab_size:
+        vocab_size = getattr(model.config, "vocab_size", None)  # models of images, refused below, have none
+        if vocab_size is not None and len(self.tokenizer) > vocab_size:
             raise TeacherError(
                 f"the tokenizer in {source.folder} has {len(self.tokenizer)} tokens, the model only "
-                f"{model.config.vocab_size}. Put the tokenizer that belongs to the model there."
+                f"{vocab_size}. Put the tokenizer that belongs to the model there."
             )
         if precision == "tf32" and device.type != "cuda":
             raise InvalidConfigError(

@@ -1,12 +1,15 @@
 """Write files so that they survive a kill or a power cut, and report file system errors in one line."""
 
 import errno
+import fcntl
+import glob
 import os
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedIOBase
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +31,8 @@ from minilm_cache.store.regular_files import NotRegularError, regular_bytes
 
 PARTIAL = ".partial"
 """Suffix of files that are being written."""
+_JUST_MADE_S = 1.0
+"""Age in seconds below which a partial file may not be locked by its writer yet."""
 _LOCK_POLL_S = 1.0
 """Seconds between two checks of `should_stop` while waiting for a lock."""
 
@@ -187,6 +192,7 @@ def create_file(path: Path, content: bytes) -> None:
     temporary = _temporary_name(path)
     try:
         with temporary.open("xb") as file:
+            _hold(file.fileno())
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -257,6 +263,7 @@ def new_file(path: Path, *, durable: bool = True) -> Iterator[BufferedIOBase]:
     temporary = _temporary_name(path)
     try:
         with temporary.open("xb") as file:
+            _hold(file.fileno())
             yield file
             file.flush()
             if durable:
@@ -274,6 +281,29 @@ def remove_partials(path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+def remove_abandoned(partials: Iterable[Path]) -> None:
+    """Remove partial files and folders whose writers were killed: the lock of a writer ends with it."""
+    for partial in partials:
+        with suppress(OSError):  # its writer holds it, has just finished it, or the file system has no locks
+            opened = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(opened).st_mtime < _JUST_MADE_S:
+                    continue
+                if partial.is_dir():
+                    shutil.rmtree(partial)
+                else:
+                    partial.unlink()
+            finally:
+                os.close(opened)
+
+
+def _hold(opened: int) -> None:
+    """Lock a file or folder that is being written until it is closed, so that no process removes it."""
+    with suppress(OSError):  # a file system without locks, where no process removes anything
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def refuse_existing(out: Path, option: str = "--out") -> None:
     """Raise InvalidConfigError if a file or folder exists."""
     if out.exists():
@@ -289,10 +319,16 @@ def refuse_file(folder: Path, option: str = "--out") -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to fill. It replaces `path` durably if the block succeeds, else it is removed."""
+    """Yield a folder to fill. It replaces `path` durably if the block succeeds, else it is removed.
+
+    What a killed process has left of such a folder is removed, too.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"))
     temporary = _temporary_name(path)
     temporary.mkdir()
+    opened = os.open(temporary, os.O_RDONLY)
+    _hold(opened)
     shared = stat.S_IMODE(temporary.stat().st_mode) & 0o666  # what the umask allows; safetensors forgets it
     try:
         yield temporary
@@ -307,6 +343,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         temporary.rename(path)
         sync_directories([path.parent])
     finally:
+        os.close(opened)
         shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -61,6 +61,7 @@ def push(
         progress.note(f"{target.url} holds this cache already, from another dump with an equal fingerprint")
         return TransferResult(place=target.url, manifest=existing, shards_copied=0, shards_kept=num_shards)
 
+    target.remove_leftovers()
     progress.start("push", num_bytes(manifest, reader.records), "bytes")
     sent = [sender.send(path, digest) for path, digest in manifest.files.items()]
     copied = sum(for_each(sender.send_shard, range(num_shards), should_stop=should_stop, place=target.url))

@@ -28,7 +28,7 @@ from minilm_cache.errors import (
     first_line,
     is_panic,
 )
-from minilm_cache.store.durable import create_file, new_file, write_file
+from minilm_cache.store.durable import PARTIAL, create_file, new_file, remove_abandoned, write_file
 from minilm_cache.store.object_store import BucketFiles, request
 from minilm_cache.store.regular_files import NotRegularError, linked_part, regular_bytes
 from minilm_cache.store.urls import is_url, without_secrets
@@ -254,6 +254,11 @@ class RemoteFolder:
         """
         with _remote_errors("write", f"{self.url}/{name}"):
             return self.files.create(self._own(name), content)
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes left in a folder of this machine; object stores keep no such files."""
+        if isinstance(self.files, _FileSystem) and isinstance(self.files.filesystem, LocalFileSystem):
+            remove_abandoned(Path(self.path).rglob(f".*{PARTIAL}"))
 
     def copy(self, name: str, to: str) -> None:
         """Have the store copy a file of this folder to another name, replacing an older one.

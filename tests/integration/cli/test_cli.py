@@ -197,7 +197,6 @@ def test_teacher_that_reads_no_text(world: World, command: Command) -> None:
     config = AutoConfig.for_model(
         "vit", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
     )
-    config.vocab_size = 500
     shutil.rmtree(world.teacher)
     AutoModel.from_config(config).save_pretrained(world.teacher)
     tiny_tokenizer().save_pretrained(world.teacher)

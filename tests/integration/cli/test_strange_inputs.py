@@ -169,6 +169,26 @@ def test_what_a_killed_pull_left_is_removed(world: World, command: Command) -> N
     )
 
 
+def test_what_killed_pushes_slices_and_tokens_left_is_removed(world: World, command: Command) -> None:
+    """Each command removes what the same command, killed, left behind."""
+    cache, store = world.dump().path, world.root / "store"
+    assert command("push", cache, f"file://{store}")[0] == 0
+    (pushed,) = store.iterdir()
+    slicing = ("slice", "--teacher", world.teacher, "--corpus", world.corpus, "--arch", "1x16")
+    (finished,) = (world.home / "tokens").glob("*/tokens.json")
+    finished.unlink()
+    tokens = finished.parent
+    places = [pushed / "tokens/c/.0.0.partial", world.root / ".sliced.0.partial", tokens / ".0.0.partial"]
+    for place in places:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(b"half")
+        os.utime(place, (1, 1))
+    assert command("push", cache, f"file://{store}")[0] == 0
+    assert command(*slicing, "--max-length", 32, "--out", world.root / "sliced")[0] == 0
+    world.dump(out="again")
+    assert [place for place in places if place.exists()] == []
+
+
 @pytest.mark.parametrize("part", ["teacher", "index", "relations", "sequences"])
 def test_linked_folders_of_a_store_are_not_followed(world: World, command: Command, part: str) -> None:
     cache, outside = world.dump().path, world.root / "outside"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def shared(store: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MINILM_CACHE_TOKENS", f"{store}/tokens")
     monkeypatch.setattr(tokenising, "_PART_BYTES", 1000)
     monkeypatch.setattr(shared_tokens, "_POLL_S", 0.05)
+    # Processes take seconds to start, and test_tokens.py has them.
+    monkeypatch.setattr(tokenising, "_pool", lambda *_, **__: ThreadPool(1))
     return f"{store}/tokens"
 
 

@@ -24,6 +24,7 @@ from minilm_cache.store.durable import (
     read_bounded,
     refuse_existing,
     refuse_file,
+    remove_abandoned,
     storage_errors,
     sync_directories,
     wait_for,
@@ -314,3 +315,28 @@ def test_what_exists_is_refused_and_what_does_not_is_not(tmp_path: Path) -> None
     for blocked in (tmp_path / "file", tmp_path / "file/below/it"):
         with pytest.raises(InvalidConfigError, match=str(tmp_path / "file")):
             refuse_file(blocked)
+
+
+def test_what_killed_writers_left_is_removed_and_what_is_being_written_is_not(tmp_path: Path) -> None:
+    def aged(path: Path) -> Path:
+        os.utime(path, (1, 1))
+        return path
+
+    left = tmp_path / ".out.0.partial"
+    (left / "part").mkdir(parents=True)
+    aged(left)
+    (tmp_path / ".file.0.partial").write_bytes(b"half")
+    aged(tmp_path / ".file.0.partial")
+    (tmp_path / ".file.1.partial").write_bytes(b"a moment old: its writer may not have locked it yet")
+    (tmp_path / ".file.2.partial").symlink_to(tmp_path / "file")
+    with new_folder(tmp_path / "out") as written, new_file(tmp_path / "file"):
+        aged(written)
+        assert not left.exists()
+        known = {".file.0.partial", ".file.1.partial", ".file.2.partial", written.name}
+        (file,) = (path for path in partials(tmp_path) if path.name not in known)
+        aged(file)
+        remove_abandoned(partials(tmp_path))
+        names = {path.name for path in partials(tmp_path)}
+        assert names == {written.name, file.name, ".file.1.partial", ".file.2.partial"}
+    assert (tmp_path / "out").is_dir()
+    assert (tmp_path / "file").is_file()
