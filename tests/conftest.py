@@ -13,6 +13,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch refuses the pretend accelerator
 os.environ.pop("COLUMNS", None)  # test runners set it, and tables would be as narrow
 
 from minilm_cache.cli.main import run
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import train_students
 from tests import accelerator
 from tests.s3 import BUCKET, CREDENTIALS, s3_server
 from tests.support import World, save_teacher, write_corpus
@@ -69,6 +71,17 @@ def shared_world(tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("world")
     world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt"))
     world.dump()
+    return world
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Return a world with a finished cache (`cache`) and a complete run (`run`) that no test may change."""
+    root = tmp_path_factory.mktemp("trained")
+    world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt"))
+    world.dump()
+    recipe = TrainConfig(arch=("1x16",), steps=2, batch_size=4, device="cpu")
+    train_students(recipe, root / "cache", out=root / "run", home=world.home)
     return world
 
 

@@ -25,6 +25,8 @@ _LEAST_RATE: Final = 20_000
 """Bytes per second below which a transfer is given up."""
 _MOST_S: Final = 120.0
 """Seconds that any request may take, whatever it transfers."""
+_FOLDERS_S: Final = 20.0
+"""Seconds that a list of folders may take. It comes as a whole, so one without end fills memory."""
 _MAX_LISTED: Final = 2**22
 """Most files in a folder of a store: a listing that does not end must not fill memory."""
 _BROKEN: Final = ("body error", "invalid list response")
@@ -49,12 +51,13 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def request(call: Callable[[], Result], num_bytes: int = 0) -> Result:
+def request(call: Callable[[], Result], num_bytes: int = 0, *, most_s: float | None = None) -> Result:
     """Make a request.
 
     Args:
         call: makes the request.
         num_bytes: bytes that it transfers.
+        most_s: seconds that it may take, apart from what it transfers. None means two minutes.
 
     Raises:
         InterruptedRunError: a stop was requested meanwhile.
@@ -70,23 +73,25 @@ def request(call: Callable[[], Result], num_bytes: int = 0) -> Result:
         call,
         should_stop=is_stop_overdue,
         interrupted="interrupted: what has arrived is kept. Run the same command again to go on.",
-        most_s=_MOST_S + num_bytes / _LEAST_RATE,
+        most_s=(most_s or _MOST_S) + num_bytes / _LEAST_RATE,
     )
 
 
-def _with_retries(call: Callable[[], Result], *retried: str, num_bytes: int = 0) -> Result:
+def _with_retries(
+    call: Callable[[], Result], *retried: str, num_bytes: int = 0, most_s: float | None = None
+) -> Result:
     """Make a request, and repeat it while its error contains one of the `retried` texts.
 
     obstore itself does not repeat a creation, or a request whose answer breaks off.
     """
     for wait_s in _WAITS_S:
         try:
-            return request(call, num_bytes)
+            return request(call, num_bytes, most_s=most_s)
         except obstore.exceptions.GenericError as error:
             if not any(text in str(error) for text in retried):
                 raise
             time.sleep(wait_s)
-    return request(call, num_bytes)
+    return request(call, num_bytes, most_s=most_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,5 +172,7 @@ class BucketFiles:
     def folders(self, path: str) -> list[str]:
         """Return the paths of the folders in a folder."""
         return _with_retries(
-            lambda: list(obstore.list_with_delimiter(self.store, path)["common_prefixes"]), *_BROKEN
+            lambda: list(obstore.list_with_delimiter(self.store, path)["common_prefixes"]),
+            *_BROKEN,
+            most_s=_FOLDERS_S,
         )

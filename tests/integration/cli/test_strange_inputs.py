@@ -18,26 +18,12 @@ from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.pooling import load_pooler
 from minilm_cache.store.leases import Leases
 from minilm_cache.store.remote import open_store
-from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.run import train_students
 from minilm_cache.workflows.study_source import Source
 from tests.conftest import Command
 from tests.encoders import save_encoder
 from tests.integration.store.test_attacks import changed_run
 from tests.mutations import mutations
-from tests.support import World, save_teacher, write_corpus
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Return a world with a run that no test changes."""
-    root = tmp_path_factory.mktemp("strange")
-    world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt"))
-    world.dump()
-    recipe = TrainConfig(arch=("1x16",), steps=2, batch_size=4, device="cpu")
-    train_students(recipe, root / "cache", out=root / "run", home=world.home)
-    return world
-
+from tests.support import World, save_teacher
 
 CARDS: dict[str, str] = {
     "deep": "---\n" + "a: " + "[" * 3_000 + "]" * 3_000 + "\n---\n",

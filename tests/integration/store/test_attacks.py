@@ -31,18 +31,7 @@ from minilm_cache.store.remote import open_store
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
 from tests.conftest import Command
-from tests.support import World, pushed, save_teacher, write_corpus, write_document
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Return a world with a run that no test may change."""
-    root = tmp_path_factory.mktemp("attacks")
-    world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt"))
-    world.dump()
-    recipe = TrainConfig(arch=("1x16",), steps=2, batch_size=4, device="cpu")
-    train_students(recipe, world.root / "cache", out=world.root / "run", home=world.home)
-    return world
+from tests.support import World, pushed, write_document
 
 
 @pytest.fixture

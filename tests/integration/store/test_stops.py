@@ -83,6 +83,7 @@ def test_one_signal_ends_a_pull_that_trickles(tmp_path: Path) -> None:
 
 def test_a_request_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "_MOST_S", 0.5)
+    monkeypatch.setattr(object_store, "_FOLDERS_S", 0.5)
     monkeypatch.setattr(object_store, "_LEAST_RATE", 10**9)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
@@ -91,6 +92,8 @@ def test_a_request_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         with pytest.raises(StorageError, match="no answer in"):
             open_store("s3://bucket/cache").read("manifest.json", 1000)
+        with pytest.raises(StorageError, match="no answer in"):
+            open_store("s3://bucket/cache").folders()
 
 
 @pytest.mark.parametrize("period", [2, 3, 5])
