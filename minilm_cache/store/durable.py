@@ -196,7 +196,7 @@ def create_file(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, path)
+            os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_directories([path.parent])
@@ -268,7 +268,7 @@ def new_file(path: Path, *, durable: bool = True) -> Iterator[BufferedIOBase]:
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        temporary.replace(path)
+            temporary.replace(path)  # while it is locked
         if durable:
             sync_directories([path.parent])
     finally:
