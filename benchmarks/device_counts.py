@@ -20,7 +20,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.models.load import load_model
 from minilm_cache.objectives.check import choose_objective
-from minilm_cache.progress import Silent
+from minilm_cache.session import Session, Silent
 from minilm_cache.train.config import TrainConfig
 from tests.accelerator import NAME, Counts, accelerator, register
 
@@ -83,7 +83,7 @@ def _dump(bench: Bench, codec: str) -> dict[str, int]:
     with accelerator() as (device, counts):
         config = bench.config(codec, LENGTH, tokens=SIZES.tokens, device=device)
         progress = _CountBatches(counts)
-        dump_cache(config, out=bench.folder / codec, home=bench.folder, progress=progress)
+        dump_cache(config, out=bench.folder / codec, session=Session(bench.folder, progress=progress))
     return progress.batches[2]  # the first ones make constants that stay on the device
 
 

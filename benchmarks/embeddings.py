@@ -48,6 +48,7 @@ from minilm_cache.models.truncate import truncate
 from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.relations.scores import key_mask
+from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.initial import initial_weights
@@ -133,7 +134,7 @@ def _cache(given: argparse.Namespace) -> Cache:
         if given.relations:
             settings["for"] = ("minilm", "embedding")
         settings |= {"max_length": given.max_length, "max_tokens": given.max_tokens}
-        dump_cache(validated(DumpConfig, settings), out=place, home=given.home)
+        dump_cache(validated(DumpConfig, settings), out=place, session=Session(given.home))
     cache = open_cache(place)
     measured = cache.manifest.measured
     assert measured is not None
@@ -166,7 +167,9 @@ def _trained(given: argparse.Namespace, cache: Cache, *, arch: str, init: str, s
         settings |= {"first": "minilm", "first_steps": given.first}
     settings |= {"objective": "embedding", "steps": given.steps, "lr": given.lr}
     out = given.home / "runs" / name
-    result = train_students(validated(TrainConfig, settings), cache.reader.root, out=out, home=given.home)
+    result = train_students(
+        validated(TrainConfig, settings), cache.reader.root, out=out, session=Session(given.home)
+    )
     (student,) = result.record.students
     assert student.held_out_before is not None
     assert student.held_out_after is not None
@@ -307,12 +310,12 @@ def _imported(given: argparse.Namespace, cache: Cache) -> dict[str, Any]:
         export_vectors(cache.reader.root, file)
     if not place.exists():
         settings: dict[str, Any] = {"vectors": str(file), "tokenizer": "mini", "max_length": MAX_LENGTH}
-        import_vectors(validated(ImportConfig, settings), out=place, home=given.home)
+        import_vectors(validated(ImportConfig, settings), out=place, session=Session(given.home))
     result: dict[str, Any] = {"steps": given.steps}
     for name, root in (("dumped", cache.reader.root), ("imported", place)):
         settings = {"arch": ("3x384",), "init": str(start), "objective": "embedding", "steps": given.steps}
         out = given.home / "runs" / f"{name}-{given.steps}"
-        train_students(validated(TrainConfig, settings), root, out=out, home=given.home)
+        train_students(validated(TrainConfig, settings), root, out=out, session=Session(given.home))
         result[name] = _scores(out / "students" / "3x384", given.data)
     return result
 

@@ -24,6 +24,7 @@ from minilm_cache.dump.audit import audit_sequences
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.session import Session
 
 LENGTHS = (128, 256, 512)
 MAX_TOKENS = 65_536
@@ -45,7 +46,9 @@ def dumped(corpus: str, length: int, *, settings: dict[str, object], folder: Pat
     """Dump a cache, and return it with its measured bytes per token and fidelity."""
     base = {"teacher": "mini", "corpus": corpus, "max_length": length, "max_tokens": MAX_TOKENS}
     cache = open_cache(
-        dump_cache(DumpConfig.model_validate({**base, **settings}), out=folder / "cache", home=folder).path
+        dump_cache(
+            DumpConfig.model_validate({**base, **settings}), out=folder / "cache", session=Session(folder)
+        ).path
     )
     measured = cache.manifest.measured
     assert measured is not None

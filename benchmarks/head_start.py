@@ -25,6 +25,7 @@ from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.load import load_model, locate_teacher
 from minilm_cache.models.student import build_student, student_config
 from minilm_cache.models.tap import ATTENTION
+from minilm_cache.session import Session
 from minilm_cache.slicing.cut import cut
 from minilm_cache.slicing.forward import Calibration
 from minilm_cache.slicing.recipe import Recipe
@@ -73,7 +74,9 @@ def main() -> None:
     given = parser.parse_args()
     parts = given.part or ["starts", "recipe"]
     place = given.home / "cache"
-    dumped = dump_cache(DumpConfig(teacher="mini", max_tokens=MAX_TOKENS), out=place, home=given.home)
+    dumped = dump_cache(
+        DumpConfig(teacher="mini", max_tokens=MAX_TOKENS), out=place, session=Session(given.home)
+    )
     cache = open_cache(dumped.path)
     if "starts" in parts:
         add_to_result("head_start", tokens=MAX_TOKENS, starts=_starts(given, cache))
@@ -118,7 +121,7 @@ def _trained(
     name = [start, str(steps), str(seed), *(() if arch == STARTS[start] else arch)]
     name += () if given.precision == "float32" else (given.precision,)
     out = given.home / "runs" / "-".join(name)
-    record = train_students(config, cache.reader.root, out=out, home=given.home).record
+    record = train_students(config, cache.reader.root, out=out, session=Session(given.home)).record
     return [
         {
             "arch": student.arch,

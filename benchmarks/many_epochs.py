@@ -18,6 +18,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.batch import WantedTargets
+from minilm_cache.session import Session
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
 
@@ -83,11 +84,11 @@ def main() -> None:
         home = Path(folder)
         # Fresh text: the last documents of the whole corpus are held out, while training uses the first ones.
         whole = DumpConfig(teacher="mini", codec="vectors", max_kl=0.5)
-        fresh = open_cache(dump_cache(whole, out=home / "fresh", home=home).path)
+        fresh = open_cache(dump_cache(whole, out=home / "fresh", session=Session(home)).path)
         few = {"max_tokens": round(TRAIN_SEQUENCES * LENGTH / 0.97), "shard_tokens": 2**15}
         for name, settings in CACHES.items():
             config = DumpConfig(**{**settings.model_dump(exclude_none=True), **few})
-            cache = open_cache(dump_cache(config, out=home / name, home=home).path)
+            cache = open_cache(dump_cache(config, out=home / name, session=Session(home)).path)
             assert cache.manifest.measured is not None
             sizes[name] = round(cache.manifest.measured.bytes_per_token, 1)
             is_first = not runs_by_way

@@ -16,6 +16,7 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.objectives.spec import OBJECTIVES, Needs
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.arrays import codes_path
 
 MAX_TOKENS = 16_384
@@ -28,7 +29,9 @@ def dumped(teacher: Path, folder: Path, add: Path | None = None, **settings: obj
     """Dump a sample with these settings. A cache as `add` means to add to its targets."""
     base = {"teacher": str(teacher), "max_tokens": MAX_TOKENS, **settings}
     path = folder / f"{len(list(folder.iterdir()))}"
-    return open_cache(dump_cache(DumpConfig.model_validate(base), out=path, home=folder, add=add).path)
+    return open_cache(
+        dump_cache(DumpConfig.model_validate(base), out=path, add=add, session=Session(folder)).path
+    )
 
 
 def states_of(cache: Cache) -> dict[str, Row]:

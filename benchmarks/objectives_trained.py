@@ -20,6 +20,7 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.report.compare import live_held_out_kl
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.session import Session
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
 
@@ -60,7 +61,9 @@ def measured(cache: Path, teacher: Teacher, *, home: Path, name: str, start: str
             "init": start,
         }
     )
-    run = TrainedRun.open(train_students(config, cache, out=home / f"{name} {start}", home=home).path)
+    run = TrainedRun.open(
+        train_students(config, cache, out=home / f"{name} {start}", session=Session(home)).path
+    )
     (kls,) = live_held_out_kl(
         run.reference, teacher, objective=run.objective, students=[run.folder(run.students[0])]
     )
@@ -80,7 +83,9 @@ def main() -> None:
         fit_head(HeadConfig(teacher="mini", max_tokens=2**17, epochs=1), model)
         served = {"for": ",".join(name for name, spec in OBJECTIVES.items() if not spec.needs.logits)}
         settings = {"teacher": str(model), "max_tokens": MAX_TOKENS, **served}
-        cache = dump_cache(DumpConfig.model_validate(settings), out=home / "cache", home=home).path
+        cache = dump_cache(
+            DumpConfig.model_validate(settings), out=home / "cache", session=Session(home)
+        ).path
         measure_all(cache, model, home)
 
 

@@ -21,6 +21,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.models.load import MINI, locate_teacher
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import Precision
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
@@ -37,7 +38,9 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         for precision in PRECISIONS:
             config = DumpConfig(teacher=MINI, max_tokens=MAX_TOKENS, precision=precision)
-            cache = open_cache(dump_cache(config, out=Path(folder, precision), home=Path(folder)).path)
+            cache = open_cache(
+                dump_cache(config, out=Path(folder, precision), session=Session(Path(folder))).path
+            )
             runs = [train_and_measure(cache, plain, seed, online=False)["sum"] for seed in SEEDS]
             students[precision] = {"mean": round(mean(runs), 5), "stdev": round(stdev(runs), 5)}
             students[precision]["by_seed"] = [round(run, 5) for run in runs]

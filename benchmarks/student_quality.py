@@ -22,6 +22,7 @@ from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.check import choose_objective
+from minilm_cache.session import Session
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.heldout import MAX_SEQUENCES, held_out_losses
@@ -109,7 +110,9 @@ def main() -> None:
     sizes: dict[str, float] = {}
     with TemporaryDirectory() as folder:
         for name, settings in CACHES.items():
-            cache = open_cache(dump_cache(settings, out=Path(folder) / name, home=Path(folder)).path)
+            cache = open_cache(
+                dump_cache(settings, out=Path(folder) / name, session=Session(Path(folder))).path
+            )
             assert cache.manifest.measured is not None
             sizes[name] = round(cache.manifest.measured.bytes_per_token, 1)
             if not runs_by_way:

@@ -33,6 +33,7 @@ from minilm_cache.models.load import MINI, load_tokenizer, locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.check import choose_objective
+from minilm_cache.session import Session
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.live import with_live_targets
 
@@ -67,7 +68,7 @@ class Bench:
         config = DumpConfig(
             teacher=str(self.teacher), codec=codec, max_length=length, max_tokens=2**15, shard_tokens=2**12
         )
-        dump_cache(config, out=path, home=self.folder)
+        dump_cache(config, out=path, session=Session(self.folder))
         return open_cache(path)
 
 

@@ -13,7 +13,7 @@ from benchmarks.report import write_result
 from minilm_cache.cache import row_checker
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.progress import Silent
+from minilm_cache.session import ALONE, Session
 from minilm_cache.store.verify import default_threads, verify
 
 CODECS = {
@@ -34,7 +34,7 @@ def turns(path: Path) -> dict[str, float]:
         times["sha256sum"].append(time.perf_counter() - started)
         started = time.perf_counter()
         threads = default_threads()
-        verdict = verify(path, full=True, num_threads=threads, progress=Silent(), check_rows=row_checker)
+        verdict = verify(path, full=True, num_threads=threads, check_rows=row_checker, session=ALONE)
         times["verify --full"].append(time.perf_counter() - started)
         assert not verdict.damage
     return {name: median(values[1:]) for name, values in times.items()}
@@ -45,7 +45,7 @@ def main() -> None:
     results = {}
     for name, config in CODECS.items():
         with TemporaryDirectory() as folder:
-            path = dump_cache(config, out=Path(folder) / "cache", home=Path(folder)).path
+            path = dump_cache(config, out=Path(folder) / "cache", session=Session(Path(folder))).path
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             seconds = turns(path)
             results[name] = {

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
+from minilm_cache.cli.console import print_json, print_pairs, print_table
 from minilm_cache.cli.environment import is_first_process, note_default_corpus, quiet_libraries
-from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import (
     EngineOption,
     Given,
@@ -77,11 +77,11 @@ def chain(
     check_engine(engine, gpus_per_task)
     quiet_libraries()
     folder = out or plan.chain_folder(config, cache_home())
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
+    with stoppable_session() as session:
         if is_first_process():
-            note_default_corpus(dump, config.dump.corpus, progress)
+            note_default_corpus(dump, config.dump.corpus, session)
             if preset is not None:
-                progress.note(describe_preset(preset, config.train))
+                session.progress.note(describe_preset(preset, config.train))
         if dry_run:
             if not is_first_process():
                 return
@@ -91,11 +91,9 @@ def chain(
         result = run_chain(
             config,
             folder,
-            home=cache_home(),
             cache_store=cache_store,
             cluster=RayCluster(gpus_per_task) if engine is not None else None,
-            progress=progress,
-            should_stop=should_stop,
+            session=session,
         )
     if result.is_first:
         _show(result, json=json)

@@ -5,12 +5,11 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
+from minilm_cache.cli.console import print_json, print_pairs, print_table
 from minilm_cache.cli.environment import quiet_libraries
-from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import JsonOption
 from minilm_cache.cli.tables import fidelity_table
-from minilm_cache.settings import cache_home
 
 if TYPE_CHECKING:
     from minilm_cache.workflows.demo import DemoResult
@@ -34,8 +33,8 @@ def demo(json: JsonOption = False) -> None:
     from minilm_cache.workflows.demo import run_demo  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        result = run_demo(home=cache_home(), progress=progress, should_stop=should_stop)
+    with stoppable_session() as session:
+        result = run_demo(session=session)
     if json:
         print_json(_document(result))
     else:

@@ -12,7 +12,7 @@ from minilm_cache.cli.environment import (
     quiet_libraries,
     rank_and_world_size,
 )
-from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import (
     EngineOption,
     Given,
@@ -26,7 +26,8 @@ from minilm_cache.cli.options import (
 from minilm_cache.cli.tables import fidelity_table, kl_infinite_because, max_kl_in_words, verdict
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.settings import cache_home, validated
+from minilm_cache.session import Session
+from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import CacheManifest
 
 if TYPE_CHECKING:
@@ -75,15 +76,16 @@ def dump(
     check_engine(engine, gpus_per_task)
     config = _config_of_rank(given) if engine is None else _config_of_engine(given, reuses=reuses)
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        note_default_corpus(given, config.corpus, progress)
-        shown: Any = {"home": cache_home(), "progress": progress, "should_stop": should_stop}
+    with stoppable_session() as session:
+        note_default_corpus(given, config.corpus, session)
         if engine is not None:
-            result = dump_on_ray(config, out=place, gpus_per_task=gpus_per_task, **shown)
+            result = dump_on_ray(config, out=place, gpus_per_task=gpus_per_task, session=session)
         elif isinstance(place, str):
-            result = dump_into_store(config, place, **shown)
+            result = dump_into_store(config, place, session=session)
         else:
-            result = dump_cache(config, out=place, resume=resume, cache_store=cache_store, add=add, **shown)
+            result = dump_cache(
+                config, out=place, resume=resume, cache_store=cache_store, add=add, session=session
+            )
     if json:
         print_json(_document(result))
     else:
@@ -92,7 +94,9 @@ def dump(
 
 def _config_of_rank(given: Given) -> DumpConfig:
     """Return the settings, with the rank and world size that are given or that torchrun or SLURM set."""
-    rank, world_size = rank_and_world_size(given.get("rank"), given.get("world_size"), TerminalProgress())
+    rank, world_size = rank_and_world_size(
+        given.get("rank"), given.get("world_size"), Session(progress=TerminalProgress())
+    )
     return validated(DumpConfig, {**given, "rank": rank, "world_size": world_size})
 
 

@@ -3,9 +3,9 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
+from minilm_cache.cli.console import print_json, print_pairs, print_table
 from minilm_cache.cli.environment import quiet_libraries
-from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.settings import validated
@@ -29,8 +29,8 @@ def embeddings(
 
     config = validated(EmbeddingsConfig, given)
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        scores = compare_embeddings(config, models, progress=progress, should_stop=should_stop)
+    with stoppable_session() as session:
+        scores = compare_embeddings(config, models, session=session)
     if json:
         rows = [asdict(model) | {"path": None if model.path is None else str(model.path)} for model in scores]
         print_json({"models": rows})

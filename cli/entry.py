@@ -13,7 +13,7 @@ def main() -> None:
     """Run the command that the process was started with."""
     before = signal.signal(signal.SIGINT, _end)
     from minilm_cache.cli.main import run  # noqa: PLC0415 - what takes long enough to be interrupted
-    from minilm_cache.progress import has_abandoned_calls  # noqa: PLC0415 - with it
+    from minilm_cache.session import has_abandoned_calls  # noqa: PLC0415 - with it
 
     signal.signal(signal.SIGINT, before)
     code = run(sys.argv[1:])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.progress import Progress
+from minilm_cache.session import Session
 from minilm_cache.settings import cache_home
 
 _RANKS = (
@@ -57,14 +57,14 @@ def _has_home() -> bool:
         return False
 
 
-def chosen_cache(cache: Path | None, progress: Progress) -> Path:
+def chosen_cache(cache: Path | None, session: Session) -> Path:
     """Return the given cache. None means the newest complete one, which is then shown."""
     from minilm_cache.store.catalogue import newest_cache  # noqa: PLC0415 - importing it takes seconds
 
     if cache is not None:
         return cache
     newest = newest_cache(cache_home())
-    progress.note(f"no CACHE given: using the newest complete one, {newest}")
+    session.progress.note(f"no CACHE given: using the newest complete one, {newest}")
     return newest
 
 
@@ -73,19 +73,19 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def note_default_corpus(given: Mapping[str, object], corpus: str, progress: Progress) -> None:
+def note_default_corpus(given: Mapping[str, object], corpus: str, session: Session) -> None:
     """Say which text is read where the command names none."""
     if not given.get("corpus"):
-        progress.note(f"no --corpus given: using {corpus}")
+        session.progress.note(f"no --corpus given: using {corpus}")
 
 
-def rank_and_world_size(rank: int | None, world_size: int | None, progress: Progress) -> tuple[int, int]:
+def rank_and_world_size(rank: int | None, world_size: int | None, session: Session) -> tuple[int, int]:
     """Return rank and world size: as given, else as torchrun or SLURM set them, else 0 and 1.
 
     Args:
         rank: rank that is given. None means that it is read from the environment.
         world_size: number of ranks that is given. None means that it is read from the environment.
-        progress: shows a rank that was read from the environment.
+        session: its progress shows a rank that was read from the environment.
 
     Raises:
         InvalidConfigError: only one of the two is given.
@@ -100,7 +100,7 @@ def rank_and_world_size(rank: int | None, world_size: int | None, progress: Prog
             rank, world_size, *first = (int(value or 0) for value in values)
             rank -= first[0] if first else 0
             if world_size > 1:
-                progress.note(f"rank {rank} of {world_size}, from {' and '.join(names)}")
+                session.progress.note(f"rank {rank} of {world_size}, from {' and '.join(names)}")
             return rank, world_size
     return 0, 1
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minilm_cache.cli.console import TerminalProgress, print_error, print_json, print_pairs, print_table
+from minilm_cache.cli.console import print_error, print_json, print_pairs, print_table
 from minilm_cache.cli.environment import quiet_libraries
-from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.settings import cache_home, validated
@@ -43,13 +43,12 @@ def evaluate(
 
     config = validated(EvaluateConfig, given)
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
+    with stoppable_session() as session:
         evaluation = evaluate_models(
             config,
             models,
             out=out or cache_home() / "evaluations",
-            progress=progress,
-            should_stop=should_stop,
+            session=session,
         )
     if json:
         print_json(_document(evaluation))

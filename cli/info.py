@@ -15,6 +15,7 @@ from minilm_cache.cli.tables import (
     students_table,
     verdict,
 )
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.train.folder import is_run
 
@@ -35,7 +36,7 @@ def info(
     if cache is not None and is_run(cache):
         _show_run(cache, json=json)
         return
-    path = chosen_cache(cache, TerminalProgress())
+    path = chosen_cache(cache, Session(progress=TerminalProgress()))
     reader = CacheReader(path, partial=True)
     manifest = reader.manifest
     if json:

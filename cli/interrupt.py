@@ -13,14 +13,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from minilm_cache.cli.console import print_from_signal
+from minilm_cache.cli.console import TerminalProgress, print_from_signal
 from minilm_cache.errors import InterruptedRunError
-from minilm_cache.progress import ShouldStop, forget_stop
-from minilm_cache.progress import request_stop as note_stop
+from minilm_cache.session import Session, ShouldStop, forget_stop
+from minilm_cache.session import request_stop as note_stop
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE_S = 10.0
 """Seconds after a second signal until the process is ended, whatever it does."""
+
+
+@contextmanager
+def shown_session() -> Iterator[Session]:
+    """Yield the session of a command that shows progress, and that a signal ends at once."""
+    with TerminalProgress().shown() as progress:
+        yield Session(progress=progress)
+
+
+@contextmanager
+def stoppable_session() -> Iterator[Session]:
+    """Yield the session of a command that shows progress, and that stops after its step at a signal."""
+    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
+        yield Session(progress=progress, should_stop=should_stop)
 
 
 @contextmanager

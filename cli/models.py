@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
+from minilm_cache.cli.console import print_json, print_pairs
 from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
-from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.interrupt import shown_session, stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.dump.config import AugmentConfig, HeadConfig
 from minilm_cache.models.config import TruncateConfig
@@ -31,9 +31,9 @@ def head(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
 
     config = validated(HeadConfig, given)
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        note_default_corpus(given, config.corpus, progress)
-        fitted = fit_head(config, out, progress=progress, should_stop=should_stop)
+    with stoppable_session() as session:
+        note_default_corpus(given, config.corpus, session)
+        fitted = fit_head(config, out, session=session)
     if json:
         print_json(
             {
@@ -69,8 +69,8 @@ def augment(
 
     config = validated(AugmentConfig, given)
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        written = run_augment(config, out, progress=progress, should_stop=should_stop)
+    with stoppable_session() as session:
+        written = run_augment(config, out, session=session)
     if json:
         print_json(
             {"file": str(written.path), "documents": written.num_documents, "lines": written.num_lines}
@@ -95,9 +95,9 @@ def cut(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
 
     config = validated(SliceConfig, given)
     quiet_libraries()
-    with TerminalProgress().shown() as progress:
-        note_default_corpus(given, config.corpus, progress)
-        progress.note(f"cutting {config.teacher} to {config.arch}")
+    with shown_session() as session:
+        note_default_corpus(given, config.corpus, session)
+        session.progress.note(f"cutting {config.teacher} to {config.arch}")
         result = slice_teacher(config, out)
     if json:
         print_json({**asdict(result), "path": str(result.path)})

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
+from minilm_cache.cli.console import print_json, print_pairs, print_table
 from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
-from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.dump.config import PLANNED, DumpConfig, PlanConfig
 from minilm_cache.settings import flag_of, option_words, validated
@@ -30,9 +30,9 @@ def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = Fal
 
     config, cost = validated(PlanConfig, compared), validated(CostConfig, trained)
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        note_default_corpus(dump, DumpConfig.model_fields["corpus"].default, progress)
-        result = plan_dump(dump, config, cost=cost, progress=progress, should_stop=should_stop)
+    with stoppable_session() as session:
+        note_default_corpus(dump, DumpConfig.model_fields["corpus"].default, session)
+        result = plan_dump(dump, config, cost=cost, session=session)
     is_possible = config.max_bytes is None or result.best is not None
     if json and is_possible:
         print_json(

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
+from minilm_cache.cli.console import print_json, print_pairs
 from minilm_cache.cli.environment import quiet_libraries
+from minilm_cache.cli.interrupt import shown_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.cli.tables import print_summary
 from minilm_cache.report.config import ReportConfig
-from minilm_cache.settings import cache_home, validated
+from minilm_cache.settings import validated
 
 if TYPE_CHECKING:
     from minilm_cache.report.similarity import LayerSimilarity
@@ -35,8 +36,8 @@ def report(
     from minilm_cache.report.tables import summary_table  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
-    with TerminalProgress().shown() as progress:
-        result = report_runs(runs, config, out=out, home=cache_home(), progress=progress)
+    with shown_session() as session:
+        result = report_runs(runs, config, out=out, session=session)
     page = result.report
     if json:
         print_json(

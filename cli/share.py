@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
-from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.console import print_json, print_pairs
+from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import JsonOption
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -35,8 +35,8 @@ def push(
     """
     from minilm_cache.store.push import push as run_push  # noqa: PLC0415 - importing it takes seconds
 
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        done = run_push(cache, store, progress=progress, should_stop=should_stop, full=full)
+    with stoppable_session() as session:
+        done = run_push(cache, store, session=session, full=full)
     _print_shared(
         "url", done.place, manifest=done.manifest, shards=(done.shards_copied, done.shards_kept), json=json
     )
@@ -58,8 +58,8 @@ def pull(
     from minilm_cache.store.pull import pull as run_pull  # noqa: PLC0415 - importing it takes seconds
 
     target = out or cache_home() / "caches" / url.rstrip("/").rsplit("/", 1)[-1]
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        done = run_pull(url, target, progress=progress, should_stop=should_stop)
+    with stoppable_session() as session:
+        done = run_pull(url, target, session=session)
     _print_shared(
         "cache", done.place, manifest=done.manifest, shards=(done.shards_copied, done.shards_kept), json=json
     )
@@ -76,8 +76,8 @@ def merge(
     """
     from minilm_cache.store.merge import merge as run_merge  # noqa: PLC0415 - importing it takes seconds
 
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        done = run_merge(parts, out, progress=progress, should_stop=should_stop)
+    with stoppable_session() as session:
+        done = run_merge(parts, out, session=session)
     if json:
         counts = {"shards_copied": done.shards_copied, "shards_missing": done.shards_missing}
         print_json({"cache": str(done.path), "shards": done.num_shards, **counts})

@@ -3,9 +3,9 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_table
+from minilm_cache.cli.console import print_json, print_table
 from minilm_cache.cli.environment import quiet_libraries
-from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options
 from minilm_cache.evaluate.settings import SpeedConfig
 from minilm_cache.settings import validated
@@ -31,8 +31,8 @@ def speed(
 
     config = validated(SpeedConfig, given)
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        speeds = compare_speed(config, models, progress=progress, should_stop=should_stop)
+    with stoppable_session() as session:
+        speeds = compare_speed(config, models, session=session)
     if json:
         print_json({"models": [asdict(model) for model in speeds]})
     else:

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
+from minilm_cache.cli.console import print_json, print_pairs, print_table
 from minilm_cache.cli.environment import quiet_libraries
-from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import EngineOption, GpusOption, JsonOption, check_engine
 from minilm_cache.cli.tables import print_summary
 from minilm_cache.settings import cache_home
@@ -57,14 +57,12 @@ def study(
     if dry_run:
         _preview(settings, folder, here=engine is None, json=json)
         return
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
+    with stoppable_session() as session:
         result = run_study(
             settings,
             folder,
-            home=cache_home(),
             cluster=RayCluster(gpus_per_task) if engine is not None else None,
-            progress=progress,
-            should_stop=should_stop,
+            session=session,
         )
     _show(result, json=json)
 

@@ -4,9 +4,9 @@ import shlex
 
 from rich.filesize import decimal
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
+from minilm_cache.cli.console import print_json, print_pairs
 from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
-from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.corpus.config import TokenizeConfig
 from minilm_cache.settings import validated
@@ -25,9 +25,9 @@ def tokenize(given: Given, *, json: JsonOption = False) -> None:
 
     config = validated(TokenizeConfig, given)
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        note_default_corpus(given, config.corpus, progress)
-        tokens = tokenise_for(config, progress=progress, should_stop=should_stop)
+    with stoppable_session() as session:
+        note_default_corpus(given, config.corpus, session)
+        tokens = tokenise_for(config, session=session)
     corpus = tokens.record.corpus
     if json:
         print_json(

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minilm_cache.cli.console import TerminalProgress, print_error, print_json, print_pairs
+from minilm_cache.cli.console import print_error, print_json, print_pairs
 from minilm_cache.cli.environment import chosen_cache, is_first_process, quiet_libraries
-from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, PresetOption, ResumeOption, options
 from minilm_cache.cli.tables import students_table
-from minilm_cache.settings import cache_home, validated
+from minilm_cache.settings import validated
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.presets import describe_preset, with_preset
 from minilm_cache.train.record import StudentRecord
@@ -46,18 +46,16 @@ def train(
 
     config = validated(TrainConfig, with_preset(preset, given))
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
+    with stoppable_session() as session:
         if preset is not None and is_first_process():
-            progress.note(describe_preset(preset, config))
-        place = cache or chosen_cache(None, progress)
+            session.progress.note(describe_preset(preset, config))
+        place = cache or chosen_cache(None, session)
         result = train_students(
             config,
             place,
             out=out,
-            home=cache_home(),
             resume=resume,
-            progress=progress,
-            should_stop=should_stop,
+            session=session,
         )
     if not result.is_first:  # only one process of torchrun prints the results
         return

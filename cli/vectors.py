@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
+from minilm_cache.cli.console import print_json, print_pairs
 from minilm_cache.cli.environment import quiet_libraries
-from minilm_cache.cli.interrupt import stop_on_signal
+from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.cli.tables import fidelity_table
 from minilm_cache.dump.config import ImportConfig
-from minilm_cache.settings import cache_home, validated
+from minilm_cache.settings import validated
 
 
 def export(
@@ -27,8 +27,8 @@ def export(
     from minilm_cache.workflows.export import export_vectors  # noqa: PLC0415 - importing it takes seconds
 
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        result = export_vectors(cache, out, home=cache_home(), progress=progress, should_stop=should_stop)
+    with stoppable_session() as session:
+        result = export_vectors(cache, out, session=session)
     if json:
         print_json({"file": str(result.path), "num_rows": result.num_rows, "width": result.width})
     else:
@@ -53,10 +53,8 @@ def import_file(
 
     config = validated(ImportConfig, {**given, "vectors": vectors})
     quiet_libraries()
-    with TerminalProgress().shown() as progress, stop_on_signal() as should_stop:
-        result = import_vectors(
-            config, out=out, home=cache_home(), progress=progress, should_stop=should_stop
-        )
+    with stoppable_session() as session:
+        result = import_vectors(config, out=out, session=session)
     manifest = result.manifest
     if json:
         print_json(

@@ -3,8 +3,9 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs, print_table
+from minilm_cache.cli.console import print_json, print_pairs, print_table
 from minilm_cache.cli.environment import chosen_cache, quiet_libraries
+from minilm_cache.cli.interrupt import shown_session
 from minilm_cache.cli.options import CacheArgument, Given, JsonOption, options
 from minilm_cache.dump.config import VerifyConfig
 from minilm_cache.settings import validated
@@ -28,9 +29,9 @@ def verify(given: Given, *, cache: CacheArgument = None, json: JsonOption = Fals
 
     if config.teacher is not None:
         quiet_libraries()
-    with TerminalProgress().shown() as progress:
-        path = chosen_cache(cache, progress)
-        verification = verify_cache(path, config, progress=progress)
+    with shown_session() as session:
+        path = chosen_cache(cache, session)
+        verification = verify_cache(path, config, session=session)
     if json:
         print_json(
             {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from minilm_cache.dump.run import DumpResult, dump_cache
     from minilm_cache.report.runs import Student, TrainedRun
     from minilm_cache.report.tables import students_table
+    from minilm_cache.session import Session
     from minilm_cache.slicing.config import SliceConfig
     from minilm_cache.slicing.run import SliceResult, slice_teacher
     from minilm_cache.train.config import TrainConfig
@@ -28,6 +29,7 @@ _HOMES = {
     "CachedSequence": "cache",
     "DumpConfig": "dump.config",
     "DumpResult": "dump.run",
+    "Session": "session",
     "SliceConfig": "slicing.config",
     "SliceResult": "slicing.run",
     "Student": "report.runs",
@@ -46,6 +48,7 @@ __all__ = [
     "CachedSequence",
     "DumpConfig",
     "DumpResult",
+    "Session",
     "SliceConfig",
     "SliceResult",
     "Student",

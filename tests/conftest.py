@@ -8,6 +8,8 @@ from pathlib import Path
 import jaxtyping
 import pytest
 
+from minilm_cache.session import Session
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch refuses the pretend accelerator where it has a real one, too
 os.environ.pop("COLUMNS", None)  # test runners set it, and tables would be as narrow
@@ -81,7 +83,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
     world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt"))
     world.dump()
     recipe = TrainConfig(arch=("1x16",), steps=2, batch_size=4, device="cpu")
-    train_students(recipe, root / "cache", out=root / "run", home=world.home)
+    train_students(recipe, root / "cache", out=root / "run", session=Session(world.home))
     return world
 
 

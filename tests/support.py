@@ -22,7 +22,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import DumpResult, dump_cache
 from minilm_cache.models.load import HEADS
 from minilm_cache.models.tap import Head
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.problems import Problem, problems_of
@@ -164,7 +164,7 @@ class World:
 
     def dump(self, out: str = "cache", **changes: Any) -> DumpResult:
         """Make a cache."""
-        return dump_cache(self.config(**changes), out=self.root / out, home=self.home)
+        return dump_cache(self.config(**changes), out=self.root / out, session=Session(self.home))
 
 
 def find_problems(model: type[BaseModel], document: bytes) -> Sequence[Problem]:
@@ -222,7 +222,7 @@ def dump_arguments(world: World, *more: object, k: int | None = 6) -> list[objec
 
 def pushed(world: World, store: str) -> str:
     """Push the world's cache, and return its URL."""
-    return push(world.root / "cache", store, progress=Silent(), should_stop=never_stop).place
+    return push(world.root / "cache", store, session=Session()).place
 
 
 def write_hub(root: Path, configurations: dict[str, dict[str, Dataset]]) -> Path:

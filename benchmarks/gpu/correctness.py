@@ -14,6 +14,7 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.objectives.batch import UNITS
 from minilm_cache.objectives.check import choose_objective
+from minilm_cache.session import Session
 from minilm_cache.train.config import TrainConfig
 
 CODECS = ("topk", "vectors", "dense")
@@ -31,7 +32,7 @@ def correctness(bench: Bench) -> Iterator[dict[str, Any]]:
             config = bench.config(
                 codec, length, tokens=min(2**13, bench.sizes.tokens), device=device, precision="float32"
             )
-            dump_cache(config, out=path, home=bench.folder)
+            dump_cache(config, out=path, session=Session(bench.folder))
             caches[device.type] = open_cache(path)
         yield {
             "codec": codec,

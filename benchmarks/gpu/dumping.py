@@ -11,7 +11,7 @@ from benchmarks.gpu.inputs import Bench
 from benchmarks.loops import synchronize
 from minilm_cache.dump.plan import TaskClock
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.progress import Silent
+from minilm_cache.session import Session, Silent
 from minilm_cache.storage_schema.identity import Precision
 
 CODECS = {"topk": 1, "vectors": 1, "dense": 4}
@@ -38,7 +38,7 @@ def _dumps(bench: Bench, precision: Precision) -> Iterator[dict[str, Any]]:
         path = bench.folder / f"dumped-{codec}-{precision}"
         config = bench.config(codec, length, tokens=bench.sizes.dump_tokens // part, precision=precision)
         clock = TaskClock(Silent())
-        manifest = dump_cache(config, out=path, home=bench.folder, progress=clock).manifest
+        manifest = dump_cache(config, out=path, session=Session(bench.folder, progress=clock)).manifest
         clock.stop()
         rate = manifest.num_tokens / clock.seconds["dump"]
         yield {

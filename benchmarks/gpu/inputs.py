@@ -13,6 +13,7 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
+from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import Precision
 
@@ -97,7 +98,7 @@ class Bench:
         """Return a cache to train from; a second call returns the same one."""
         path = self.folder / f"{codec}-{length}"
         config = self.config(codec, length, tokens=self.sizes.tokens)
-        dump_cache(config, out=path, home=self.folder)
+        dump_cache(config, out=path, session=Session(self.folder))
         return open_cache(path)
 
 

@@ -30,6 +30,7 @@ from benchmarks.scale.shards import measure_shards, opened
 from benchmarks.scale.study import measure_study, studied
 from benchmarks.scale.text import measure_planning, measure_text, measured_child
 from minilm_cache import DumpConfig, dump_cache
+from minilm_cache.session import Session
 from minilm_cache.store.reader import CacheReader
 
 SHARD_TOKENS = 512
@@ -79,7 +80,7 @@ def _measured_child(given: argparse.Namespace) -> dict[str, Any]:
 def _measure_shards(home: Path, counts: list[int]) -> None:
     """Make and measure caches of so many shards each, and write the results."""
     config = DumpConfig(teacher="mini", codec="topk", max_tokens=20_000, shard_tokens=SHARD_TOKENS)
-    source = CacheReader(dump_cache(config, out=home / "dump", home=home).path)
+    source = CacheReader(dump_cache(config, out=home / "dump", session=Session(home)).path)
     rows: list[Any] = read_result("scale").get("shards", [])
     for num_shards in counts:
         path = home / f"{num_shards}"

@@ -16,6 +16,7 @@ from benchmarks.scale.caches import begun
 from benchmarks.scale.memory import peak
 from benchmarks.scale.processes import run
 from minilm_cache import DumpConfig, dump_cache
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.sequences import entropy_column
 from minilm_cache.store.cores import own_cores
@@ -55,7 +56,7 @@ def measure_large_shards(home: Path) -> dict[str, Any]:
 
 def _dumped(home: Path, settings: dict[str, Any]) -> CacheManifest:
     config = DumpConfig(teacher="mini", max_tokens=40_000, **settings)
-    return dump_cache(config, out=home / f"of-{settings['codec']}", home=home).manifest
+    return dump_cache(config, out=home / f"of-{settings['codec']}", session=Session(home)).manifest
 
 
 def written_and_read(path: Path, home: Path, shard_tokens: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from minilm_cache import DumpConfig, dump_cache
 from minilm_cache.errors import InterruptedRunError
+from minilm_cache.session import Session
 from minilm_cache.store.reader import CacheReader
 
 
@@ -47,7 +48,7 @@ def measure_ranks(home: Path) -> dict[str, Any]:
     out, alone = home / "together", home / "one"
     for folder in (out, alone):
         shutil.rmtree(folder, ignore_errors=True)
-    dump_cache(config, out=alone, home=home)
+    dump_cache(config, out=alone, session=Session(home))
     ranks = [_Rank(number) for number in range(5)]
     ranks += [_Rank(5, pace_s=5.0), _Rank(6, late_s=10.0), _Rank(7, stops_after_s=10.0)]
 
@@ -55,7 +56,7 @@ def measure_ranks(home: Path) -> dict[str, Any]:
         time.sleep(rank.late_s)
         own = config.with_changes(rank=rank.number, world_size=len(ranks))
         with suppress(InterruptedRunError):
-            dump_cache(own, out=out, home=home, should_stop=rank.should_stop)
+            dump_cache(own, out=out, session=Session(home, should_stop=rank.should_stop))
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         list(pool.map(dump, ranks))

@@ -17,6 +17,7 @@ from benchmarks.scale.caches import WANTED, make_cache, train_config
 from benchmarks.scale.processes import run
 from minilm_cache import DumpConfig, dump_cache
 from minilm_cache.cache import Cache
+from minilm_cache.session import Session
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.remote import RemoteFolder, open_store
@@ -82,7 +83,7 @@ def measure_remote(home: Path) -> dict[str, Any]:
 
 def _dumped(place: Path, max_tokens: int, shard_tokens: int) -> Path:
     config = DumpConfig(teacher="mini", codec="topk", max_tokens=max_tokens, shard_tokens=shard_tokens)
-    return dump_cache(config, out=place, home=place.parent).path
+    return dump_cache(config, out=place, session=Session(place.parent)).path
 
 
 def _mirror(place: Path, home: Path) -> tuple[_SlowFolder, MirrorReader]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from benchmarks.scale.processes import run
 from minilm_cache.engines.ray_cluster import RayCluster
+from minilm_cache.session import Session
 from minilm_cache.workflows.study import run_study
 from minilm_cache.workflows.study_spec import read_study
 
@@ -50,7 +51,9 @@ def studied(folder: Path, num_workers: int) -> dict[str, Any]:
     ray.init(address="local", num_cpus=num_workers, include_dashboard=False, log_to_driver=False)
     cluster = RayCluster()
     started = time.perf_counter()
-    result = run_study(read_study(folder / "study.yaml"), folder / "study", home=folder, cluster=cluster)
+    result = run_study(
+        read_study(folder / "study.yaml"), folder / "study", cluster=cluster, session=Session(folder)
+    )
     seconds = time.perf_counter() - started
     students = [
         {name: value for name, value in row.items() if name not in _TIMED}

@@ -21,6 +21,7 @@ from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.corpus.tokens import ENDS, TEXTS, TokenPart, TokenRecord, Tokens, address_of
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.load import MINI, load_tokenizer, locate_teacher, tokenizer_sha256
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import CorpusIdentity, Packing
 from minilm_cache.store.fingerprint import digest_bytes, digest_file
 from minilm_cache.store.ranges import ShardRanges
@@ -98,7 +99,7 @@ def _tokenised(path: Path, home: Path, num_processes: int) -> dict[str, float]:
     started = time.perf_counter()
     corpus = load_corpus(config.corpus, home=home)
     read = time.perf_counter()
-    tokens = tokenise(corpus, tokenizer, home=home, num_processes=config.processes)
+    tokens = tokenise(corpus, tokenizer, num_processes=config.processes, session=Session(home))
     done = time.perf_counter()
     return {"num_tokens": tokens.num_tokens, "read_s": read - started, "tokenised_s": done - read}
 
@@ -117,7 +118,7 @@ def _first_pass(path: Path, home: Path, length: int) -> dict[str, Any]:
 
     config = DumpConfig(teacher=MINI, corpus=str(path), codec="topk", max_length=length)
     with peak() as memory, suppress(InterruptedRunError):
-        dump_cache(config, out=home / f"cache{length}", home=home, should_stop=should_stop)
+        dump_cache(config, out=home / f"cache{length}", session=Session(home, should_stop=should_stop))
     return {"seconds": round(reached[0] - psutil.Process().create_time(), 2), **memory}
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from minilm_cache.codecs.transform import GAIN_ROWS, fit_code
 from minilm_cache.codecs.vectors import VectorsCodec, concatenate
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError, TeacherError
-from minilm_cache.progress import ShouldStop, never_stop
 from minilm_cache.relations.scores import TeacherSignal, key_mask, relation_probs
+from minilm_cache.session import ShouldStop, never_stop
 from minilm_cache.storage_schema.identity import RelationKind
 
 KINDS = (RelationKind.ATTENTION, RelationKind.VALUE)

@@ -24,7 +24,7 @@ from minilm_cache.corpus.tokens import (
     part_name,
 )
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InterruptedRunError
-from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.durable import new_file, refuse_full_disk, remove_partials, storage_errors, write_file
 from minilm_cache.store.fingerprint import digest_file
@@ -53,7 +53,7 @@ def shared_tokens(address: str) -> RemoteFolder | None:
 
 @contextmanager
 def fetched_or_first(
-    shared: RemoteFolder, folder: Path, vocab_size: int, *, progress: Progress, should_stop: ShouldStop
+    shared: RemoteFolder, folder: Path, vocab_size: int, *, session: Session
 ) -> Iterator[bool]:
     """Fetch tokens, or hold the lease on making them; yield whether they were fetched.
 
@@ -61,8 +61,8 @@ def fetched_or_first(
         shared: folder of the tokens in a store.
         folder: folder of the tokens on this machine.
         vocab_size: token ids are below this number.
-        progress: shows files fetched, or that another machine makes the tokens.
-        should_stop: called about once a second; True stops.
+        session: its progress shows files fetched, or that another machine makes the tokens. Its `should_stop`
+            is called about once a second; True stops.
 
     Raises:
         InterruptedRunError: a stop was requested.
@@ -81,15 +81,17 @@ def fetched_or_first(
                         yield False
                         return
             if content is not None:
-                arrival = _Arrival(shared, folder, _record(content, shared), progress, should_stop)
+                arrival = _Arrival(shared, folder, _record(content, shared), session)
                 arrival.fetch(vocab_size)
                 write_file(folder / TOKENS_FILE, content, durable=False)
                 yield True
                 return
             if not waits:
-                progress.note(f"another machine tokenises this text and sends it to {shared.url}: waiting")
+                session.progress.note(
+                    f"another machine tokenises this text and sends it to {shared.url}: waiting"
+                )
             waits = True
-            if should_stop():
+            if session.should_stop():
                 raise InterruptedRunError("interrupted while another machine tokenises this text.")
             time.sleep(_POLL_S)
     finally:
@@ -101,9 +103,7 @@ def _sent(shared: RemoteFolder) -> bytes | None:
     return shared.read_if_there(TOKENS_FILE, MAX_JSON_BYTES)
 
 
-def send_if_missing(
-    folder: Path, shared: RemoteFolder, *, progress: Progress, should_stop: ShouldStop
-) -> None:
+def send_if_missing(folder: Path, shared: RemoteFolder, *, session: Session) -> None:
     """Send tokens to a store that lacks them, unless another machine is making or sending them.
 
     Arguments and errors: see `send`.
@@ -115,19 +115,18 @@ def send_if_missing(
         lease = leases.acquire(_LEASE)
         with lease or nullcontext():
             if lease is not None and _sent(shared) is None:
-                send(folder, shared, progress=progress, should_stop=should_stop)
+                send(folder, shared, session=session)
     finally:
         leases.close()
 
 
-def send(folder: Path, shared: RemoteFolder, *, progress: Progress, should_stop: ShouldStop) -> None:
+def send(folder: Path, shared: RemoteFolder, *, session: Session) -> None:
     """Send tokens to a store; what describes them goes last.
 
     Args:
         folder: folder of the tokens on this machine.
         shared: folder of the tokens in the store.
-        progress: shows bytes sent.
-        should_stop: called before each file; True stops.
+        session: its progress shows bytes sent. Its `should_stop` is called before each file; True stops.
 
     Raises:
         InterruptedRunError: a stop was requested.
@@ -135,12 +134,12 @@ def send(folder: Path, shared: RemoteFolder, *, progress: Progress, should_stop:
     """
     content = (folder / TOKENS_FILE).read_bytes()
     sizes = _sizes(parse(TokenRecord, content, str(folder / TOKENS_FILE)))
-    progress.start(f"send tokens to {shared.url}", sum(sizes.values()), "bytes")
+    session.progress.start(f"send tokens to {shared.url}", sum(sizes.values()), "bytes")
 
     def send_file(name: str) -> None:
-        _refuse_stop(should_stop)
+        _refuse_stop(session)
         shared.send(name, folder / name)
-        progress.advance(sizes[name])
+        session.progress.advance(sizes[name])
 
     with ThreadPoolExecutor(TRANSFERS) as threads:
         list(threads.map(send_file, sizes))
@@ -166,8 +165,7 @@ class _Arrival:
     shared: RemoteFolder
     folder: Path
     record: TokenRecord
-    progress: Progress
-    should_stop: ShouldStop
+    session: Session
 
     def fetch(self, vocab_size: int) -> None:
         """Fetch all files but the description, and check that they are what it says.
@@ -177,7 +175,7 @@ class _Arrival:
         """
         sizes = _sizes(self.record)
         refuse_full_disk(self.folder, sum(sizes.values()), "fetch tokens into")
-        self.progress.start(f"fetch tokens from {self.shared.url}", sum(sizes.values()), "bytes")
+        self.session.progress.start(f"fetch tokens from {self.shared.url}", sum(sizes.values()), "bytes")
         with ThreadPoolExecutor(TRANSFERS) as threads:
             list(threads.map(self._fetch_file, *zip(*sizes.items(), strict=True)))
         for name, digest in self.record.files.items():
@@ -198,7 +196,7 @@ class _Arrival:
         remove_partials(file)  # of machines that were stopped
         with storage_errors("write", file), new_file(file, durable=False) as arriving:
             for first in range(0, num_bytes, _REQUEST_BYTES):
-                _refuse_stop(self.should_stop)
+                _refuse_stop(self.session)
                 size = min(_REQUEST_BYTES, num_bytes - first)
                 try:
                     part = self.shared.read_range(name, first, size)
@@ -207,11 +205,11 @@ class _Arrival:
                 if len(part) != size:
                     raise _damaged(self.shared, name)
                 arriving.write(part)
-                self.progress.advance(size)
+                self.session.progress.advance(size)
 
 
-def _refuse_stop(should_stop: ShouldStop) -> None:
-    if should_stop():
+def _refuse_stop(session: Session) -> None:
+    if session.should_stop():
         raise InterruptedRunError("interrupted while tokens are copied. Run the same command again.")
 
 

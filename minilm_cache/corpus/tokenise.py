@@ -49,8 +49,8 @@ from minilm_cache.errors import (
 )
 from minilm_cache.models.files import library_errors
 from minilm_cache.models.load import load_tokenizer, locate_teacher, tokenizer_sha256
-from minilm_cache.progress import Progress, ShouldStop, Silent, awaited, never_stop
-from minilm_cache.settings import CorpusSettings, cache_home
+from minilm_cache.session import ALONE, Session, awaited
+from minilm_cache.settings import CorpusSettings
 from minilm_cache.storage_schema.arrays import token_dtype
 from minilm_cache.store.cores import machine_cores
 from minilm_cache.store.durable import (
@@ -97,23 +97,20 @@ def tokenise(
     corpus: Corpus,
     tokenizer: PreTrainedTokenizerFast,
     *,
-    home: Path | None = None,
+    session: Session = ALONE,
     num_processes: int | None = None,
     engine: Engine | None = None,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
 ) -> Tokens:
     """Return the tokens of a corpus; what the home holds of them, or MINILM_CACHE_TOKENS, is reused.
 
     Args:
         corpus: text to tokenise.
         tokenizer: what tokenises it.
-        home: folder of caches, runs and tokens. None means MINILM_CACHE_HOME.
         num_processes: number of processes. None means one for each core.
         engine: `ray` to tokenise on the cluster that RAY_ADDRESS names, or on a local one. None means this
             machine.
-        progress: shows documents done. None means that nothing is shown.
-        should_stop: called about twice a second; True stops and keeps the parts that are done.
+        session: its home is the folder of caches, runs and tokens. Its progress shows documents done. Its
+            `should_stop` is called about twice a second; True stops and keeps the parts that are done.
 
     Raises:
         InterruptedRunError: a stop was requested.
@@ -124,35 +121,30 @@ def tokenise(
         RankLostError: a process that tokenises was killed.
     """
     _refuse_imported_script()
-    progress = progress or Silent()
-    folder = (home or cache_home()) / "tokens" / address_of(corpus.identity, tokenizer)
+    folder = session.home / "tokens" / address_of(corpus.identity, tokenizer)
     shared = shared_tokens(folder.name)
-    with _building(folder, should_stop):
-        tokens = _kept(folder, corpus, tokenizer, progress=progress)
+    with _building(folder, session):
+        tokens = _kept(folder, corpus, tokenizer, session=session)
         if tokens is not None:
             if shared is not None:
-                send_if_missing(folder, shared, progress=progress, should_stop=should_stop)
+                send_if_missing(folder, shared, session=session)
             return tokens
         pool = partial(_pool, engine=engine, num_processes=num_processes)
-        write = partial(
-            _write, folder, corpus, tokenizer, pool=pool, progress=progress, should_stop=should_stop
-        )
+        write = partial(_write, folder, corpus, tokenizer, pool=pool, session=session)
         if shared is None:
             write()
             return Tokens(folder, corpus.name, tokenizer)
-        with fetched_or_first(
-            shared, folder, len(tokenizer), progress=progress, should_stop=should_stop
-        ) as is_fetched:
+        with fetched_or_first(shared, folder, len(tokenizer), session=session) as is_fetched:
             if not is_fetched:
                 write()
-                send(folder, shared, progress=progress, should_stop=should_stop)
+                send(folder, shared, session=session)
             else:
                 _refuse_other_tokens(Tokens(folder, corpus.name, tokenizer), corpus, tokenizer, shared=shared)
         return Tokens(folder, corpus.name, tokenizer)
 
 
 def _kept(
-    folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, *, progress: Progress
+    folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, *, session: Session
 ) -> Tokens | None:
     """Return the tokens that a folder holds; None if there are none, or damaged ones, which are said."""
     if not (folder / TOKENS_FILE).is_file():
@@ -160,7 +152,7 @@ def _kept(
     try:
         return Tokens(folder, corpus.name, tokenizer)
     except (CacheCorruptError, OSError) as error:
-        progress.note(f"{error} They are made again now.")
+        session.progress.note(f"{error} They are made again now.")
         (folder / TOKENS_FILE).unlink()
         return None
 
@@ -171,24 +163,20 @@ def tokens_of(
     *,
     num_processes: int | None = None,
     engine: Engine | None = None,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
+    session: Session = ALONE,
 ) -> Tokens:
     """Return the tokens of the corpus that settings name; see `load_corpus` and `tokenise`."""
-    home = cache_home()
-    corpus = load_corpus(settings.corpus, settings.text_column, settings.documents, home=home)
+    corpus = load_corpus(settings.corpus, settings.text_column, settings.documents, home=session.home)
     return tokenise(
         corpus,
         tokenizer,
-        home=home,
         num_processes=num_processes,
         engine=engine,
-        progress=progress,
-        should_stop=should_stop,
+        session=session,
     )
 
 
-def tokenise_for(config: TokenizeConfig, *, progress: Progress, should_stop: ShouldStop) -> Tokens:
+def tokenise_for(config: TokenizeConfig, *, session: Session) -> Tokens:
     """Tokenise a text with a teacher's tokenizer; the teacher's weights are not read."""
     source = locate_teacher(config.teacher, config.revision, without_weights=True)
     return tokens_of(
@@ -196,8 +184,7 @@ def tokenise_for(config: TokenizeConfig, *, progress: Progress, should_stop: Sho
         load_tokenizer(source.folder),
         num_processes=config.processes,
         engine=config.engine,
-        progress=progress,
-        should_stop=should_stop,
+        session=session,
     )
 
 
@@ -211,12 +198,12 @@ def _refuse_imported_script() -> None:
 
 
 @contextmanager
-def _building(folder: Path, should_stop: ShouldStop) -> Iterator[None]:
+def _building(folder: Path, session: Session) -> Iterator[None]:
     """Hold the lock on making a folder of tokens: other processes wait, and find it made."""
     lock = FileLock(folder / LOCK)
     with storage_errors("write", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        wait_for(lock, should_stop, "interrupted while another process tokenises this text.")
+        wait_for(lock, session.should_stop, "interrupted while another process tokenises this text.")
     try:
         yield
     finally:
@@ -229,8 +216,7 @@ def _write(
     tokenizer: PreTrainedTokenizerFast,
     *,
     pool: Callable[..., Any],
-    progress: Progress,
-    should_stop: ShouldStop,
+    session: Session,
 ) -> None:
     """Write the parts that are missing, then what describes all of them."""
     remove_abandoned(folder.glob(f".*{PARTIAL}"))
@@ -248,17 +234,17 @@ def _write(
         for number, (first, last) in enumerate(pairwise(bounds))
     ]
     todo = [job for job in jobs if _finished(job) is None]
-    progress.start("tokenise", sum(len(job.documents) for job in todo), "documents")
+    session.progress.start("tokenise", sum(len(job.documents) for job in todo), "documents")
     with storage_errors("write", folder):
         if len(todo) > 1:
-            for num_documents in _in_processes(todo, pool, should_stop):
-                progress.advance(num_documents)
+            for num_documents in _in_processes(todo, pool, session):
+                session.progress.advance(num_documents)
         for job in todo if len(todo) == 1 else ():
-            _write_part(job, progress, should_stop)
+            _write_part(job, session)
         _seal(folder, corpus, tokenizer, jobs=jobs)
 
 
-def _in_processes(jobs: list[_PartJob], pool: Callable[..., Any], should_stop: ShouldStop) -> Iterator[int]:
+def _in_processes(jobs: list[_PartJob], pool: Callable[..., Any], session: Session) -> Iterator[int]:
     """Write parts in a pool of processes, and yield the number of documents of each that is done."""
     others = active_children()
     with pool(len(jobs)) as workers:
@@ -270,7 +256,7 @@ def _in_processes(jobs: list[_PartJob], pool: Callable[..., Any], should_stop: S
                 yield results.next(_POLL_S)
                 left -= 1
             except PoolTimeoutError:
-                if should_stop():
+                if session.should_stop():
                     raise _interrupted() from None
                 if any(process.exitcode is not None for process in own):  # the pool forgets what it worked on
                     raise RankLostError(_ENDED) from None
@@ -301,7 +287,7 @@ def _bounds(documents: datasets.Dataset) -> list[int]:
     return [round(len(documents) * part / num_parts) for part in range(num_parts + 1)]
 
 
-def _write_part(job: _PartJob, progress: Progress | None = None, should_stop: ShouldStop = never_stop) -> int:
+def _write_part(job: _PartJob, session: Session = ALONE) -> int:
     """Write one part, its checksums and its documents' hashes and ends; return the number of documents."""
     keys: dict[str, list[npt.NDArray[np.uint64]]] = {
         file: [] for file, column in _KEYS.items() if column in job.documents.column_names
@@ -309,20 +295,19 @@ def _write_part(job: _PartJob, progress: Progress | None = None, should_stop: Sh
     counts = []
     with new_file(job.path.with_suffix(".ids"), durable=False) as ids:
         for first, batch in text_batches(job.documents):
-            if should_stop():
+            if session.should_stop():
                 raise _interrupted()
             # A pattern of the tokenizer may take for ever, and no signal handler runs meanwhile.
             tokenised = awaited(
                 partial(_token_ids, batch["text"].to_pylist(), job.tokenizer),
-                should_stop=should_stop,
+                should_stop=session.should_stop,
                 interrupted=_INTERRUPTED,
             )
             counts.append(np.asarray([len(row) for row in tokenised], dtype="<i8"))
             ids.write(np.concatenate([np.asarray(row, dtype=job.dtype) for row in tokenised]).tobytes())
             for file, hashes in keys.items():
                 hashes.append(_hashes(batch[_KEYS[file]].to_pylist(), job.number, first))
-            if progress is not None:
-                progress.advance(len(tokenised))
+            session.progress.advance(len(tokenised))
     columns = {ENDS: np.cumsum(np.concatenate(counts)), **{f: np.concatenate(h) for f, h in keys.items()}}
     content = np.fromfile(job.path.with_suffix(".ids"), dtype=np.uint8)
     for name, values in {**columns, "sums": block_sums(content)}.items():

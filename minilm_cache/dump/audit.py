@@ -11,8 +11,8 @@ from torch import Tensor
 from minilm_cache.cache import Cache, CachedSequence
 from minilm_cache.models.padding import pad
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.progress import Progress
 from minilm_cache.relations.rows import RowTargets, SparseRows, to_dense
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.measured import Fidelity, LayerFidelity
 
@@ -82,7 +82,7 @@ def audit(
     *,
     numbers: Sequence[int],
     batch_size: int,
-    progress: Progress,
+    session: Session,
 ) -> Audit:
     """Run the teacher again on some sequences and compare with what was stored.
 
@@ -91,7 +91,7 @@ def audit(
         teacher: the teacher, tapped at the layers to compare; without layers nothing is compared.
         numbers: numbers of the sequences.
         batch_size: sequences per forward pass of the teacher.
-        progress: shows sequences done.
+        session: its progress shows sequences done.
 
     Raises:
         CacheCorruptError: a shard is damaged.
@@ -111,7 +111,7 @@ def audit(
                     live = signal.probs(kind)[at, :, :length, :length].cpu()
                     kept = _kept_columns(sequence.target_rows(kind, layer), length)
                     sums[layer, kind].add(live, sequence.relation(kind, layer), kept)
-        progress.advance(len(sequences))
+        session.progress.advance(len(sequences))
     return Audit(
         num_sequences=len(numbers),
         fidelity=tuple(

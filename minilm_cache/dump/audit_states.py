@@ -11,8 +11,8 @@ from torch import Tensor
 from minilm_cache.cache import Cache
 from minilm_cache.dump.reading import SequenceReader, sequences_at_once
 from minilm_cache.models.padding import pad
-from minilm_cache.progress import Progress
 from minilm_cache.relations.states import DenseLabels, MaskedSequences, States, expected
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.measured import StateFidelity
 from minilm_cache.storage_schema.states import LABELS_FOLDER, LOGITS_PATH, POOLED, StateFamily, plain_path
 
@@ -53,7 +53,7 @@ class _ErrorSums:
 
 
 def audit_states(
-    cache: Cache, reader: SequenceReader, *, numbers: Sequence[int], batch_size: int, progress: Progress
+    cache: Cache, reader: SequenceReader, *, numbers: Sequence[int], batch_size: int, session: Session
 ) -> tuple[StateFidelity, ...]:
     """Run the teacher again on some sequences and compare with the states that were stored.
 
@@ -62,7 +62,7 @@ def audit_states(
         reader: reader with the teacher.
         numbers: numbers of the sequences.
         batch_size: sequences per forward pass of the teacher.
-        progress: shows sequences done.
+        session: its progress shows sequences done.
 
     Raises:
         CacheCorruptError: a shard is damaged.
@@ -87,7 +87,7 @@ def audit_states(
             if output.masked is not None and output.masked.labels is not None:
                 stored = [sequence.states(reading).masked for sequence in sequences]
                 bias.append(_bias(output.masked, [masked for masked in stored if masked is not None]))
-        progress.advance(len(batch))
+        session.progress.advance(len(batch))
     shares = _bytes_per_token(cache, codec.parameters.paths)
     return tuple(
         StateFidelity(

@@ -32,8 +32,8 @@ from minilm_cache.models.load import load_model, load_tokenizer, locate_teacher
 from minilm_cache.models.padding import pad
 from minilm_cache.models.tap import TappedModel
 from minilm_cache.models.teacher import check_length
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.relations.scores import key_mask
+from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, refuse_existing, storage_errors
 
 _MAX_WORDS = 2**14
@@ -82,20 +82,14 @@ class _Word:
     """Token ids of its pieces."""
 
 
-def augment(
-    config: AugmentConfig,
-    out: Path,
-    *,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
-) -> Augmented:
+def augment(config: AugmentConfig, out: Path, *, session: Session = ALONE) -> Augmented:
     """Write a corpus and its augmented copies as JSON lines: `text`, and the number of its `document`.
 
     Args:
         config: what to augment, by which model, how much.
         out: file to write, which must not exist.
-        progress: shows documents done. None means that nothing is shown.
-        should_stop: called before each document; True stops, and nothing is written.
+        session: its progress shows documents done. Its `should_stop` is called before each document; True
+            stops, and nothing is written.
 
     Raises:
         TeacherError: the model has no head for masked tokens.
@@ -103,7 +97,6 @@ def augment(
         InterruptedRunError: a stop was requested.
         StorageError: the file cannot be written.
     """
-    progress = progress or Silent()
     refuse_existing(out)
     source = locate_teacher(config.teacher, config.revision)
     tokenizer = load_tokenizer(source.folder)
@@ -119,10 +112,10 @@ def augment(
         vocabulary=_frequent_words(corpus.texts(), tokenizer),
     )
     num_lines = 0
-    progress.start("augment", corpus.identity.num_documents, "documents")
+    session.progress.start("augment", corpus.identity.num_documents, "documents")
     with storage_errors("write", out), new_file(out) as file:
         for number, text in enumerate(corpus.texts()):
-            if should_stop():
+            if session.should_stop():
                 raise InterruptedRunError("interrupted: nothing was written. Run the same command again.")
             versions = [text, *replacer.copies(text, number)]
             lines = (
@@ -130,7 +123,7 @@ def augment(
             )
             file.writelines(f"{line}\n".encode() for line in lines)
             num_lines += len(versions)
-            progress.advance(1)
+            session.progress.advance(1)
     return Augmented(path=out, num_documents=corpus.identity.num_documents, num_lines=num_lines)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InterruptedRunError, ShardBusyError
-from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.session import Session
 from minilm_cache.store.durable import ShardLock
 from minilm_cache.store.writer import CacheWriter
 from minilm_cache.wording import counted
@@ -33,8 +33,7 @@ class Claims:
 
     writer: CacheWriter
     config: DumpConfig
-    progress: Progress
-    should_stop: ShouldStop
+    session: Session
 
     def announce(self) -> None:
         """Announce this rank to other ranks, which then leave its shards to it or help it with them."""
@@ -75,19 +74,19 @@ class Claims:
                 if claim is not None:
                     if not helps:
                         num_tokens = int(self.writer.ranges.num_tokens[missing].sum())
-                        self.progress.start("dump for other ranks", num_tokens, "tokens")
+                        self.session.progress.start("dump for other ranks", num_tokens, "tokens")
                         helps = True
                     yield claim
             if helps:
                 continue
             left = counted(len(missing), "shard")
-            if self.should_stop():
+            if self.session.should_stop():
                 raise InterruptedRunError(
                     f"interrupted: other ranks are writing {left} of {self.writer.root}, and this one has "
                     "nothing left to write."
                 )
             if not waits:
-                self.progress.note(f"waiting for {left} that other ranks are writing")
+                self.session.progress.note(f"waiting for {left} that other ranks are writing")
                 waits = True
             time.sleep(_POLL_S)
 

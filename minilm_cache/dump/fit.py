@@ -19,9 +19,9 @@ from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError
 from minilm_cache.models.padding import pad
-from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.relations.scores import TeacherSignal, key_mask
 from minilm_cache.relations.states import WantedStates
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.arrays import all_small_arrays
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import (
@@ -100,8 +100,7 @@ class CodecFitter:
     reader: SequenceReader
     sequences: SequenceTable
     batch_size: int
-    progress: Progress
-    should_stop: ShouldStop
+    session: Session
 
     def codecs(self, path: Path, donor: CacheReader | None = None) -> FittedCodec:
         """Return the codecs of the cache at `path`, existing or not.
@@ -159,7 +158,7 @@ class CodecFitter:
             return []
         fit, check = self._sample(codec.calibration_tokens)
         missing = sum(known.layer(layer) is None for layer in self.identity.layers)
-        self.progress.start("calibrate", missing * (len(fit) + len(check)), "sequences")
+        self.session.progress.start("calibrate", missing * (len(fit) + len(check)), "sequences")
         layers = []
         for layer in self.identity.layers:
             described = known.layer(layer)
@@ -214,11 +213,11 @@ class CodecFitter:
             max_kl,
             layer=layer,
             longest=self._longest(layer),
-            should_stop=self.should_stop,
+            should_stop=self.session.should_stop,
         )
         codec = fitted.codec
         kls = ", ".join(f"{kind} {value:.4f}" for kind, value in fitted.kl.items())
-        self.progress.note(f"calibrated layer {layer}: {len(codec.code.basis)} components, KL {kls}")
+        self.session.progress.note(f"calibrated layer {layer}: {len(codec.code.basis)} components, KL {kls}")
         described = LayerCalibration(
             layer=layer,
             components=len(codec.code.basis),
@@ -241,7 +240,7 @@ class CodecFitter:
         signals = []
         for ids, lengths, batch in self._batches(numbers):
             signals.append(self.reader.teacher.read(ids, lengths, layers=(layer,)).signals[0])
-            self.progress.advance(len(batch))
+            self.session.progress.advance(len(batch))
         return signals
 
     def _batches(self, numbers: range) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
@@ -254,7 +253,7 @@ class CodecFitter:
         order = all_numbers[np.argsort(self.sequences.lengths(numbers.start, numbers.stop), kind="stable")]
         starts = range(0, len(order), self.batch_size)
         for first in np.random.default_rng(0).permutation(starts).tolist():
-            if self.should_stop():
+            if self.session.should_stop():
                 raise InterruptedRunError(INTERRUPTED)
             batch = order[first : first + self.batch_size].tolist()
             rows = [self.sequences.read(number, number + 1).ids[0] for number in batch]
@@ -276,13 +275,13 @@ class CodecFitter:
         self, names: Sequence[StateName], states: StatesIdentity
     ) -> dict[StateName, tuple[StateCalibration, TransformCode]]:
         fit, check = self._state_sample(names, states)
-        self.progress.start("calibrate states", len(fit) + len(check), "sequences")
+        self.session.progress.start("calibrate states", len(fit) + len(check), "sequences")
         fit_rows, check_rows = self._state_rows(names, fit), self._state_rows(names, check)
         fitted = {}
         for name in names:
             code, error = fit_state(fit_rows[name], check_rows[name], _bound_of(name, states))
             words = f"mean cosine {1 - error:.5f}" if name == POOLED else f"relative error {error:.3f}"
-            self.progress.note(f"calibrated {name.folder}: {len(code.basis)} components, {words}")
+            self.session.progress.note(f"calibrated {name.folder}: {len(code.basis)} components, {words}")
             described = StateCalibration(
                 family=name.family, number=name.number, components=len(code.basis), error=error
             )
@@ -307,7 +306,7 @@ class CodecFitter:
             for name in names:
                 values = states.hidden[name]
                 rows[name].append((values if name == POOLED else values[valid]).cpu())
-            self.progress.advance(len(batch))
+            self.session.progress.advance(len(batch))
         return {name: torch.cat(parts) for name, parts in rows.items()}
 
 

@@ -43,10 +43,10 @@ from minilm_cache.models.load import (
 from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.student import shape_config
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.relations.scores import TeacherSignal
 from minilm_cache.relations.states import States, WantedStates
-from minilm_cache.settings import cache_home, validated
+from minilm_cache.session import ALONE, Session
+from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.states import MAX_POOLED_WIDTH, POOLED, PoolingMode
 from minilm_cache.store.durable import refuse_file
@@ -75,22 +75,14 @@ class TextVectors:
         return bool((np.abs(np.linalg.norm(self.vectors, axis=1) - 1) < _UNIT).all())
 
 
-def import_vectors(
-    config: ImportConfig,
-    *,
-    out: Path | None = None,
-    home: Path | None = None,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
-) -> DumpResult:
+def import_vectors(config: ImportConfig, *, out: Path | None = None, session: Session = ALONE) -> DumpResult:
     """Write a cache of texts and vectors that are in a Parquet file.
 
     Args:
         config: the file, and how students read its texts.
         out: folder of the cache. None means a folder below `home`, named by content.
-        home: folder of caches. None means MINILM_CACHE_HOME.
-        progress: shows tokens done. None means that nothing is shown.
-        should_stop: called before each batch; True stops and keeps what is committed.
+        session: its home is the folder of caches. Its progress shows tokens done. Its `should_stop` is called
+            before each batch; True stops and keeps what is committed.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
@@ -107,32 +99,29 @@ def import_vectors(
             "packing": "records",
         },
     )
-    known = read_vectors(config, should_stop)
+    known = read_vectors(config, session)
     teacher = ImportedTeacher(dump.teacher, config, known)
     corpus = load_corpus(config.vectors, config.text_column)
     if list(corpus.texts()) != list(known.texts):  # each vector belongs to the text of its row
         raise CorpusError(f"{config.vectors} changed while it was read. Run the same command again.")
-    home = home or cache_home()
-    identity, path = identity_and_place(dump, teacher, corpus=corpus, out=out, home=home)
+    identity, path = identity_and_place(dump, teacher, corpus=corpus, out=out, home=session.home)
     refuse_file(path)
     resolved = ResolvedDump(
         config=dump,
         batch_size=CPU_BATCH,
         teacher=teacher,
         corpus=corpus,
-        home=home,
         identity=identity,
         path=path,
         donor=None,
         tokens_of=None,
         imported=True,
     )
-    progress = progress or Silent()
-    sequences = resolved.sequences(progress, should_stop)
+    sequences = resolved.sequences(session)
     reader = _VectorReader(
         teacher=teacher, states=identity.states, masker=None, vectors=known.vectors, sequences=sequences
     )
-    return write_cache(resolved, reader, sequences=sequences, progress=progress, should_stop=should_stop)
+    return write_cache(resolved, reader, sequences=sequences, session=session)
 
 
 _SAME_VECTOR: Final = 0.998
@@ -149,12 +138,12 @@ _OF_A_DUMP: Final = (
 """Settings that an import shares with a dump."""
 
 
-def read_vectors(config: ImportConfig, should_stop: ShouldStop = never_stop) -> TextVectors:
+def read_vectors(config: ImportConfig, session: Session = ALONE) -> TextVectors:
     """Read texts and vectors, and check every row.
 
     Args:
         config: the file, and its columns.
-        should_stop: asked before each batch of rows; True stops.
+        session: its `should_stop` is asked before each batch of rows; True stops.
 
     Raises:
         InterruptedRunError: a stop was requested.
@@ -171,7 +160,7 @@ def read_vectors(config: ImportConfig, should_stop: ShouldStop = never_stop) -> 
         with Path(file).open("rb") as opened:
             num_rows = refuse_bomb(opened, (column, config.vector_column))
             opened.seek(0)
-            for batch in _batches(opened, config, num_rows, should_stop=should_stop):
+            for batch in _batches(opened, config, num_rows, session=session):
                 texts += batch.column(column).to_pylist()
                 width = blocks[0].shape[1] if blocks else None
                 vectors = batch.column(config.vector_column)
@@ -189,7 +178,7 @@ def read_vectors(config: ImportConfig, should_stop: ShouldStop = never_stop) -> 
 
 
 def _batches(
-    opened: BufferedIOBase, config: ImportConfig, num_rows: int, *, should_stop: ShouldStop
+    opened: BufferedIOBase, config: ImportConfig, num_rows: int, *, session: Session
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a file of texts and vectors, some at a time.
 
@@ -206,7 +195,7 @@ def _batches(
                 "the columns: --text-column, --vector-column."
             )
     for batch in parquet.iter_batches(num_rows, columns=[column, config.vector_column], use_threads=False):
-        if should_stop():
+        if session.should_stop():
             raise InterruptedRunError("interrupted while vectors are read. Run the same command again.")
         batch.validate(full=True)  # text that is not UTF-8 is an error of Arrow here
         yield batch

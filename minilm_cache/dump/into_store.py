@@ -13,8 +13,7 @@ from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.dump.run import DumpResult, write_cache
 from minilm_cache.dump.setup import ResolvedDump, resolve_dump
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InvalidConfigError, StorageError
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
-from minilm_cache.settings import cache_home
+from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import RANGES, TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.store.begun import (
@@ -31,14 +30,7 @@ from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.store_writer import StoreWriter, attach_in_store
 
 
-def dump_into_store(
-    config: DumpConfig,
-    url: str,
-    *,
-    home: Path | None = None,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
-) -> DumpResult:
+def dump_into_store(config: DumpConfig, url: str, *, session: Session = ALONE) -> DumpResult:
     """Run a teacher over a corpus and write its relations into a cache in a store.
 
     Processes may begin, end and be killed at any time, each with any rank: all write shards that no other one
@@ -47,10 +39,9 @@ def dump_into_store(
     Args:
         config: what to dump.
         url: URL of the cache: `s3://`, `gs://`, `az://` or `file://`.
-        home: folder of caches, runs and tokens; shards lie in it until they are sent. None means
-            MINILM_CACHE_HOME.
-        progress: shows tokens done. None means that nothing is shown.
-        should_stop: called before each batch; True stops the dump and keeps what is committed.
+        session: its home is the folder of caches, runs and tokens; shards lie in it until they are sent. Its
+            progress shows tokens done. Its `should_stop` is called before each batch; True stops the dump and
+            keeps what is committed.
 
     Raises:
         InvalidConfigError: a file cannot be created in such a store only if there is none.
@@ -61,54 +52,43 @@ def dump_into_store(
             f"--out {url}: a repository of the hub is no place to dump into. Dump into a folder, then "
             "`minilm-cache push` it."
         )
-    target, home, progress = open_store(url), home or cache_home(), progress or Silent()
+    target = open_store(url)
     if config.precision is None and (begun := begun_manifest(target)) is not None:
         config = config.with_changes(precision=begun.identity.precision or "float32")
-    with _scratch(home, url) as scratch:
-        resolved = resolve_dump(
-            config,
-            out=scratch,
-            home=home,
-            resume=True,
-            add=None,
-            tokens_of=None,
-            progress=progress,
-        )
+    with _scratch(session.home, url) as scratch:
+        resolved = resolve_dump(config, out=scratch, resume=True, add=None, tokens_of=None, session=session)
         while True:
             finished = finished_manifest(target, resolved.identity)
             if finished is not None:
-                return _complete(resolved, target, manifest=finished, progress=progress)
-            result = _write(resolved, target, progress=progress, should_stop=should_stop)
+                return _complete(resolved, target, manifest=finished, session=session)
+            result = _write(resolved, target, session=session)
             if result is not None:
                 return replace(result, url=target.url)
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write(
-    resolved: ResolvedDump, target: RemoteFolder, *, progress: Progress, should_stop: ShouldStop
-) -> DumpResult | None:
+def _write(resolved: ResolvedDump, target: RemoteFolder, *, session: Session) -> DumpResult | None:
     """Write what is missing in the store. None means that another process has begun or finished the dump."""
     try:
         join(target, resolved.path, resolved.identity)
         return write_cache(
             resolved,
             SequenceReader.of(resolved.teacher, resolved.identity.states),
-            sequences=resolved.sequences(progress, should_stop),
-            progress=progress,
-            should_stop=should_stop,
+            sequences=resolved.sequences(session),
             writer_type=partial(StoreWriter, target=target),
+            session=session,
         )
     except OtherBeginningError:
-        progress.note("another process has begun this dump: joining it")
+        session.progress.note("another process has begun this dump: joining it")
     except (StorageError, CacheNotFoundError, CacheCorruptError):
         if finished_manifest(target, resolved.identity) is None:
             raise
-        progress.note("another process has finished this cache meanwhile")
+        session.progress.note("another process has finished this cache meanwhile")
     return None
 
 
 def _complete(
-    resolved: ResolvedDump, target: RemoteFolder, *, manifest: CacheManifest, progress: Progress
+    resolved: ResolvedDump, target: RemoteFolder, *, manifest: CacheManifest, session: Session
 ) -> DumpResult:
     """Return what a store holds already, after adding the weights that are to be kept.
 
@@ -120,7 +100,7 @@ def _complete(
             f"--check full: {target.url} is complete. Fetch it with `minilm-cache pull`, and run "
             "`minilm-cache verify --full` on the copy."
         )
-    progress.note("this cache is already complete: nothing to do")
+    session.progress.note("this cache is already complete: nothing to do")
     remove_leftovers(target)
     root = resolved.path
     if RANGES in manifest.files:  # format 1 has its ranges in the manifest

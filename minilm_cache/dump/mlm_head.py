@@ -27,9 +27,9 @@ from minilm_cache.models.padding import pad
 from minilm_cache.models.saving import saving
 from minilm_cache.models.tap import TappedModel
 from minilm_cache.models.teacher import check_length
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.relations.states import MaskedSequences
+from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.states import Masking
 from minilm_cache.store.durable import new_folder, refuse_existing
 
@@ -61,20 +61,14 @@ class _Batch:
     """The same sequences with tokens masked."""
 
 
-def fit_head(
-    config: HeadConfig,
-    out: Path,
-    *,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
-) -> FittedHead:
+def fit_head(config: HeadConfig, out: Path, *, session: Session = ALONE) -> FittedHead:
     """Fit a head for masked tokens to a frozen encoder, and write both as one model folder.
 
     Args:
         config: what to fit, and to which text.
         out: folder to write, which must not exist.
-        progress: shows sequences done. None means that nothing is shown.
-        should_stop: called before each step; True stops, and nothing is written.
+        session: its progress shows sequences done. Its `should_stop` is called before each step; True stops,
+            and nothing is written.
 
     Raises:
         TeacherError: the teacher has such a head already, or is not an encoder.
@@ -83,7 +77,6 @@ def fit_head(
         DivergedError: the loss is NaN or infinite.
         StorageError: the folder exists, or cannot be written.
     """
-    progress = progress or Silent()
     refuse_existing(out)
     source = locate_teacher(config.teacher, config.revision)
     device = choose_device(config.device)
@@ -95,19 +88,12 @@ def fit_head(
     tapped = TappedModel(model).to(device)
     check_length(tapped, source.name, token=tokenizer.cls_token_id, max_length=config.max_length)
     tapped.tap((), head="tokens")
-    sequences = _load_sequences(config, tokenizer, progress=progress, should_stop=should_stop)
+    sequences = _load_sequences(config, tokenizer, session=session)
     masker = Masker.of(Masking(share=SHARE, mask_token=mask_token(tokenizer), seed=config.seed), tokenizer)
     reader = _MaskedReader(sequences, masker, tokenizer.pad_token_id, device)
     steps = config.epochs * (sequences.num_train // config.batch_size)
-    progress.start("fit head", steps * config.batch_size, "sequences")
-    _train(
-        tapped,
-        reader.epochs(sequences.num_train, config),
-        lr=config.lr,
-        steps=steps,
-        progress=progress,
-        should_stop=should_stop,
-    )
+    session.progress.start("fit head", steps * config.batch_size, "sequences")
+    _train(tapped, reader.epochs(sequences.num_train, config), lr=config.lr, steps=steps, session=session)
     cross_entropy, accuracy = _measure(tapped, reader, numbers=_checked(sequences), config=config)
     with saving("write", out), new_folder(out) as folder:
         model.save_pretrained(folder)
@@ -121,11 +107,7 @@ def fit_head(
 
 
 def _load_sequences(
-    config: HeadConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    progress: Progress,
-    should_stop: ShouldStop,
+    config: HeadConfig, tokenizer: PreTrainedTokenizerFast, *, session: Session
 ) -> SequenceTable:
     """Return the corpus as packed sequences.
 
@@ -139,7 +121,7 @@ def _load_sequences(
         max_tokens=config.max_tokens,
         seed=config.seed,
     )
-    tokens = tokens_of(config, tokenizer, progress=progress, should_stop=should_stop)
+    tokens = tokens_of(config, tokenizer, session=session)
     sequences = SequenceTable(tokens, packing)
     num_train = sequences.num_train
     if num_train < config.batch_size:
@@ -156,22 +138,14 @@ def _checked(sequences: SequenceTable) -> range:
     return range(first, min(sequences.num_sequences, first + _MAX_CHECKED)) or range(first - 1, first)
 
 
-def _train(
-    model: TappedModel,
-    batches: Iterator[_Batch],
-    *,
-    lr: float,
-    steps: int,
-    progress: Progress,
-    should_stop: ShouldStop,
-) -> None:
+def _train(model: TappedModel, batches: Iterator[_Batch], *, lr: float, steps: int, session: Session) -> None:
     """Train the weights that are not the encoder's; the learning rate falls linearly to 0."""
     encoder = model.model.base_model.requires_grad_(requires_grad=False)
     shared = {id(weight) for weight in encoder.parameters()}
     head_weights = [weight for weight in model.parameters() if id(weight) not in shared]
     optimizer = torch.optim.AdamW(head_weights, lr=lr)
     for step, batch in enumerate(batches):
-        if should_stop():
+        if session.should_stop():
             raise InterruptedRunError("interrupted: nothing was written. Run the same command again.")
         for group in optimizer.param_groups:
             group["lr"] = lr * (1 - step / steps)
@@ -181,7 +155,7 @@ def _train(
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        progress.advance(len(batch.ids))
+        session.progress.advance(len(batch.ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.into_store import dump_into_store
 from minilm_cache.dump.run import DumpResult, dump_cache
 from minilm_cache.engines.ray_cluster import RayCluster
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
-from minilm_cache.settings import cache_home
+from minilm_cache.session import ALONE, Session
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.wording import counted
 
@@ -21,10 +20,8 @@ def dump_on_ray(
     config: DumpConfig,
     *,
     out: Path | str | None = None,
-    home: Path | None = None,
+    session: Session = ALONE,
     gpus_per_task: float | None = None,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
 ) -> DumpResult:
     """Dump as `config.world_size` tasks of the cluster that RAY_ADDRESS names, or of a local cluster.
 
@@ -32,32 +29,32 @@ def dump_on_ray(
         config: what to dump; its rank is ignored.
         out: folder of the cache, the same on every machine, or the URL of a cache in a store. None means a
             folder below `home`, named by content.
-        home: folder of caches. None means MINILM_CACHE_HOME.
         gpus_per_task: GPUs that a rank takes, which may be a fraction. None means one where the cluster has
             any; ranks take a core where it has none.
-        progress: shows ranks done. None means that nothing is shown.
-        should_stop: called about once a second; True stops, and keeps what is committed.
+        session: its home is the folder of caches. Its progress shows ranks done. Its `should_stop` is called
+            about once a second; True stops, and keeps what is committed.
 
     Raises:
         InvalidConfigError: Ray is not installed.
         InterruptedRunError: a stop was requested; what is committed is kept.
         MiniLMCacheError: same as for `dump_cache`.
     """
-    cluster, progress = RayCluster(gpus_per_task), progress or Silent()
-    home = (home or cache_home()).absolute()
+    cluster = RayCluster(gpus_per_task)
+    session = session.with_absolute_home()
     place = out.absolute() if isinstance(out, Path) else out
     world_size = config.world_size
-    progress.note(f"{world_size} ranks as tasks of Ray, each with {_resources(cluster.gpus_per_task)}")
-    progress.start("dump", world_size, "ranks")
-    with nullcontext() if isinstance(place, str) else cluster.common(place.parent if place else home):
+    session.progress.note(
+        f"{world_size} ranks as tasks of Ray, each with {_resources(cluster.gpus_per_task)}"
+    )
+    session.progress.start("dump", world_size, "ranks")
+    with nullcontext() if isinstance(place, str) else cluster.common(place.parent if place else session.home):
         pending = [
-            cluster.submit(_dump_rank, config.with_changes(rank=rank), place, home)
+            cluster.submit(_dump_rank, config.with_changes(rank=rank), place, session.of_worker())
             for rank in range(world_size)
         ]
         results: list[DumpResult] = cluster.results(
             pending,
-            progress,
-            should_stop=should_stop,
+            session,
             interrupted=f"interrupted with {{}} of {world_size} ranks to do: committed shards are kept. "
             "Run the same command again to go on.",
         )
@@ -83,7 +80,7 @@ def _resources(gpus: float) -> str:
     return counted(int(gpus), "GPU")
 
 
-def _dump_rank(config: DumpConfig, out: Path | str | None, home: Path) -> DumpResult:
+def _dump_rank(config: DumpConfig, out: Path | str | None, session: Session) -> DumpResult:
     if isinstance(out, str):
-        return dump_into_store(config, out, home=home)
-    return dump_cache(config, out=out, home=home)
+        return dump_into_store(config, out, session=session)
+    return dump_cache(config, out=out, session=session)

@@ -29,7 +29,7 @@ from minilm_cache.dump.shards import COMPILE
 from minilm_cache.errors import CorpusError, InterruptedRunError
 from minilm_cache.models.padding import pad
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.progress import Progress, ShouldStop, Silent
+from minilm_cache.session import Progress, Session, Silent
 from minilm_cache.storage_schema.identity import CodecParameters, codec_words
 from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest, CutText
 from minilm_cache.storage_schema.measured import LayerFidelity, StateFidelity
@@ -107,23 +107,21 @@ class Plan:
         return min(fitting, key=lambda setting: (setting.worst_kl, -setting.total_bytes), default=None)
 
 
-def plan(
-    configs: Sequence[DumpConfig], sample_tokens: int, *, progress: Progress, should_stop: ShouldStop
-) -> Plan:
+def plan(configs: Sequence[DumpConfig], sample_tokens: int, *, session: Session) -> Plan:
     """Dump a sample with each setting, and estimate what the whole corpus would cost.
 
     Args:
         configs: settings that differ only in their codec.
         sample_tokens: approximate number of tokens of the sample.
-        progress: shows tokens done.
-        should_stop: called before each batch; True stops, and nothing is kept.
+        session: its progress shows tokens done. Its `should_stop` is called before each batch; True stops,
+            and nothing is kept.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`.
     """
     first = configs[0]
     teacher = load_teacher(next((config for config in configs if config.layers != "last"), first))
-    sequences = _load_sequences(first, teacher, progress=progress, should_stop=should_stop)
+    sequences = _load_sequences(first, teacher, session=session)
     num_tokens = sequences.num_tokens
     batch_size = first.batch_size or batch_size_for(teacher.identity, first.max_length, teacher.device)
     rate = _teacher_rate(teacher, sequences, batch_size)
@@ -133,22 +131,13 @@ def plan(
     num_train = sequences.num_train
     for config in configs:
         if config.codec == "vectors" and num_train < MIN_SEQUENCES:
-            progress.note(
+            session.progress.note(
                 f"left out: {codec_words(codec_parameters(config))} is fitted to {MIN_SEQUENCES} training "
                 f"sequences at least, and there are {num_train}"
             )
             continue
-        progress.note(f"sampling {codec_words(codec_parameters(config))}")
-        settings.append(
-            _measure(
-                config,
-                sample,
-                sequences=sequences,
-                teacher_rate=rate,
-                progress=progress,
-                should_stop=should_stop,
-            )
-        )
+        session.progress.note(f"sampling {codec_words(codec_parameters(config))}")
+        settings.append(_measure(config, sample, sequences=sequences, teacher_rate=rate, session=session))
     if not settings:
         raise CorpusError(
             f"corpus {first.corpus} has {num_train} training sequences, too few for codec vectors, which is "
@@ -164,11 +153,9 @@ def plan(
     )
 
 
-def _load_sequences(
-    config: DumpConfig, teacher: Teacher, *, progress: Progress, should_stop: ShouldStop
-) -> SequenceTable:
+def _load_sequences(config: DumpConfig, teacher: Teacher, *, session: Session) -> SequenceTable:
     """Return the whole corpus as the sequences of a dump."""
-    tokens = tokens_of(config, teacher.tokenizer, progress=progress, should_stop=should_stop)
+    tokens = tokens_of(config, teacher.tokenizer, session=session)
     packing = packing_of(
         teacher.tokenizer,
         mode=config.packing,
@@ -180,23 +167,17 @@ def _load_sequences(
 
 
 def _measure(
-    config: DumpConfig,
-    sample: int,
-    *,
-    sequences: SequenceTable,
-    teacher_rate: float,
-    progress: Progress,
-    should_stop: ShouldStop,
+    config: DumpConfig, sample: int, *, sequences: SequenceTable, teacher_rate: float, session: Session
 ) -> PlannedSetting:
     """Dump a sample of `sample` tokens with one setting, and scale what is measured to the whole corpus."""
-    clock = TaskClock(progress)
+    clock = TaskClock(session.progress)
     # Several shards, so that writing one while the teacher runs on the next is timed, too.
     shard_tokens = 2 ** max(math.ceil(math.log2(config.max_length)), math.floor(math.log2(sample)) - 3)
     sampled = config.with_changes(max_tokens=sample, shard_tokens=max(shard_tokens, MIN_SHARD_TOKENS))
     with TemporaryDirectory() as folder:
         path = Path(folder) / "cache"
         try:
-            manifest = dump_cache(sampled, out=path, progress=clock, should_stop=should_stop).manifest
+            manifest = dump_cache(sampled, out=path, session=session.with_progress(clock)).manifest
         except InterruptedRunError:
             raise InterruptedRunError(
                 "interrupted: a plan keeps nothing. Run the same command again."

@@ -28,7 +28,7 @@ from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.padding import pad
 from minilm_cache.models.pooling import MODULES
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.progress import Progress, Silent
+from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import POOLED, Pooling, StatesIdentity
 
@@ -108,7 +108,7 @@ class Recheck:
 
 
 def recheck(
-    cache: Cache, teacher_name: str, *, corpus: Corpus | None, device: str | None, progress: Progress
+    cache: Cache, teacher_name: str, *, corpus: Corpus | None, device: str | None, session: Session
 ) -> Recheck:
     """Compare a cache with a teacher, and with a corpus where one is given.
 
@@ -117,7 +117,7 @@ def recheck(
         teacher_name: name or folder of the teacher, the same as for `dump`.
         corpus: text that the cache should be of. None means that tokens are not compared.
         device: torch device. None means a GPU where there is one.
-        progress: shows sequences done.
+        session: its progress shows sequences done.
 
     Raises:
         TeacherError: the teacher cannot be run.
@@ -146,9 +146,7 @@ def recheck(
         if corpus.identity_for(identity.packing.split) != identity.corpus:
             differing.append("the corpus")
         else:
-            sequences = SequenceTable(
-                tokenise(corpus, teacher.tokenizer, progress=progress), identity.packing
-            )
+            sequences = SequenceTable(tokenise(corpus, teacher.tokenizer, session=session), identity.packing)
             wrong_tokens = tuple(
                 shard
                 for shard, numbers in _sample(cache).items()
@@ -164,7 +162,7 @@ def recheck(
     return Recheck(
         identity=tuple(differing),
         tokens=wrong_tokens,
-        differences=_differences(cache, teacher, progress) if is_alike else (),
+        differences=_differences(cache, teacher, session) if is_alike else (),
         states=_state_differences(cache, teacher) if is_alike and has_states else (),
     )
 
@@ -176,11 +174,7 @@ def _state_differences(cache: Cache, teacher: Teacher) -> tuple[StateDifference,
         return ()
     numbers = [number for sampled in _sample(cache).values() for number in sampled]
     audited = audit_states(
-        cache,
-        SequenceReader.of(teacher, states),
-        numbers=numbers,
-        batch_size=_BATCH_SIZE,
-        progress=Silent(),
+        cache, SequenceReader.of(teacher, states), numbers=numbers, batch_size=_BATCH_SIZE, session=ALONE
     )
     return tuple(
         StateDifference(path=state.path, found=state.relative_error, allowed=_bound(state.path, states))
@@ -248,21 +242,21 @@ def _has_same_tokens(cache: Cache, sequences: SequenceTable, numbers: list[int])
     )
 
 
-def _differences(cache: Cache, teacher: Teacher, progress: Progress) -> tuple[ShardDifference, ...]:
+def _differences(cache: Cache, teacher: Teacher, session: Session) -> tuple[ShardDifference, ...]:
     """Return the differences between the stored relations and the teacher's, on the sample."""
     measured = cache.manifest.measured
     assert measured is not None
     teacher.tap(cache.layers)
     sample = _sample(cache)
-    progress.start("run the teacher again", 2 * sum(map(len, sample.values())), "sequences")
+    session.progress.start("run the teacher again", 2 * sum(map(len, sample.values())), "sequences")
     differences = []
     for shard, numbers in sample.items():
         anew = _encode_anew(cache, teacher, numbers)
         stored_now = audit(
-            cache.__getitem__, teacher, numbers=numbers, batch_size=len(numbers), progress=progress
+            cache.__getitem__, teacher, numbers=numbers, batch_size=len(numbers), session=session
         ).fidelity
         floors = audit(
-            anew.__getitem__, teacher, numbers=numbers, batch_size=len(numbers), progress=progress
+            anew.__getitem__, teacher, numbers=numbers, batch_size=len(numbers), session=session
         ).fidelity
         for now, floor, then in zip(stored_now, floors, measured.fidelity, strict=True):
             differences += [

@@ -22,8 +22,7 @@ from minilm_cache.dump.setup import ResolvedDump, resolve_dump
 from minilm_cache.dump.shards import ShardJob
 from minilm_cache.errors import CacheCorruptError, ShardBusyError
 from minilm_cache.models.device import enough_memory
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
-from minilm_cache.settings import cache_home
+from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import INDEX, TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.storage_schema.measured import Measured
@@ -63,20 +62,17 @@ def dump_cache(
     config: DumpConfig,
     *,
     out: Path | None = None,
-    home: Path | None = None,
+    session: Session = ALONE,
     resume: bool = True,
     cache_store: str | None = None,
     tokens_of: Path | None = None,
     add: Path | None = None,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
 ) -> DumpResult:
     """Run a teacher over a corpus and write its tapped layers' relations into a cache.
 
     Args:
         config: what to dump.
         out: folder of the cache. None means a folder below `home`, named by content.
-        home: folder of caches. None means MINILM_CACHE_HOME.
         resume: resume an unfinished dump in the same folder; if false, the folder must not exist.
         cache_store: URL of a store. A cache of the same fingerprint there is pulled instead of computed. None
             means that no store is searched.
@@ -84,35 +80,23 @@ def dump_cache(
             means that tokens are written.
         add: folder of a complete cache to add to: everything that it holds is linked or copied, and only
             the rest is computed. None means that everything is computed.
-        progress: shows tokens done. None means that nothing is shown.
-        should_stop: called before each batch; True stops the dump and keeps what is committed.
+        session: its home is the folder of caches. Its progress shows tokens done. Its `should_stop` is called
+            before each batch; True stops the dump and keeps what is committed.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
     """
-    progress = progress or Silent()
-    resolved = resolve_dump(
-        config,
-        out=out,
-        home=home or cache_home(),
-        resume=resume,
-        add=add,
-        tokens_of=tokens_of,
-        progress=progress,
-    )
+    resolved = resolve_dump(config, out=out, resume=resume, add=add, tokens_of=tokens_of, session=session)
     path, config = resolved.path, resolved.config
     if cache_store is not None and not (path / MANIFEST).exists():
-        pulled = _pull_if_there(
-            cache_store, resolved.identity, path=path, progress=progress, should_stop=should_stop
-        )
+        pulled = _pull_if_there(cache_store, resolved.identity, path=path, session=session)
         if pulled is not None:
             return _with_weights(pulled, resolved)
     return write_cache(
         resolved,
         SequenceReader.of(resolved.teacher, resolved.identity.states),
-        sequences=resolved.sequences(progress, should_stop),
-        progress=progress,
-        should_stop=should_stop,
+        sequences=resolved.sequences(session),
+        session=session,
     )
 
 
@@ -121,8 +105,7 @@ def write_cache(
     reader: SequenceReader,
     *,
     sequences: SequenceTable,
-    progress: Progress,
-    should_stop: ShouldStop,
+    session: Session,
     writer_type: Callable[..., CacheWriter] = CacheWriter,
 ) -> DumpResult:
     """Write what is missing of a cache whose settings are resolved.
@@ -132,8 +115,8 @@ def write_cache(
         reader: what reads sequences, such as a teacher.
         sequences: the corpus as sequences.
         writer_type: makes what writes the cache, with the arguments of `CacheWriter`.
-        progress: shows tokens done.
-        should_stop: called before each batch; True stops and keeps what is committed.
+        session: its progress shows tokens done. Its `should_stop` is called before each batch; True stops and
+            keeps what is committed.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
@@ -143,16 +126,15 @@ def write_cache(
         reader=reader,
         sequences=sequences,
         batch_size=resolved.batch_size,
-        progress=progress,
-        should_stop=should_stop,
+        session=session,
     )
     # Ranks on different machines would fit different codecs: all ranks use the codecs of the first.
     several = resolved.config.world_size > 1
     with enough_memory(resolved.teacher.device, f"Choose a --batch-size below {resolved.batch_size}"):
-        with creating(resolved.path, progress, should_stop) if several else nullcontext():
+        with creating(resolved.path, session) if several else nullcontext():
             job = _begin(resolved, fitter, writer_type)
         with closing(job.writer):
-            return _write_shards(job, resolved.path, progress=progress, should_stop=should_stop)
+            return _write_shards(job, resolved.path, session=session)
 
 
 def _with_weights(pulled: DumpResult, resolved: ResolvedDump) -> DumpResult:
@@ -164,15 +146,17 @@ def _with_weights(pulled: DumpResult, resolved: ResolvedDump) -> DumpResult:
     return replace(pulled, manifest=manifest)
 
 
-def _write_shards(job: ShardJob, path: Path, *, progress: Progress, should_stop: ShouldStop) -> DumpResult:
+def _write_shards(job: ShardJob, path: Path, *, session: Session) -> DumpResult:
     """Write the missing and damaged shards of this rank, and seal the cache if every shard exists."""
     writer, config = job.writer, job.config
-    progress.note(f"cache {path} ({writer.manifest.num_tokens:,} tokens, shards: {len(writer.ranges)})")
-    todo = _shards_to_write(writer, config, progress)
+    session.progress.note(
+        f"cache {path} ({writer.manifest.num_tokens:,} tokens, shards: {len(writer.ranges)})"
+    )
+    todo = _shards_to_write(writer, config, session)
     if writer.is_complete and not todo:
-        progress.note("this cache is already complete and undamaged: nothing to do")
-    written = job.write(todo, progress, should_stop)
-    _finish(job, progress)
+        session.progress.note("this cache is already complete and undamaged: nothing to do")
+    written = job.write(todo, session)
+    _finish(job, session)
     return DumpResult(
         path=path,
         manifest=writer.manifest,
@@ -215,14 +199,14 @@ def _begin(resolved: ResolvedDump, fitter: CodecFitter, writer_type: Callable[..
     )
 
 
-def _finish(job: ShardJob, progress: Progress) -> None:
+def _finish(job: ShardJob, session: Session) -> None:
     """Seal the cache if every shard exists, and write a damaged preview again."""
     writer, teacher = job.writer, job.reader.teacher
     with writer.sealing() as ready:
         if ready:
-            _seal(writer, job.reader, batch_size=job.batch_size, progress=progress)
+            _seal(writer, job.reader, batch_size=job.batch_size, session=session)
         elif writer.has_damaged_preview:
-            progress.note("the preview is damaged and is written again")
+            session.progress.note("the preview is damaged and is written again")
             preview = preview_table(Cache(CacheReader(writer.root)), teacher.tokenizer)
             writer.manifest = seal_with_preview(writer.root, writer.manifest, preview)
         if job.config.keep_weights and writer.is_complete:
@@ -230,38 +214,40 @@ def _finish(job: ShardJob, progress: Progress) -> None:
 
 
 def _pull_if_there(
-    cache_store: str, identity: CacheIdentity, *, path: Path, progress: Progress, should_stop: ShouldStop
+    cache_store: str, identity: CacheIdentity, *, path: Path, session: Session
 ) -> DumpResult | None:
     """Pull a cache from a store. None means that the store does not have it."""
     url = find_cache(cache_store, identity.fingerprint())
-    progress.note(f"this cache is {'not in' if url is None else 'to be pulled from'} {url or cache_store}")
+    session.progress.note(
+        f"this cache is {'not in' if url is None else 'to be pulled from'} {url or cache_store}"
+    )
     if url is None:
         return None
-    pulled = pull(url, path, progress=progress, should_stop=should_stop)
+    pulled = pull(url, path, session=session)
     kept = pulled.shards_copied + pulled.shards_kept
     return DumpResult(
         path=path, manifest=pulled.manifest, shards_written=0, shards_kept=kept, num_shards=kept
     )
 
 
-def _shards_to_write(writer: CacheWriter, config: DumpConfig, progress: Progress) -> list[int]:
+def _shards_to_write(writer: CacheWriter, config: DumpConfig, session: Session) -> list[int]:
     """Return the numbers of this rank's shards that are missing or damaged; damaged shards are withdrawn."""
     if writer.has_damaged_index:
-        _unseal_by_records(writer, progress)
+        _unseal_by_records(writer, session)
     mine, missing = range(config.rank, len(writer.ranges), config.world_size), set(writer.missing_shards())
     committed = [shard for shard in mine if shard not in missing]
     check_rows = row_checker if config.check == "full" else None
-    damaged = writer.damaged(committed, check_rows=check_rows, progress=progress) if committed else []
+    damaged = writer.damaged(committed, check_rows=check_rows, session=session) if committed else []
     for shard in damaged:
-        progress.note(f"shard {shard} is damaged and will be written again")
+        session.progress.note(f"shard {shard} is damaged and will be written again")
         with suppress(ShardBusyError), writer.claim(shard):
             # Another process may have written it again, or is doing so.
-            if writer.damaged([shard], check_rows=check_rows, progress=Silent()):
+            if writer.damaged([shard], check_rows=check_rows, session=ALONE):
                 writer.withdraw(shard)
     return sorted(missing.intersection(mine) | set(damaged))
 
 
-def _unseal_by_records(writer: CacheWriter, progress: Progress) -> None:
+def _unseal_by_records(writer: CacheWriter, session: Session) -> None:
     """Make a cache whose index is damaged an unfinished one, whose shards are those with commit records.
 
     Raises:
@@ -272,11 +258,11 @@ def _unseal_by_records(writer: CacheWriter, progress: Progress) -> None:
             f"{writer.root / INDEX} is damaged, and a copy of a cache has no commit records to write it "
             "from. Remove the folder and fetch the cache again, or choose another --out."
         )
-    progress.note("the index of this cache is damaged and is written again")
+    session.progress.note("the index of this cache is damaged and is written again")
     writer.unseal()
 
 
-def _seal(writer: CacheWriter, reader: SequenceReader, *, batch_size: int, progress: Progress) -> None:
+def _seal(writer: CacheWriter, reader: SequenceReader, *, batch_size: int, session: Session) -> None:
     """Measure the finished dump from its bytes on disk, then mark it as complete."""
     teacher = reader.teacher
     cache = Cache(CacheReader(writer.root, partial=True))
@@ -285,15 +271,15 @@ def _seal(writer: CacheWriter, reader: SequenceReader, *, batch_size: int, progr
     writer.fetch(sorted({writer.ranges.shard_of(number) for number in (*shown, *numbers)}))
     identity = writer.manifest.identity
     passes = identity.has_relations + (identity.states is not None)
-    progress.start("measure fidelity", passes * len(numbers), "sequences")
-    audited = audit(cache.__getitem__, teacher, numbers=numbers, batch_size=batch_size, progress=progress)
+    session.progress.start("measure fidelity", passes * len(numbers), "sequences")
+    audited = audit(cache.__getitem__, teacher, numbers=numbers, batch_size=batch_size, session=session)
     total = sum(cache.reader.records.bytes_by_name().values())
     measured = Measured(
         bytes_per_token=total / writer.manifest.num_tokens,
         total_bytes=total,
         fidelity_sequences=audited.num_sequences,
         fidelity=audited.fidelity,
-        states=audit_states(cache, reader, numbers=numbers, batch_size=batch_size, progress=progress),
+        states=audit_states(cache, reader, numbers=numbers, batch_size=batch_size, session=session),
     )
     preview = preview_table(cache, teacher.tokenizer)
     writer.seal(measured, preview)

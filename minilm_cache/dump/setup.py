@@ -17,7 +17,7 @@ from minilm_cache.models.known import remember_teacher
 from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import CacheIdentity, Precision, Split
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.layout import MANIFEST, cache_name
@@ -35,8 +35,6 @@ class ResolvedDump:
     """Sequences per forward pass of the teacher."""
     teacher: Teacher
     corpus: Corpus
-    home: Path
-    """Folder of caches, runs and tokens."""
     identity: CacheIdentity
     path: Path
     """Folder of the cache."""
@@ -48,15 +46,9 @@ class ResolvedDump:
     imported: bool = False
     """Whether vectors are given in a file, and no teacher runs."""
 
-    def sequences(self, progress: Progress, should_stop: ShouldStop) -> SequenceTable:
+    def sequences(self, session: Session) -> SequenceTable:
         """Return the corpus as sequences; it is tokenised if that was not done before."""
-        tokens = tokenise(
-            self.corpus,
-            self.teacher.tokenizer,
-            home=self.home,
-            progress=progress,
-            should_stop=should_stop,
-        )
+        tokens = tokenise(self.corpus, self.teacher.tokenizer, session=session)
         return SequenceTable(tokens, self.identity.packing)
 
 
@@ -64,37 +56,37 @@ def resolve_dump(
     config: DumpConfig,
     *,
     out: Path | None,
-    home: Path,
+    session: Session,
     resume: bool,
     add: Path | None,
     tokens_of: Path | None,
-    progress: Progress,
 ) -> ResolvedDump:
     """Load the teacher and the corpus, and decide what is written where.
 
     Args:
         config: what to dump.
         out: folder of the cache. None means a folder below `home`, named by content.
-        home: folder of caches.
         resume: whether the folder may exist.
         add: folder of a complete cache to reuse. None means that everything is computed.
         tokens_of: folder of a complete cache whose token files are linked. None means `add`.
-        progress: shows what was loaded.
+        session: its home is the folder of caches. Its progress shows what was loaded.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; nothing has been written.
     """
-    teacher, corpus = _load(config, home, progress, like=add or out)
+    teacher, corpus = _load(config, session, like=add or out)
     identity, path = identity_and_place(
-        config, teacher, corpus=corpus, out=out, home=home, like=add or tokens_of
+        config, teacher, corpus=corpus, out=out, home=session.home, like=add or tokens_of
     )
-    if config.precision is None and out is None and _has_begun_in_float32(config, identity, path, home=home):
+    if (
+        config.precision is None
+        and out is None
+        and _has_begun_in_float32(config, identity, path, home=session.home)
+    ):
         plain = config.with_changes(precision="float32")
-        return resolve_dump(
-            plain, out=out, home=home, resume=resume, add=add, tokens_of=tokens_of, progress=progress
-        )
+        return resolve_dump(plain, out=out, resume=resume, add=add, tokens_of=tokens_of, session=session)
     refuse_file(path)
-    _remember(home, teacher, progress)
+    _remember(session, teacher)
     donor = None if add is None else open_donor(add, identity)
     if not resume and path.exists():
         raise IdentityMismatchError(
@@ -105,7 +97,6 @@ def resolve_dump(
         batch_size=(config.batch_size or batch_size_for(teacher.identity, config.max_length, teacher.device)),
         teacher=teacher,
         corpus=corpus,
-        home=home,
         identity=identity,
         path=path,
         donor=donor,
@@ -122,13 +113,17 @@ def _has_begun_in_float32(config: DumpConfig, identity: CacheIdentity, path: Pat
     return read_manifest(place).fingerprint == plain.fingerprint()
 
 
-def _remember(home: Path, teacher: Teacher, progress: Progress) -> None:
+def _remember(
+    session: Session,
+    teacher: Teacher,
+) -> None:
     """Note where the teacher is, for trainings; a home that cannot be written to does not hold up a dump."""
     try:
-        remember_teacher(home, teacher.identity.weights_sha256, teacher.folder)
+        remember_teacher(session.home, teacher.identity.weights_sha256, teacher.folder)
     except OSError as error:
-        progress.note(
-            f"cannot note the teacher's folder in {home} ({error.strerror}): give --init-teacher to train"
+        session.progress.note(
+            f"cannot note the teacher's folder in {session.home} ({error.strerror}): "
+            "give --init-teacher to train"
         )
 
 
@@ -174,18 +169,18 @@ def _precision_of(cache: Path | None) -> Precision | None:
     return read_manifest(cache).identity.precision or "float32"
 
 
-def _load(config: DumpConfig, home: Path, progress: Progress, *, like: Path | None) -> tuple[Teacher, Corpus]:
+def _load(config: DumpConfig, session: Session, *, like: Path | None) -> tuple[Teacher, Corpus]:
     teacher = load_teacher(config, head=head_for(config), precision=_precision_of(like))
     if config.codec == "none":
         teacher.tap(())
-    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=home)
-    progress.note(
+    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
+    session.progress.note(
         f"teacher {config.teacher} ({teacher.identity.model_type}, {teacher.identity.num_layers} layers, "
         f"hidden {teacher.identity.hidden_size}), corpus {config.corpus} "
         f"({counted(corpus.identity.num_documents, 'document')})"
     )
     if skipped := num_skipped(config.corpus):
-        progress.note(f"{config.corpus}: {counted(skipped, 'file')} of other kinds skipped")
+        session.progress.note(f"{config.corpus}: {counted(skipped, 'file')} of other kinds skipped")
     return teacher, corpus
 
 

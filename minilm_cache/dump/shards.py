@@ -19,10 +19,10 @@ from minilm_cache.dump.reading import SequenceReader, sequences_at_once
 from minilm_cache.dump.shard_output import Batch, Segment, ShardOutput
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.padding import pad
-from minilm_cache.progress import Progress, ShouldStop
 from minilm_cache.relations.scores import TeacherSignal, key_mask, mean_row_entropy
 from minilm_cache.relations.states import WantedStates, places_of
 from minilm_cache.relations.transfer import Arrival, send
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.arrays import array_specs, token_dtype
 from minilm_cache.storage_schema.documents import ShardRange
 from minilm_cache.storage_schema.sequences import entropy_column
@@ -55,34 +55,28 @@ class ShardJob:
     sequences: SequenceTable
     writer: CacheWriter
 
-    def write(self, shards: list[int], progress: Progress, should_stop: ShouldStop) -> int:
+    def write(self, shards: list[int], session: Session) -> int:
         """Write this rank's shards, then those that other ranks have left, and return how many it wrote.
 
         While a segment is written to disk, the teacher runs on the next one.
         """
-        claims = Claims(writer=self.writer, config=self.config, progress=progress, should_stop=should_stop)
+        claims = Claims(writer=self.writer, config=self.config, session=session)
         left = int(self.writer.ranges.num_tokens[shards].sum())
         claims.announce()
         if self.config.compiled and shards:
-            self._compile(shards[0], progress, should_stop)
-        progress.start("dump", left, "tokens")
+            self._compile(shards[0], session)
+        session.progress.start("dump", left, "tokens")
         try:
             # Claims on shards in a store take requests, and the next claim on others' shards waits until this
             # rank's last one is committed.
             own = self._write_claimed(
-                claims.own(shards),
-                progress,
-                should_stop=should_stop,
-                left=left,
-                ends_shards=self.writer.is_remote,
+                claims.own(shards), session, left=left, ends_shards=self.writer.is_remote
             )
-            return own + self._write_claimed(
-                claims.others(), progress, should_stop=should_stop, left=0, ends_shards=True
-            )
+            return own + self._write_claimed(claims.others(), session, left=0, ends_shards=True)
         except _StopRequestedError:
             raise self._interrupted() from None
 
-    def _compile(self, shard: int, progress: Progress, should_stop: ShouldStop) -> None:
+    def _compile(self, shard: int, session: Session) -> None:
         """Encode the first and the last batch of a shard's first segment, and discard their rows.
 
         The teacher is compiled for both, so that the speed of the dump is not that of the compiler.
@@ -90,19 +84,18 @@ class ShardJob:
         segment = self._begin(next(self._segments(shard)), ends_shard=False)
         batches = self._batches(segment.lengths)
         ends = batches[:1] + batches[1:][-1:]
-        progress.start(COMPILE, len(ends), "batches")
+        session.progress.start(COMPILE, len(ends), "batches")
         for chosen in ends:
-            if should_stop():
+            if session.should_stop():
                 raise self._interrupted()
             self._encode_batch(segment, chosen).wait()
-            progress.advance(1)
+            session.progress.advance(1)
 
     def _write_claimed(
         self,
         claims: Iterable[Claim],
-        progress: Progress,
+        session: Session,
         *,
-        should_stop: ShouldStop,
         left: int,
         ends_shards: bool = False,
     ) -> int:
@@ -110,8 +103,7 @@ class ShardJob:
 
         Args:
             claims: claims on the shards.
-            progress: progress of their tokens.
-            should_stop: asked before each batch.
+            session: its progress shows their tokens. Its `should_stop` is asked before each batch.
             left: tokens that the disk must have room for.
             ends_shards: whether a shard is written to its end before the next one is claimed, instead of
                 while the teacher runs on that.
@@ -124,9 +116,9 @@ class ShardJob:
             try:
                 for claim in claims:
                     output.begin(claim)
-                    for batch in self._encoded(claim.shard, should_stop):
+                    for batch in self._encoded(claim.shard, session):
                         output.put(batch)
-                        progress.advance(int(batch.segment.lengths[batch.chosen].sum()))
+                        session.progress.advance(int(batch.segment.lengths[batch.chosen].sum()))
                     if ends_shards:
                         output.put(None)
                 output.put(None)
@@ -136,7 +128,7 @@ class ShardJob:
                 raise
         return output.num_shards
 
-    def _encoded(self, shard: int, should_stop: ShouldStop) -> Iterator[Batch]:
+    def _encoded(self, shard: int, session: Session) -> Iterator[Batch]:
         """Yield the batches of a shard, which the device may still be computing.
 
         Raises:
@@ -147,7 +139,7 @@ class ShardJob:
             segment = self._begin(sequences, ends_shard=sequences == segments[-1])
             batches = self._batches(segment.lengths)
             for number, chosen in enumerate(batches, 1):
-                if should_stop():
+                if session.should_stop():
                     raise _StopRequestedError
                 yield Batch(
                     segment=segment,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minilm_cache.engines.ray_cluster import RayCluster
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.session import Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,19 +17,12 @@ class Job:
     name: str
     """What is done, for people."""
     call: Callable[..., Any]
-    """Called with the results of the jobs in `after`, `progress=` and `should_stop=`."""
+    """Called with the results of the jobs in `after`, and `session=`."""
     after: tuple[int, ...] = ()
     """Numbers of the jobs before this one whose results it needs."""
 
 
-def run_jobs(
-    jobs: Sequence[Job],
-    cluster: RayCluster | None,
-    *,
-    folder: Path,
-    progress: Progress,
-    should_stop: ShouldStop,
-) -> list[Any]:
+def run_jobs(jobs: Sequence[Job], cluster: RayCluster | None, *, folder: Path, session: Session) -> list[Any]:
     """Run jobs and return their results.
 
     Args:
@@ -37,8 +30,8 @@ def run_jobs(
         cluster: runs each job as a task, with as many at once as it has room for. None means that jobs run
             here, one after the other.
         folder: folder that the jobs write in, an absolute path.
-        progress: shows what each job does; with a cluster, jobs done.
-        should_stop: True stops the jobs that run.
+        session: its progress shows what each job does; with a cluster, jobs done. Its `should_stop` is
+            called; True stops the jobs that run.
 
     Raises:
         InterruptedRunError: a stop was requested.
@@ -47,19 +40,18 @@ def run_jobs(
     results: list[Any] = []
     if cluster is None:
         for number, job in enumerate(jobs, 1):
-            progress.note(f"{number} of {len(jobs)}: {job.name}")
+            session.progress.note(f"{number} of {len(jobs)}: {job.name}")
             needed = [results[other] for other in job.after]
-            results.append(job.call(*needed, progress=progress, should_stop=should_stop))
+            results.append(job.call(*needed, session=session))
         return results
-    progress.start("run", len(jobs), "jobs")
+    session.progress.start("run", len(jobs), "jobs")
     with cluster.common(folder):
         for job in jobs:
-            call = partial(job.call, progress=Silent(), should_stop=never_stop)
+            call = partial(job.call, session=session.of_worker())
             results.append(cluster.submit(call, *(results[other] for other in job.after)))
         return cluster.results(
             results,
-            progress,
-            should_stop=should_stop,
+            session,
             interrupted="interrupted with {} of " + f"{len(jobs)} jobs to do: what is complete, and the last "
             "checkpoint of each run, is kept. Run the same command again to go on.",
         )

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from minilm_cache.engines.common_folder import check_common, common_file
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
-from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.session import Session
 
 Engine = Literal["ray"]
 _POLL_S: Final = 1.0
@@ -96,15 +96,13 @@ class RayCluster:
         surroundings = _Surroundings(settings=settings, folder=Path.cwd(), common=self._common)
         return task.remote(surroundings, call, *arguments)
 
-    def results(
-        self, pending: Sequence[Any], progress: Progress, *, should_stop: ShouldStop, interrupted: str
-    ) -> list[Any]:
+    def results(self, pending: Sequence[Any], session: Session, *, interrupted: str) -> list[Any]:
         """Return the results of calls, in their order.
 
         Args:
             pending: Ray's references to the results.
-            progress: shows calls done.
-            should_stop: called about once a second; True cancels the calls that have not finished.
+            session: its progress shows calls done. Its `should_stop` is called about once a second; True
+                cancels the calls that have not finished.
             interrupted: message when that happens; `{}` in it stands for the number of those calls.
 
         Raises:
@@ -116,8 +114,8 @@ class RayCluster:
             while left:
                 done, left = self._ray.wait(left, timeout=_POLL_S)
                 self._ray.get(done)
-                progress.advance(len(done))
-                if left and should_stop():
+                session.progress.advance(len(done))
+                if left and session.should_stop():
                     raise InterruptedRunError(interrupted.format(len(left)))
             return list(self._ray.get(list(pending)))
         except self._ray.exceptions.RayTaskError as error:

@@ -19,7 +19,7 @@ from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.pooling import load_pooler
 from minilm_cache.models.saving import saving
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
 from minilm_cache.store.layout import CARD
 from minilm_cache.store.regular_files import bounded_bytes
@@ -70,11 +70,7 @@ class EmbeddingScores:
 
 
 def compare_embeddings(
-    config: EmbeddingsConfig,
-    names: Sequence[str],
-    *,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
+    config: EmbeddingsConfig, names: Sequence[str], *, session: Session = ALONE
 ) -> list[EmbeddingScores]:
     """Compare models' embeddings with those of the teacher, the first model, and with human scores.
 
@@ -85,8 +81,8 @@ def compare_embeddings(
     Args:
         config: pairs, lengths, MTEB tasks, and where to save.
         names: names of the models, same as for `evaluate`; the first one is the teacher.
-        progress: shows the number of encoded texts; None means that nothing is shown.
-        should_stop: called before each model; True stops.
+        session: its progress shows the number of encoded texts. Its `should_stop` is called before each
+            model; True stops.
 
     Returns:
         Scores of each model, in the order of the models.
@@ -99,22 +95,21 @@ def compare_embeddings(
         StorageError: a folder exists already, or cannot be written.
         InterruptedRunError: a stop was requested.
     """
-    progress = progress or Silent()
     device = choose_device(config.device)
     refuse_run_as_teacher(names)
     models = find_models(names, config.revision, untrained=False)
     paths = {model.name: _path(config, model) for model in models}
     tasks = _mteb_tasks(config.mteb)
-    pairs = _pairs(config, progress.note)
+    pairs = _pairs(config, session.progress.note)
     texts = [text for pair in pairs for text in pair.texts]
     human = np.asarray([pair.label for pair in pairs], np.float64)
-    progress.start("embed", len(texts) * len(models), "texts")
+    session.progress.start("embed", len(texts) * len(models), "texts")
     scores: list[EmbeddingScores] = []
     teacher: Vectors | None = None
     for model in models:
         encoder = sentence_encoder(model, config.max_length, str(device))
         with enough_memory(device, "Take a lower --batch-size or --max-length"):
-            parts = list(_encoded(encoder, texts, config, progress=progress, should_stop=should_stop))
+            parts = list(_encoded(encoder, texts, config, session=session))
         vectors = np.concatenate(parts).astype(np.float64)
         teacher = vectors if teacher is None else teacher
         path = paths[model.name]
@@ -126,22 +121,17 @@ def compare_embeddings(
 
 
 def _encoded(
-    encoder: SentenceTransformer,
-    texts: Sequence[str],
-    config: EmbeddingsConfig,
-    *,
-    progress: Progress,
-    should_stop: ShouldStop,
+    encoder: SentenceTransformer, texts: Sequence[str], config: EmbeddingsConfig, *, session: Session
 ) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the vectors of texts in parts; an encoder puts texts of like length of a part into one batch."""
     for start in range(0, len(texts), _BATCHES_OF_A_PART * config.batch_size):
-        if should_stop():
+        if session.should_stop():
             raise InterruptedRunError(
                 "interrupted: models that were saved are kept. Run it again with another --save."
             )
         part = texts[start : start + _BATCHES_OF_A_PART * config.batch_size]
         yield encoder.encode(part, batch_size=config.batch_size, show_progress_bar=False)
-        progress.advance(len(part))
+        session.progress.advance(len(part))
 
 
 def sentence_encoder(model: Evaluated, max_length: int, device: str) -> SentenceTransformer:

@@ -35,7 +35,7 @@ from minilm_cache.evaluate.settings import TrialIdentity
 from minilm_cache.evaluate.tasks import SpanTask, Task
 from minilm_cache.models.classifier import PooledClassifier
 from minilm_cache.models.device import choose_device
-from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.session import Session
 
 _WARMUP = 0.1
 """Share of steps over which the learning rate grows, as for BERT (Devlin et al. 2019, arXiv 1810.04805)."""
@@ -62,14 +62,13 @@ class Tuned:
 class Watcher:
     """Shows progress, and checks whether a stop was requested."""
 
-    progress: Progress
-    should_stop: ShouldStop
+    session: Session
     title: str = ""
     """Title of the trial in the progress display."""
 
     def stop_if_requested(self) -> None:
         """Raise InterruptedRunError if a stop was requested."""
-        if self.should_stop():
+        if self.session.should_stop():
             raise InterruptedRunError(
                 "interrupted: trials that have ended are kept. Run the same command again to resume."
             )
@@ -95,7 +94,7 @@ class _Callback(TrainerCallback):
 
     def _advance(self, amount: int) -> None:
         """Show a batch; the last one of a set may be smaller."""
-        self._watcher.progress.advance(min(amount, self._left))
+        self._watcher.session.progress.advance(min(amount, self._left))
         self._left -= min(amount, self._left)
         self._watcher.stop_if_requested()
 
@@ -150,7 +149,7 @@ def fine_tune(
     features = _EncodedSet.of(track.train, tokenizer, task).features
     num_scored = sum(len(encoded.features) for encoded in encoded_sets.values())
     total = len(features) * identity.epochs + num_scored
-    watcher.progress.start(watcher.title, total, "sequences")
+    watcher.session.progress.start(watcher.title, total, "sequences")
     with tempfile.TemporaryDirectory() as scratch:
         trainer: Any = Trainer(  # Any: the Trainer accepts lists, its type hints do not
             model=model,

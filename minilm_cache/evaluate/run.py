@@ -28,7 +28,7 @@ from minilm_cache.evaluate.summary import Summary, summarise
 from minilm_cache.evaluate.tasks import TASKS, SpanTask, Task
 from minilm_cache.models.device import enough_memory
 from minilm_cache.models.saving import saving
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.durable import new_folder, refuse_file
 from minilm_cache.store.regular_files import bounded_bytes
@@ -69,12 +69,7 @@ class _Trial:
 
 
 def evaluate_models(
-    config: EvaluateConfig,
-    names: Sequence[str],
-    *,
-    out: Path,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
+    config: EvaluateConfig, names: Sequence[str], *, out: Path, session: Session = ALONE
 ) -> Evaluation:
     """Fine-tune models on tasks, score them, and return means over seeds.
 
@@ -82,8 +77,8 @@ def evaluate_models(
         config: tasks, data and settings.
         names: names of the models: `mini`, aliases, hub ids, folders of models or of runs.
         out: folder of trials. Finished trials in it are not run again.
-        progress: shows the number of processed sequences; None means that nothing is shown.
-        should_stop: called after each step; True stops. Trials that have ended are kept.
+        session: its progress shows the number of processed sequences. Its `should_stop` is called after each
+            step; True stops. Trials that have ended are kept.
 
     Raises:
         CorpusError: the data of a task are missing or damaged.
@@ -93,7 +88,7 @@ def evaluate_models(
         StorageError: a file cannot be written.
         InterruptedRunError: a stop was requested.
     """
-    watcher = Watcher(progress or Silent(), should_stop)
+    watcher = Watcher(session)
     device = check_device(config.device)
     refuse_file(out)
     models = find_models(names, config.revision, untrained=config.untrained)
@@ -103,7 +98,7 @@ def evaluate_models(
     trials = [
         trial
         for name in config.task
-        for task, tracks in [_read(config, TASKS[name], watcher.progress)]
+        for task, tracks in [_read(config, TASKS[name], session)]
         for model in models
         for trial in _trials(config, model, task=task, tracks=tracks, out=out)
     ]
@@ -117,7 +112,7 @@ def evaluate_models(
     cards = [_card(model, summaries) for model in trained] if config.card else []
     num_other_versions = sum(record.versions != _versions() for record in records)
     if num_other_versions:
-        watcher.progress.note(
+        session.progress.note(
             f"{num_other_versions} of {len(records)} trials were run with other versions of libraries; "
             "trial.json lists them. Give another --out to run these trials again."
         )
@@ -131,11 +126,11 @@ def _card(model: Evaluated, summaries: Sequence[Summary]) -> Path:
     )
 
 
-def _read(config: EvaluateConfig, task: Task, progress: Progress) -> tuple[Task, list[Track[Any]]]:
+def _read(config: EvaluateConfig, task: Task, session: Session) -> tuple[Task, list[Track[Any]]]:
     """Return a task with the configured length, and its tracks."""
     task = task if config.max_length is None else task.cut(config.max_length)
     folder, hub = data_source(config.data)
-    source = Source(folder=folder, hub=hub, unlabelled=config.predict, note=progress.note)
+    source = Source(folder=folder, hub=hub, unlabelled=config.predict, note=session.progress.note)
     reader = read_span_task if isinstance(task, SpanTask) else read_text_task
     tracks = [track.subset(config.max_train, config.max_dev) for track in reader(task, source)]  # type: ignore[arg-type]
     if config.predict and not any(track.unlabelled() for track in tracks):
@@ -143,7 +138,7 @@ def _read(config: EvaluateConfig, task: Task, progress: Progress) -> tuple[Task,
     for track in tracks:
         sizes = ", ".join(f"{name} {len(examples):,}" for name, examples in track.sets().items())
         language = f" ({track.name})" if track.name else ""
-        progress.note(f"{task.title}{language}: {len(track.train):,} training examples, {sizes}")
+        session.progress.note(f"{task.title}{language}: {len(track.train):,} training examples, {sizes}")
     return task, tracks
 
 

@@ -18,7 +18,7 @@ from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.saving import saving
 from minilm_cache.models.sentence import SentenceEncoder
 from minilm_cache.models.size import ModelSize, model_size, seconds_in_turns
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
 
 TORCH: Final = "torch"
@@ -62,13 +62,7 @@ class ModelSpeed:
     """Greatest difference of outputs between ONNX and torch. None means no export."""
 
 
-def compare_speed(
-    config: SpeedConfig,
-    names: Sequence[str],
-    *,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
-) -> list[ModelSpeed]:
+def compare_speed(config: SpeedConfig, names: Sequence[str], *, session: Session = ALONE) -> list[ModelSpeed]:
     """Measure models relative to the first one, which is the teacher.
 
     A model whose folder has a `modules.json` is measured with its pooling.
@@ -76,8 +70,8 @@ def compare_speed(
     Args:
         config: batch sizes, lengths, device and precision.
         names: names of the models, same as for `evaluate`; the first one is the teacher.
-        progress: shows the number of passes; None means that nothing is shown.
-        should_stop: called before each batch size and length; True stops.
+        session: its progress shows the number of passes. Its `should_stop` is called before each batch size
+            and length; True stops.
 
     Returns:
         Measurements of each model, in the order of the models.
@@ -90,14 +84,13 @@ def compare_speed(
         StorageError: a folder of --onnx exists already, or cannot be written.
         InterruptedRunError: a stop was requested.
     """
-    progress = progress or Silent()
     device = choose_device(config.device)
     refuse_run_as_teacher(names)
     models = find_models(names, config.revision, untrained=False)
     longest = max(config.length)
     tokens = [_token(model, longest) for model in models]
     loaded = [model.encoder().eval() for model in models]
-    exported = _export_all(models, loaded, folder=config.onnx, device=device, progress=progress)
+    exported = _export_all(models, loaded, folder=config.onnx, device=device, session=session)
     dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
     torch_runs = {
         f"{TORCH} {model.name}": _forward(_placed(encoder, device, dtype))
@@ -105,9 +98,7 @@ def compare_speed(
     }
     runs = torch_runs | {name: run for name, (run, _) in exported.items()}
     token = min(tokens)
-    passes = list(
-        _passes(runs, config, token=token, device=device, progress=progress, should_stop=should_stop)
-    )
+    passes = list(_passes(runs, config, token=token, device=device, session=session))
     sizes = {model.name: _size(encoder, longest) for model, encoder in zip(models, loaded, strict=True)}
     teacher_flops = sizes[models[0].name].flops_per_token
     differences = {name: difference for name, (_, difference) in exported.items()}
@@ -134,7 +125,7 @@ def _export_all(
     *,
     folder: Path | None,
     device: torch.device,
-    progress: Progress,
+    session: Session,
 ) -> dict[str, tuple[Run, float]]:
     """Export models to ONNX, and return for each how to run it and how much it differs from torch.
 
@@ -147,7 +138,7 @@ def _export_all(
         refuse_existing(folder / model.slug, "--onnx")
     exported = {}
     for model, encoder in zip(models, loaded, strict=True):
-        progress.note(f"exporting {model.name}")
+        session.progress.note(f"exporting {model.name}")
         exported[f"{ONNX} {model.name}"] = _export(model, encoder, folder=folder, device=device)
     return exported
 
@@ -186,18 +177,12 @@ def _forward(model: Encoder) -> Run:
 
 
 def _passes(
-    runs: Mapping[str, Run],
-    config: SpeedConfig,
-    *,
-    token: int,
-    device: torch.device,
-    progress: Progress,
-    should_stop: ShouldStop,
+    runs: Mapping[str, Run], config: SpeedConfig, *, token: int, device: torch.device, session: Session
 ) -> Iterator[tuple[str, Pass]]:
     sweep = list(dict.fromkeys(product(config.batch_size, config.length)))
-    progress.start("speed", len(sweep) * len(runs) * (config.turns + 1), "passes")
+    session.progress.start("speed", len(sweep) * len(runs) * (config.turns + 1), "passes")
     for batch_size, length in sweep:
-        if should_stop():
+        if session.should_stop():
             raise InterruptedRunError("interrupted: a comparison of speeds is not saved. Run it again.")
         with enough_memory(device, "Take a lower --batch-size or --length"):
             ids = torch.full((batch_size, length), token, device=device)
@@ -212,7 +197,7 @@ def _passes(
             }
             with enough_memory(device, "Take a lower --batch-size or --length"):
                 seconds |= seconds_in_turns(passes, device, config.turns)
-        progress.advance(len(runs) * (config.turns + 1))
+        session.progress.advance(len(runs) * (config.turns + 1))
         first = next(iter(seconds.values()))
         for name, latency_s in seconds.items():
             runtime, _, model = name.partition(" ")

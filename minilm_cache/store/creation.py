@@ -8,7 +8,7 @@ from typing import Final
 from filelock import FileLock, Timeout
 
 from minilm_cache.errors import IdentityMismatchError
-from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.durable import is_vacant, storage_errors, wait_for
 from minilm_cache.store.layout import CREATE_LOCK, MANIFEST, below
@@ -32,7 +32,7 @@ def prepare_root(root: Path) -> None:
 
 
 @contextmanager
-def creating(root: Path, progress: Progress, should_stop: ShouldStop) -> Iterator[None]:
+def creating(root: Path, session: Session) -> Iterator[None]:
     """Hold the lock on creating a cache, so that all processes use what the first of them decides.
 
     Raises:
@@ -49,12 +49,12 @@ def creating(root: Path, progress: Progress, should_stop: ShouldStop) -> Iterato
         with suppress(Timeout):
             lock.acquire(timeout=0)
         if not lock.is_locked:
-            progress.note(f"waiting for the process that creates {root}")
+            session.progress.note(f"waiting for the process that creates {root}")
         interrupted = (
             f"interrupted while another process creates {root}: this one wrote nothing. "
             "Run the same command again."
         )
-        wait_for(lock, should_stop, interrupted)
+        wait_for(lock, session.should_stop, interrupted)
     try:
         yield
     finally:

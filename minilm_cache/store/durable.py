@@ -25,7 +25,7 @@ from minilm_cache.errors import (
     StorageError,
     remedy_of,
 )
-from minilm_cache.progress import ShouldStop
+from minilm_cache.session import ShouldStop
 from minilm_cache.storage_schema.problems import REMEDY
 from minilm_cache.store.regular_files import NotRegularError, regular_bytes
 

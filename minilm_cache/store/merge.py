@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError
-from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, PREVIEW
 from minilm_cache.store.creation import differing_fields
@@ -27,7 +27,7 @@ class Merged:
     """Shards that none of the parts holds."""
 
 
-def merge(parts: Sequence[Path], out: Path, *, progress: Progress, should_stop: ShouldStop) -> Merged:
+def merge(parts: Sequence[Path], out: Path, *, session: Session) -> Merged:
     """Copy the committed shards of every part into one cache, which is new or was begun before.
 
     Even with every shard the cache is not complete afterwards: the dump command that made the parts measures
@@ -51,15 +51,15 @@ def merge(parts: Sequence[Path], out: Path, *, progress: Progress, should_stop: 
     writer = CacheWriter(out, manifest, ranges=first.ranges, attachments=attachments)
     todo = [shard for shard in sorted(owners) if not writer.is_committed(shard)]
     sizes = {shard: owners[shard].records[shard].num_bytes for shard in todo}
-    progress.start("merge", sum(sizes.values()), "bytes")
+    session.progress.start("merge", sum(sizes.values()), "bytes")
     for shard in todo:
-        if should_stop():
+        if session.should_stop():
             raise InterruptedRunError(
                 f"interrupted: the shards that are in {out} are kept. Run the same command again."
             )
         with writer.claim(shard):
             writer.copy_shard(shard, owners[shard])
-        progress.advance(sizes[shard])
+        session.progress.advance(sizes[shard])
     missing = len(writer.missing_shards())
     num_shards = len(first.ranges)
     return Merged(path=out, num_shards=num_shards, shards_copied=len(todo), shards_missing=missing)

@@ -16,7 +16,7 @@ from typing import Final
 from filelock import FileLock
 
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.progress import never_stop
+from minilm_cache.session import ALONE
 from minilm_cache.store.catalogue import named_manifest
 from minilm_cache.store.checked import READ_REMEDY, file_state
 from minilm_cache.store.durable import lock_if_free, storage_errors
@@ -64,7 +64,7 @@ class MirrorReader(CacheReader):
         manifest = named_manifest(source)
         folder = home / "mirrors" / manifest.fingerprint
         self._fetcher = Fetcher(source, folder, manifest, durable=False)
-        self._fetcher.tables(never_stop)
+        self._fetcher.tables(ALONE)
         self._fetcher.write(MANIFEST, manifest.to_json())
         self._max_bytes = max_bytes
         self._room = 0

@@ -13,7 +13,7 @@ import obstore.exceptions
 from obstore.store import ObjectStore
 
 from minilm_cache.errors import StorageError
-from minilm_cache.progress import awaited, is_stop_overdue
+from minilm_cache.session import awaited, is_stop_overdue
 
 Result = TypeVar("Result")
 

@@ -17,7 +17,7 @@ from minilm_cache.errors import (
     InvalidConfigError,
     MiniLMCacheError,
 )
-from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, TEACHER_WEIGHTS, CacheManifest
@@ -56,7 +56,7 @@ _LARGE_PART_BYTES: Final = 2**26
 """Most bytes of a request of `Fetcher.fetch`."""
 
 
-def pull(url: str, out: Path, *, progress: Progress, should_stop: ShouldStop) -> TransferResult:
+def pull(url: str, out: Path, *, session: Session) -> TransferResult:
     """Copy a cache from a store into a folder, and check each file as it arrives.
 
     Raises:
@@ -72,13 +72,11 @@ def pull(url: str, out: Path, *, progress: Progress, should_stop: ShouldStop) ->
         raise InvalidConfigError(f"--out {out}: it is a loop of links. Choose another folder.") from error
     source = open_store(url)
     manifest = named_manifest(source)
-    with _pull_lock(out, should_stop):
-        return _pull(source, manifest, out=out, progress=progress, should_stop=should_stop)
+    with _pull_lock(out, session):
+        return _pull(source, manifest, out=out, session=session)
 
 
-def _pull(
-    source: RemoteFolder, manifest: CacheManifest, *, out: Path, progress: Progress, should_stop: ShouldStop
-) -> TransferResult:
+def _pull(source: RemoteFolder, manifest: CacheManifest, *, out: Path, session: Session) -> TransferResult:
     if (out / MANIFEST).is_file():
         existing = read_manifest(out)
         if existing.fingerprint != manifest.fingerprint:
@@ -88,14 +86,14 @@ def _pull(
                 f"{out} holds this cache, but unfinished or damaged. Repeat its `minilm-cache dump` command, "
                 "or remove the folder and pull again."
             )
-        progress.note(f"{out} holds this cache already: nothing to do")
+        session.progress.note(f"{out} holds this cache already: nothing to do")
         num_shards = len(read_ranges(out, existing))
         return TransferResult(place=str(out), manifest=manifest, shards_copied=0, shards_kept=num_shards)
     if out.exists() and not (out.is_dir() and is_vacant(out)):
         raise IdentityMismatchError(f"{out} is not empty and is not a cache. Choose another --out.")
     arriving = _arriving_folder(out, manifest)
     fetcher = Fetcher(source, arriving, manifest)
-    ranges = fetcher.tables(should_stop)
+    ranges = fetcher.tables(session)
     num_shards, records = len(ranges), open_shards(arriving, manifest, ranges)
     size = num_bytes(manifest, records)
     arrived = fetcher.bytes_arrived(manifest.files)
@@ -104,17 +102,17 @@ def _pull(
             fetcher.refuse_claim(path, expected)
         arrived += fetcher.bytes_arrived(record.files)
     refuse_full_disk(out, size - arrived, "pull a cache into")
-    progress.start("pull", size, "bytes")
+    session.progress.start("pull", size, "bytes")
 
     def fetch_shard(shard: int) -> bool:
         copied = False
         for path, expected in records[shard].files.items():
             copied = fetcher.fetch(path, expected) or copied
-            progress.advance(expected.size)
+            session.progress.advance(expected.size)
         return copied
 
-    fetcher.attachments(progress)
-    copied = sum(for_each(fetch_shard, range(num_shards), should_stop=should_stop, place=source.url))
+    fetcher.attachments(session)
+    copied = sum(for_each(fetch_shard, range(num_shards), should_stop=session.should_stop, place=source.url))
     fetcher.write(CARD, cache_card(manifest).encode())  # made anew: no hash covers the card in the store
     fetcher.write(MANIFEST, manifest.to_json())
     with storage_errors("create the cache", out):
@@ -148,14 +146,14 @@ def _is_sound(root: Path) -> bool:
 
 
 @contextmanager
-def _pull_lock(out: Path, should_stop: ShouldStop) -> Iterator[None]:
+def _pull_lock(out: Path, session: Session) -> Iterator[None]:
     """Wait until no other process pulls into a folder, and hold its lock meanwhile."""
     path = out.with_name(f".{out.name}.pull.lock")
     with storage_errors("lock", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path)
         interrupted = f"interrupted while another process pulls into {out}. Run the same command again."
-        wait_for(lock, should_stop, interrupted)
+        wait_for(lock, session.should_stop, interrupted)
     try:
         yield
         # A process that then gets the lock on the removed file finds the cache complete.
@@ -185,7 +183,7 @@ class Fetcher:
         specs = array_specs(manifest.identity, manifest.calibration)
         self._row_bytes = {spec.path: spec.row_bytes for spec in specs}
 
-    def tables(self, should_stop: ShouldStop) -> ShardRanges:
+    def tables(self, session: Session) -> ShardRanges:
         """Fetch what says what the shards hold and consist of, and return the former.
 
         Raises:
@@ -200,10 +198,10 @@ class Fetcher:
             refuse_large_index(manifest, len(ranges), f"{self._source.url}/{INDEX}")
             self.fetch(INDEX, manifest.files[INDEX], manifest.files[INDEX].size)
         else:
-            self._records(ranges, should_stop)
+            self._records(ranges, session)
         return ranges
 
-    def _records(self, ranges: ShardRanges, should_stop: ShouldStop) -> None:
+    def _records(self, ranges: ShardRanges, session: Session) -> None:
         """Fetch every shard's commit record, in format 1."""
 
         def fetch(shard: int) -> None:
@@ -213,14 +211,14 @@ class Fetcher:
             parse_record(content, self._manifest, ranges=ranges, shard=shard, where=where)
             self.write(path, content)
 
-        for_each(fetch, range(len(ranges)), should_stop=should_stop, place=self._source.url)
+        for_each(fetch, range(len(ranges)), should_stop=session.should_stop, place=self._source.url)
 
-    def attachments(self, progress: Progress) -> None:
+    def attachments(self, session: Session) -> None:
         """Fetch the files outside the shards, but for the index, which `tables` fetches."""
         for path, expected in self._manifest.files.items():
             if path != INDEX:
                 self.attachment(path)
-            progress.advance(expected.size)
+            session.progress.advance(expected.size)
 
     def attachment(self, path: str) -> None:
         """Fetch one file outside the shards."""

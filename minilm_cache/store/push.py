@@ -13,7 +13,7 @@ from minilm_cache.errors import (
     CacheNotFoundError,
     IdentityMismatchError,
 )
-from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, CommitRecord, FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.storage_schema.problems import parse
@@ -28,16 +28,13 @@ from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.transfer import TransferResult, for_each, num_bytes
 
 
-def push(
-    root: Path, store_url: str, *, progress: Progress, should_stop: ShouldStop, full: bool = False
-) -> TransferResult:
+def push(root: Path, store_url: str, *, session: Session, full: bool = False) -> TransferResult:
     """Copy a complete cache into a folder of a store that is named by the cache; existing files stay.
 
     Args:
         root: folder of the cache.
         store_url: URL or path of the store.
-        progress: shows the bytes done.
-        should_stop: called before each shard; True stops.
+        session: its progress shows the bytes done. Its `should_stop` is called before each shard; True stops.
         full: read existing files and replace those that differ. False means that only sizes are compared.
 
     Raises:
@@ -51,26 +48,30 @@ def push(
     manifest = reader.manifest
     num_shards = len(reader.ranges)
     target = open_store(store_url).below(cache_name(manifest.labels, manifest.identity))
-    sender = _Sender(reader, target, progress, full=full)
+    sender = _Sender(reader, target, session, full=full)
     existing = _complete_manifest(target)
     try:
         sender.claim(existing)
     except IdentityMismatchError:
         if full or existing is None or existing.fingerprint != manifest.fingerprint:
             raise
-        progress.note(f"{target.url} holds this cache already, from another dump with an equal fingerprint")
+        session.progress.note(
+            f"{target.url} holds this cache already, from another dump with an equal fingerprint"
+        )
         return TransferResult(place=target.url, manifest=existing, shards_copied=0, shards_kept=num_shards)
 
     target.remove_leftovers()
-    progress.start("push", num_bytes(manifest, reader.records), "bytes")
+    session.progress.start("push", num_bytes(manifest, reader.records), "bytes")
     sent = [sender.send(path, digest) for path, digest in manifest.files.items()]
-    copied = sum(for_each(sender.send_shard, range(num_shards), should_stop=should_stop, place=target.url))
+    copied = sum(
+        for_each(sender.send_shard, range(num_shards), should_stop=session.should_stop, place=target.url)
+    )
     content = read_bounded(root / MANIFEST, MAX_MANIFEST_BYTES)
     if target.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != content:
         target.write(CARD, cache_card(manifest).encode())  # made anew: no hash covers the card in the folder
         target.write(MANIFEST, content)
     elif not (copied or any(sent)):
-        progress.note(f"{target.url} holds this cache already: nothing to do")
+        session.progress.note(f"{target.url} holds this cache already: nothing to do")
     return TransferResult(
         place=target.url, manifest=manifest, shards_copied=copied, shards_kept=num_shards - copied
     )
@@ -86,10 +87,10 @@ def _complete_manifest(target: RemoteFolder) -> CacheManifest | None:
 class _Sender:
     """Sends files of a cache; each is checked against its record before it is sent."""
 
-    def __init__(self, reader: CacheReader, target: RemoteFolder, progress: Progress, *, full: bool) -> None:
+    def __init__(self, reader: CacheReader, target: RemoteFolder, session: Session, *, full: bool) -> None:
         self._reader = reader
         self._target = target
-        self._progress = progress
+        self._progress = session.progress
         self._full = full
         self._sizes = target.sizes()
 

@@ -18,7 +18,7 @@ from typing import Final
 import pyarrow as pa
 
 from minilm_cache.errors import CacheCorruptError, ShardBusyError, StorageError
-from minilm_cache.progress import Progress
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, CommitRecord
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.storage_schema.measured import Measured
@@ -162,16 +162,14 @@ class StoreWriter(CacheWriter):
         else:  # another process was first; its bytes are as good
             self._target.remove(staged)
 
-    def damaged(
-        self, shards: Sequence[int], *, check_rows: CheckRows | None, progress: Progress
-    ) -> list[int]:
+    def damaged(self, shards: Sequence[int], *, check_rows: CheckRows | None, session: Session) -> list[int]:
         """Return those of the given committed shards that are damaged; see `CacheWriter`."""
         records = self._records(shards)
         lost = self._lost(records)
         for shard in sorted(records.keys() - lost) if check_rows is not None else ():
             try:
                 self.fetch([shard])
-                lost |= set(super().damaged([shard], check_rows=check_rows, progress=progress))
+                lost |= set(super().damaged([shard], check_rows=check_rows, session=session))
             except CacheCorruptError:
                 lost.add(shard)
             self._forget(shard)

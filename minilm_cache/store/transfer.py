@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from minilm_cache.errors import InterruptedRunError
-from minilm_cache.progress import ShouldStop
+from minilm_cache.session import ShouldStop
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.index import CommittedShards
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, MiniLMCacheError
-from minilm_cache.progress import Progress
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, CacheManifest
 from minilm_cache.store.cores import own_cores
@@ -56,14 +56,14 @@ class Verdict:
     damage: tuple[Damage, ...]
 
 
-def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, check_rows: CheckRows) -> Verdict:
+def verify(root: Path, *, full: bool, num_threads: int, session: Session, check_rows: CheckRows) -> Verdict:
     """Verify every committed shard of a cache, finished or not.
 
     Args:
         root: folder of the cache.
         full: read every byte. False means that only sizes are compared.
         num_threads: files that are checked at the same time.
-        progress: shows the bytes done.
+        session: its progress shows the bytes done.
         check_rows: finds shards whose rows cannot be decoded; a parameter, since the store knows no codecs.
 
     Raises:
@@ -79,7 +79,7 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, chec
         return Verdict(complete=None, num_files=0, num_bytes=0, damage=(manifest_damage,))
     files, damaged = _listed_files(root, manifest)
     num_bytes = sum(digest.size for _, _, digest in files)
-    progress.start("verify", num_bytes, "bytes")
+    session.progress.start("verify", num_bytes, "bytes")
 
     def examine(file: _ListedFile) -> Damage | None:
         path, shard, expected = file
@@ -88,13 +88,13 @@ def verify(root: Path, *, full: bool, num_threads: int, progress: Progress, chec
             reason = _file_damage(below(root, path), expected, full=full)
         except CacheCorruptError as error:  # a symbolic link, or a path that leads out of the cache
             reason = str(error)
-        progress.advance(expected.size)
+        session.progress.advance(expected.size)
         return None if reason is None else Damage(path=path, shard=shard, reason=reason)
 
     with ThreadPoolExecutor(num_threads) as threads:
         damaged += [damage for damage in threads.map(examine, files) if damage is not None]
     if full and not damaged:
-        damaged += _content_damage(root, num_threads, progress=progress, check_rows=check_rows)
+        damaged += _content_damage(root, num_threads, check_rows=check_rows, session=session)
     return Verdict(
         complete=manifest.complete, num_files=len(files), num_bytes=num_bytes, damage=tuple(damaged)
     )
@@ -153,7 +153,7 @@ def shards_of_other_sizes(root: Path, shards: Sequence[int]) -> list[int]:
 
 
 def unsound_shards(
-    root: Path, *, shards: Sequence[int], progress: Progress, check_rows: CheckRows
+    root: Path, *, shards: Sequence[int], session: Session, check_rows: CheckRows
 ) -> list[int]:
     """Return those of the given committed shards whose record, files (XXH3-128) or content are damaged.
 
@@ -161,8 +161,8 @@ def unsound_shards(
         CacheCorruptError: a file outside the shards is damaged.
     """
     reader = CacheReader(root, partial=True)
-    progress.start("check", int(reader.ranges.num_tokens[list(shards)].sum()), "tokens")
-    check = _ShardCheck(reader, progress, check_rows(reader))
+    session.progress.start("check", int(reader.ranges.num_tokens[list(shards)].sum()), "tokens")
+    check = _ShardCheck(reader, session, check_rows(reader))
     return [damage.shard for damage in check.damage(shards, default_threads()) if damage.shard is not None]
 
 
@@ -178,7 +178,7 @@ def _file_damage(file: Path, expected: FileDigest, *, full: bool) -> str | None:
 
 
 def _content_damage(
-    root: Path, num_threads: int, *, progress: Progress, check_rows: CheckRows
+    root: Path, num_threads: int, *, session: Session, check_rows: CheckRows
 ) -> Iterator[Damage]:
     """Yield damage inside files that have the committed bytes, since a record itself may be false."""
     try:
@@ -187,8 +187,8 @@ def _content_damage(
     except CacheCorruptError as error:
         yield Damage(path=MANIFEST, shard=None, reason=str(error))
         return
-    progress.start("decode", int(reader.ranges.num_tokens[list(reader.records)].sum()), "tokens")
-    yield from _ShardCheck(reader, progress, check_shard).damage(list(reader.records), num_threads)
+    session.progress.start("decode", int(reader.ranges.num_tokens[list(reader.records)].sum()), "tokens")
+    yield from _ShardCheck(reader, session, check_shard).damage(list(reader.records), num_threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class _ShardCheck:
     """Checks the content of shards."""
 
     reader: CacheReader
-    progress: Progress
+    session: Session
     check_rows: Callable[[Segment], None]
 
     def damage(self, shards: Sequence[int], num_threads: int) -> Iterator[Damage]:
@@ -206,7 +206,7 @@ class _ShardCheck:
 
     def _examine(self, number: int) -> Damage | None:
         reason = self._reason(number)
-        self.progress.advance(self.reader.ranges[number].num_tokens)
+        self.session.progress.advance(self.reader.ranges[number].num_tokens)
         path = INDEX if INDEX in self.reader.manifest.files else commit_path(number)
         return None if reason is None else Damage(path=path, shard=number, reason=reason)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from minilm_cache.errors import IdentityMismatchError, ShardBusyError, StorageError
-from minilm_cache.progress import Progress
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, RANGES, CacheManifest
@@ -189,21 +189,19 @@ class CacheWriter:
         ranks = {rank, *announced_ranks(self.root)}
         return [shard for shard in self.missing_shards() if shard % world_size in ranks]
 
-    def damaged(
-        self, shards: Sequence[int], *, check_rows: CheckRows | None, progress: Progress
-    ) -> list[int]:
+    def damaged(self, shards: Sequence[int], *, check_rows: CheckRows | None, session: Session) -> list[int]:
         """Return those of the given committed shards that are damaged.
 
         Args:
             shards: numbers of committed shards.
             check_rows: checks rows, so that all files are read and decoded. None means that only the sizes of
                 files are compared.
-            progress: shows tokens checked.
+            session: its progress shows tokens checked.
 
         """
         if check_rows is None:
             return shards_of_other_sizes(self.root, shards)
-        return unsound_shards(self.root, shards=shards, progress=progress, check_rows=check_rows)
+        return unsound_shards(self.root, shards=shards, check_rows=check_rows, session=session)
 
     def fetch(self, shards: Sequence[int]) -> None:
         """Have shards and their records below `root`; here they are there already."""

@@ -13,7 +13,7 @@ from minilm_cache.cache import Cache
 from minilm_cache.errors import DivergedError, InterruptedRunError
 from minilm_cache.objectives.base import Losses
 from minilm_cache.objectives.batch import UNITS, StudentBatch
-from minilm_cache.progress import Progress, ShouldStop
+from minilm_cache.session import Session
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.checkpoint import BestStudent, RunState, drop_superseded, save_best, save_checkpoint
 from minilm_cache.train.config import TrainConfig
@@ -31,24 +31,24 @@ _SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TrainingSession:
-    """One session of a run, from its beginning or from a checkpoint on."""
+class _Sitting:
+    """One sitting of a run, from its beginning or from a checkpoint on."""
 
     before_s: float
-    """Seconds spent on steps in earlier sessions."""
+    """Seconds spent on steps in earlier sittings."""
     before_bytes: int
-    """Bytes of shard files read in earlier sessions."""
+    """Bytes of shard files read in earlier sittings."""
     started: float
-    """Value of `time.perf_counter` when this session began, seconds."""
+    """Value of `time.perf_counter` when this sitting began, seconds."""
 
     @classmethod
-    def begin(cls, state: RunState) -> "_TrainingSession":
-        """Begin a session at the state of a run."""
+    def begin(cls, state: RunState) -> "_Sitting":
+        """Begin a sitting at the state of a run."""
         return cls(before_s=state.train_s, before_bytes=state.bytes_read, started=time.perf_counter())
 
     @property
     def seconds(self) -> float:
-        """Seconds since this session began."""
+        """Seconds since this sitting began."""
         return time.perf_counter() - self.started
 
 
@@ -68,15 +68,14 @@ class TrainingLoop:
     evaluate: Callable[[Sequence[StudentTrainer]], list[HeldOutLosses] | list[None]]
     """Returns the held-out losses of students; None for each where the cache has no held-out sequences."""
     tracker: Tracker
-    progress: Progress
+    session: Session
 
-    def run(self, reader: BatchReader, plan: StepPlan, should_stop: ShouldStop) -> float | None:
+    def run(self, reader: BatchReader, plan: StepPlan) -> float | None:
         """Take the steps that are left.
 
         Args:
             reader: makes batches.
             plan: parts of a step, and which of them this process takes.
-            should_stop: called before each step; True stops the run and keeps its state.
 
         Returns:
             Tokens per second, summed over all processes. None means that no step was left.
@@ -88,40 +87,42 @@ class TrainingLoop:
         """
         first = self.state.step
         if first:
-            self.progress.note(f"resuming after step {first}")
+            self.session.progress.note(f"resuming after step {first}")
         if first == self.steps:
             return None
         manifest = self.cache.manifest
         mean_tokens = manifest.num_tokens / manifest.num_sequences * self.config.batch_size
         expected = round((self.steps - first) * mean_tokens)
-        self.progress.start("train", expected, "tokens")
+        self.session.progress.start("train", expected, "tokens")
         stream = reader.train_batches(plan, first)
         with closing(stream), closing(_Journal(self)) as journal:
-            session = _TrainingSession.begin(self.state)
+            sitting = _Sitting.begin(self.state)
             num_tokens = 0
             while self.state.step < self.steps:
-                num_tokens += self._step(stream, journal, should_stop=should_stop, session=session)
-            self.progress.advance(
+                num_tokens += self._step(stream, journal, sitting)
+            self.session.progress.advance(
                 expected - num_tokens, journal.losses_in_words
             )  # lengths differ: now it is 100 %
-            return num_tokens / session.seconds
+            return num_tokens / sitting.seconds
 
     def _step(
         self,
         stream: Iterator[StudentBatch],
         journal: "_Journal",
-        *,
-        should_stop: ShouldStop,
-        session: _TrainingSession,
+        sitting: _Sitting,
     ) -> int:
         """Take a step, then log, evaluate and save where that is due; return the tokens of the step."""
-        hours = session.seconds / _SECONDS_PER_HOUR
+        hours = sitting.seconds / _SECONDS_PER_HOUR
         is_over = self.config.max_hours is not None and hours >= self.config.max_hours
-        batch = self._next(stream, journal, session)
-        numbers = [float(should_stop()), float(is_over), *(float(batch.step_counts[unit]) for unit in UNITS)]
+        batch = self._next(stream, journal, sitting)
+        numbers = [
+            float(self.session.should_stop()),
+            float(is_over),
+            *(float(batch.step_counts[unit]) for unit in UNITS),
+        ]
         stop, over, *sums = self.ranks.sum(numbers)
         if stop or over:
-            self._interrupt(journal, session, "interrupted" if stop else "the hours of --max-hours are over")
+            self._interrupt(journal, sitting, "interrupted" if stop else "the hours of --max-hours are over")
         # With students divided among processes, all of them count the same sequences.
         share = self.ranks.num_data / self.ranks.size
         totals = {unit: round(count * share) for unit, count in zip(UNITS, sums, strict=True)}
@@ -141,7 +142,7 @@ class TrainingLoop:
             batch = next(stream)
         journal.add(losses)
         self.state.step = taken = step + 1
-        self.progress.advance(num_tokens, journal.losses_in_words)
+        self.session.progress.advance(num_tokens, journal.losses_in_words)
         at_checkpoint = taken % self.config.checkpoint_steps == 0 or taken == self.steps
         every = self.config.eval_steps
         at_evaluation = every is not None and (taken % every == 0 or taken == self.steps)
@@ -150,12 +151,10 @@ class TrainingLoop:
         if at_evaluation:
             journal.evaluate()
         if at_checkpoint:
-            self._save(session)
+            self._save(sitting)
         return num_tokens
 
-    def _next(
-        self, stream: Iterator[StudentBatch], journal: "_Journal", session: _TrainingSession
-    ) -> StudentBatch:
+    def _next(self, stream: Iterator[StudentBatch], journal: "_Journal", sitting: _Sitting) -> StudentBatch:
         """Return the next batch; a stop while its segment is fetched keeps the state.
 
         Other processes wait for this one's numbers, so with several the read has to end.
@@ -165,20 +164,20 @@ class TrainingLoop:
         except InterruptedRunError:
             if self.ranks.size > 1:
                 raise
-            self._interrupt(journal, session, "interrupted")
+            self._interrupt(journal, sitting, "interrupted")
 
-    def _save(self, session: _TrainingSession) -> None:
-        self.state.train_s = session.before_s + session.seconds
+    def _save(self, sitting: _Sitting) -> None:
+        self.state.train_s = sitting.before_s + sitting.seconds
         (bytes_read,) = self.ranks.sum([float(self.cache.reader.bytes_read)])
-        self.state.bytes_read = session.before_bytes + round(bytes_read)
+        self.state.bytes_read = sitting.before_bytes + round(bytes_read)
         keep = max(1, self.config.keep_checkpoints or 0)
         save_checkpoint(self.folder.checkpoints, self.trainers, state=self.state, ranks=self.ranks, keep=keep)
         if self.ranks.is_writer:
             drop_superseded(self.folder.best, self.trainers, self.state)
 
-    def _interrupt(self, journal: "_Journal", session: _TrainingSession, reason: str) -> NoReturn:
+    def _interrupt(self, journal: "_Journal", sitting: _Sitting, reason: str) -> NoReturn:
         journal.write(thoroughly=True)
-        self._save(session)
+        self._save(sitting)
         raise InterruptedRunError(
             f"{reason}: the state after step {self.state.step} of {self.steps} is kept in "
             f"{self.folder.path}. Run the same command again to go on."
@@ -234,7 +233,9 @@ class _Journal:
         remedy = f"Train it again with a lower --lr than {loop.config.lr:g}."
         for arch in sorted(diverged):
             state.diverged[arch] = state.step
-            loop.progress.note(f"student {arch} diverged and is stopped at step {state.step}. {remedy}")
+            loop.session.progress.note(
+                f"student {arch} diverged and is stopped at step {state.step}. {remedy}"
+            )
         loop.trainers[:] = [trainer for trainer in loop.trainers if trainer.shape.arch not in diverged]
         if len(state.diverged) == len(loop.config.arch):
             listed = ", ".join(loop.config.arch)

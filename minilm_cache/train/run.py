@@ -14,8 +14,7 @@ from minilm_cache.errors import InvalidConfigError, StorageError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.student import student_config
 from minilm_cache.objectives.check import Objective, choose_objective
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
-from minilm_cache.settings import cache_home
+from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import PARTIAL, storage_errors
 from minilm_cache.store.urls import is_url
@@ -67,10 +66,8 @@ def train_students(
     cache: str | Path,
     *,
     out: Path | None = None,
-    home: Path | None = None,
+    session: Session = ALONE,
     resume: bool = True,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
 ) -> TrainResult:
     """Train students from a cache; no step runs the teacher.
 
@@ -78,26 +75,18 @@ def train_students(
         config: settings of the training.
         cache: folder or URL of the cache.
         out: folder of the run. None means a folder below `home`, named by content.
-        home: folder of runs, and of what is kept of caches at URLs. None means MINILM_CACHE_HOME.
         resume: resume an unfinished run in the same folder; if false, the folder must not exist.
-        progress: shows tokens done. None means that nothing is shown.
-        should_stop: called before each step; True stops the run and keeps its state.
+        session: its home is the folder of runs, and of what is kept of caches at URLs. Its progress shows
+            tokens done. Its `should_stop` is called before each step; True stops the run and keeps its state.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; the last checkpoint is always kept.
     """
-    home = home or cache_home()
-    opened = open_cache(cache, home=home, local_bytes=config.local_bytes)
+    opened = open_cache(cache, home=session.home, local_bytes=config.local_bytes)
     if config.first is not None:
         check_first(config, opened, out)
         begun = train_students(
-            first_config(config),
-            cache,
-            out=first_folder(out),
-            home=home,
-            resume=resume,
-            progress=progress,
-            should_stop=should_stop,
+            first_config(config), cache, out=first_folder(out), resume=resume, session=session
         )
         config = after_first(config, begun.record, begun.path)
     place = str(cache) if is_url(str(cache)) else str(Path(cache).resolve())
@@ -109,11 +98,9 @@ def train_students(
                 opened,
                 place=place,
                 out=out,
-                home=home,
                 ranks=ranks,
                 resume=resume,
-                progress=progress or Silent(),
-                should_stop=should_stop,
+                session=session if ranks.is_first else session.with_progress(None),
             )
     finally:
         ranks.leave()
@@ -125,14 +112,11 @@ def _train(
     *,
     place: str,
     out: Path | None,
-    home: Path,
+    session: Session,
     ranks: Ranks,
     resume: bool,
-    progress: Progress,
-    should_stop: ShouldStop,
 ) -> TrainResult:
     """Check that settings and cache go together, then train or resume in the folder of the run."""
-    progress = progress if ranks.is_first else Silent()
     manifest = cache.manifest
     objective = choose_objective(config, cache, arch=config.arch)
     shapes = student_shapes(config, objective)
@@ -142,7 +126,7 @@ def _train(
             "--eval-steps: the cache has no held-out sequences to evaluate on. Leave it out."
         )
     plan = plan_steps(config, cache.reader, num_ranks=ranks.num_data, rank=ranks.data_number)
-    beginnings = initial_weights(config, cache, shapes=shapes, head=objective.head, home=home)
+    beginnings = initial_weights(config, cache, shapes=shapes, head=objective.head, home=session.home)
     identity = RunIdentity.of(
         config,
         manifest,
@@ -152,11 +136,13 @@ def _train(
         precision=precision_of(config, ranks.device),
         init=beginnings.name,
     )
-    path, identity, beginnings = recorded(config, out, identity=identity, beginnings=beginnings, home=home)
+    path, identity, beginnings = recorded(
+        config, out, identity=identity, beginnings=beginnings, home=session.home
+    )
     refuse_beginning(path, config, beginnings=beginnings, resume=resume)
-    progress.note(_run_in_words(path, config, objective=objective, steps=steps))
+    session.progress.note(_run_in_words(path, config, objective=objective, steps=steps))
     for line in beginnings.in_words:
-        progress.note(line)
+        session.progress.note(line)
     ranks.refuse_difference("what students begin with", beginnings.name)
     first = student_config(shapes[0], cache.reader.attachment(TEACHER_CONFIG), manifest)
     run = _Run(
@@ -173,7 +159,7 @@ def _train(
     )
     ranks.check_common(path)
     with _locked(path, ranks):
-        return run.train(plan, progress, should_stop)
+        return run.train(plan, session)
 
 
 def _teacher_layer(config: TrainConfig, objective: Objective) -> int | None:
@@ -237,19 +223,19 @@ class _Run:
     """Shapes of all students, those of other processes included."""
     pad_token: int
 
-    def train(self, plan: StepPlan, progress: Progress, should_stop: ShouldStop) -> TrainResult:
+    def train(self, plan: StepPlan, session: Session) -> TrainResult:
         """Train from the beginning, or from the last checkpoint."""
         ranks, folder, config = self.ranks, self.folder, self.config
         ranks.barrier()  # now the first process holds the lock of the folder
         earlier = read_record(folder.path, self.identity)
         ranks.barrier()  # no process writes before all have read the record
         if earlier is not None and earlier.complete:
-            progress.note("this run is already complete: nothing to do")
+            session.progress.note("this run is already complete: nothing to do")
             self._remove_checkpoints()
             return self._result(earlier, None)
         hint = faster_option(config, ranks.device, self.objective.head)
         if earlier is None and hint is not None:
-            progress.note(hint)
+            session.progress.note(hint)
         state = load_state(folder.checkpoints)
         state.check(folder.checkpoints, arch=self.identity.arch, steps=self.identity.steps)
         alive = [shape for shape in ranks.mine(self.shapes) if shape.arch not in state.diverged]
@@ -262,11 +248,11 @@ class _Run:
         record = earlier or self.begin(trainers)
         if record.continued_at[-1:] == (state.step,):
             self._write(record)  # so that an interrupted run goes on to the larger number of steps
-            progress.note(
+            session.progress.note(
                 f"this run was over after step {state.step:,} and goes on to {self.identity.steps:,}"
             )
         tracker_name = config.tracker if ranks.is_first else "none"
-        with tracking(tracker_name, folder.path, settings=config.model_dump(), progress=progress) as tracker:
+        with tracking(tracker_name, folder.path, settings=config.model_dump(), session=session) as tracker:
             loop = TrainingLoop(
                 config=config,
                 steps=self.identity.steps,
@@ -277,9 +263,9 @@ class _Run:
                 state=state,
                 evaluate=self.held_out,
                 tracker=tracker,
-                progress=progress,
+                session=session,
             )
-            tokens_per_s = loop.run(self.batches(), plan, should_stop)
+            tokens_per_s = loop.run(self.batches(), plan)
         return self._result(self.finish(record, trainers, state), tokens_per_s)
 
     def _result(self, record: RunRecord, tokens_per_s: float | None) -> TrainResult:

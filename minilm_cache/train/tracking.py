@@ -10,7 +10,7 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from minilm_cache.errors import InvalidConfigError, TrackerError, first_line
-from minilm_cache.progress import Progress
+from minilm_cache.session import Session
 
 Numbers = Mapping[str, float]
 
@@ -30,14 +30,14 @@ class _NoTracker:
 
 
 @contextmanager
-def tracking(name: str, run: Path, *, settings: Mapping[str, Any], progress: Progress) -> Iterator[Tracker]:
+def tracking(name: str, run: Path, *, settings: Mapping[str, Any], session: Session) -> Iterator[Tracker]:
     """Yield a tracker: `none`, `tensorboard` (files in the run's folder), `trackio`, `wandb` or `mlflow`.
 
     Args:
         name: name of the tracker; `none` reports nothing.
         run: folder of the run.
         settings: settings of the run, reported once.
-        progress: shows the first failure of the tracker.
+        session: its progress shows the first failure of the tracker.
 
     Raises:
         InvalidConfigError: the tracker's package is not installed.
@@ -62,7 +62,7 @@ def tracking(name: str, run: Path, *, settings: Mapping[str, Any], progress: Pro
             f"--tracker {name} does not start: {first_line(error)}. Fix that, or leave the option "
             "out: log.jsonl is written in any case."
         ) from error
-    safe = _SafeTracker(name, tracker, progress)
+    safe = _SafeTracker(name, tracker, session)
     try:
         yield safe
     finally:
@@ -72,10 +72,10 @@ def tracking(name: str, run: Path, *, settings: Mapping[str, Any], progress: Pro
 class _SafeTracker:
     """A tracker whose first failure is shown and ends reporting, but not the training."""
 
-    def __init__(self, name: str, tracker: GeneralTracker, progress: Progress) -> None:
+    def __init__(self, name: str, tracker: GeneralTracker, session: Session) -> None:
         self._name = name
         self._tracker: GeneralTracker | None = tracker
-        self._progress = progress
+        self._progress = session.progress
 
     def log(self, values: Numbers, step: int) -> None:
         """Report the numbers of a step, unless the tracker failed before."""

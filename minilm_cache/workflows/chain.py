@@ -22,10 +22,10 @@ from minilm_cache.dump.setup import load_teacher
 from minilm_cache.engines.jobs import Job, run_jobs
 from minilm_cache.engines.ray_cluster import RayCluster
 from minilm_cache.errors import InterruptedRunError
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.report.page import write_report
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.tables import held_out_of, students_table
+from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.durable import storage_errors, write_file
 from minilm_cache.store.layout import MANIFEST
@@ -90,11 +90,9 @@ def run_chain(
     config: ChainConfig,
     folder: Path,
     *,
-    home: Path | None = None,
+    session: Session = ALONE,
     cache_store: str | None = None,
     cluster: RayCluster | None = None,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
 ) -> ChainResult:
     """Run the stages that are not complete, then compare the students with the teacher.
 
@@ -103,13 +101,12 @@ def run_chain(
     Args:
         config: what to dump and train.
         folder: folder of the chain; with a cluster or torchrun, the same on every machine.
-        home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
         cache_store: URL of a store to pull caches from, if they are there already. None means that every
             cache is dumped here.
         cluster: runs stages as tasks, those at the same time that do not need each other. None means that
             they run here.
-        progress: shows each stage. None means that nothing is shown.
-        should_stop: called between steps; True stops.
+        session: its home is the folder for local copies of caches at URLs. Its progress shows each stage. Its
+            `should_stop` is called between steps; True stops.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; complete stages are kept after every error.
@@ -119,23 +116,21 @@ def run_chain(
     config = check_chain(config, folder, here=cluster is None)
     folder = folder.absolute()
     ranks = Ranks.join("data", config.train.device if cluster is None else None)
-    shown = progress if progress is not None and ranks.is_first else Silent()
+    session = session if ranks.is_first else session.with_progress(None)
     try:
         with ranks.explaining():
             ranks.check_common(folder)
             if ranks.is_first:
                 with storage_errors("write", folder):
                     write_file(folder / SETTINGS_FILE, json.dumps(chain_settings(config), indent=1).encode())
-            jobs = _jobs(config, folder, ranks=ranks, home=home, cache_store=cache_store)
-            results = run_jobs(jobs, cluster, folder=folder, progress=shown, should_stop=should_stop)
+            jobs = _jobs(config, folder, ranks=ranks, cache_store=cache_store)
+            results = run_jobs(jobs, cluster, folder=folder, session=session)
     finally:
         ranks.leave()
     return ChainResult(path=folder, record=results[-1], is_first=ranks.is_first)
 
 
-def _jobs(
-    config: ChainConfig, folder: Path, *, ranks: Ranks, home: Path | None, cache_store: str | None
-) -> list[Job]:
+def _jobs(config: ChainConfig, folder: Path, *, ranks: Ranks, cache_store: str | None) -> list[Job]:
     """Return the stages of a chain and the comparison of its students, as jobs."""
     planned = stages(config, folder)
     first = planned[0].path
@@ -146,11 +141,11 @@ def _jobs(
         name = f"{stage.does} {', '.join(stage.arch) or stage.source}"
         if stage.does == "dump":
             call: Callable[..., Any] = partial(
-                _dump, config, stage, first=first, ranks=ranks, home=home, cache_store=cache_store
+                _dump, config, stage, first=first, ranks=ranks, cache_store=cache_store
             )
             after: tuple[int, ...] = (0, number - 1) if number else ()
         else:
-            call = partial(_train, config, stage, first=first, home=home)
+            call = partial(_train, config, stage, first=first)
             after = (numbers[stage.source],)
         jobs.append(Job(name=name, call=call, after=after))
     compare = partial(_finish, config, folder, planned, ranks=ranks)
@@ -163,10 +158,8 @@ def _dump(
     *done: None,
     first: Path,
     ranks: Ranks,
-    home: Path | None,
+    session: Session,
     cache_store: str | None,
-    progress: Progress,
-    should_stop: ShouldStop,
 ) -> None:
     """Dump a stage's teacher, together with the other processes of torchrun.
 
@@ -176,25 +169,22 @@ def _dump(
         done: results of the stages before, which are only waited for.
         first: folder of the first dump.
         ranks: processes of torchrun.
-        home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
         cache_store: URL of a store to pull from. None means that everything is dumped.
-        progress: shows tokens done.
-        should_stop: called before each batch.
+        session: its home is the folder for local copies of caches at URLs. Its progress shows tokens done.
+            Its `should_stop` is called before each batch.
     """
     del done
     dump_cache(
         _dump_settings(config, stage, first).with_changes(rank=ranks.number, world_size=ranks.size),
         out=stage.path,
-        home=home,
         cache_store=cache_store,
         tokens_of=None if stage.path == first else first,
-        progress=progress,
-        should_stop=should_stop,
+        session=session,
     )
     if not read_manifest(stage.path).complete:
-        progress.note("waiting for the shards of other processes")
+        session.progress.note("waiting for the shards of other processes")
     while not read_manifest(stage.path).complete:  # ranks that began later are still writing
-        if should_stop():
+        if session.should_stop():
             raise InterruptedRunError(
                 f"interrupted while other processes dump into {stage.path}. Run the same command again."
             )
@@ -202,24 +192,14 @@ def _dump(
     ranks.barrier()
 
 
-def _train(
-    config: ChainConfig,
-    stage: Stage,
-    *done: None,
-    first: Path,
-    home: Path | None,
-    progress: Progress,
-    should_stop: ShouldStop,
-) -> None:
+def _train(config: ChainConfig, stage: Stage, *done: None, first: Path, session: Session) -> None:
     """Train a stage's students from its cache; `done` are the stages before, which are only waited for."""
     del done
     layer = config.train.teacher_layer if stage.source == str(first) else None
     settings = config.train.with_changes(
         arch=stage.arch, teacher_layer=layer, keep_checkpoints=config.train.keep_checkpoints or 0
     )
-    train_students(
-        settings, stage.source, out=stage.path, home=home, progress=progress, should_stop=should_stop
-    )
+    train_students(settings, stage.source, out=stage.path, session=session)
 
 
 def _dump_settings(config: ChainConfig, stage: Stage, first: Path) -> DumpConfig:
@@ -234,13 +214,7 @@ def _dump_settings(config: ChainConfig, stage: Stage, first: Path) -> DumpConfig
 
 
 def _finish(
-    config: ChainConfig,
-    folder: Path,
-    planned: Sequence[Stage],
-    *done: None,
-    ranks: Ranks,
-    progress: Progress,
-    should_stop: ShouldStop,
+    config: ChainConfig, folder: Path, planned: Sequence[Stage], *done: None, ranks: Ranks, session: Session
 ) -> ChainRecord:
     """Compare every student with the first teacher, and write the record and the report.
 
@@ -250,10 +224,10 @@ def _finish(
         planned: stages of the chain.
         done: results of the stages, which are only waited for.
         ranks: processes of torchrun; the first one compares, and the others read its record.
-        progress: shows what is measured.
-        should_stop: not called, since what is measured takes seconds.
+        session: its progress shows what is measured. Its `should_stop` is not called, since what is measured
+            takes seconds.
     """
-    del done, should_stop
+    del done
     if not ranks.is_first:
         ranks.barrier()  # it lasts seconds, where a dump may last longer than a group of processes waits
         return ChainRecord.model_validate_json(bounded_bytes(folder / CHAIN_FILE, 2**20))
@@ -267,7 +241,7 @@ def _finish(
         )
         for stage in trainings
     ]
-    progress.note("comparing students with the teacher")
+    session.progress.note("comparing students with the teacher")
     teacher = load_teacher(
         config.dump, precision=read_manifest(planned[0].path).identity.precision or "float32"
     )

@@ -18,9 +18,9 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import DumpResult, dump_cache
 from minilm_cache.models.load import MINI, locate_teacher
 from minilm_cache.models.sentence import SentenceModel
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.report.config import ReportConfig
 from minilm_cache.report.run import report_runs
+from minilm_cache.session import ALONE, Session
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
 
@@ -77,20 +77,16 @@ class DemoResult:
     """The teacher, then the students."""
 
 
-def run_demo(
-    *, home: Path | None = None, progress: Progress | None = None, should_stop: ShouldStop = never_stop
-) -> DemoResult:
+def run_demo(*, session: Session = ALONE) -> DemoResult:
     """Dump, train and search; dump and training resume or reuse those of an earlier demo.
 
     Args:
-        home: folder of caches and runs. None means MINILM_CACHE_HOME.
-        progress: shows each task. None means that nothing is shown.
-        should_stop: called between steps; True stops.
+        session: its home is the folder of caches and runs. Its progress shows each task. Its `should_stop` is
+            called between steps; True stops.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`.
     """
-    progress = progress or Silent()
     dumped = dump_cache(
         DumpConfig.model_validate(
             {
@@ -100,29 +96,25 @@ def run_demo(
                 "max_length": _MAX_LENGTH,
             }
         ),
-        home=home,
-        progress=progress,
-        should_stop=should_stop,
+        session=session,
     )
     trained = train_students(
         TrainConfig(arch=ARCH, objective="embedding", steps=STEPS, precision="float32"),
         dumped.path,
-        home=home,
-        progress=progress,
-        should_stop=should_stop,
+        session=session,
     )
     library = _Library.of(open_cache(dumped.path))
     folders = {MINI: locate_teacher(MINI).folder, **{arch: trained.student_path(arch) for arch in ARCH}}
-    progress.start("search", len(library.texts) * len(folders), "texts")
+    session.progress.start("search", len(library.texts) * len(folders), "texts")
     searchers: list[Searcher] = []
     best: npt.NDArray[np.int64] | None = None
     for name, folder in folders.items():
         searcher, answers = library.search(name, folder, expected=best)
         best = answers if best is None else best
         searchers.append(searcher)
-        progress.advance(len(library.texts))
+        session.progress.advance(len(library.texts))
     page = trained.path / "report.html"
-    report_runs([trained.path], ReportConfig(title="demo"), out=page, home=home, progress=progress)
+    report_runs([trained.path], ReportConfig(title="demo"), out=page, session=session)
     return DemoResult(
         dump=dumped,
         train=trained,

@@ -12,8 +12,8 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.models.saving import saving
 from minilm_cache.objectives.batch import WantedTargets
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.relations.states import WantedStates
+from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.store.durable import new_file, refuse_existing, remove_partials
 from minilm_cache.train.batches import BatchReader
@@ -33,14 +33,7 @@ class ExportResult:
     """Dimensions of a vector."""
 
 
-def export_vectors(
-    cache: str | Path,
-    out: Path,
-    *,
-    home: Path | None = None,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
-) -> ExportResult:
+def export_vectors(cache: str | Path, out: Path, *, session: Session = ALONE) -> ExportResult:
     """Write one row for each sequence: its number, text, token ids, vector, and whether it is held out.
 
     Texts are decoded from token ids, so they are as the teacher read them: cut, and perhaps in lower case.
@@ -48,9 +41,8 @@ def export_vectors(
     Args:
         cache: folder or URL of a cache with pooled vectors.
         out: Parquet file, which must not exist yet.
-        home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
-        progress: shows sequences done. None means that nothing is shown.
-        should_stop: called before each batch; True stops, and no file is left.
+        session: its home is the folder for local copies of caches at URLs. Its progress shows sequences done.
+            Its `should_stop` is called before each batch; True stops, and no file is left.
 
     Raises:
         InvalidConfigError: the cache has no pooled vectors.
@@ -58,15 +50,15 @@ def export_vectors(
         CacheCorruptError: a shard is damaged.
         InterruptedRunError: a stop was requested.
     """
-    opened = open_cache(cache, home=home)
+    opened = open_cache(cache, home=session.home)
     states = opened.manifest.identity.states
     if states is None or states.pooled is None:
         raise InvalidConfigError(
             f"{cache} holds no pooled vectors. Dump a cache with --for embedding, or add them with --pooled."
         )
     refuse_existing(out, "the file")
-    width, progress = states.pooled.width, progress or Silent()
-    progress.start("export", len(opened), "sequences")
+    width = states.pooled.width
+    session.progress.start("export", len(opened), "sequences")
     remove_partials(out)
     with (
         saving("write", out),
@@ -74,10 +66,10 @@ def export_vectors(
         pq.ParquetWriter(file, _schema(width), compression="zstd") as writer,
     ):
         for rows in _rows(opened, width):
-            if should_stop():
+            if session.should_stop():
                 raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
             writer.write_table(rows)
-            progress.advance(len(rows))
+            session.progress.advance(len(rows))
     return ExportResult(path=out, num_rows=len(opened), width=width)
 
 

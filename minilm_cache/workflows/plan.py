@@ -7,7 +7,7 @@ from typing import Any
 from minilm_cache.dump.config import DumpConfig, PlanConfig
 from minilm_cache.dump.plan import Plan, PlannedSetting, plan
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
+from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
 from minilm_cache.train.config import CostConfig
 from minilm_cache.workflows.cost import Costs, estimate, operations
@@ -58,8 +58,7 @@ def plan_dump(
     config: PlanConfig | None = None,
     *,
     cost: CostConfig | None = None,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
+    session: Session = ALONE,
 ) -> PlanResult:
     """Dump a sample with each setting, and estimate cost and fidelity of the whole dump.
 
@@ -67,8 +66,7 @@ def plan_dump(
         dump: settings of `DumpConfig` that all dumps share, by name.
         config: the codecs to compare. None means the defaults.
         cost: trainings whose cost is estimated. None means the defaults, which name no student.
-        progress: shows tokens done. None means that nothing is shown.
-        should_stop: called before each batch; True stops.
+        session: its progress shows tokens done. Its `should_stop` is called before each batch; True stops.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`.
@@ -77,7 +75,11 @@ def plan_dump(
     configs = settings_to_compare(dump, config)
     first = configs[0]
     work = operations(cost, first)
-    measured = plan(configs, config.sample_tokens, progress=progress or Silent(), should_stop=should_stop)
+    measured = plan(
+        configs,
+        config.sample_tokens,
+        session=Session(progress=session.progress, should_stop=session.should_stop),
+    )
     costs = estimate(
         cost,
         work,

@@ -30,12 +30,11 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.check import check_codec, choose_objective
 from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.relations import split_into
-from minilm_cache.progress import Progress, ShouldStop, Silent, never_stop
 from minilm_cache.report.compare import is_teacher_of, masked_agreement
 from minilm_cache.report.page import write_report
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.tables import students_table, summary_table
-from minilm_cache.settings import cache_home
+from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import storage_errors
 from minilm_cache.train.config import TrainConfig
@@ -77,34 +76,30 @@ def run_study(
     study: Study,
     folder: Path,
     *,
-    home: Path | None = None,
+    session: Session = ALONE,
     cluster: RayCluster | None = None,
-    progress: Progress | None = None,
-    should_stop: ShouldStop = never_stop,
 ) -> StudyResult:
     """Make the caches and runs of a study that are not complete, then write its tables and its page.
 
     Args:
         study: the study.
         folder: folder of the study; with a cluster, the same on every machine.
-        home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
         cluster: makes caches and runs at the same time, each as a task. None means that they are made here,
             one after the other.
-        progress: shows each cache and pass. None means that nothing is shown.
-        should_stop: called between steps; True stops.
+        session: its home is the folder for local copies of caches at URLs. Its progress shows each cache and
+            pass. Its `should_stop` is called between steps; True stops.
 
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; complete caches and runs are kept after every error.
     """
-    home, folder = (home or cache_home()).absolute(), folder.absolute()
-    check_shapes(study, home, here=cluster is None)
-    jobs, shown = _jobs(study, folder, home), progress or Silent()
-    results = run_jobs(jobs, cluster, folder=folder, progress=shown, should_stop=should_stop)
+    session, folder = session.with_absolute_home(), folder.absolute()
+    check_shapes(study, session.home, here=cluster is None)
+    results = run_jobs(_jobs(study, folder), cluster, folder=folder, session=session)
     result: StudyResult = results[-1]
     return result
 
 
-def _jobs(study: Study, folder: Path, home: Path) -> list[Job]:
+def _jobs(study: Study, folder: Path) -> list[Job]:
     """Return the dumps of a study, its passes, the passes of `mlm-kd` after them, and the comparison."""
     jobs: list[Job] = []
     numbers: dict[str, int] = {}
@@ -112,22 +107,22 @@ def _jobs(study: Study, folder: Path, home: Path) -> list[Job]:
         if isinstance(cache, DumpConfig):
             after = (next(iter(numbers.values())),) if numbers else ()
             numbers[name] = len(jobs)
-            call: Callable[..., Any] = partial(_dump, cache, folder / "caches" / name, home=home)
+            call: Callable[..., Any] = partial(_dump, cache, folder / "caches" / name)
             jobs.append(Job(name=f"cache {name}", call=call, after=after))
     learned: list[int] = []
     for planned in study.passes:
         place = _place(study, folder, planned.cache)
         learned.append(len(jobs))
-        call = partial(_train, planned.config, place, out=folder / "runs" / planned.name, home=home)
+        call = partial(_train, planned.config, place, out=folder / "runs" / planned.name)
         after = (numbers[planned.cache],) if planned.cache in numbers else ()
         jobs.append(Job(name=f"pass {planned.name}", call=call, after=after))
     masked: list[int] = []
     if study.agreement_steps is not None and study.teacher is not None:
         for number, planned in zip(learned, study.passes, strict=True):
             masked.append(len(jobs))
-            call = partial(_train_masked, study, planned, folder=folder, home=home)
+            call = partial(_train_masked, study, planned, folder=folder)
             jobs.append(Job(name=_agreement_of(planned), call=call, after=(number,)))
-    compare = partial(_compare, study, folder, home)
+    compare = partial(_compare, study, folder)
     jobs.append(Job(name="comparison with the teacher", call=compare, after=(*learned, *masked)))
     return jobs
 
@@ -143,61 +138,37 @@ def _place(study: Study, folder: Path, cache: str) -> str:
     return known if isinstance(known, str) else str(folder / "caches" / cache)
 
 
-def _dump(
-    config: DumpConfig,
-    path: Path,
-    tokens_of: Path | None = None,
-    *,
-    home: Path,
-    progress: Progress,
-    should_stop: ShouldStop,
-) -> Path:
+def _dump(config: DumpConfig, path: Path, tokens_of: Path | None = None, *, session: Session) -> Path:
     """Dump a cache, which shares the token files of the first one, and return its folder."""
-    dump_cache(config, out=path, home=home, tokens_of=tokens_of, progress=progress, should_stop=should_stop)
+    dump_cache(config, out=path, tokens_of=tokens_of, session=session)
     return tokens_of or path
 
 
 def _train(
-    config: TrainConfig,
-    cache: str,
-    dumped: Path | None = None,
-    *,
-    out: Path,
-    home: Path,
-    progress: Progress,
-    should_stop: ShouldStop,
+    config: TrainConfig, cache: str, dumped: Path | None = None, *, out: Path, session: Session
 ) -> bool:
     """Train a pass, and return whether a student has learned; if all diverge, the study goes on."""
     del dumped  # only waited for
     try:
-        train_students(config, cache, out=out, home=home, progress=progress, should_stop=should_stop)
+        train_students(config, cache, out=out, session=session)
     except DivergedError as error:
-        progress.note(f"{error} The study goes on without them.")
+        session.progress.note(f"{error} The study goes on without them.")
         return False
     return True
 
 
-def _train_masked(
-    study: Study,
-    planned: Pass,
-    has_learned: bool,
-    *,
-    folder: Path,
-    home: Path,
-    progress: Progress,
-    should_stop: ShouldStop,
-) -> bool:
+def _train_masked(study: Study, planned: Pass, has_learned: bool, *, folder: Path, session: Session) -> bool:
     """Train the students of a pass by `mlm-kd`, all by the same number of steps."""
     if not has_learned:
         return False
     place, config = _place(study, folder, planned.cache), planned.config
-    run = TrainedRun.open(folder / "runs" / planned.name, cache_place=place, home=home)
+    run = TrainedRun.open(folder / "runs" / planned.name, cache_place=place, home=session.home)
     arch = tuple(student.arch for student in run.students)
     changes = {"objective": "mlm-kd", "arch": arch, "init": str(run.path), "steps": study.agreement_steps}
     kept = config.model_dump(exclude=_OBJECTIVE_SETTINGS | set(config.spec.recipe))
     masked = TrainConfig.model_validate({**kept, **changes})
     out = _masked_folder(study, folder, planned)
-    return _train(masked, place, out=out, home=home, progress=progress, should_stop=should_stop)
+    return _train(masked, place, out=out, session=session)
 
 
 def _masked_folder(study: Study, folder: Path, planned: Pass) -> Path:
@@ -207,31 +178,27 @@ def _masked_folder(study: Study, folder: Path, planned: Pass) -> Path:
 def _compare(
     study: Study,
     folder: Path,
-    home: Path,
     *have_learned: bool,
-    progress: Progress,
-    should_stop: ShouldStop,
+    session: Session,
 ) -> StudyResult:
     """Write the tables and the page of complete runs.
 
     Args:
         study: the study.
         folder: folder of the study.
-        home: folder for local copies of caches at URLs.
         have_learned: whether each pass has a student that did not diverge, then the same of the passes of
             `mlm-kd` after them.
-        progress: shows what is measured.
-        should_stop: not called, since what is measured takes seconds.
+        session: its home is the folder for local copies of caches at URLs. Its progress shows what is
+            measured. Its `should_stop` is not called, since what is measured takes seconds.
 
     Raises:
         DivergedError: no pass has such a student.
     """
-    del should_stop
     runs = [
         TrainedRun.open(
             folder / "runs" / planned.name,
             cache_place=_place(study, folder, planned.cache),
-            home=home,
+            home=session.home,
             name=planned.cache,
         )
         for planned, has_learned in zip(study.passes, have_learned, strict=False)
@@ -245,7 +212,7 @@ def _compare(
         for planned, has_learned in zip(study.passes, have_learned[len(study.passes) :], strict=False)
         if has_learned
     }
-    progress.note("measuring sizes, speed and closeness to the teacher")
+    session.progress.note("measuring sizes, speed and closeness to the teacher")
     students = students_table(
         runs,
         teacher,

@@ -8,7 +8,7 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.dump.config import VerifyConfig
 from minilm_cache.dump.recheck import Recheck, recheck
 from minilm_cache.errors import VerificationError
-from minilm_cache.progress import Progress, Silent
+from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import cache_home
 from minilm_cache.store.verify import Verdict, default_threads, verify
 
@@ -61,23 +61,21 @@ class Verification:
         )
 
 
-def verify_cache(
-    path: Path, config: VerifyConfig | None = None, *, progress: Progress | None = None
-) -> Verification:
+def verify_cache(path: Path, config: VerifyConfig | None = None, *, session: Session = ALONE) -> Verification:
     """Compare a cache with what was committed, and also with its teacher if one is given.
 
     Args:
         path: folder of the cache.
         config: what to compare. None means only the sizes of files.
-        progress: shows the number of files and sequences done. None means that nothing is shown.
+        session: its progress shows the number of files and sequences done.
 
     Raises:
         MiniLMCacheError: the folder holds no cache, or the teacher cannot be run. Damage is not raised: it is
             part of the result.
     """
-    config, progress = config or VerifyConfig(), progress or Silent()
+    config = config or VerifyConfig()
     verdict = verify(
-        path, full=config.full, num_threads=default_threads(), progress=progress, check_rows=row_checker
+        path, full=config.full, num_threads=default_threads(), check_rows=row_checker, session=session
     )
     if config.teacher is None or verdict.damage:
         return Verification(path=path, verdict=verdict, again=None)
@@ -85,7 +83,7 @@ def verify_cache(
     if config.corpus is not None:
         documents = cache.manifest.labels.documents or config.documents
         text = load_corpus(config.corpus, config.text_column, documents, home=cache_home())
-    again = recheck(cache, config.teacher, corpus=text, device=config.device, progress=progress)
+    again = recheck(cache, config.teacher, corpus=text, device=config.device, session=session)
     return Verification(path=path, verdict=verdict, again=again)
 
 

@@ -11,6 +11,7 @@ import torch
 import minilm_cache
 from minilm_cache import DumpConfig, TrainConfig, dump_cache, open_cache, students_table, train_students
 from minilm_cache.report.runs import Student, TrainedRun
+from minilm_cache.session import Session
 from tests.support import World
 
 
@@ -19,7 +20,7 @@ def trained(shared_world: World, tmp_path_factory: pytest.TempPathFactory) -> Tr
     """Return a run of two students, made with the public functions alone."""
     out = tmp_path_factory.mktemp("library") / "run"
     config = TrainConfig(arch=("2x16", "1x32"), steps=3, batch_size=4, device="cpu")
-    result = train_students(config, shared_world.root / "cache", out=out, home=out.parent)
+    result = train_students(config, shared_world.root / "cache", out=out, session=Session(out.parent))
     return TrainedRun.open(result.path)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from minilm_cache.errors import InterruptedRunError
+from minilm_cache.session import Session
 from minilm_cache.train.run import train_students
 from tests.conftest import Command
 from tests.integration.train.test_train import settings, stop_after
@@ -108,7 +109,9 @@ def test_info_shows_how_far_a_run_has_come(world: World, command: Command) -> No
     world.dump()
     run, config = world.root / "run", settings(steps=40, checkpoint_steps=10)
     with pytest.raises(InterruptedRunError):
-        train_students(config, world.root / "cache", out=run, home=world.home, should_stop=stop_after(21))
+        train_students(
+            config, world.root / "cache", out=run, session=Session(world.home, should_stop=stop_after(21))
+        )
     assert "unfinished, at step 21 of 40" in command("info", run)[1]
     with (run / "log.jsonl").open("a") as log:
         log.write('{"step": 3')  # a line that is being written

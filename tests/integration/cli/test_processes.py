@@ -12,6 +12,7 @@ import pytest
 
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import InterruptedRunError
+from minilm_cache.session import Session
 from tests.integration.dump.test_dump import arrays_of, stop_after
 from tests.processes import CommandProcess
 from tests.support import World, dump_arguments
@@ -82,7 +83,11 @@ def test_an_interrupted_training_keeps_its_state_and_goes_on(world: World) -> No
 def test_a_file_system_that_refuses_is_one_line(world: World) -> None:
     """A limit on file sizes stands in for a full disk: the same failure of the same calls."""
     with pytest.raises(InterruptedRunError):
-        dump_cache(world.config(k=6), out=world.root / "cache", home=world.home, should_stop=stop_after(4))
+        dump_cache(
+            world.config(k=6),
+            out=world.root / "cache",
+            session=Session(world.home, should_stop=stop_after(4)),
+        )
     committed = {file: file.read_bytes() for file in (world.root / "cache/commits").iterdir()}
     code, _, err = start(world, *dump_arguments(world), limit_bytes=2500).end()
 

@@ -21,7 +21,7 @@ from minilm_cache.errors import (
     TeacherError,
 )
 from minilm_cache.models.teacher import Teacher, TeacherReading
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.measured import StateFidelity
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.store.pull import pull
@@ -35,7 +35,7 @@ from tests.support import World, dump_arguments, save_teacher, write_corpus
 def test_adding_is_dumping_all_at_once_without_what_is_there(stored: World) -> None:
     base = stored.dump("base", codec="vectors")
     asked = stored.config(**{"for": EVERYTHING}, codec="vectors", max_error=0.05, label_k=12)
-    added = dump_cache(asked, out=stored.root / "added", home=stored.home, add=base.path)
+    added = dump_cache(asked, out=stored.root / "added", add=base.path, session=Session(stored.home))
     whole = stored.root / "cache"
     files = {file.relative_to(whole) for file in whole.rglob("*") if file.is_file()}
 
@@ -47,7 +47,7 @@ def test_adding_is_dumping_all_at_once_without_what_is_there(stored: World) -> N
         assert (added.path / path).stat().st_ino == (base.path / path).stat().st_ino
     first = json.loads((base.path / "manifest.json").read_text())
     assert first["complete"]
-    assert not verify(base.path, full=True, num_threads=2, progress=Silent(), check_rows=row_checker).damage
+    assert not verify(base.path, full=True, num_threads=2, check_rows=row_checker, session=Session()).damage
 
 
 def test_adding_asks_the_teacher_only_for_the_rest(stored: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_adding_asks_the_teacher_only_for_the_rest(stored: World, monkeypatch: p
             patched.setattr("minilm_cache.dump.run.audit_states", lambda cache, *_, **__: states_of(cache))
             asked.clear()
             return dump_cache(
-                stored.config(**settings), out=stored.root / name, home=stored.home, add=add
+                stored.config(**settings), out=stored.root / name, add=add, session=Session(stored.home)
             ).path
 
     fidelity = open_cache(base.path).manifest.measured
@@ -96,30 +96,35 @@ def test_a_cache_begun_apart_takes_nothing_over(stored: World, tmp_path: Path) -
     out = tmp_path / "new"
     asked = stored.config(codec="vectors", hidden="last", batch_size=3)
     with pytest.raises(InterruptedRunError):
-        dump_cache(asked, out=out, home=stored.home, should_stop=(out / "manifest.json").exists)
+        dump_cache(asked, out=out, session=Session(stored.home, should_stop=(out / "manifest.json").exists))
     codes = "vectors/2/basis/c/0/0"
     assert (out / codes).read_bytes() != (base / codes).read_bytes()
     with pytest.raises(IdentityMismatchError, match="were begun separately"):
-        dump_cache(asked, out=out, home=stored.home, add=base)
+        dump_cache(asked, out=out, add=base, session=Session(stored.home))
     asked = stored.config(codec="vectors", hidden="last", shard_tokens=512)
     with pytest.raises(InvalidConfigError, match="has shards of 256 tokens"):
-        dump_cache(asked, out=tmp_path / "other", home=stored.home, add=base)
+        dump_cache(asked, out=tmp_path / "other", add=base, session=Session(stored.home))
 
 
 def test_what_cannot_be_added_to_is_refused(stored: World, tmp_path: Path, command: Command) -> None:
     base = stored.dump("small", k=4).path
     other = write_corpus(tmp_path / "other.txt", seed=5)
     with pytest.raises(IdentityMismatchError, match="differs in codec"):
-        dump_cache(stored.config(hidden="last"), out=tmp_path / "a", home=stored.home, add=base)
+        dump_cache(stored.config(hidden="last"), out=tmp_path / "a", add=base, session=Session(stored.home))
     with pytest.raises(IdentityMismatchError, match="differs in corpus"):
-        dump_cache(stored.config(k=4, corpus=str(other)), out=tmp_path / "b", home=stored.home, add=base)
+        dump_cache(
+            stored.config(k=4, corpus=str(other)), out=tmp_path / "b", add=base, session=Session(stored.home)
+        )
     full = stored.root / "cache"
     asked = stored.config(codec="vectors", layers="all", hidden="last", max_error=0.05)
     with pytest.raises(IdentityMismatchError, match="differs in hidden"):
-        dump_cache(asked, out=tmp_path / "c", home=stored.home, add=full)
+        dump_cache(asked, out=tmp_path / "c", add=full, session=Session(stored.home))
     with pytest.raises(IdentityMismatchError, match="differs in states"):
         dump_cache(
-            stored.config(codec="vectors", layers="all"), out=tmp_path / "d", home=stored.home, add=full
+            stored.config(codec="vectors", layers="all"),
+            out=tmp_path / "d",
+            add=full,
+            session=Session(stored.home),
         )
     command.fails(
         *dump_arguments(stored, "--add", tmp_path / "none"), "--out", tmp_path / "e", code=1, says="no cache"
@@ -131,13 +136,15 @@ def test_a_damaged_part_is_not_taken_over(stored: World, tmp_path: Path) -> None
     file = base / "relations/value/weight/c/1/0/0"
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
     with pytest.raises(CacheCorruptError, match="relations/value/weight/c/1/0/0"):
-        dump_cache(stored.config(hidden="last"), out=tmp_path / "cache", home=stored.home, add=base)
+        dump_cache(
+            stored.config(hidden="last"), out=tmp_path / "cache", add=base, session=Session(stored.home)
+        )
 
 
 @pytest.mark.filterwarnings("ignore::zarr.errors.ZarrUserWarning")  # of the codec's name
 def test_states_survive_verify_and_open_with_plain_zarr(stored: World) -> None:
     root = stored.root / "cache"
-    verdict = verify(root, full=True, num_threads=2, progress=Silent(), check_rows=row_checker)
+    verdict = verify(root, full=True, num_threads=2, check_rows=row_checker, session=Session())
     group = zarr.open_group(str(root), mode="r")
     cache = open_cache(root)
     sequence = cache[0]
@@ -228,22 +235,20 @@ def test_a_cache_without_states_says_so(shared_world: World) -> None:
 
 
 def test_states_travel_with_their_cache(stored: World, tmp_path: Path) -> None:
-    place = push(
-        stored.root / "cache", str(tmp_path / "store"), progress=Silent(), should_stop=never_stop
-    ).place
+    place = push(stored.root / "cache", str(tmp_path / "store"), session=Session()).place
     pulled = tmp_path / "pulled"
-    pull(place, pulled, progress=Silent(), should_stop=never_stop)
+    pull(place, pulled, session=Session())
     there = World(tmp_path, stored.teacher, stored.corpus)
     for sequence, other in zip(held_out(stored), held_out(there, "pulled"), strict=True):
         for name, values in sequence.states().hidden.items():
             assert torch.equal(values, other.states().hidden[name])
-    assert not verify(pulled, full=True, num_threads=2, progress=Silent(), check_rows=row_checker).damage
+    assert not verify(pulled, full=True, num_threads=2, check_rows=row_checker, session=Session()).damage
 
 
 def test_ranks_write_what_one_process_does(stored: World, tmp_path: Path) -> None:
     asked = {"for": EVERYTHING, "codec": "vectors", "max_error": 0.05, "label_k": 12, "world_size": 2}
     for rank in range(2):
-        dump_cache(stored.config(**asked, rank=rank), out=tmp_path / "cache", home=stored.home)
+        dump_cache(stored.config(**asked, rank=rank), out=tmp_path / "cache", session=Session(stored.home))
     whole = stored.root / "cache"
     for file in whole.rglob("*"):
         own = tmp_path / "cache" / file.relative_to(whole)

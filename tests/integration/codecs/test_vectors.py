@@ -24,8 +24,8 @@ from minilm_cache.codecs.vectors import VectorsCodec, concatenate
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError, InvalidConfigError
 from minilm_cache.models.load import locate_teacher
-from minilm_cache.progress import Silent
 from minilm_cache.relations.scores import TeacherSignal, Vectors, key_mask, relation_probs
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest, LayerCalibration
@@ -200,8 +200,8 @@ def test_a_resumed_dump_is_byte_for_byte_an_uninterrupted_one(world: World, reac
     config = world.config(codec="vectors")
     parts = world.root / "parts"
     with pytest.raises(InterruptedRunError, match=r"of 6 shards of .* are committed"):
-        dump_cache(config, out=parts, home=world.home, should_stop=(parts / reached).exists)
-    dump_cache(config, out=parts, home=world.home)
+        dump_cache(config, out=parts, session=Session(world.home, should_stop=(parts / reached).exists))
+    dump_cache(config, out=parts, session=Session(world.home))
 
     assert arrays_of(world.root / "parts") == expected
 
@@ -213,11 +213,10 @@ def test_a_kill_before_the_codec_was_written_is_not_in_the_way(world: World) -> 
         dump_cache(
             config,
             out=world.root / "parts",
-            home=world.home,
-            should_stop=(world.root / "parts/manifest.json").exists,
+            session=Session(world.home, should_stop=(world.root / "parts/manifest.json").exists),
         )
     (world.root / "parts/vectors/2/basis/c/0/0").unlink()
-    dump_cache(config, out=world.root / "parts", home=world.home)
+    dump_cache(config, out=world.root / "parts", session=Session(world.home))
 
     assert arrays_of(world.root / "parts") == expected
 
@@ -229,8 +228,7 @@ def test_fitting_the_codec_can_be_interrupted(world: World, calls: int) -> None:
         dump_cache(
             world.config(codec="vectors"),
             out=world.root / "cache",
-            home=world.home,
-            should_stop=stop_after(calls),
+            session=Session(world.home, should_stop=stop_after(calls)),
         )
     assert not (world.root / "cache").exists()
 
@@ -241,11 +239,13 @@ def test_a_rank_waits_for_the_one_that_fits_the_codec(world: World) -> None:
     path = world.root / "cache"
     stop = threading.Event()
     with ThreadPoolExecutor() as threads:
-        with creating(path, Silent(), stop.is_set):
+        with creating(path, Session(should_stop=stop.is_set)):
             assert not (path / "manifest.json").exists()
             later = world.config(codec="vectors", rank=1, world_size=2, batch_size=3)
-            waiting = threads.submit(dump_cache, later, out=path, home=world.home)
-            given_up = threads.submit(dump_cache, later, out=path, home=world.home, should_stop=lambda: True)
+            waiting = threads.submit(dump_cache, later, out=path, session=Session(world.home))
+            given_up = threads.submit(
+                dump_cache, later, out=path, session=Session(world.home, should_stop=lambda: True)
+            )
             with pytest.raises(InterruptedRunError, match="this one wrote nothing"):
                 given_up.result()
             assert not waiting.done()
@@ -267,7 +267,9 @@ def test_info_says_what_vectors_hold(world: World, command: Command) -> None:
 
 def test_students_train_from_vectors(world: World) -> None:
     cache = world.dump(codec="vectors").path
-    result = train_students(train_settings(steps=60), cache, out=world.root / "run", home=world.home)
+    result = train_students(
+        train_settings(steps=60), cache, out=world.root / "run", session=Session(world.home)
+    )
     for student in result.record.students:
         assert student.held_out_before is not None
         assert student.held_out_after is not None

@@ -13,6 +13,7 @@ from minilm_cache.corpus.formats import num_skipped
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.errors import CorpusError, InvalidConfigError
+from minilm_cache.session import Session
 from tests.support import tiny_tokenizer, write_hub
 
 TEXTS = ["ba be", 'bi "bo", bu', " \t", "ban\nben", "é — 北", "None", "NA"]
@@ -125,7 +126,7 @@ def test_both_sides_of_pairs_are_documents(tmp_path: Path) -> None:
     corpus = load_corpus(str(file), "a, b")
 
     assert list(corpus.texts()) == ["one", "three", "two", "one"]
-    keys = tokenise(corpus, tiny_tokenizer(), home=tmp_path).keys[0]
+    keys = tokenise(corpus, tiny_tokenizer(), session=Session(tmp_path)).keys[0]
     assert keys[0] == keys[3], "equal texts are held out together"
     with pytest.raises(CorpusError, match="no column 'c'"):
         load_corpus(str(file), "a,c")

@@ -25,7 +25,7 @@ from minilm_cache.dump import setup
 from minilm_cache.dump.identity import identify
 from minilm_cache.dump.recheck import recheck
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.progress import Silent
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import CorpusIdentity, Packing
 from minilm_cache.store.reader import read_manifest
 from tests.support import WORDS, World, tiny_tokenizer
@@ -52,7 +52,7 @@ def table_of(
     split: Literal["documents", "tokens"] | None = "tokens",
 ) -> SequenceTable:
     packing = Packing(mode=mode, max_length=ROOM + 2, max_tokens=max_tokens, seed=3, split=split)
-    tokens = tokenise(corpus, tiny_tokenizer(), home=Path(HOME.name))
+    tokens = tokenise(corpus, tiny_tokenizer(), session=Session(Path(HOME.name)))
     return SequenceTable(tokens, packing)
 
 
@@ -173,7 +173,7 @@ def test_copies_of_augmented_text_are_held_out_together(world: World) -> None:
 
 def groups_of(file: Path) -> list[int]:
     """Return the number of each document's group."""
-    tokens = tokenise(load_corpus(str(file)), tiny_tokenizer(), home=file.parent)
+    tokens = tokenise(load_corpus(str(file)), tiny_tokenizer(), session=Session(file.parent))
     return list(map(int, groups(tokens.keys)))
 
 
@@ -239,12 +239,12 @@ def test_a_cache_of_an_earlier_release_keeps_its_split(
     more = dump_cache(
         world.config(codec="vectors", hidden="last"),
         out=world.root / "more",
-        home=world.home,
         add=world.root / "cache",
+        session=Session(world.home),
     )
     cache = open_cache(world.root / "cache")
     found = recheck(
-        cache, str(world.teacher), corpus=load_corpus(str(world.corpus)), device="cpu", progress=Silent()
+        cache, str(world.teacher), corpus=load_corpus(str(world.corpus)), device="cpu", session=Session()
     )
 
     assert old.identity.packing.split == split

@@ -12,7 +12,7 @@ from transformers import AutoModelForMaskedLM
 from minilm_cache.cache import open_cache, row_checker
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.check import choose_objective
-from minilm_cache.progress import Silent
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import StateFamily, StateName
 from minilm_cache.store.reader import Segment
 from minilm_cache.store.verify import verify
@@ -103,7 +103,7 @@ def test_other_readings_are_read_damaged_and_checked_as_the_first(tmp_path: Path
     content = bytearray(file.read_bytes())
     content[-20] ^= 1
     file.write_bytes(bytes(content))
-    verdict = verify(root, full=True, num_threads=1, progress=Silent(), check_rows=row_checker)
+    verdict = verify(root, full=True, num_threads=1, check_rows=row_checker, session=Session())
 
     assert any("readings/1/labels/index" in str(damage) for damage in verdict.damage)
     assert world.dump(labels=True, masked_hidden="last", maskings=2, k=2).shards_written == 1

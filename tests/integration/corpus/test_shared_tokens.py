@@ -17,6 +17,7 @@ from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.corpus.tokens import Tokens, block_sums
 from minilm_cache.errors import CacheCorruptError, InterruptedRunError, StorageError
 from minilm_cache.models.load import load_tokenizer
+from minilm_cache.session import Session
 from minilm_cache.store import leases
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.leases import Leases
@@ -38,7 +39,7 @@ def shared(store: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def tokens_of(world: World, machine: str) -> Tokens:
     corpus, tokenizer = load_corpus(str(world.corpus)), load_tokenizer(world.teacher)
-    return tokenise(corpus, tokenizer, home=world.root / machine, num_processes=1)
+    return tokenise(corpus, tokenizer, num_processes=1, session=Session(world.root / machine))
 
 
 def content(tokens: Tokens) -> dict[str, bytes]:
@@ -105,7 +106,7 @@ def test_whoever_waits_can_be_stopped(world: World, shared: str) -> None:
     assert held.acquire("tokenise") is not None
     corpus, tokenizer = load_corpus(str(world.corpus)), load_tokenizer(world.teacher)
     with pytest.raises(InterruptedRunError, match="while another machine tokenises"):
-        tokenise(corpus, tokenizer, home=world.root / "second", should_stop=lambda: True)
+        tokenise(corpus, tokenizer, session=Session(world.root / "second", should_stop=lambda: True))
     held.close()
 
 

@@ -18,7 +18,7 @@ from minilm_cache.corpus.load import Corpus, load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokens import Tokens, part_name
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError, RankLostError
-from minilm_cache.progress import never_stop
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import Packing
 from tests.conftest import Command
 from tests.support import World, tiny_tokenizer, write_corpus
@@ -27,7 +27,7 @@ PACKING = Packing(mode="packed", max_length=16, seed=1, split="documents")
 
 
 def tokens_of(corpus: Corpus, home: Path, **settings: Any) -> Tokens:
-    return tokenise.tokenise(corpus, tiny_tokenizer(), home=home, **settings)
+    return tokenise.tokenise(corpus, tiny_tokenizer(), session=Session(home), **settings)
 
 
 def ids_of(tokens: Tokens) -> list[list[int]]:
@@ -94,12 +94,13 @@ def test_a_script_that_processes_import(corpus: Corpus, tmp_path: Path, guard: s
         "from pathlib import Path\n"
         "from minilm_cache.corpus import tokenise\n"
         "from minilm_cache.corpus.load import load_corpus\n"
+        "from minilm_cache.session import Session\n"
         "from tests.support import tiny_tokenizer\n"
         f"tokenise._PART_BYTES = {corpus.documents.data.nbytes // 4}\n"
         f"if {guard}:\n"
         f"    corpus = load_corpus({str(tmp_path / 'text.txt')!r})\n"
         f"    home = Path({str(tmp_path)!r})\n"
-        "    tokenise.tokenise(corpus, tiny_tokenizer(), home=home, num_processes=2)\n"
+        "    tokenise.tokenise(corpus, tiny_tokenizer(), session=Session(home), num_processes=2)\n"
     )
     done = subprocess.run(
         [sys.executable, tmp_path / "script.py"],
@@ -214,14 +215,14 @@ def test_an_interrupted_run_keeps_the_parts_that_are_done(
 @pytest.mark.usefixtures("in_parts")
 def test_a_stop_while_processes_are_at_work(corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(InterruptedRunError, match="finished parts are kept"):
-        tokens_of(corpus, tmp_path, num_processes=1, should_stop=stop_after(1))
+        tokens_of(corpus, tmp_path, num_processes=1, session=Session(should_stop=stop_after(1)))
     assert ids_of(tokens_of(corpus, tmp_path)) == expected_ids(corpus)
 
 
 def test_a_stop_within_a_single_part(corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(InterruptedRunError, match="finished parts are kept"):
-        tokens_of(corpus, tmp_path, should_stop=lambda: True)
-    assert ids_of(tokens_of(corpus, tmp_path, should_stop=never_stop)) == expected_ids(corpus)
+        tokens_of(corpus, tmp_path, session=Session(should_stop=lambda: True))
+    assert ids_of(tokens_of(corpus, tmp_path)) == expected_ids(corpus)
 
 
 def damage(path: Path, how: str) -> None:

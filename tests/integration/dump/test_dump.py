@@ -25,6 +25,7 @@ from minilm_cache.errors import (
     ShardBusyError,
     StorageError,
 )
+from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -120,11 +121,11 @@ def test_a_resumed_dump_is_byte_for_byte_an_uninterrupted_one(world: World, call
     expected = arrays_of(world.dump("whole").path)
     path = world.root / "parts"
     with pytest.raises(InterruptedRunError, match=r"Run the same command again to go on\.$"):
-        dump_cache(world.config(), out=path, home=world.home, should_stop=stop_after(calls))
+        dump_cache(world.config(), out=path, session=Session(world.home, should_stop=stop_after(calls)))
     with pytest.raises(CacheIncompleteError, match="shards are committed"):
         open_cache(path)
     committed = {file.name: file.read_bytes() for file in (path / "commits").glob("*.json")}
-    result = dump_cache(world.config(), out=path, home=world.home)
+    result = dump_cache(world.config(), out=path, session=Session(world.home))
 
     assert arrays_of(path) == expected
     assert result.shards_kept == len(committed)
@@ -204,7 +205,7 @@ def test_a_disk_that_is_too_small_is_noticed_after_the_first_shard(
 def test_a_shard_has_one_writer(world: World) -> None:
     path = world.root / "cache"
     with pytest.raises(InterruptedRunError):
-        dump_cache(world.config(), out=path, home=world.home, should_stop=stop_after(1))
+        dump_cache(world.config(), out=path, session=Session(world.home, should_stop=stop_after(1)))
     config = world.config()
     manifest = manifest_of(path)
     attachments = {name: (path / name).read_bytes() for name in manifest.files if name.startswith("teacher/")}
@@ -213,10 +214,10 @@ def test_a_shard_has_one_writer(world: World) -> None:
     lock = writer.claim(0)
     try:
         with pytest.raises(ShardBusyError, match=r"shard 0 .* is being written by another process"):
-            dump_cache(config, out=path, home=world.home)
+            dump_cache(config, out=path, session=Session(world.home))
     finally:
         lock.release()
-    dump_cache(config, out=path, home=world.home)
+    dump_cache(config, out=path, session=Session(world.home))
 
 
 def test_a_committed_shard_is_not_written_twice(world: World) -> None:
@@ -226,7 +227,7 @@ def test_a_committed_shard_is_not_written_twice(world: World) -> None:
     world.dump(rank=1, world_size=2)
     before = {file.name: file.read_bytes() for file in (path / "commits").iterdir()}
     everything = _Overtaken(path, world)
-    dump_cache(world.config(), out=path, home=world.home, should_stop=everything)
+    dump_cache(world.config(), out=path, session=Session(world.home, should_stop=everything))
 
     assert arrays_of(path) == expected
     assert {name: (path / "commits" / name).read_bytes() for name in before} == before
@@ -246,7 +247,9 @@ class _Overtaken:
             for rank in range(1, 4):
                 forget_ranks(self._path)  # each believes to be in a folder of its own
                 dump_cache(
-                    self._world.config(rank=2 * rank, world_size=8), out=self._path, home=self._world.home
+                    self._world.config(rank=2 * rank, world_size=8),
+                    out=self._path,
+                    session=Session(self._world.home),
                 )
         return False
 
@@ -305,7 +308,7 @@ def test_a_folder_of_another_cache_is_refused_and_left_alone(
 def test_no_resume_refuses_a_folder_that_exists(world: World) -> None:
     path = world.dump().path
     with pytest.raises(IdentityMismatchError, match="exists"):
-        dump_cache(world.config(), out=path, home=world.home, resume=False)
+        dump_cache(world.config(), out=path, resume=False, session=Session(world.home))
 
 
 def test_the_fingerprint_names_content_and_nothing_else(world: World) -> None:
@@ -319,7 +322,7 @@ def test_the_fingerprint_names_content_and_nothing_else(world: World) -> None:
 
 
 def test_the_default_folder_is_in_the_home_and_named_by_content(world: World) -> None:
-    result = dump_cache(world.config(), out=None, home=world.home)
+    result = dump_cache(world.config(), out=None, session=Session(world.home))
 
     assert (
         result.path == world.home / "caches" / f"teacher-corpus.txt-topk-{result.manifest.fingerprint[:12]}"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.progress import Silent
+from minilm_cache.session import Session, Silent
 from tests.accelerator import Counts, accelerator
 from tests.support import World, save_teacher
 
@@ -62,7 +62,7 @@ def test_a_batch_waits_at_most_twice_and_its_bytes_are_those_of_a_cpu(
     with accelerator() as (device, counts):
         progress = CountBatches(counts)
         config = world.config(**settings, device=str(device))
-        dump_cache(config, out=world.root / "device", home=world.home, progress=progress)
+        dump_cache(config, out=world.root / "device", session=Session(world.home, progress=progress))
 
     assert len(progress.batches) > 5
     inner = progress.batches[1:]  # the first batch makes constants that stay on the device

@@ -8,7 +8,7 @@ import pytest
 from minilm_cache.cache import open_cache
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session
 from minilm_cache.store import layout, object_store, segments
 from minilm_cache.store import pull as pull_module
 from minilm_cache.store.mirror import MirrorReader
@@ -58,10 +58,12 @@ def test_shards_that_are_written_in_segments_are_the_same(
 def test_a_training_that_is_interrupted_within_a_shard_goes_on_as_if_it_were_not(world: World) -> None:
     cache = world.dump(shard_tokens=SHARD).path
     config = settings(buffer_shards=1, streams=2, accumulate=2, checkpoint_steps=1)
-    expected = train_students(config, cache, out=world.root / "whole", home=world.home)
+    expected = train_students(config, cache, out=world.root / "whole", session=Session(world.home))
     with pytest.raises(Exception, match="interrupted"):
-        train_students(config, cache, out=world.root / "run", home=world.home, should_stop=stop_after(5))
-    result = train_students(config, cache, out=world.root / "run", home=world.home)
+        train_students(
+            config, cache, out=world.root / "run", session=Session(world.home, should_stop=stop_after(5))
+        )
+    result = train_students(config, cache, out=world.root / "run", session=Session(world.home))
 
     for arch, expected_weights in weights(expected).items():
         assert_same(weights(result)[arch], expected_weights)
@@ -88,7 +90,7 @@ def test_an_epoch_from_a_store_fetches_a_shard_once_though_not_all_are_kept(
     kept = sum(opened.reader.records.bytes_by_name().values()) // 2
     steps = opened.manifest.num_train // 4
     config = settings(steps=steps, buffer_shards=1, local_bytes=kept)
-    train_students(config, url, out=world.root / "run", home=world.home)
+    train_students(config, url, out=world.root / "run", session=Session(world.home))
     times = {count for file, count in fetched.items() if file.startswith("relations/")}
 
     assert len({file.split("/c/")[1] for file in fetched if file.startswith("tokens/c/")}) > 1
@@ -106,7 +108,7 @@ def test_large_files_are_sent_and_fetched_in_parts(
     for url in (pushed(world, store), pushed(world, f"file://{world.root}/store")):
         place = url if "://" in url else f"file://{url}"
         out = world.root / f"pulled-{len(place)}"
-        pull_module.pull(place, out, progress=Silent(), should_stop=never_stop)
+        pull_module.pull(place, out, session=Session())
         assert arrays_of(out) == expected
         numbers = [sequence.input_ids.tolist() for sequence in open_cache(place, home=world.home)]
         assert numbers == [sequence.input_ids.tolist() for sequence in open_cache(out)]
@@ -131,7 +133,9 @@ def test_a_dump_of_another_default_goes_on_with_the_shards_that_it_has(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InterruptedRunError):
-        dump_cache(world.config(), out=world.root / "cache", home=world.home, should_stop=stop_after(3))
+        dump_cache(
+            world.config(), out=world.root / "cache", session=Session(world.home, should_stop=stop_after(3))
+        )
     manifest = world.dump(shard_tokens=None).manifest
 
     assert (manifest.complete, manifest.shard_tokens) == (True, 256)

@@ -14,7 +14,7 @@ from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
 from minilm_cache.models.load import TeacherSource, locate_teacher
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.progress import Silent
+from minilm_cache.session import Session, Silent
 from minilm_cache.storage_schema.manifest import CacheManifest
 from tests.conftest import Command
 from tests.integration.cli.test_processes import start
@@ -125,8 +125,7 @@ def test_a_teacher_is_compiled_for_both_ends_of_a_segment_before_a_dump_counts(
     monkeypatch.setattr(Teacher, "read", recorded)
     dump_cache(
         world.config(compiled=True, shard_tokens=None, packing="records"),
-        home=world.home,
-        progress=Tasks(),
+        session=Session(world.home, progress=Tasks()),
     )
     compiled, dumped = tasks["compile the teacher"], tasks["dump"]
 
@@ -148,9 +147,7 @@ def test_a_rank_has_announced_itself_when_it_compiles_and_stops_there(
     with pytest.raises(InterruptedRunError, match="are committed"):
         dump_cache(
             world.config(compiled=True, rank=1, world_size=2),
-            home=world.home,
-            progress=Tasks(),
-            should_stop=lambda: "compile the teacher" in tasks,
+            session=Session(world.home, progress=Tasks(), should_stop=lambda: "compile the teacher" in tasks),
         )
 
     assert tasks[-1] == "compile the teacher"
@@ -179,10 +176,10 @@ def test_a_gpu_computes_in_bfloat16_but_goes_on_with_what_was_begun(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = world.config(world_size=2)
-    begun = dump_cache(config, home=world.home)
+    begun = dump_cache(config, session=Session(world.home))
     on_a_gpu(monkeypatch)
-    rest = dump_cache(world.config(world_size=2, rank=1), home=world.home)
-    other = dump_cache(world.config(seed=1), home=world.home)
+    rest = dump_cache(world.config(world_size=2, rank=1), session=Session(world.home))
+    other = dump_cache(world.config(seed=1), session=Session(world.home))
 
     assert rest.path == begun.path
     assert rest.manifest.complete
@@ -195,9 +192,9 @@ def test_a_dump_into_a_store_goes_on_in_its_precision(
 ) -> None:
     config, url = world.config(check="sizes"), f"{store}/begun"
     with pytest.raises(InterruptedRunError):
-        dump_into_store(config, url, home=world.home / "one", should_stop=stop_after(2))
+        dump_into_store(config, url, session=Session(world.home / "one", should_stop=stop_after(2)))
     on_a_gpu(monkeypatch)
-    rest = dump_into_store(config, url, home=world.home / "two")
+    rest = dump_into_store(config, url, session=Session(world.home / "two"))
 
     assert rest.manifest.complete
     assert rest.manifest.identity.precision is None

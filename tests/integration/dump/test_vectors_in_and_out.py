@@ -15,6 +15,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.dump.config import ImportConfig
 from minilm_cache.dump.imported import import_vectors, read_vectors
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.workflows.export import export_vectors
 from tests.conftest import Command
@@ -151,7 +152,7 @@ def test_an_import_has_bounds_and_stops(world: World) -> None:
         import_vectors(config.model_copy(update={"vectors": str(wide)}))
     write_vectors(world, embedding=[[1.0, 2.0, 3.0]] * 60)
     with pytest.raises(InterruptedRunError):
-        import_vectors(config, out=world.root / "imported", should_stop=lambda: True)
+        import_vectors(config, out=world.root / "imported", session=Session(should_stop=lambda: True))
     rows = 4_000_000
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.ones(rows, np.float32)), 1)
     texts = pa.array(["ba"]).take(pa.array(np.zeros(rows, np.int64)))

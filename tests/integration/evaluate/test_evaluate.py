@@ -14,6 +14,7 @@ from minilm_cache.errors import InterruptedRunError
 from minilm_cache.evaluate.run import evaluate_models
 from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.evaluate.tasks import TASKS
+from minilm_cache.session import Session
 from tests.conftest import Command
 from tests.support import World, dump_arguments, save_teacher
 from tests.tasks import SHORT, evaluated, write_glue, write_mlqa, write_squad, write_sst2, write_xnli
@@ -206,7 +207,7 @@ def test_interrupted_trials_are_redone_and_ended_ones_kept(teacher: Path, tmp_pa
         return len(list(tmp_path.rglob("trial.json"))) == 1
 
     with pytest.raises(InterruptedRunError, match="trials that have ended are kept"):
-        evaluate_models(config, [str(teacher)], out=tmp_path / "out", should_stop=stop)
+        evaluate_models(config, [str(teacher)], out=tmp_path / "out", session=Session(should_stop=stop))
     assert [file.name for file in (tmp_path / "out" / "sst2").iterdir()]
     assert len(list(tmp_path.rglob("trial.json"))) == 1
     assert len(evaluate_models(config, [str(teacher)], out=tmp_path / "out").trials) == 2

@@ -13,6 +13,7 @@ from minilm_cache.errors import TeacherError
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import load_model, locate_teacher
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.session import Session
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import TrainConfig
@@ -181,7 +182,9 @@ def test_9_a_students_tokenizer_asks_for_no_code(world: World) -> None:
     }
     replace_in_manifest(cache, "teacher/tokenizer_config.json", json.dumps(hostile).encode())
     recipe = TrainConfig(arch=("1x16",), steps=1, batch_size=2, device="cpu")
-    student = train_students(recipe, cache, out=world.root / "run", home=world.home).student_path("1x16")
+    student = train_students(recipe, cache, out=world.root / "run", session=Session(world.home)).student_path(
+        "1x16"
+    )
     saved = json.loads((student / "tokenizer_config.json").read_text())
     assert saved.keys().isdisjoint({"auto_map", "chat_template", "tokenizer_class"})
     assert {name: saved[name] for name in saved} == {

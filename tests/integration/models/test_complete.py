@@ -14,6 +14,7 @@ from transformers import AutoModel
 
 from minilm_cache.errors import InvalidConfigError, MiniLMCacheError, TeacherError
 from minilm_cache.models.load import MINI, load_for_task, load_model, load_weights, locate_teacher
+from minilm_cache.session import Session
 from tests.conftest import Command
 from tests.support import TINY, World, save_teacher
 
@@ -236,7 +237,7 @@ def test_init_takes_models_that_compute_as_the_student_does(world: World, tmp_pa
 
     def train(folder: Path) -> None:
         recipe = TrainConfig(arch=("3x32:ff64",), init=str(folder), steps=1, batch_size=2, device="cpu")
-        train_students(recipe, cache, out=tmp_path / f"run of {folder.name}", home=world.home)
+        train_students(recipe, cache, out=tmp_path / f"run of {folder.name}", session=Session(world.home))
 
     train(save_teacher(tmp_path / "same", seed=3))
     with pytest.raises(InvalidConfigError, match="hidden_act is 'relu'"):

@@ -22,6 +22,7 @@ from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.objectives.embedding import EmbeddingObjective, similarity_difference
 from minilm_cache.relations.states import States
+from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.train.config import TrainConfig
@@ -102,14 +103,14 @@ def test_relations_and_vectors_share_a_cache(world: World) -> None:
     assert cache[0].states().hidden[POOLED].shape == (1, 32)
     for objective in ("minilm", "embedding"):
         config = validated(TrainConfig, {"arch": ("1x32",), "objective": objective, "steps": 2})
-        train_students(config, cache.reader.root, out=world.root / objective, home=world.home)
+        train_students(config, cache.reader.root, out=world.root / objective, session=Session(world.home))
 
 
 def trained(world: World, arch: str = "2x32", out: str = "run", **changes: object) -> TrainResult:
     """Return a short training from vectors."""
     settings = {"arch": (arch,), "objective": "embedding", "steps": 6, "init": "random", **changes}
     config = validated(TrainConfig, {"batch_size": 8, "checkpoint_steps": 3, **settings})
-    return train_students(config, world.root / "cache", out=world.root / out, home=world.home)
+    return train_students(config, world.root / "cache", out=world.root / out, session=Session(world.home))
 
 
 @pytest.mark.parametrize(("arch", "mode"), [("2x32", "mean"), ("1x16:h2", "cls"), ("1x16:h2", "lasttoken")])
@@ -211,10 +212,10 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(world: World, stop
             "checkpoint_steps": 3,
         },
     )
-    place: dict[str, Any] = {"out": world.root / "cut", "home": world.home}
+    out = world.root / "cut"
     with pytest.raises(InterruptedRunError):
-        train_students(config, world.root / "cache", **place, should_stop=stop)
-    resumed = train_students(config, world.root / "cache", **place)
+        train_students(config, world.root / "cache", session=Session(world.home, should_stop=stop), out=out)
+    resumed = train_students(config, world.root / "cache", session=Session(world.home), out=out)
     weights = [
         (result.student_path("2x32") / "model.safetensors").read_bytes() for result in (whole, resumed)
     ]
@@ -335,7 +336,7 @@ def test_vectors_are_added_to_relations_and_relations_stay(world: World) -> None
     world.dump(codec="vectors", packing="records")
     plain = open_cache(world.root / "cache")
     config = world.config(codec="vectors", packing="records", pooled=True)
-    dump_cache(config, out=world.root / "both", home=world.home, add=world.root / "cache")
+    dump_cache(config, out=world.root / "both", add=world.root / "cache", session=Session(world.home))
     both = open_cache(world.root / "both")
 
     assert torch.equal(both[3].relation("value"), plain[3].relation("value"))

@@ -12,6 +12,7 @@ from transformers import AutoModel
 
 from minilm_cache import open_cache
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.reader import CacheReader
@@ -182,5 +183,7 @@ def test_only_the_layer_asked_for_is_read(world: World) -> None:
     assert set(reader.segment(0, [codes_path(2)]).rows) == {"tokens", codes_path(2)}
     with pytest.raises(CacheCorruptError, match="vectors/0/codes/c/0/0 is damaged"):
         reader.segment(0)
-    result = train_students(train_settings(steps=2), path, out=world.root / "run", home=world.home)
+    result = train_students(
+        train_settings(steps=2), path, out=world.root / "run", session=Session(world.home)
+    )
     assert result.record.complete

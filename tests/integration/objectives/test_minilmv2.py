@@ -14,6 +14,7 @@ from minilm_cache.objectives.check import choose_objective
 from minilm_cache.objectives.layers import LayerPair
 from minilm_cache.objectives.relations import RelationObjective
 from minilm_cache.relations.scores import Vectors
+from minilm_cache.session import Session
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.run import train_students
 from tests.integration.train.test_train import settings as train_settings
@@ -51,7 +52,7 @@ def test_minilmv2_is_plain_torch_on_heads_split_anew(world: World, relation_head
 def test_minilmv2_trains_students_with_heads_of_their_own(world: World) -> None:
     cache = world.dump(codec="vectors").path
     config = train_settings(arch=("2x16:h2", "1x32"), steps=40, objective="minilmv2", relation_heads=8)
-    result = train_students(config, cache, out=world.root / "run", home=world.home)
+    result = train_students(config, cache, out=world.root / "run", session=Session(world.home))
 
     for student in result.record.students:
         assert student.held_out_before is not None
@@ -80,6 +81,6 @@ def test_minilmv2_says_what_does_not_fit(
     cache = world.dump(**codec).path
     config = train_settings(objective="minilmv2", **changes)
     with pytest.raises(InvalidConfigError) as caught:
-        train_students(config, cache, out=world.root / "run", home=world.home)
+        train_students(config, cache, out=world.root / "run", session=Session(world.home))
 
     assert message in str(caught.value)

@@ -18,6 +18,7 @@ from minilm_cache.objectives.check import choose_objective
 from minilm_cache.objectives.layers import map_layers
 from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.session import Session
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.run import train_students
 from minilm_cache.train.sampler import plan_steps
@@ -118,12 +119,12 @@ def test_every_objective_trains_from_one_cache(
 def test_a_run_stopped_and_resumed_learns_the_same_projections(words: World, tmp_path: Path) -> None:
     config = settings("tinybert", steps=8, checkpoint_steps=4, keep_checkpoints=2)
     cache = words.root / "cache"
-    whole = train_students(config, cache, out=tmp_path / "whole", home=tmp_path)
+    whole = train_students(config, cache, out=tmp_path / "whole", session=Session(tmp_path))
     steps = iter(range(100))
     stops = lambda: next(steps) >= 5  # noqa: E731
     with pytest.raises(Exception, match="interrupted"):
-        train_students(config, cache, out=tmp_path / "cut", home=tmp_path, should_stop=stops)
-    cut = train_students(config, cache, out=tmp_path / "cut", home=tmp_path)
+        train_students(config, cache, out=tmp_path / "cut", session=Session(tmp_path, should_stop=stops))
+    cut = train_students(config, cache, out=tmp_path / "cut", session=Session(tmp_path))
 
     assert cut.record.students == whole.record.students
     for name in ("step-00000004", "step-00000008"):
@@ -172,7 +173,7 @@ def test_parts_of_a_step_are_the_step(classes: World, records: World, objective:
 
 def test_the_log_has_the_loss_that_is_trained(words: World, tmp_path: Path) -> None:
     config = settings("distilbert", steps=10, eval_steps=5)
-    result = train_students(config, words.root / "cache", out=tmp_path / "run", home=tmp_path)
+    result = train_students(config, words.root / "cache", out=tmp_path / "run", session=Session(tmp_path))
     lines = [json.loads(line) for line in (result.path / "log.jsonl").read_text().splitlines()]
     told = [line["students"]["2x32"] for line in lines if "students" in line]
     for one in told:

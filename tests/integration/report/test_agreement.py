@@ -13,6 +13,7 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.agreement import ComparedStudent, relation_agreement
 from minilm_cache.report.page import _compared_students
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
@@ -29,9 +30,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
         arch=("1x16", "2x16:h2"), steps=10, batch_size=4, device="cpu", relation_heads=4, objective="minilmv2"
     )
     dump = world.dump("vectors", codec="vectors")
-    train_students(recipe, dump.path, out=root / "split", home=world.home)
+    train_students(recipe, dump.path, out=root / "split", session=Session(world.home))
     own = TrainConfig(arch=("1x16",), steps=10, batch_size=4, device="cpu")
-    train_students(own, root / "cache", out=root / "run", home=world.home)
+    train_students(own, root / "cache", out=root / "run", session=Session(world.home))
     return world
 
 
@@ -122,7 +123,7 @@ def test_students_of_several_runs_are_compared_each_with_its_layer(tmp_path: Pat
     world.dump(codec="vectors", layers="all")
     for layer in (2, 0):
         config = TrainConfig(arch=("1x16",), steps=2, batch_size=4, device="cpu", teacher_layer=layer)
-        train_students(config, tmp_path / "cache", out=tmp_path / f"run{layer}", home=world.home)
+        train_students(config, tmp_path / "cache", out=tmp_path / f"run{layer}", session=Session(world.home))
     runs = [TrainedRun.open(tmp_path / f"run{layer}") for layer in (2, 0)]
     shown = [(run.path.name, run.folder(run.students[0])) for run in runs]
     both = relation_agreement(runs[0].reference, _teacher(world), _compared_students(runs, shown))

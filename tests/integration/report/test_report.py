@@ -25,6 +25,7 @@ from minilm_cache.models.student import teacher_config
 from minilm_cache.report.maps import Example, ModelMaps, packed
 from minilm_cache.report.provenance import train_command
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
@@ -48,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
     world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt"))
     world.dump()
     recipe = TrainConfig(arch=("1x16", "2x32"), steps=20, batch_size=4, lr=5e-3, device="cpu")
-    train_students(recipe, world.root / "cache", out=world.root / "run", home=world.home)
+    train_students(recipe, world.root / "cache", out=world.root / "run", session=Session(world.home))
     return world
 
 
@@ -213,7 +214,7 @@ def test_names_from_strangers_are_text(tmp_path: Path, command: Command, browser
     world = World(tmp_path, teacher, corpus)
     world.dump()
     recipe = TrainConfig(arch=("1x16",), steps=10, batch_size=4, device="cpu")
-    train_students(recipe, world.root / "cache", out=world.root / "run", home=world.home)
+    train_students(recipe, world.root / "cache", out=world.root / "run", session=Session(world.home))
     file, _ = page(world, command, "--teacher", teacher, "--text", HOSTILE, "--title", HOSTILE)
     browser.get(file.as_uri())
 
@@ -248,7 +249,7 @@ def test_a_chain_is_one_page_whose_students_are_all_compared_with_its_first_teac
     world: World, command: Command
 ) -> None:
     folder = world.root / "chain"
-    record = run_chain(chain_config(world), folder, home=world.home).record
+    record = run_chain(chain_config(world), folder, session=Session(world.home)).record
     code, out, _ = command(
         *("report", folder, "--teacher", world.teacher, "--out", world.root / "page.html", "--json")
     )
@@ -266,7 +267,7 @@ def test_a_chain_is_one_page_whose_students_are_all_compared_with_its_first_teac
 
 def test_without_a_teacher_a_chain_shows_what_its_runs_recorded(world: World, command: Command) -> None:
     folder = world.root / "chain"
-    run_chain(chain_config(world), folder, home=world.home)
+    run_chain(chain_config(world), folder, session=Session(world.home))
     code, out, err = command("report", folder, "--out", world.root / "page.html", "--json")
     found = {row["run"]: row["kl_sum"] for row in json.loads(out)["students"]}
 
@@ -314,7 +315,7 @@ def test_the_command_of_a_run_in_parts_makes_the_same_again(
     recipe = TrainConfig(
         arch=("1x16",), steps=6, batch_size=8, accumulate=4, streams=2, max_grad_norm=0.5, device="cpu"
     )
-    train_students(recipe, trained.root / "cache", out=tmp_path / "run", home=trained.home)
+    train_students(recipe, trained.root / "cache", out=tmp_path / "run", session=Session(trained.home))
     words = shlex.split(train_command(TrainedRun.open(tmp_path / "run")))
     assert command(*words[1:], "--device", "cpu", "--out", tmp_path / "again")[0] == 0
     weights = "students/1x16/model.safetensors"

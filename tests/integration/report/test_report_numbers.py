@@ -19,6 +19,7 @@ from minilm_cache.report.plots import curves_figure, storage_figure, tradeoff_fi
 from minilm_cache.report.provenance import dump_command, train_command
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.tables import STUDENTS
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import TrainConfig
@@ -62,7 +63,7 @@ def test_crosses_are_on_the_scale_of_the_curve(words: World, tmp_path: Path) -> 
     recipe = TrainConfig(
         arch=("2x32",), objective="distilbert", steps=4, batch_size=4, eval_steps=2, device="cpu"
     )
-    train_students(recipe, words.root / "cache", out=tmp_path / "run", home=words.home)
+    train_students(recipe, words.root / "cache", out=tmp_path / "run", session=Session(words.home))
     (axes,) = curves_figure([TrainedRun.open(tmp_path / "run")]).axes
     lines = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
     looks = {line["step"]: line["held_out"]["2x32"] for line in lines if "held_out" in line}
@@ -144,9 +145,11 @@ def test_the_train_command_makes_the_same_run(
     if changes.get("init") == "first":
         first = TrainConfig(arch=("2x16",), steps=1, batch_size=2, seed=7, device="cpu")
         changes["init"] = str(tmp_path / "first")
-        train_students(first, words.root / "cache", out=tmp_path / "first", home=words.home)
+        train_students(first, words.root / "cache", out=tmp_path / "first", session=Session(words.home))
     recipe = TrainConfig(steps=2, batch_size=2, device="cpu", **changes)
-    before = train_students(recipe, words.root / "cache", out=tmp_path / "run", home=words.home).record
+    before = train_students(
+        recipe, words.root / "cache", out=tmp_path / "run", session=Session(words.home)
+    ).record
     line = train_command(TrainedRun.open(tmp_path / "run"))
     code, _, err = command(*shlex.split(line)[1:], "--out", tmp_path / "again", "--device", "cpu")
 
@@ -180,7 +183,7 @@ def test_split_heads_have_no_attention(words: World, tmp_path: Path) -> None:
     recipe = TrainConfig(
         arch=("2x16",), objective="minilmv2", relation_heads=8, steps=1, batch_size=2, device="cpu"
     )
-    train_students(recipe, words.root / "cache", out=tmp_path / "run", home=words.home)
+    train_students(recipe, words.root / "cache", out=tmp_path / "run", session=Session(words.home))
     run = TrainedRun.open(tmp_path / "run")
     compared = ComparedStudent(name="one", folder=run.folder(run.students[0]), relation_heads=8, layer=None)
     found = relation_agreement(

@@ -19,9 +19,9 @@ import pytest
 
 from minilm_cache.cache import open_cache
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError, MiniLMCacheError
-from minilm_cache.progress import Silent, never_stop
 from minilm_cache.report.provenance import provenance
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import CommitRecord
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.pull import Fetcher, pull
@@ -142,13 +142,13 @@ def test_4_links_in_a_store_are_not_followed(world: World, page: str) -> None:
     (url / page).symlink_to(secret)
     out = world.root / "pulled"
     if page == "README.md":
-        pull(str(url), out, progress=Silent(), should_stop=never_stop)
+        pull(str(url), out, session=Session())
         assert (out / page).read_text() == cache_card(read_manifest(out))
-        again = Path(push(out, str(world.root / "other"), progress=Silent(), should_stop=never_stop).place)
+        again = Path(push(out, str(world.root / "other"), session=Session()).place)
         assert (again / page).read_text() == cache_card(read_manifest(out))
     else:
         with pytest.raises(CacheCorruptError, match=r"symbolic link.*Ask its publisher"):
-            pull(str(url), out, progress=Silent(), should_stop=never_stop)
+            pull(str(url), out, session=Session())
         assert not out.exists()
     assert not [
         file
@@ -170,7 +170,7 @@ def test_4_a_preview_is_what_was_committed(world: World, command: Command) -> No
     file.write_bytes(buffer.getvalue())
     command.fails("verify", "--full", cache, code=3, says="preview/sequences.parquet")
     with pytest.raises(CacheCorruptError, match="preview"):
-        push(cache, str(world.root / "store"), progress=Silent(), should_stop=never_stop)
+        push(cache, str(world.root / "store"), session=Session())
     world.dump()
     assert file.read_bytes() == good
     assert command("verify", "--full", cache)[0] == 0
@@ -184,10 +184,10 @@ def test_5_pipes_do_not_hang(world: World, command: Command, path: str) -> None:
     (url / path).unlink()
     os.mkfifo(url / path)
     if path == "README.md":
-        pull(str(url), world.root / "out", progress=Silent(), should_stop=never_stop)
+        pull(str(url), world.root / "out", session=Session())
         return
     with pytest.raises(MiniLMCacheError, match=r"regular|missing|is not there|no cache"):
-        pull(str(url), world.root / "out", progress=Silent(), should_stop=never_stop)
+        pull(str(url), world.root / "out", session=Session())
     command("ls", world.root / "store")
     command.fails(
         "info" if path != "tokens/c/0" else "verify", url, code=1 if path != "tokens/c/0" else 3, says=""
@@ -302,7 +302,9 @@ def test_12_cards_show_names_as_they_are(world: World) -> None:
     manifest["labels"]["teacher"] = "<img src=x onerror=alert(1)> [click](javascript:alert(1)) \u009b31m"
     write_document(cache / "manifest.json", manifest)
     recipe = TrainConfig(arch=("1x16",), steps=1, batch_size=2, device="cpu")
-    student = train_students(recipe, cache, out=world.root / "run", home=world.home).student_path("1x16")
+    student = train_students(recipe, cache, out=world.root / "run", session=Session(world.home)).student_path(
+        "1x16"
+    )
     for card in ((student / "README.md").read_text(), cache_card(open_cache(cache).manifest)):
         body = card.split("---\n", 2)[2]
         assert "<img" not in body

@@ -24,7 +24,7 @@ from minilm_cache.errors import (
     ShardBusyError,
     StorageError,
 )
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import DenseParameters, TopKParameters, VectorsParameters
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.pull import pull
@@ -121,12 +121,12 @@ def test_damage_is_found_and_mended(
         for arguments in (("verify", "--full", cache), ("train", cache, "--arch", "1x32")):
             command.fails(*arguments, code=3 if "verify" in arguments else 1, says=name)
         with pytest.raises(MiniLMCacheError, match=r"manifest\.json|is not a cache"):
-            dump_cache(world.config(), out=cache, home=world.home)
+            dump_cache(world.config(), out=cache, session=Session(world.home))
         return
     code, out, err = command("verify", "--full", cache, "--json")
     assert code == 3, err
     assert name in {found["path"] for found in json.loads(out)["damage"]}
-    dump_cache(world.config(), out=cache, home=world.home)
+    dump_cache(world.config(), out=cache, session=Session(world.home))
     assert arrays_of(cache) == arrays_of(sound)
     assert command("verify", "--full", cache)[0] == 0
 
@@ -143,7 +143,7 @@ def test_a_manifest_of_another_dump_fits_nothing(
         open_cache(cache)
     command.fails("verify", cache, code=3, says="damaged")
     with pytest.raises(MiniLMCacheError, match="holds another cache"):
-        dump_cache(world.config(), out=cache, home=world.home)
+        dump_cache(world.config(), out=cache, session=Session(world.home))
 
 
 def read_everything(path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_record_that_lies_about_its_tokens_is_redone(
     change_record(cache, 1, tokens_xxh3="0" * 32)
     code, out, _ = command("verify", "--full", cache, "--json")
     assert (code, json.loads(out)["shards_to_redo"]) == (3, [1])
-    assert dump_cache(world.config(), out=cache, home=world.home).shards_written == 1
+    assert dump_cache(world.config(), out=cache, session=Session(world.home)).shards_written == 1
     assert command("verify", "--full", cache)[0] == 0
 
 
@@ -181,7 +181,9 @@ def test_a_figure_that_changed_in_the_manifest_is_damage(world: World, command: 
 
 def test_dumps_of_two_settings_into_one_folder_are_not_mixed(world: World) -> None:
     with pytest.raises(InterruptedRunError):
-        dump_cache(world.config(), out=world.root / "cache", home=world.home, should_stop=stop_after(3))
+        dump_cache(
+            world.config(), out=world.root / "cache", session=Session(world.home, should_stop=stop_after(3))
+        )
     before = {file: file.read_bytes() for file in (world.root / "cache").rglob("*") if file.is_file()}
     for change in ({"k": 5}, {"seed": 1}, {"max_length": 16}, {"shard_tokens": 512}, {"codec": "dense"}):
         with pytest.raises(MiniLMCacheError, match="holds another cache, which differs in"):
@@ -231,7 +233,7 @@ def test_a_reader_during_a_dump_sees_committed_shards_only(world: World) -> None
                     np.testing.assert_array_equal(rows, whole.segment(number).rows[name])
         return False
 
-    dump_cache(world.config(), out=path, home=world.home, should_stop=look)
+    dump_cache(world.config(), out=path, session=Session(world.home, should_stop=look))
     assert len(set(seen)) > 2  # one shard is written while the teacher runs on the next
 
 
@@ -366,7 +368,7 @@ def test_a_copy_whose_index_is_damaged_is_not_dumped_anew_unasked(world: World, 
     """Without records, nothing says which of its shards are sound."""
     world.dump()
     url = pushed(world, str(world.root / "store"))
-    copy = pull(url, world.root / "copy", progress=Silent(), should_stop=never_stop).place
+    copy = pull(url, world.root / "copy", session=Session()).place
     before = arrays_of(Path(copy))
     flip(Path(copy, "index/shards.parquet"), 0.5)
     with pytest.raises(CacheCorruptError, match=r"index/shards\.parquet is damaged.*fetch the cache again"):
@@ -380,7 +382,7 @@ def test_a_copy_whose_index_is_damaged_is_not_dumped_anew_unasked(world: World, 
 def test_a_copy_with_a_damaged_shard_is_repaired_by_a_dump(world: World, damage: str) -> None:
     expected = arrays_of(world.dump().path)
     url = pushed(world, str(world.root / "store"))
-    copy = Path(pull(url, world.root / "copy", progress=Silent(), should_stop=never_stop).place)
+    copy = Path(pull(url, world.root / "copy", session=Session()).place)
     flip(copy / ("tokens/c/2" if damage == "shard" else "sequences/part-00002.parquet"), 0.5)
     assert world.dump("copy").shards_written == 1
     assert arrays_of(copy) == expected

@@ -11,7 +11,7 @@ import zarr
 
 from minilm_cache import open_cache
 from minilm_cache.cache import row_checker
-from minilm_cache.progress import Silent
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.versions import READABLE_VERSIONS
 from minilm_cache.store.verify import verify
 from tests.golden.regenerate import states_of
@@ -40,7 +40,7 @@ def test_version_1_reads_as_it_was_written(expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["v1", "v1-vectors", "v1-states"])
 def test_version_1_is_undamaged(name: str) -> None:
-    verdict = verify(GOLDEN / name, full=True, num_threads=2, progress=Silent(), check_rows=row_checker)
+    verdict = verify(GOLDEN / name, full=True, num_threads=2, check_rows=row_checker, session=Session())
 
     assert verdict.damage == ()
 

@@ -16,7 +16,7 @@ from numcodecs.zstd import compress
 
 from minilm_cache.cache import open_cache
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store import reader
@@ -223,11 +223,11 @@ def test_a_linked_folder_is_neither_read_nor_written_nor_pushed(world: World, li
     (cache / linked).symlink_to(outside)
     if linked == "README.md":  # made from the manifest, and never read
         outside.write_text("secret")
-        place = Path(push(cache, str(world.root / "store"), progress=Silent(), should_stop=never_stop).place)
+        place = Path(push(cache, str(world.root / "store"), session=Session()).place)
         assert (place / "README.md").read_text() == cache_card(read_manifest(cache))
     else:
         with pytest.raises(CacheCorruptError, match="is a symbolic link"):
-            push(cache, str(world.root / "store"), progress=Silent(), should_stop=never_stop)
+            push(cache, str(world.root / "store"), session=Session())
         before = sorted(outside.rglob("*"))
         with pytest.raises(CacheCorruptError, match="is a symbolic link"):
             world.dump()

@@ -14,7 +14,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.dump.into_store import dump_into_store
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session, never_stop
 from minilm_cache.store import leases
 from minilm_cache.store.begun import remove_leftovers
 from minilm_cache.store.leases import Lease, Leases
@@ -36,7 +36,7 @@ def config(world: World, **changes: Any) -> Any:
 
 
 def work(world: World, url: str, settings: dict[str, Any]) -> None:
-    dump_into_store(config(world, **settings), url, home=world.home)
+    dump_into_store(config(world, **settings), url, session=Session(world.home))
 
 
 def work_slowly(
@@ -50,13 +50,13 @@ def work_slowly(
             time.sleep(pause_s)
         return False
 
-    dump_into_store(config(world, **settings), url, home=world.home, should_stop=pause)
+    dump_into_store(config(world, **settings), url, session=Session(world.home, should_stop=pause))
 
 
 def assert_is_as_a_local_dump(world: World, url: str, **settings: Any) -> None:
     """Compare the cache in the store with a local dump, byte for byte."""
     expected = world.dump("expected", **settings).path
-    pull(url, world.root / "pulled", progress=Silent(), should_stop=never_stop)
+    pull(url, world.root / "pulled", session=Session())
 
     assert arrays_of(world.root / "pulled") == arrays_of(expected)
     for name in ("manifest.json", "index/shards.parquet", "preview/sequences.parquet"):
@@ -133,7 +133,9 @@ def test_leases_decide_nothing(world: World, store: str, monkeypatch: pytest.Mon
 
     with ThreadPoolExecutor(2) as threads:
         dumps = [
-            threads.submit(dump_into_store, config(world), url, home=home, should_stop=should_stop)
+            threads.submit(
+                dump_into_store, config(world), url, session=Session(home, should_stop=should_stop)
+            )
             for home, should_stop in zip(places, (slowly, never_stop), strict=True)
         ]
         assert sum(dump.result().shards_written for dump in dumps) > 0
@@ -157,9 +159,11 @@ def test_a_dump_through_a_network_that_fails(
 
 def test_an_interrupted_dump_goes_on_from_what_is_committed(world: World, store: str) -> None:
     with pytest.raises(InterruptedRunError):
-        dump_into_store(config(world), f"{store}/cache", home=world.home, should_stop=stop_after(5))
+        dump_into_store(
+            config(world), f"{store}/cache", session=Session(world.home, should_stop=stop_after(5))
+        )
     kept = len(open_store(f"{store}/cache").below("commits").sizes())
-    result = dump_into_store(config(world), f"{store}/cache", home=world.home)
+    result = dump_into_store(config(world), f"{store}/cache", session=Session(world.home))
 
     assert kept > 0
     assert result.shards_written == result.num_shards - kept
@@ -170,7 +174,7 @@ def test_a_shard_whose_files_were_not_placed_or_have_gone(world: World, store: s
     """A kill after the record: the files are placed from staging. Without them the shard is written again."""
     url = f"{store}/cache"
     with pytest.raises(InterruptedRunError):
-        dump_into_store(config(world), url, home=world.home, should_stop=stop_after(6))
+        dump_into_store(config(world), url, session=Session(world.home, should_stop=stop_after(6)))
     records = sorted(open_store(url).below("commits").sizes())
     assert len(records) > 1
     first, second = (int(name.removesuffix(".json")) for name in records[:2])
@@ -179,7 +183,7 @@ def test_a_shard_whose_files_were_not_placed_or_have_gone(world: World, store: s
     for name in names:  # where it belongs, and where it was staged
         tamper(server, f"{url}/{name}", None)
     assert len(names) == 2
-    dump_into_store(config(world), url, home=world.home)
+    dump_into_store(config(world), url, session=Session(world.home))
 
     assert_is_as_a_local_dump(world, url)
 
@@ -187,13 +191,13 @@ def test_a_shard_whose_files_were_not_placed_or_have_gone(world: World, store: s
 def test_a_damaged_beginning_and_another_dump_are_refused(world: World, store: str, server: str) -> None:
     url = f"{store}/cache"
     with pytest.raises(InterruptedRunError):
-        dump_into_store(config(world), url, home=world.home, should_stop=stop_after(3))
+        dump_into_store(config(world), url, session=Session(world.home, should_stop=stop_after(3)))
     with pytest.raises(IdentityMismatchError, match=r"differs in codec\.k"):
-        dump_into_store(config(world, k=5), url, home=world.home)
+        dump_into_store(config(world, k=5), url, session=Session(world.home))
     staged = next(name for name in open_store(url).sizes() if name.endswith("teacher/config.json"))
     tamper(server, f"{url}/{staged}", b"{}")
     with pytest.raises(CacheCorruptError, match="is damaged"):
-        dump_into_store(config(world), url, home=world.home)
+        dump_into_store(config(world), url, session=Session(world.home))
 
 
 def test_what_a_store_holds_besides_a_dump_into_it_is_left_alone(
@@ -201,22 +205,22 @@ def test_what_a_store_holds_besides_a_dump_into_it_is_left_alone(
 ) -> None:
     unfinished = world.root / "unfinished"
     with pytest.raises(InterruptedRunError):
-        dump_cache(config(world), out=unfinished, home=world.home, should_stop=stop_after(3))
+        dump_cache(config(world), out=unfinished, session=Session(world.home, should_stop=stop_after(3)))
     url = f"file://{unfinished}"
     kept = open_store(url).sizes()
     with pytest.raises(IdentityMismatchError, match="holds an unfinished dump into a folder"):
-        dump_into_store(config(world), url, home=world.home)
+        dump_into_store(config(world), url, session=Session(world.home))
     remove_leftovers(open_store(url))
     assert open_store(url).sizes() == kept
 
-    finished = dump_into_store(config(world), f"{store}/cache", home=world.home)
+    finished = dump_into_store(config(world), f"{store}/cache", session=Session(world.home))
     open_store(f"{store}/cache").write("unfinished.json", b"{}")
 
     def refuse(folder: RemoteFolder, paths: object) -> None:
         raise AccessDeniedError(f"{folder.url}: 403 for {paths}")
 
     monkeypatch.setattr(RemoteFolder, "remove", refuse)  # as for those who may only read
-    again = dump_into_store(config(world), f"{store}/cache", home=world.home)
+    again = dump_into_store(config(world), f"{store}/cache", session=Session(world.home))
     assert (again.shards_written, again.num_shards) == (0, finished.num_shards)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from minilm_cache.dump.run import dump_cache
+from minilm_cache.session import Session
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.record import load_record
 from minilm_cache.train.run import train_students
@@ -26,12 +27,12 @@ TRAIN_KILLS = 5
 
 def run_dump(world: World, out: Path, begun: Any, settings: dict[str, Any]) -> None:
     begun.set()
-    dump_cache(world.config(**settings), out=out, home=world.home)
+    dump_cache(world.config(**settings), out=out, session=Session(world.home))
 
 
 def run_training(world: World, out: Path, begun: Any, settings: dict[str, Any]) -> None:
     begun.set()
-    train_students(train_settings(**settings), world.root / "cache", out=out, home=world.home)
+    train_students(train_settings(**settings), world.root / "cache", out=out, session=Session(world.home))
 
 
 class Killer:

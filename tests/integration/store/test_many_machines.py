@@ -17,7 +17,7 @@ from filelock import FileLock
 from minilm_cache.cache import row_checker
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError, ShardBusyError
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session
 from minilm_cache.store.merge import merge
 from minilm_cache.store.ranks import announce_rank
 from minilm_cache.store.reader import CacheReader
@@ -65,7 +65,7 @@ def test_what_is_no_part_of_the_same_cache_is_refused(world: World, command: Com
     different = world.dump("different", k=5, rank=1, world_size=2).path
     out = world.root / "merged"
     command.fails("merge", out, one, different, code=1, says=("not parts of one cache", "codec.k"))
-    assert merge([one, again], world.root / "equal", progress=Silent(), should_stop=never_stop).shards_copied
+    assert merge([one, again], world.root / "equal", session=Session()).shards_copied
     record = json.loads((again / "commits/00000.json").read_text())
     write_document(again / "commits/00000.json", record | {"tokens_xxh3": "0" * 32})
     command.fails("merge", out, one, again, code=1, says=("shard 0 is in", "from two dumps"))
@@ -73,7 +73,7 @@ def test_what_is_no_part_of_the_same_cache_is_refused(world: World, command: Com
     weight = other / "relations/value/weight/c/1/0/0"
     weight.write_bytes(weight.read_bytes()[:-1])
     with pytest.raises(CacheCorruptError, match="c/1/0/0 is damaged"):
-        merge([one, other], out, progress=Silent(), should_stop=never_stop)
+        merge([one, other], out, session=Session())
     command.fails("merge", out, world.root / "nothing", code=1, says="no cache at")
 
 
@@ -83,7 +83,7 @@ def test_codecs_that_were_fitted_apart_are_not_mixed(world: World, monkeypatch: 
     other = world.dump("part1", codec="vectors", rank=1, world_size=2).path
     assert manifest_of(one).files != manifest_of(other).files
     with pytest.raises(IdentityMismatchError, match="their codecs were fitted on each machine"):
-        merge([one, other], world.root / "merged", progress=Silent(), should_stop=never_stop)
+        merge([one, other], world.root / "merged", session=Session())
 
 
 def test_ranks_take_what_slow_killed_and_late_ranks_leave(world: World) -> None:
@@ -100,11 +100,13 @@ def test_ranks_take_what_slow_killed_and_late_ranks_leave(world: World) -> None:
             return False
 
         own = config.with_changes(rank=rank)
-        written[rank] = dump_cache(own, out=out, home=world.home, should_stop=pause).shards_written
+        written[rank] = dump_cache(
+            own, out=out, session=Session(world.home, should_stop=pause)
+        ).shards_written
 
     killed = config.with_changes(rank=3)
     with pytest.raises(InterruptedRunError):
-        dump_cache(killed, out=out, home=world.home, should_stop=stop_after(2))
+        dump_cache(killed, out=out, session=Session(world.home, should_stop=stop_after(2)))
     ranks = [
         threading.Thread(target=run, args=arguments)
         for arguments in ((0, 0.0, 0.05), (1, 0.0, 0.25), (2, 1.0, 0.05))
@@ -132,9 +134,11 @@ def test_a_rank_waits_for_what_others_write_and_can_be_interrupted_then(world: W
         dump_cache(
             world.config(rank=0, world_size=2),
             out=out,
-            home=world.home,
-            progress=notes,
-            should_stop=lambda: bool(notes.notes) and notes.notes[-1].startswith("waiting for"),
+            session=Session(
+                world.home,
+                progress=notes,
+                should_stop=lambda: bool(notes.notes) and notes.notes[-1].startswith("waiting for"),
+            ),
         )
 
     assert sorted(CacheReader(out, partial=True).records) == [0, 1, 2, 4, 5]
@@ -153,7 +157,7 @@ def test_ranks_help_those_of_their_own_folder_alone(world: World) -> None:
 
     assert sorted(CacheReader(one, partial=True).records) == [0, 1, 4, 5]
     assert sorted(CacheReader(begun, partial=True).records) == [2, 3]
-    merged = merge([one, begun], world.root / "merged", progress=Silent(), should_stop=never_stop)
+    merged = merge([one, begun], world.root / "merged", session=Session())
     assert merged.shards_missing == 0
 
 
@@ -161,8 +165,8 @@ def test_an_interrupted_merge_goes_on(world: World) -> None:
     parts = parts_of(world)
     out = world.root / "merged"
     with pytest.raises(InterruptedRunError, match="Run the same command again"):
-        merge(parts, out, progress=Silent(), should_stop=stop_after(2))
-    assert merge(parts, out, progress=Silent(), should_stop=never_stop).shards_copied == 4
+        merge(parts, out, session=Session(should_stop=stop_after(2)))
+    assert merge(parts, out, session=Session()).shards_copied == 4
 
 
 def test_a_cache_folder_that_was_begun_elsewhere_can_be_copied(world: World) -> None:
@@ -173,10 +177,7 @@ def test_a_cache_folder_that_was_begun_elsewhere_can_be_copied(world: World) -> 
     shutil.rmtree(begun / "commits")
     other = world.dump("part1", codec="vectors", rank=1, world_size=2, batch_size=3).path
 
-    assert (
-        merge([one, other], world.root / "merged", progress=Silent(), should_stop=never_stop).shards_missing
-        == 0
-    )
+    assert merge([one, other], world.root / "merged", session=Session()).shards_missing == 0
 
 
 @pytest.mark.parametrize(
@@ -304,10 +305,10 @@ def test_a_shard_that_another_merge_committed_is_not_touched(world: World) -> No
 
     def overtake() -> bool:
         if not out.exists() or not list(out.glob("commits/*.json")):
-            merge([one], out, progress=Silent(), should_stop=never_stop)
+            merge([one], out, session=Session())
         return False
 
     with pytest.raises(ShardBusyError, match="was committed meanwhile"):
-        merge([one, other], out, progress=Silent(), should_stop=overtake)
-    merge([one, other], out, progress=Silent(), should_stop=never_stop)
-    assert unsound_shards(out, shards=range(6), progress=Silent(), check_rows=row_checker) == []
+        merge([one, other], out, session=Session(should_stop=overtake))
+    merge([one, other], out, session=Session())
+    assert unsound_shards(out, shards=range(6), check_rows=row_checker, session=Session()) == []

@@ -13,7 +13,7 @@ from minilm_cache.errors import (
     IdentityMismatchError,
     InterruptedRunError,
 )
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session
 from minilm_cache.store.catalogue import catalogue
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import cache_name
@@ -30,17 +30,17 @@ from tests.support import World, change_record, pushed
 def test_a_push_that_is_cut_off_is_no_cache_and_goes_on(world: World, store: str) -> None:
     cache = world.dump().path
     with pytest.raises(InterruptedRunError, match="is kept"):
-        push(cache, store, progress=Silent(), should_stop=stop_after(2))
+        push(cache, store, session=Session(should_stop=stop_after(2)))
     manifest = manifest_of(cache)
     url = f"{store}/{cache_name(manifest.labels, manifest.identity)}"
     assert catalogue(store) == []
     with pytest.raises(CacheNotFoundError, match=r"no cache at .* `minilm-cache ls` shows it"):
-        pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
-    done = push(cache, store, progress=Silent(), should_stop=never_stop)
+        pull(url, world.root / "elsewhere", session=Session())
+    done = push(cache, store, session=Session())
 
     assert done.shards_kept == 2
     assert done.shards_copied == 4
-    assert pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop).shards_copied == 6
+    assert pull(url, world.root / "elsewhere", session=Session()).shards_copied == 6
 
 
 def test_a_damaged_cache_is_not_pushed(world: World, store: str) -> None:
@@ -65,15 +65,15 @@ def other_dump(world: World) -> Path:
 
 def test_dumps_of_one_fingerprint_are_not_mixed_in_a_store(world: World, store: str) -> None:
     with pytest.raises(InterruptedRunError):
-        push(world.dump().path, store, progress=Silent(), should_stop=stop_after(2))
+        push(world.dump().path, store, session=Session(should_stop=stop_after(2)))
     other = other_dump(world)
     with pytest.raises(IdentityMismatchError, match="shards of another dump of the same fingerprint"):
-        push(other, store, progress=Silent(), should_stop=never_stop)
+        push(other, store, session=Session())
     url = pushed(world, store)
-    assert push(other, store, progress=Silent(), should_stop=never_stop).shards_copied == 0
+    assert push(other, store, session=Session()).shards_copied == 0
     with pytest.raises(IdentityMismatchError, match="only a push of that dump can finish or repair"):
-        push(other, store, progress=Silent(), should_stop=never_stop, full=True)
-    pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+        push(other, store, full=True, session=Session())
+    pull(url, world.root / "elsewhere", session=Session())
     assert arrays_of(world.root / "elsewhere") == arrays_of(world.root / "cache")
 
 
@@ -91,7 +91,7 @@ def test_two_dumps_pushed_at_once_do_not_mix(
 
     def outcome(cache: Path) -> str | None:
         try:
-            return push(cache, target, progress=Silent(), should_stop=never_stop).place
+            return push(cache, target, session=Session()).place
         except IdentityMismatchError:
             return None
 
@@ -100,7 +100,7 @@ def test_two_dumps_pushed_at_once_do_not_mix(
         places = list(threads.map(outcome, caches))
     (winner,) = [cache for cache, place in zip(caches, places, strict=True) if place is not None]
     url = next(place for place in places if place is not None)
-    pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+    pull(url, world.root / "elsewhere", session=Session())
     assert arrays_of(world.root / "elsewhere") == arrays_of(winner)
 
 
@@ -127,7 +127,4 @@ def test_the_root_of_a_bucket_is_a_store(world: World, command: Command, store: 
     assert command("push", cache, f"s3://{BUCKET}")[0] == 0
     assert "nothing to do" in command("push", cache, f"s3://{BUCKET}")[2]
     urls = [entry.url for entry in catalogue(f"s3://{BUCKET}")]
-    assert [
-        pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop).shards_copied
-        for url in urls
-    ] == [6]
+    assert [pull(url, world.root / "elsewhere", session=Session()).shards_copied for url in urls] == [6]

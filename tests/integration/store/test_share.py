@@ -19,7 +19,7 @@ from minilm_cache.errors import (
     StorageError,
 )
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session
 from minilm_cache.store.catalogue import catalogue
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.mirror import MirrorReader
@@ -62,8 +62,12 @@ def test_a_cache_goes_the_whole_way_through_a_store(
     assert "0 copied, 6 were there" in command("pull", url, "--out", elsewhere)[1]
     assert "0 copied, 6 were there" in command("push", cache, store)[1]
 
-    offline = train_students(train_settings(steps=4), cache, out=world.root / "local", home=world.home)
-    remote = train_students(train_settings(steps=4), url, out=world.root / "remote", home=world.home)
+    offline = train_students(
+        train_settings(steps=4), cache, out=world.root / "local", session=Session(world.home)
+    )
+    remote = train_students(
+        train_settings(steps=4), url, out=world.root / "remote", session=Session(world.home)
+    )
     for arch, found in weights(remote).items():
         assert_same(found, weights(offline)[arch])
 
@@ -104,7 +108,7 @@ def test_a_bad_network_changes_nothing(
     with between.serving() as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         url = pushed(world, f"{store}/{period}")
-        pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+        pull(url, world.root / "elsewhere", session=Session())
 
     assert between.num_failed >= between.num_requests // period > 5
     assert arrays_of(world.root / "elsewhere") == arrays_of(world.root / "cache")
@@ -115,9 +119,9 @@ def test_a_pull_that_is_cut_off_is_no_cache_and_goes_on(world: World, store: str
     url = pushed(world, store)
     out = world.root / "elsewhere"
     with pytest.raises(InterruptedRunError, match="is kept"):
-        pull(url, out, progress=Silent(), should_stop=stop_after(3))
+        pull(url, out, session=Session(should_stop=stop_after(3)))
     assert not out.exists()
-    done = pull(url, out, progress=Silent(), should_stop=never_stop)
+    done = pull(url, out, session=Session())
 
     assert (done.shards_kept, done.shards_copied) == (3, 3)
     assert arrays_of(out) == arrays_of(world.root / "cache")
@@ -132,17 +136,17 @@ def test_keys_that_expire_in_the_middle_lose_nothing(
     counting = Between(server)
     with counting.serving() as endpoint, monkeypatch.context() as patched:
         patched.setenv("AWS_ENDPOINT_URL", endpoint)
-        pull(url, world.root / "counted", progress=Silent(), should_stop=never_stop)
+        pull(url, world.root / "counted", session=Session())
     between = Between(server, allowed=counting.num_requests - 8)
     with between.serving() as endpoint, monkeypatch.context() as patched:
         patched.setenv("AWS_ENDPOINT_URL", endpoint)
         with pytest.raises(StorageError, match="Check the credentials"):
-            pull(url, out, progress=Silent(), should_stop=never_stop)
+            pull(url, out, session=Session())
     assert not out.exists()
     again = Between(server)
     with again.serving() as endpoint, monkeypatch.context() as patched:
         patched.setenv("AWS_ENDPOINT_URL", endpoint)
-        pull(url, out, progress=Silent(), should_stop=never_stop)
+        pull(url, out, session=Session())
 
     assert again.num_requests < counting.num_requests // 2
     assert arrays_of(out) == arrays_of(world.root / "cache")
@@ -161,14 +165,14 @@ def test_what_was_damaged_in_the_store_is_never_taken(
     for damaged in (content[:-1], bytes([content[0] ^ 1]) + content[1:], content + b"x", b""):
         tamper(server, f"{url}/{path}", damaged)
         with pytest.raises(CacheCorruptError, match=path):
-            pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+            pull(url, world.root / "elsewhere", session=Session())
         assert not (world.root / "elsewhere").exists()
     tamper(server, f"{url}/{path}", None)
     with pytest.raises(CacheNotFoundError, match=path):
-        pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+        pull(url, world.root / "elsewhere", session=Session())
     tamper(server, f"{url}/{path}", content)
 
-    assert pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop).manifest.complete
+    assert pull(url, world.root / "elsewhere", session=Session()).manifest.complete
 
 
 def test_records_and_manifests_that_lie_are_refused(world: World, server: str, store: str) -> None:
@@ -179,13 +183,13 @@ def test_records_and_manifests_that_lie_are_refused(world: World, server: str, s
     for path in ("index/shards.parquet", "manifest.json"):
         tamper(server, f"{url}/{path}", (cache / path).read_bytes())
     with pytest.raises(CacheCorruptError, match="claims 549755813888 bytes, more than it can need"):
-        pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+        pull(url, world.root / "elsewhere", session=Session())
     for path in ("index/shards.parquet", "index/ranges.parquet"):
         manifest = json.loads((cache / "manifest.json").read_text())
         manifest["files"][path]["size"] = 2**39
         tamper(server, f"{url}/manifest.json", json.dumps(manifest | {"checksum": None}).encode())
         with pytest.raises(CacheCorruptError, match=f"{path} claims 549755813888 bytes, more than it can"):
-            pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+            pull(url, world.root / "elsewhere", session=Session())
     tamper(server, f"{url}/manifest.json", b"{}")
     (entry,) = catalogue(store)
     assert entry.problem is not None
@@ -265,9 +269,7 @@ def test_two_pulls_into_one_folder_wait_for_each_other(world: World, store: str)
     out.mkdir()
     (out / ".left.partial").mkdir()
     with ThreadPoolExecutor(4) as threads:
-        done = list(
-            threads.map(lambda _: pull(url, out, progress=Silent(), should_stop=never_stop), range(4))
-        )
+        done = list(threads.map(lambda _: pull(url, out, session=Session()), range(4)))
 
     assert sorted(one.shards_copied for one in done) == [0, 0, 0, 6]
     assert arrays_of(out) == arrays_of(cache)
@@ -284,10 +286,10 @@ def test_folders_are_stores_and_destinations_are_not_overwritten(world: World, c
     (world.root / "mine").mkdir()
     (world.root / "mine/notes.txt").write_text("keep me")
     with pytest.raises(IdentityMismatchError, match="is not empty and is not a cache"):
-        pull(url, world.root / "mine", progress=Silent(), should_stop=never_stop)
+        pull(url, world.root / "mine", session=Session())
     other = world.dump("other", max_tokens=512).path
     with pytest.raises(IdentityMismatchError, match="holds another cache"):
-        pull(url, other, progress=Silent(), should_stop=never_stop)
+        pull(url, other, session=Session())
     assert "teacher-corpus.txt-topk" in command("ls", shared)[1]
     assert command("ls")[0] == 0
 
@@ -311,10 +313,10 @@ def test_a_pull_takes_no_unsound_cache_for_done(world: World, state: str) -> Non
     if state == "unfinished":
         world.dump("there", rank=0, world_size=2)
     else:
-        pull(url, out, progress=Silent(), should_stop=never_stop)
+        pull(url, out, session=Session())
         (out / "tokens/c/1").unlink()
     with pytest.raises(IdentityMismatchError, match="holds this cache, but unfinished or damaged"):
-        pull(url, out, progress=Silent(), should_stop=never_stop)
+        pull(url, out, session=Session())
 
 
 def test_two_processes_share_what_is_kept_of_a_url(world: World) -> None:
@@ -335,7 +337,7 @@ def test_a_disk_that_is_too_small_is_noticed_before_a_pull(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=1000))
         with pytest.raises(StorageError, match="cannot pull a cache into"):
-            pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+            pull(url, world.root / "elsewhere", session=Session())
     assert not (world.root / "elsewhere").exists()
-    pull(url, world.root / "elsewhere", progress=Silent(), should_stop=never_stop)
+    pull(url, world.root / "elsewhere", session=Session())
     assert arrays_of(world.root / "elsewhere") == arrays_of(world.root / "cache")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from minilm_cache.session import Session
 from minilm_cache.train.card import student_card
 from minilm_cache.train.run import train_students
 from tests.encoders import save_encoder
@@ -23,7 +24,7 @@ def test_the_code_on_a_card_runs(world: World, objective: str, stored: dict[str,
     save_encoder(world.teacher, "mean")
     world.dump(packing="records", **stored)
     config = settings(arch=("2x16",), objective=objective, steps=1)
-    result = train_students(config, world.root / "cache", out=world.root / "run", home=world.home)
+    result = train_students(config, world.root / "cache", out=world.root / "run", session=Session(world.home))
     folder = result.student_path("2x16")
     (code,) = CODE.findall((folder / "README.md").read_text())
     *begin, last = code.replace('"FOLDER"', repr(str(folder))).splitlines()
@@ -48,7 +49,7 @@ BASE_MODELS = {
 def test_the_teacher_is_the_base_model_where_it_is_on_the_hub(world: World) -> None:
     manifest = world.dump().manifest
     config = settings(arch=("2x16",), steps=1)
-    result = train_students(config, world.root / "cache", out=world.root / "run", home=world.home)
+    result = train_students(config, world.root / "cache", out=world.root / "run", session=Session(world.home))
     (student,) = result.record.students
     for teacher, base_model in BASE_MODELS.items():
         labels = manifest.labels.model_copy(update={"teacher": teacher})

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from minilm_cache.errors import StorageError
+from minilm_cache.session import Session
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import arch_slug
 from minilm_cache.train.ranks import Ranks
@@ -89,7 +90,7 @@ def alone(world: World, out: Path, **changes: object) -> Path:
     config: TrainConfig = settings(
         **{"arch": ARCHS, "batch_size": 8, "steps": STEPS, "max_grad_norm": 0.01, **changes}
     )
-    return train_students(config, world.root / "cache", out=out, home=world.home).path
+    return train_students(config, world.root / "cache", out=out, session=Session(world.home)).path
 
 
 def curve(run: Path) -> list[float]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from minilm_cache.session import Session
 from minilm_cache.train.run import train_students
 from tests.conftest import Command
 from tests.integration.train.test_train import settings, stop_after
@@ -23,7 +24,7 @@ def test_word_embeddings_are_the_teachers_after_training(world: World, objective
     trained = {}
     for frozen in ("none", "embeddings"):
         config = settings(**common, init_teacher=str(world.teacher), frozen=frozen)
-        result = train_students(config, cache, out=world.root / frozen, home=world.home)
+        result = train_students(config, cache, out=world.root / frozen, session=Session(world.home))
         trained[frozen] = load_file(result.student_path("2x32") / "model.safetensors")
         assert result.record.identity.frozen == (None if frozen == "none" else "embeddings")
         card = (result.student_path("2x32") / "README.md").read_text()
@@ -41,10 +42,12 @@ def test_a_run_that_is_interrupted_goes_on_with_frozen_embeddings(world: World) 
     config = settings(
         arch=("2x32",), steps=8, frozen="embeddings", init="slice", init_teacher=str(world.teacher)
     )
-    whole = train_students(config, cache, out=world.root / "whole", home=world.home)
+    whole = train_students(config, cache, out=world.root / "whole", session=Session(world.home))
     with pytest.raises(Exception, match="interrupted"):
-        train_students(config, cache, out=world.root / "cut", home=world.home, should_stop=stop_after(4))
-    resumed = train_students(config, cache, out=world.root / "cut", home=world.home)
+        train_students(
+            config, cache, out=world.root / "cut", session=Session(world.home, should_stop=stop_after(4))
+        )
+    resumed = train_students(config, cache, out=world.root / "cut", session=Session(world.home))
 
     for name, weight in load_file(whole.student_path("2x32") / "model.safetensors").items():
         assert torch.equal(load_file(resumed.student_path("2x32") / "model.safetensors")[name], weight)

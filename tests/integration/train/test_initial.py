@@ -17,7 +17,7 @@ from minilm_cache.errors import (
     InvalidConfigError,
 )
 from minilm_cache.models.load import load_model
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_WEIGHTS
 from minilm_cache.store.attach import attach
 from minilm_cache.store.pull import pull
@@ -32,7 +32,7 @@ ONE = ("2x16",)
 
 def _train(world: World, cache: Path, out: str, **changes: Any) -> TrainResult:
     config = settings(**{"arch": ONE, "steps": 2, **changes})
-    return train_students(config, cache, out=world.root / out, home=world.home)
+    return train_students(config, cache, out=world.root / out, session=Session(world.home))
 
 
 def _begun(result: TrainResult) -> tuple[str | None, str | None]:
@@ -177,9 +177,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one_although_its_slice_is_gone(
     whole = _train(world, cache, "whole", steps=12)
     config = settings(arch=ONE, steps=12, checkpoint_steps=4)
     with pytest.raises(InterruptedRunError):
-        train_students(config, cache, out=world.root / "cut", home=world.home, should_stop=stop_after(7))
+        train_students(
+            config, cache, out=world.root / "cut", session=Session(world.home, should_stop=stop_after(7))
+        )
     shutil.rmtree(world.home / "slices")
-    resumed = train_students(config, cache, out=world.root / "cut", home=world.home)
+    resumed = train_students(config, cache, out=world.root / "cut", session=Session(world.home))
     assert_same(weights(whole)["2x16"], weights(resumed)["2x16"])
 
 
@@ -191,13 +193,12 @@ def test_a_run_that_began_with_random_weights_is_resumed_so(world: World, cache:
             config.with_changes(init="random"),
             cache,
             out=world.root / "run",
-            home=world.home,
-            should_stop=stop_after(7),
+            session=Session(world.home, should_stop=stop_after(7)),
         )
-    resumed = train_students(config, cache, out=world.root / "run", home=world.home)
+    resumed = train_students(config, cache, out=world.root / "run", session=Session(world.home))
     assert resumed.record.identity.init == "random"
     with pytest.raises(IdentityMismatchError, match="differs in init"):
-        train_students(config, cache, out=world.root / "run", home=world.home)
+        train_students(config, cache, out=world.root / "run", session=Session(world.home))
 
 
 def test_an_unfinished_run_of_an_earlier_release_is_found_by_its_name(world: World, cache: Path) -> None:
@@ -205,28 +206,32 @@ def test_an_unfinished_run_of_an_earlier_release_is_found_by_its_name(world: Wor
     config = settings(arch=ONE, steps=12, checkpoint_steps=4)
     random = config.with_changes(init="random")
     with pytest.raises(InterruptedRunError):
-        train_students(random, cache, home=world.home, should_stop=stop_after(7))
+        train_students(random, cache, session=Session(world.home, should_stop=stop_after(7)))
     (begun,) = (world.home / "runs").iterdir()
     document = json.loads((begun / "run.json").read_text())
     for student in document["students"]:  # as the first releases wrote it
         del student["init"], student["begun_with"]
     (begun / "run.json").write_text(json.dumps(document))
-    result = train_students(config, cache, home=world.home)
+    result = train_students(config, cache, session=Session(world.home))
     assert result.path == begun
     assert result.record.complete
-    assert train_students(config, cache, home=world.home).path != begun  # a new run begins as a slice
+    assert (
+        train_students(config, cache, session=Session(world.home)).path != begun
+    )  # a new run begins as a slice
 
 
 def test_a_run_that_began_as_a_slice_goes_on_without_the_teacher(world: World, cache: Path) -> None:
     config = settings(arch=ONE, steps=12, checkpoint_steps=4)
-    whole = train_students(config, cache, out=world.root / "whole", home=world.home)
+    whole = train_students(config, cache, out=world.root / "whole", session=Session(world.home))
     with pytest.raises(InterruptedRunError):
-        train_students(config, cache, out=world.root / "cut", home=world.home, should_stop=stop_after(7))
+        train_students(
+            config, cache, out=world.root / "cut", session=Session(world.home, should_stop=stop_after(7))
+        )
     shutil.rmtree(world.teacher)
     shutil.rmtree(world.home / "slices")
-    resumed = train_students(config, cache, out=world.root / "cut", home=world.home)
+    resumed = train_students(config, cache, out=world.root / "cut", session=Session(world.home))
     assert_same(weights(whole)["2x16"], weights(resumed)["2x16"])
-    again = train_students(config, cache, out=world.root / "whole", home=world.home)
+    again = train_students(config, cache, out=world.root / "whole", session=Session(world.home))
     assert again.record == whole.record
 
 
@@ -260,7 +265,7 @@ def test_weights_kept_in_a_cache_replace_the_teacher(world: World) -> None:
 def test_kept_weights_travel_with_a_cache(world: World, store: str) -> None:
     whole = world.dump(codec="dense", keep_weights=True).path / TEACHER_WEIGHTS
     pulled = world.root / "pulled"
-    pull(pushed(world, store), pulled, progress=Silent(), should_stop=never_stop)
+    pull(pushed(world, store), pulled, session=Session())
     assert (pulled / TEACHER_WEIGHTS).read_bytes() == whole.read_bytes()
     assert "weights of the teacher" in (pulled / "README.md").read_text()
     shutil.rmtree(world.teacher)
@@ -307,7 +312,7 @@ def test_a_cache_store_is_no_reason_to_leave_out_weights(world: World, store: st
     world.dump()
     pushed(world, store)
     config = world.config(keep_weights=True)
-    result = dump_cache(config, out=world.root / "again", home=world.home, cache_store=store)
+    result = dump_cache(config, out=world.root / "again", cache_store=store, session=Session(world.home))
     assert (result.path / TEACHER_WEIGHTS).is_file()
     assert TEACHER_WEIGHTS in open_cache(result.path).manifest.files
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from minilm_cache.session import Session
 from minilm_cache.train.loop import LOG_STEPS, TrainingLoop
 from minilm_cache.train.run import train_students
 from minilm_cache.train.trainer import StudentTrainer, replays_graphs
@@ -36,7 +37,7 @@ def test_steps_between_two_looks_at_the_losses_wait_for_nothing(
         monkeypatch.setattr(TrainingLoop, "_step", counting)
         config = settings(steps=60, device=str(device), checkpoint_steps=60, precision="float32")
         with pytest.raises(Enough):
-            train_students(config, cache, out=world.root / "run", home=world.home)
+            train_students(config, cache, out=world.root / "run", session=Session(world.home))
 
     # The first step makes constants that stay on the device.
     assert {step: number for step, number in waits.items() if number and step > 1} == {
@@ -63,7 +64,7 @@ def test_where_graphs_are_replayed_no_student_needs_the_gradients_of_another(
 
     monkeypatch.setattr(StudentTrainer, "learn", learn)
     config = settings(steps=3, accumulate=accumulate)
-    train_students(config, world.root / "cache", out=world.root / "run", home=world.home)
+    train_students(config, world.root / "cache", out=world.root / "run", session=Session(world.home))
 
     assert len(trainers) == 2
     assert any(overwritten) != replays_graphs(config, torch.device("cuda"))
@@ -90,7 +91,7 @@ def test_every_module_of_a_student_drops_out_in_training_alone(
     monkeypatch.setattr(StudentTrainer, "learn", learning)
     monkeypatch.setattr(StudentTrainer, "evaluate", evaluating)
     config = settings(steps=4, eval_steps=2, dropout=dropout)
-    train_students(config, world.root / "cache", out=world.root / "run", home=world.home)
+    train_students(config, world.root / "cache", out=world.root / "run", session=Session(world.home))
 
     assert in_training == {drops}
     assert in_evaluation == {False}

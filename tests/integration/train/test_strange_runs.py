@@ -16,6 +16,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, MiniLMCacheError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.objectives.check import choose_objective
+from minilm_cache.session import Session
 from minilm_cache.train.checkpoint import load_state, load_students
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import MAX_LOG_BYTES, last_logged_step, load_record
@@ -52,7 +53,9 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> World:
     world = World(root, save_teacher(root / "teacher"), write_corpus(root / "corpus.txt"))
     world.dump()
     with pytest.raises(InterruptedRunError):
-        train_students(SETTINGS, root / "cache", out=root / "run", home=world.home, should_stop=stop_after(6))
+        train_students(
+            SETTINGS, root / "cache", out=root / "run", session=Session(world.home, should_stop=stop_after(6))
+        )
     return world
 
 
@@ -64,7 +67,7 @@ def run(begun: World, tmp_path: Path) -> Path:
 
 
 def resume(begun: World, run: Path) -> TrainResult:
-    return train_students(SETTINGS, begun.root / "cache", out=run, home=begun.home)
+    return train_students(SETTINGS, begun.root / "cache", out=run, session=Session(begun.home))
 
 
 def state_of(run: Path) -> Path:
@@ -183,7 +186,10 @@ def test_links_in_a_run_are_not_followed(begun: World, run: Path, part: str) -> 
     config = settings(steps=8, checkpoint_steps=4, eval_steps=4) if part == "best" else SETTINGS
     with pytest.raises(MiniLMCacheError, match="link"):
         train_students(
-            config, begun.root / "cache", out=fresh(run) if part == "best" else run, home=begun.home
+            config,
+            begun.root / "cache",
+            out=fresh(run) if part == "best" else run,
+            session=Session(begun.home),
         )
     assert {str(path): path.read_bytes() for path in outside.rglob("*") if path.is_file()} == before
 
@@ -290,10 +296,12 @@ def trainers_of(begun: World) -> list[StudentTrainer]:
 def test_a_complete_run_of_another_request_is_not_shown(begun: World, tmp_path: Path) -> None:
     """Without --init students are slices: a run of random weights is another one, and says so."""
     random_run = SETTINGS.with_changes(init="random")
-    train_students(random_run, begun.root / "cache", out=tmp_path / "run", home=begun.home)
+    train_students(random_run, begun.root / "cache", out=tmp_path / "run", session=Session(begun.home))
     with pytest.raises(IdentityMismatchError, match=r"differs in init.*name the same --init"):
         resume(begun, tmp_path / "run")
-    again = train_students(random_run, begun.root / "cache", out=tmp_path / "run", home=begun.home)
+    again = train_students(
+        random_run, begun.root / "cache", out=tmp_path / "run", session=Session(begun.home)
+    )
     assert again.record.identity.init == "random"
     assert resume(begun, tmp_path / "slice").record.identity.init.startswith("slice-")
 

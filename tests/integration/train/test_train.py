@@ -25,6 +25,7 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.layers import LayerPair
 from minilm_cache.objectives.relations import RelationObjective
+from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.batches import BatchReader
@@ -63,7 +64,7 @@ def stop_after(calls: int) -> Callable[[], bool]:
 def test_training_needs_no_teacher(world: World) -> None:
     cache = world.dump().path
     shutil.rmtree(world.teacher)
-    result = train_students(settings(steps=60), cache, out=world.root / "run", home=world.home)
+    result = train_students(settings(steps=60), cache, out=world.root / "run", session=Session(world.home))
 
     for student in result.record.students:
         assert student.held_out_before is not None
@@ -77,7 +78,7 @@ def test_students_of_every_family_are_huggingface_folders(tmp_path: Path, family
     world.corpus.write_text("ba be bi bo\n\nfa fe fi fo fun fan\n\n" * 20)
     cache = world.dump().path
     result = train_students(
-        settings(arch=("2x16:ff24",), steps=2), cache, out=world.root / "run", home=world.home
+        settings(arch=("2x16:ff24",), steps=2), cache, out=world.root / "run", session=Session(world.home)
     )
     folder = result.student_path("2x16:ff24")
     model, loading = AutoModel.from_pretrained(folder, output_loading_info=True)
@@ -98,7 +99,10 @@ def test_students_of_every_family_are_huggingface_folders(tmp_path: Path, family
 
 def test_a_factorised_student_of_bert_is_an_electra(world: World) -> None:
     result = train_students(
-        settings(arch=("2x16:e8",), steps=2), world.dump().path, out=world.root / "run", home=world.home
+        settings(arch=("2x16:e8",), steps=2),
+        world.dump().path,
+        out=world.root / "run",
+        session=Session(world.home),
     )
     model = AutoModel.from_pretrained(result.student_path("2x16:e8"))
 
@@ -107,7 +111,9 @@ def test_a_factorised_student_of_bert_is_an_electra(world: World) -> None:
 
 
 def test_the_card_says_what_was_distilled_and_what_is_untrained(world: World) -> None:
-    result = train_students(settings(), world.dump().path, out=world.root / "run", home=world.home)
+    result = train_students(
+        settings(), world.dump().path, out=world.root / "run", session=Session(world.home)
+    )
     card = (result.student_path("2x16") / "README.md").read_text()
 
     assert result.record.identity.fingerprint in card
@@ -120,8 +126,12 @@ def test_the_card_says_what_was_distilled_and_what_is_untrained(world: World) ->
 
 def test_what_is_untrained_keeps_its_initial_values(world: World) -> None:
     cache = world.dump().path
-    short = weights(train_students(settings(steps=1), cache, out=world.root / "a", home=world.home))["2x16"]
-    long = weights(train_students(settings(steps=9), cache, out=world.root / "b", home=world.home))["2x16"]
+    short = weights(
+        train_students(settings(steps=1), cache, out=world.root / "a", session=Session(world.home))
+    )["2x16"]
+    long = weights(
+        train_students(settings(steps=9), cache, out=world.root / "b", session=Session(world.home))
+    )["2x16"]
     changed = {name for name in short if not torch.equal(short[name], long[name])}
 
     assert "encoder.layer.1.attention.self.value.weight" in changed
@@ -131,10 +141,10 @@ def test_what_is_untrained_keeps_its_initial_values(world: World) -> None:
 
 def test_training_is_reproducible_and_students_do_not_mind_company(world: World) -> None:
     cache = world.dump().path
-    both = weights(train_students(settings(), cache, out=world.root / "both", home=world.home))
-    again = weights(train_students(settings(), cache, out=world.root / "again", home=world.home))
+    both = weights(train_students(settings(), cache, out=world.root / "both", session=Session(world.home)))
+    again = weights(train_students(settings(), cache, out=world.root / "again", session=Session(world.home)))
     alone = weights(
-        train_students(settings(arch=("1x32",)), cache, out=world.root / "alone", home=world.home)
+        train_students(settings(arch=("1x32",)), cache, out=world.root / "alone", session=Session(world.home))
     )
 
     assert_same(both["2x16"], again["2x16"])
@@ -145,12 +155,15 @@ def test_training_is_reproducible_and_students_do_not_mind_company(world: World)
 def test_a_resumed_run_equals_an_uninterrupted_one(world: World, calls: int) -> None:
     cache = world.dump().path
     config = settings(checkpoint_steps=4)
-    whole = weights(train_students(config, cache, out=world.root / "whole", home=world.home))
+    whole = weights(train_students(config, cache, out=world.root / "whole", session=Session(world.home)))
     with pytest.raises(InterruptedRunError, match=f"the state after step {calls} of 12 is kept"):
         train_students(
-            config, cache, out=world.root / "parts", home=world.home, should_stop=stop_after(calls)
+            config,
+            cache,
+            out=world.root / "parts",
+            session=Session(world.home, should_stop=stop_after(calls)),
         )
-    resumed = train_students(config, cache, out=world.root / "parts", home=world.home)
+    resumed = train_students(config, cache, out=world.root / "parts", session=Session(world.home))
 
     for arch, found in weights(resumed).items():
         assert_same(found, whole[arch])
@@ -162,8 +175,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(world: World, calls: int) -> 
 
 def test_a_finished_run_has_nothing_left_to_do(world: World) -> None:
     cache = world.dump().path
-    first = train_students(settings(), cache, out=None, home=world.home)
-    second = train_students(settings(), cache, out=None, home=world.home)
+    first = train_students(settings(), cache, out=None, session=Session(world.home))
+    second = train_students(settings(), cache, out=None, session=Session(world.home))
 
     assert second.tokens_per_s is None
     assert second.record == first.record
@@ -173,42 +186,47 @@ def test_a_finished_run_has_nothing_left_to_do(world: World) -> None:
 
 def test_another_runs_folder_is_refused(world: World) -> None:
     cache = world.dump().path
-    train_students(settings(), cache, out=world.root / "run", home=world.home)
+    train_students(settings(), cache, out=world.root / "run", session=Session(world.home))
     with pytest.raises(IdentityMismatchError, match=r"differs in lr \(0\.005 there, 0\.001 asked\)"):
-        train_students(settings(lr=1e-3), cache, out=world.root / "run", home=world.home)
+        train_students(settings(lr=1e-3), cache, out=world.root / "run", session=Session(world.home))
     with pytest.raises(IdentityMismatchError, match="exists"):
-        train_students(settings(), cache, out=world.root / "run", home=world.home, resume=False)
+        train_students(settings(), cache, out=world.root / "run", resume=False, session=Session(world.home))
     with pytest.raises(IdentityMismatchError, match="holds no run"):
-        train_students(settings(), cache, out=world.teacher, home=world.home)
+        train_students(settings(), cache, out=world.teacher, session=Session(world.home))
 
 
 def test_a_student_that_diverges_is_an_error_that_names_it(world: World) -> None:
     with pytest.raises(DivergedError, match=r"student 2x16 diverged: .* lower --lr than 1e\+30"):
         train_students(
-            settings(lr=1e30, arch=("2x16",)), world.dump().path, out=world.root / "run", home=world.home
+            settings(lr=1e30, arch=("2x16",)),
+            world.dump().path,
+            out=world.root / "run",
+            session=Session(world.home),
         )
 
 
 def test_an_unfinished_cache_is_refused(world: World) -> None:
     world.dump(world_size=2)
     with pytest.raises(CacheIncompleteError, match=r"shards are committed\. Finish it"):
-        train_students(settings(), world.root / "cache", out=world.root / "run", home=world.home)
+        train_students(settings(), world.root / "cache", out=world.root / "run", session=Session(world.home))
 
 
 def test_a_damaged_checkpoint_is_an_error_that_names_it(world: World) -> None:
     cache = world.dump().path
     with pytest.raises(InterruptedRunError):
-        train_students(settings(), cache, out=world.root / "run", home=world.home, should_stop=stop_after(3))
+        train_students(
+            settings(), cache, out=world.root / "run", session=Session(world.home, should_stop=stop_after(3))
+        )
     (checkpoint,) = (world.root / "run/checkpoints").iterdir()
     (checkpoint / "2x16.safetensors").write_bytes(b"nonsense")
     with pytest.raises(IdentityMismatchError, match=r"2x16\.safetensors cannot be used"):
-        train_students(settings(), cache, out=world.root / "run", home=world.home)
+        train_students(settings(), cache, out=world.root / "run", session=Session(world.home))
 
 
 def test_epochs_are_passes_over_the_training_sequences(world: World) -> None:
     cache = world.dump()
     result = train_students(
-        settings(steps=None, epochs=2, arch=("1x32",)), cache.path, out=None, home=world.home
+        settings(steps=None, epochs=2, arch=("1x32",)), cache.path, out=None, session=Session(world.home)
     )
 
     assert result.record.identity.steps == -(-2 * cache.manifest.num_train // 4)
@@ -218,7 +236,7 @@ def test_epochs_are_passes_over_the_training_sequences(world: World) -> None:
 def test_a_cache_of_one_sequence_has_nothing_held_out_and_says_so(world: World) -> None:
     world.corpus.write_text("ba be bi bo bu ban\n")
     result = train_students(
-        settings(arch=("1x32",)), world.dump().path, out=world.root / "run", home=world.home
+        settings(arch=("1x32",)), world.dump().path, out=world.root / "run", session=Session(world.home)
     )
 
     assert result.record.students[0].held_out_after is None
@@ -245,7 +263,7 @@ def test_shapes_that_cannot_be_are_refused(
             settings(**changes),
             shared_world.root / "cache",
             out=shared_world.root / "no",
-            home=shared_world.home,
+            session=Session(shared_world.home),
         )
 
     assert message in str(caught.value)

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from minilm_cache.errors import DivergedError, InterruptedRunError, StorageError
+from minilm_cache.session import Session
 from minilm_cache.train.run import train_students
 from minilm_cache.train.trainer import StudentTrainer
 from tests.conftest import Command
@@ -70,7 +71,10 @@ def test_a_student_that_diverged_stays_stopped_after_an_interruption(
     spoil(monkeypatch, ("2x16",), at=5)
     with pytest.raises(InterruptedRunError):
         train_students(
-            settings(steps=30), cache, out=world.root / "run", home=world.home, should_stop=stop_after(17)
+            settings(steps=30),
+            cache,
+            out=world.root / "run",
+            session=Session(world.home, should_stop=stop_after(17)),
         )
     monkeypatch.undo()
     result = go(world, steps=30)
@@ -124,7 +128,10 @@ def test_a_state_that_is_there_is_not_written_again(world: World) -> None:
     for calls in (5, 0, 0):
         with pytest.raises(InterruptedRunError):
             train_students(
-                settings(), cache, out=world.root / "run", home=world.home, should_stop=stop_after(calls)
+                settings(),
+                cache,
+                out=world.root / "run",
+                session=Session(world.home, should_stop=stop_after(calls)),
             )
         (state,) = (world.root / "run/checkpoints").iterdir()
         inodes.append((state.name, state.stat().st_ino, (state / "state.json").stat().st_ino))
@@ -135,7 +142,10 @@ def test_a_line_of_the_log_that_a_kill_cut_short_is_dropped(world: World) -> Non
     cache = world.dump().path
     with pytest.raises(InterruptedRunError):
         train_students(
-            settings(steps=40), cache, out=world.root / "run", home=world.home, should_stop=stop_after(25)
+            settings(steps=40),
+            cache,
+            out=world.root / "run",
+            session=Session(world.home, should_stop=stop_after(25)),
         )
     log = world.root / "run/log.jsonl"
     log.write_text(log.read_text() + '{"step": 12, "lr": 0.1, "students": {"a": {"loss": 1}')
@@ -148,10 +158,10 @@ def test_two_runs_do_not_share_a_folder(world: World) -> None:
 
     def second() -> bool:
         with pytest.raises(StorageError, match="another process trains in"):
-            train_students(settings(), cache, out=world.root / "run", home=world.home)
+            train_students(settings(), cache, out=world.root / "run", session=Session(world.home))
         return False
 
-    train_students(settings(), cache, out=world.root / "run", home=world.home, should_stop=second)
+    train_students(settings(), cache, out=world.root / "run", session=Session(world.home, should_stop=second))
     assert not list((world.root / "run").glob(".*"))
 
 

@@ -17,6 +17,7 @@ from minilm_cache.models import cpu
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.objectives.batch import UNITS
 from minilm_cache.objectives.check import choose_objective
+from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.checkpoint import RunState, load_state
@@ -41,7 +42,9 @@ NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropo
 
 def go(world: World, name: str = "run", **changes: Any) -> TrainResult:
     """Train on the world's cache."""
-    return train_students(settings(**changes), world.root / "cache", out=world.root / name, home=world.home)
+    return train_students(
+        settings(**changes), world.root / "cache", out=world.root / name, session=Session(world.home)
+    )
 
 
 def lines(result: TrainResult, kind: str) -> list[dict[str, Any]]:
@@ -99,9 +102,11 @@ def test_a_resumed_run_finds_its_best_weights_again(world: World) -> None:
     cache = world.dump().path
     options = settings(steps=40, lr=0.3, warmup=0.0, eval_steps=8)
     with pytest.raises(InterruptedRunError):
-        train_students(options, cache, out=world.root / "run", home=world.home, should_stop=stop_after(27))
-    resumed = train_students(options, cache, out=world.root / "run", home=world.home)
-    whole = train_students(options, cache, out=world.root / "whole", home=world.home)
+        train_students(
+            options, cache, out=world.root / "run", session=Session(world.home, should_stop=stop_after(27))
+        )
+    resumed = train_students(options, cache, out=world.root / "run", session=Session(world.home))
+    whole = train_students(options, cache, out=world.root / "whole", session=Session(world.home))
     assert resumed.record.students == whole.record.students
     for arch, expected in weights(whole).items():
         assert_same(weights(resumed)[arch], expected)
@@ -122,7 +127,9 @@ def test_a_run_that_is_over_goes_on_with_more_steps(world: World) -> None:
     def stopped(name: str, steps: int) -> None:
         cache, out = world.root / "cache", world.root / name
         with pytest.raises(InterruptedRunError):
-            train_students(settings(steps=40), cache, out=out, home=world.home, should_stop=stop_after(steps))
+            train_students(
+                settings(steps=40), cache, out=out, session=Session(world.home, should_stop=stop_after(steps))
+            )
 
     first = go(world, steps=20)
     stopped("run", 5)
@@ -257,10 +264,14 @@ def test_a_cpu_with_instructions_for_bfloat16_says_what_they_are_worth(
             progress = Recorder()
             changes = settings(steps=1, precision=precision)
             out = tmp_path / f"run-{number}-{precision}"
-            train_students(changes, world.root / "cache", out=out, home=world.home, progress=progress)
+            train_students(
+                changes, world.root / "cache", out=out, session=Session(world.home, progress=progress)
+            )
             notes[flags, precision] = hint in progress.notes
             again = Recorder()  # a run that is there keeps its precision
-            train_students(changes, world.root / "cache", out=out, home=world.home, progress=again)
+            train_students(
+                changes, world.root / "cache", out=out, session=Session(world.home, progress=again)
+            )
             assert hint not in again.notes
     assert [key for key, is_said in notes.items() if is_said] == [
         ("avx512f avx512_bf16 fpu", None),
@@ -405,7 +416,9 @@ def test_the_parts_of_a_step_are_the_same_whoever_does_them(
 def test_records_of_the_first_releases_stay_as_they_were(shared_world: World, tmp_path: Path) -> None:
     """What came later is left out where it says nothing, so old runs keep their names and go on."""
     config = settings(arch=("1x16",), steps=2)
-    result = train_students(config, shared_world.root / "cache", out=tmp_path / "run", home=tmp_path)
+    result = train_students(
+        config, shared_world.root / "cache", out=tmp_path / "run", session=Session(tmp_path)
+    )
     identity = json.loads((tmp_path / "run/run.json").read_text())["identity"]
 
     assert identity.keys().isdisjoint({"form", "dealing", "patience", "temperature", "ground_truth"})

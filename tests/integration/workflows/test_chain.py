@@ -12,7 +12,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.cli.main import run
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import InterruptedRunError
-from minilm_cache.progress import ShouldStop
+from minilm_cache.session import Session, ShouldStop
 from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.record import load_record
@@ -93,7 +93,7 @@ def content(folder: Path) -> dict[str, bytes]:
 @pytest.mark.figures
 def test_a_chain_is_ordinary_caches_and_runs_with_shared_tokens(world: World, command: Command) -> None:
     folder = world.root / "chain"
-    record = run_chain(chain_config(world), folder, home=world.home).record
+    record = run_chain(chain_config(world), folder, session=Session(world.home)).record
     first, second = (folder / path for path in record.caches)
 
     assert [one.way for one in record.students] == ["assistant", *["via assistants"] * 2, *["direct"] * 2]
@@ -111,13 +111,13 @@ def test_a_damaged_shared_file_is_mended_in_one_cache_without_touching_the_other
     world: World, command: Command
 ) -> None:
     folder = world.root / "chain"
-    record = run_chain(chain_config(world, compare_direct=False), folder, home=world.home).record
+    record = run_chain(chain_config(world, compare_direct=False), folder, session=Session(world.home)).record
     first, second = (folder / path for path in record.caches)
     before = content(folder)
     file = second / "tokens/c/0"
     file.write_bytes(b"\0" * file.stat().st_size)  # one file: both caches have the damage
     assert command("verify", first, "--full")[0] == 3
-    run_chain(chain_config(world, compare_direct=False), folder, home=world.home)
+    run_chain(chain_config(world, compare_direct=False), folder, session=Session(world.home))
 
     assert content(folder) == before
     for cache in (first, second):
@@ -127,7 +127,7 @@ def test_a_damaged_shared_file_is_mended_in_one_cache_without_touching_the_other
 def test_students_are_compared_with_the_teacher_not_with_the_assistant(world: World) -> None:
     """Direct students learn from the teacher's own cache, so both ways of looking at them must agree."""
     folder = world.root / "chain"
-    record = run_chain(chain_config(world, codec="dense"), folder, home=world.home).record
+    record = run_chain(chain_config(world, codec="dense"), folder, session=Session(world.home)).record
     direct = json.loads((folder / record.runs[-1] / "run.json").read_text())["students"]
     via = json.loads((folder / record.runs[-2] / "run.json").read_text())["students"]
     found = {(one.way, one.arch): one.held_out_kl or {} for one in record.students}
@@ -141,12 +141,12 @@ def test_students_are_compared_with_the_teacher_not_with_the_assistant(world: Wo
 
 def test_a_chain_stopped_at_any_stage_goes_on_to_the_same_end(world: World) -> None:
     config = chain_config(world)
-    run_chain(config, world.root / "whole", home=world.home)
+    run_chain(config, world.root / "whole", session=Session(world.home))
     stopped_in = set()
     done = False
     while not done:
         try:
-            run_chain(config, world.root / "chain", home=world.home, should_stop=after(9))
+            run_chain(config, world.root / "chain", session=Session(world.home, should_stop=after(9)))
             done = True
         except InterruptedRunError as error:
             stopped_in.add(str(error).partition(world.root.name)[2].split("/")[3].split(".")[0])
@@ -156,7 +156,7 @@ def test_a_chain_stopped_at_any_stage_goes_on_to_the_same_end(world: World) -> N
 
 
 def test_a_chain_killed_twice_goes_on_to_the_same_end(world: World) -> None:
-    run_chain(chain_config(world), world.root / "whole", home=world.home)
+    run_chain(chain_config(world), world.root / "whole", session=Session(world.home))
     words = arguments(world, "--compare-direct")
     folder = world.root / "chain"
     for moment in ("runs/1-2x32/log.jsonl", "runs/students-1x16_1x32/run.json"):
@@ -251,7 +251,7 @@ def test_a_moved_chain_goes_on(chained: World, command: Command) -> None:
 
 
 def test_a_pulled_cache_is_complete_whatever_its_shards(world: World, command: Command) -> None:
-    dump_cache(world.config(shard_tokens=512), out=world.root / "cache", home=world.home)
+    dump_cache(world.config(shard_tokens=512), out=world.root / "cache", session=Session(world.home))
     store = world.root / "store"
     command("push", world.root / "cache", store)
     for _ in range(2):
@@ -264,7 +264,7 @@ def test_a_pulled_cache_is_complete_whatever_its_shards(world: World, command: C
 def test_the_layer_that_students_learn_from_is_the_one_they_are_compared_with(world: World) -> None:
     config = chain_config(world, codec="vectors", max_kl=0.01, layers="0,2")
     config = config.model_copy(update={"train": config.train.model_copy(update={"teacher_layer": 0})})
-    record = run_chain(config, world.root / "chain", home=world.home).record
+    record = run_chain(config, world.root / "chain", session=Session(world.home)).record
     (direct,) = (world.root / "chain/runs").glob("direct-*/run.json")
     found = {one.arch: one.held_out_kl for one in record.students if one.way == "direct"}
 
@@ -275,11 +275,11 @@ def test_the_layer_that_students_learn_from_is_the_one_they_are_compared_with(wo
 
 def test_repairs_leave_nothing_behind(world: World) -> None:
     config = chain_config(world, compare_direct=False)
-    run_chain(config, world.root / "chain", home=world.home)
+    run_chain(config, world.root / "chain", session=Session(world.home))
     damaged = [file for file in world.root.glob("chain/caches/1-2x32/relations/**/0") if file.is_file()]
     for file in damaged:
         file.write_bytes(b"")
-    run_chain(config, world.root / "chain", home=world.home)
+    run_chain(config, world.root / "chain", session=Session(world.home))
     assert damaged
     assert list((world.root / "chain").rglob("*.partial")) == []
 
@@ -340,7 +340,7 @@ def test_a_chain_may_be_given_more_hours(world: World, command: Command) -> None
 
 def test_assistants_are_cut_from_the_teacher_and_students_from_assistants(world: World) -> None:
     folder = world.root / "chain"
-    run_chain(chain_config(world), folder, home=world.home)
+    run_chain(chain_config(world), folder, session=Session(world.home))
     names = ("1-2x32", "students-1x16_1x32", "direct-1x16_1x32")
     records = [load_record(folder / "runs" / name) for name in names]
     begun = [record.students[0].begun_with for record in records]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from minilm_cache.session import Session
 from minilm_cache.workflows.chain import run_chain
 from tests.conftest import Command
 from tests.integration.workflows.test_chain import arguments, chain_config, content
@@ -20,7 +21,7 @@ def test_processes_of_torchrun_run_a_chain_together(world: World) -> None:
     record = json.loads(out)
     config = chain_config(world)
     config = config.with_changes(train=config.train.with_changes(accumulate=2, streams=2))  # as two ranks do
-    expected = run_chain(config, world.root / "alone", home=world.home).record
+    expected = run_chain(config, world.root / "alone", session=Session(world.home)).record
 
     assert record["gains"].keys() == expected.gains.keys()
     ranks = {

@@ -14,7 +14,7 @@ from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.engines.ray_cluster import RayCluster
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
 from minilm_cache.models.load import load_tokenizer
-from minilm_cache.progress import Silent
+from minilm_cache.session import Session
 from minilm_cache.workflows.chain import run_chain
 from minilm_cache.workflows.study import run_study
 from minilm_cache.workflows.study_spec import read_study
@@ -35,8 +35,8 @@ def cluster() -> Iterator[RayCluster]:
 
 def test_a_study_on_ray_is_the_study_without_it(world: World, cluster: RayCluster) -> None:
     study = read_study(document(world))
-    alone = run_study(study, world.root / "alone", home=world.home)
-    together = run_study(study, world.root / "together", home=world.home, cluster=cluster)
+    alone = run_study(study, world.root / "alone", session=Session(world.home))
+    together = run_study(study, world.root / "together", cluster=cluster, session=Session(world.home))
 
     assert timeless(together.students.to_pylist()) == timeless(alone.students.to_pylist())
     for file in (world.root / "alone").rglob("model.safetensors"):
@@ -48,9 +48,11 @@ def test_a_study_on_ray_is_the_study_without_it(world: World, cluster: RayCluste
 def test_a_study_on_ray_goes_on_where_it_was_stopped(world: World, cluster: RayCluster) -> None:
     study, folder = read_study(document(world)), world.root / "study"
     with pytest.raises(InterruptedRunError, match=r"of 7 jobs to do: what is complete"):
-        run_study(study, folder, home=world.home, cluster=cluster, should_stop=(folder / "runs").exists)
-    result = run_study(study, folder, home=world.home, cluster=cluster)
-    expected = run_study(study, world.root / "alone", home=world.home)
+        run_study(
+            study, folder, cluster=cluster, session=Session(world.home, should_stop=(folder / "runs").exists)
+        )
+    result = run_study(study, folder, cluster=cluster, session=Session(world.home))
+    expected = run_study(study, world.root / "alone", session=Session(world.home))
 
     rows = [timeless(study.students.to_pylist()) for study in (result, expected)]
     for row in (*rows[0], *rows[1]):
@@ -68,7 +70,7 @@ def test_what_is_cancelled_holds_no_lock_afterwards(tmp_path: Path, cluster: Ray
 
     with pytest.raises(InterruptedRunError, match="1 of 1"):
         cluster.results(
-            [cluster.submit(hold)], Silent(), should_stop=held.exists, interrupted="{} of 1 call to do"
+            [cluster.submit(hold)], Session(should_stop=held.exists), interrupted="{} of 1 call to do"
         )
     with FileLock(lock, timeout=0):
         assert held.exists()
@@ -76,8 +78,8 @@ def test_what_is_cancelled_holds_no_lock_afterwards(tmp_path: Path, cluster: Ray
 
 def test_a_chain_on_ray_is_the_chain_without_it(world: World, cluster: RayCluster) -> None:
     config = chain_config(world)
-    alone = run_chain(config, world.root / "alone", home=world.home)
-    together = run_chain(config, world.root / "together", home=world.home, cluster=cluster)
+    alone = run_chain(config, world.root / "alone", session=Session(world.home))
+    together = run_chain(config, world.root / "together", cluster=cluster, session=Session(world.home))
 
     assert together.record == alone.record
     assert content(together.path) == content(alone.path)
@@ -87,8 +89,8 @@ def test_text_is_tokenised_on_ray(world: World, cluster: RayCluster, monkeypatch
     del cluster  # Ray's pool takes the cluster that this process has joined
     monkeypatch.setattr(tokenising, "_PART_BYTES", 1000)
     corpus, tokenizer = load_corpus(str(world.corpus)), load_tokenizer(world.teacher)
-    alone = tokenise(corpus, tokenizer, home=world.root / "alone")
-    together = tokenise(corpus, tokenizer, home=world.root / "together", engine="ray")
+    alone = tokenise(corpus, tokenizer, session=Session(world.root / "alone"))
+    together = tokenise(corpus, tokenizer, engine="ray", session=Session(world.root / "together"))
 
     assert len(together.record.parts) > 2
     assert together.record == alone.record
@@ -99,7 +101,10 @@ def test_an_error_on_ray_is_the_error_itself(world: World, cluster: RayCluster) 
     world.corpus.unlink()
     with pytest.raises(CorpusError, match="does not exist"):
         run_study(
-            read_study(world.root / "shapes.yaml"), world.root / "study", home=world.home, cluster=cluster
+            read_study(world.root / "shapes.yaml"),
+            world.root / "study",
+            cluster=cluster,
+            session=Session(world.home),
         )
 
 

@@ -16,7 +16,7 @@ from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.size import model_size
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session, Silent
 from minilm_cache.settings import validated
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import CostConfig
@@ -53,7 +53,7 @@ def test_a_plan_is_what_the_dumps_then_are(world: World, command: Command) -> No
 def test_an_interrupted_plan_keeps_nothing_and_says_so(world: World) -> None:
     config = world.config(codec="vectors")
     with pytest.raises(InterruptedRunError, match="interrupted: a plan keeps nothing"):
-        plan([config], 1024, progress=Silent(), should_stop=lambda: True)
+        plan([config], 1024, session=Session(should_stop=lambda: True))
 
 
 def test_compiling_takes_as_long_for_a_sample_as_for_the_corpus(
@@ -65,7 +65,7 @@ def test_compiling_takes_as_long_for_a_sample_as_for_the_corpus(
     clock, manifest = TaskClock(Silent()), world.dump(codec="dense").manifest
     clock.seconds["measure fidelity"] = 3.0
     teacher = Teacher(locate_teacher(str(world.teacher)), torch.device("cpu"))
-    sequences = _load_sequences(config, teacher, progress=Silent(), should_stop=never_stop)
+    sequences = _load_sequences(config, teacher, session=Session())
     before = _fixed_s(manifest, clock, sequences)
     clock.seconds[COMPILE] = 1.0
 

@@ -9,7 +9,7 @@ import ray
 
 from minilm_cache.engines.ray_cluster import RayCluster
 from minilm_cache.errors import InvalidConfigError, StorageError
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +29,7 @@ def process_and_gpus() -> tuple[int, str]:
 
 
 def results(cluster: RayCluster, tasks: list[object]) -> list[tuple[int, str]]:
-    return cluster.results(tasks, Silent(), should_stop=never_stop, interrupted="{}")
+    return cluster.results(tasks, Session(), interrupted="{}")
 
 
 def test_a_task_has_a_gpu_and_a_worker_of_its_own() -> None:

@@ -15,6 +15,7 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import DivergedError, InterruptedRunError
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.tables import curves_table, students_table, summary_table
+from minilm_cache.session import Session
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.workflows.chain_plan import chain_folder
@@ -92,11 +93,11 @@ def test_a_study_is_one_table_and_one_page(world: World, command: Command) -> No
 
 def test_shapes_of_one_cache_and_seed_went_through_one_pass(world: World) -> None:
     study = read_study(document(world))
-    result = run_study(study, world.root / "study", home=world.home)
+    result = run_study(study, world.root / "study", session=Session(world.home))
     rows = result.students.to_pylist()
     alone = TrainConfig(arch=("1x16",), steps=6, batch_size=4, seed=0, checkpoint_steps=3, device="cpu")
     path = world.root / "alone"
-    train_students(alone, world.root / "study/caches/sampled", out=path, home=world.home)
+    train_students(alone, world.root / "study/caches/sampled", out=path, session=Session(world.home))
     (one,) = students_table([TrainedRun.open(path)]).to_pylist()
 
     both = [row for row in rows if (row["cache"], row["seed"]) == ("sampled", 0)]
@@ -110,12 +111,12 @@ def test_shapes_of_one_cache_and_seed_went_through_one_pass(world: World) -> Non
 
 def test_a_study_stopped_anywhere_goes_on_to_the_same_table(world: World) -> None:
     study = read_study(document(world))
-    whole = run_study(study, world.root / "whole", home=world.home)
+    whole = run_study(study, world.root / "whole", session=Session(world.home))
     stops = 0
     while True:
         try:
             parts = run_study(
-                study, world.root / "parts", home=world.home, should_stop=after(15 * (stops + 1))
+                study, world.root / "parts", session=Session(world.home, should_stop=after(15 * (stops + 1)))
             )
             break
         except InterruptedRunError:
@@ -153,7 +154,7 @@ def test_objectives_may_have_their_own_relation_heads(world: World) -> None:
     caches = " {coded: {codec: vectors, max_kl: 0.05}}"
     objective = " [minilmv2, {objective: minilmv2, relation_heads: 8}]"
     study = read_study(document(world, caches=caches, objective=objective, seed=" [0]"))
-    result = run_study(study, world.root / "study", home=world.home)
+    result = run_study(study, world.root / "study", session=Session(world.home))
 
     names = [one.name.rpartition("-")[0] for one in study.passes]
     assert names == ["coded-minilmv2-s0", "coded-minilmv2-h8-s0"]
@@ -163,7 +164,7 @@ def test_objectives_may_have_their_own_relation_heads(world: World) -> None:
 def test_tables_are_arrow_tables_for_notebooks(world: World) -> None:
     world.dump()
     config = TrainConfig(arch=("1x16", "1x16:s3"), steps=20, batch_size=4, eval_steps=10, device="cpu")
-    train_students(config, world.root / "cache", out=world.root / "run", home=world.home)
+    train_students(config, world.root / "cache", out=world.root / "run", session=Session(world.home))
     run = TrainedRun.open(world.root / "run")
     curves = curves_table(run).to_pylist()
     students = students_table([run])
@@ -208,9 +209,9 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(world: World, c
 
 
 def test_a_study_may_grow(world: World) -> None:
-    run_study(read_study(document(world, seed=" [0]")), world.root / "study", home=world.home)
+    run_study(read_study(document(world, seed=" [0]")), world.root / "study", session=Session(world.home))
     grown = read_study(document(world, seed=" [0]", arch=" [1x16, 1x32, 1x48]"))
-    assert len(run_study(grown, world.root / "study", home=world.home).summary) == 6
+    assert len(run_study(grown, world.root / "study", session=Session(world.home)).summary) == 6
 
 
 def test_a_pass_whose_students_diverge_is_left_out(
@@ -374,7 +375,7 @@ def test_what_students_begin_with_is_an_axis(world: World) -> None:
         "a-minilm-slice-s0",
         "a-minilm-teacher-layers-s0",
     ]
-    result = run_study(study, world.root / "study", home=world.home)
+    result = run_study(study, world.root / "study", session=Session(world.home))
     assert result.summary["init"].to_pylist() == ["random", "slice", "teacher-layers"]
     assert "teacher-layers" in result.report.read_text()
 

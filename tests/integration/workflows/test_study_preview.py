@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from minilm_cache.errors import InterruptedRunError
+from minilm_cache.session import Session
 from minilm_cache.workflows.study import run_study
 from minilm_cache.workflows.study_spec import read_study
 from tests.conftest import Command
@@ -31,7 +32,7 @@ def test_a_preview_knows_what_is_there(world: World, command: Command) -> None:
         return any((folder / "runs").glob("*/students/*/config.json"))
 
     with pytest.raises(InterruptedRunError):
-        run_study(read_study(shapes), folder, home=world.home, should_stop=stop)
+        run_study(read_study(shapes), folder, session=Session(world.home, should_stop=stop))
     preview = json.loads(command("study", shapes, "--dry-run", "--json")[1])
 
     assert preview["caches"] == {"sampled": "complete", "coded": "complete"}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError, StorageError
-from minilm_cache.progress import never_stop
+from minilm_cache.session import Session
 from minilm_cache.store.creation import creating, differing_fields, differing_values, prepare_root
 from minilm_cache.store.layout import CREATE_LOCK
 from minilm_cache.store.reader import read_manifest
@@ -33,7 +33,7 @@ def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path: Path, name
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(IdentityMismatchError):
         prepare_root(tmp_path)
-    with pytest.raises(IdentityMismatchError), creating(tmp_path, Recorder(), never_stop):
+    with pytest.raises(IdentityMismatchError), creating(tmp_path, Session()):
         pass
 
     assert sorted(tmp_path.rglob("*")) == before
@@ -49,7 +49,7 @@ def test_locks_in_a_linked_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/locks").symlink_to(tmp_path / "outside")
-    with pytest.raises(CacheCorruptError), creating(tmp_path / "cache", Recorder(), never_stop):
+    with pytest.raises(CacheCorruptError), creating(tmp_path / "cache", Session()):
         pass
 
     assert list((tmp_path / "outside").iterdir()) == []
@@ -57,7 +57,7 @@ def test_locks_in_a_linked_folder_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_in_place_of_the_folder_is_the_file_systems_refusal(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError), creating(tmp_path / "file/cache", Recorder(), never_stop):
+    with pytest.raises(StorageError), creating(tmp_path / "file/cache", Session()):
         pass
 
 
@@ -66,7 +66,7 @@ def test_the_right_to_create_is_held_by_one_and_given_back(tmp_path: Path, fails
     other, progress = FileLock(tmp_path / CREATE_LOCK), Recorder()
 
     def hold() -> None:
-        with creating(tmp_path, progress, never_stop):
+        with creating(tmp_path, Session(progress=progress)):
             with pytest.raises(Timeout):
                 other.acquire(timeout=0)
             if fails:
@@ -91,7 +91,10 @@ def test_who_waits_for_the_right_to_create_is_told_and_can_give_up(
     with FileLock(root / CREATE_LOCK):
         acquire = FileLock.acquire
         monkeypatch.setattr(FileLock, "acquire", lambda self, timeout: acquire(self, timeout=0))
-        with pytest.raises(InterruptedRunError), creating(root, progress, lambda: True):
+        with (
+            pytest.raises(InterruptedRunError),
+            creating(root, Session(progress=progress, should_stop=lambda: True)),
+        ):
             pytest.fail("entered while another process creates the cache")
 
     assert len(progress.notes) == 1

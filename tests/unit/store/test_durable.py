@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError, InterruptedRunError, InvalidConfigError, StorageError
-from minilm_cache.progress import never_stop
+from minilm_cache.session import never_stop
 from minilm_cache.store.durable import (
     create_file,
     is_vacant,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, ShardBusyError
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session
 from minilm_cache.store.layout import commit_path, shard_files
 from minilm_cache.store.merge import Merged, merge
 from minilm_cache.store.reader import read_manifest
@@ -24,7 +24,7 @@ def part_of(complete: Path, folder: Path, shards: Collection[int]) -> Path:
 
 
 def join(parts: list[Path], out: Path) -> Merged:
-    return merge(parts, out, progress=Silent(), should_stop=never_stop)
+    return merge(parts, out, session=Session())
 
 
 @settings(max_examples=6, deadline=None)
@@ -55,7 +55,7 @@ def test_a_merge_goes_on_with_what_there_is(complete: Path, tmp_path: Path) -> N
     out, progress = tmp_path / "out", Recorder()
     assert join([first], out).shards_copied == 2
     before = (out / "tokens/c/2").stat().st_ino
-    result = merge([second], out, progress=progress, should_stop=never_stop)
+    result = merge([second], out, session=Session(progress=progress))
     sizes = [(complete / path).stat().st_size for path in shard_files(read_manifest(complete), 1)]
 
     assert (result.shards_copied, result.shards_missing) == (1, 3)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
-from minilm_cache.progress import Silent, never_stop
+from minilm_cache.session import Session
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.index import open_shards
 from minilm_cache.store.pull import Fetcher, pull
@@ -23,7 +23,7 @@ def test_a_pulled_cache_is_the_same_to_the_byte_and_nothing_lies_beside_it(
     complete: Path, tmp_path: Path
 ) -> None:
     progress = Recorder()
-    result = pull(str(complete), tmp_path / "out", progress=progress, should_stop=never_stop)
+    result = pull(str(complete), tmp_path / "out", session=Session(progress=progress))
 
     assert files_below(tmp_path / "out") == shared_files(complete)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -39,10 +39,10 @@ def test_a_cache_that_is_damaged_where_it_is_never_appears(cache: Path, tmp_path
     (cache / path).write_bytes(content[:-2] + b"!!")
     out = tmp_path / "out"
     with pytest.raises(CacheCorruptError):
-        pull(str(cache), out, progress=Silent(), should_stop=never_stop)
+        pull(str(cache), out, session=Session())
     assert not out.exists()
     (cache / path).write_bytes(content)
-    pull(str(cache), out, progress=Silent(), should_stop=never_stop)
+    pull(str(cache), out, session=Session())
 
     assert files_below(out) == shared_files(cache)
 
@@ -50,10 +50,10 @@ def test_a_cache_that_is_damaged_where_it_is_never_appears(cache: Path, tmp_path
 def test_an_interrupted_pull_is_no_cache_and_goes_on(complete: Path, tmp_path: Path) -> None:
     asked = iter([False] * 3)  # some of the shards
     with pytest.raises(InterruptedRunError):
-        pull(str(complete), tmp_path / "out", progress=Silent(), should_stop=lambda: next(asked, True))
+        pull(str(complete), tmp_path / "out", session=Session(should_stop=lambda: next(asked, True)))
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.rglob("manifest.json"))
-    result = pull(str(complete), tmp_path / "out", progress=Silent(), should_stop=never_stop)
+    result = pull(str(complete), tmp_path / "out", session=Session())
 
     assert (result.shards_copied, result.shards_kept) == (3, 3)
     assert files_below(tmp_path / "out") == shared_files(complete)
@@ -64,10 +64,10 @@ def test_a_pulled_cache_that_was_damaged_since_is_not_taken_for_whole(
     complete: Path, tmp_path: Path, path: str
 ) -> None:
     out = tmp_path / "out"
-    pull(str(complete), out, progress=Silent(), should_stop=never_stop)
+    pull(str(complete), out, session=Session())
     (out / path).write_bytes(b"!!")
     with pytest.raises(IdentityMismatchError, match="unfinished or damaged"):
-        pull(str(complete), out, progress=Silent(), should_stop=never_stop)
+        pull(str(complete), out, session=Session())
 
 
 def test_a_folder_of_other_things_is_left_alone_and_a_vacant_one_taken(
@@ -78,8 +78,8 @@ def test_a_folder_of_other_things_is_left_alone_and_a_vacant_one_taken(
     (tmp_path / "vacant").mkdir()
     (tmp_path / "vacant/.file.12.partial").touch()
     with pytest.raises(IdentityMismatchError):
-        pull(str(complete), tmp_path / "taken", progress=Silent(), should_stop=never_stop)
-    pull(str(complete), tmp_path / "vacant", progress=Silent(), should_stop=never_stop)
+        pull(str(complete), tmp_path / "taken", session=Session())
+    pull(str(complete), tmp_path / "vacant", session=Session())
 
     assert files_below(tmp_path / "taken") == {"notes.txt": b"mine"}
     assert files_below(tmp_path / "vacant") == shared_files(complete)
@@ -112,7 +112,7 @@ def test_a_file_is_as_long_as_its_array_can_need_or_is_not_asked_for(complete: P
 def test_shards_are_those_of_the_cache_and_are_kept(tmp_path: Path, name: str) -> None:
     cache = Path(shutil.copytree(GOLDEN / name, tmp_path / "cache"))
     reader = CacheReader(cache)
-    ranges = fetcher_into(cache, tmp_path / "out").tables(never_stop)
+    ranges = fetcher_into(cache, tmp_path / "out").tables(Session())
     shards = open_shards(tmp_path / "out", reader.manifest, ranges)
     assert ranges == reader.ranges
     assert dict(shards.items()) == dict(reader.records.items())
@@ -121,7 +121,7 @@ def test_shards_are_those_of_the_cache_and_are_kept(tmp_path: Path, name: str) -
         assert (tmp_path / "out" / path).read_bytes() == (cache / path).read_bytes()
         (cache / path).write_bytes((cache / path).read_bytes()[:-1] + b"?")
         with pytest.raises(CacheCorruptError):
-            fetcher_into(cache, tmp_path / f"again {number}").tables(never_stop)
+            fetcher_into(cache, tmp_path / f"again {number}").tables(Session())
 
 
 def test_a_link_here_is_not_written_through(complete: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, StorageError
-from minilm_cache.progress import never_stop
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import CommitRecord
 from minilm_cache.store.layout import commit_path
 from minilm_cache.store.pull import pull
@@ -34,7 +34,7 @@ def test_the_index_goes_first_and_the_manifest_last(
 
     for method in ("write", "send", "create"):
         monkeypatch.setattr(RemoteFolder, method, recording(getattr(RemoteFolder, method)))
-    result = push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop)
+    result = push(complete, str(tmp_path), session=Session(progress=Recorder()))
 
     assert order[0] == "index/shards.parquet"
     assert order[-1] == "manifest.json"
@@ -43,12 +43,12 @@ def test_the_index_goes_first_and_the_manifest_last(
 
 
 def test_what_is_there_is_not_sent_again_unless_it_has_another_size(complete: Path, tmp_path: Path) -> None:
-    place = Path(push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop).place)
+    place = Path(push(complete, str(tmp_path), session=Session(progress=Recorder())).place)
     (place / "tokens/c/3").write_bytes(b"short")
     (place / "sequences/part-00004.parquet").unlink()
     before = {path: (place / path).stat().st_ino for path in files_below(place)}
     progress = Recorder()
-    result = push(complete, str(tmp_path), progress=progress, should_stop=never_stop)
+    result = push(complete, str(tmp_path), session=Session(progress=progress))
     after = {path: (place / path).stat().st_ino for path in files_below(place)}
     changed = {path for path, inode in after.items() if before.get(path) != inode}
 
@@ -77,16 +77,16 @@ def test_a_push_that_fails_at_any_file_is_no_cache_and_goes_on(
         patch.setattr(RemoteFolder, "write", failing_after(RemoteFolder.write))
         patch.setattr(RemoteFolder, "send", failing_after(RemoteFolder.send))
         with pytest.raises(StorageError):
-            push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop)
+            push(complete, str(tmp_path), session=Session(progress=Recorder()))
     assert not list(tmp_path.rglob("manifest.json"))
-    result = push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop)
+    result = push(complete, str(tmp_path), session=Session(progress=Recorder()))
 
     assert files_below(Path(result.place)) == shared_files(complete)
 
 
 def test_an_interrupted_push_is_no_cache(complete: Path, tmp_path: Path) -> None:
     with pytest.raises(InterruptedRunError):
-        push(complete, str(tmp_path), progress=Recorder(), should_stop=lambda: True)
+        push(complete, str(tmp_path), session=Session(progress=Recorder(), should_stop=lambda: True))
 
     assert list(tmp_path.rglob("index/*")) != []
     assert not list(tmp_path.rglob("manifest.json"))
@@ -95,28 +95,28 @@ def test_an_interrupted_push_is_no_cache(complete: Path, tmp_path: Path) -> None
 def test_a_claim_of_another_dump_is_respected(complete: Path, cache: Path, tmp_path: Path) -> None:
     change_record(cache, 2, tokens_xxh3="0" * 32)
     claim = (cache / "index/shards.parquet").read_bytes()
-    place = Path(push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop).place)
+    place = Path(push(complete, str(tmp_path), session=Session(progress=Recorder())).place)
     manifest = (place / "manifest.json").read_bytes()
     (place / "index/shards.parquet").write_bytes(claim)
-    result = push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop)
+    result = push(complete, str(tmp_path), session=Session(progress=Recorder()))
     assert (result.shards_copied, files_below(place)) == (0, shared_files(complete))  # it was damage
     (place / "manifest.json").unlink()
     (place / "index/shards.parquet").write_bytes(claim)
     with pytest.raises(IdentityMismatchError):
-        push(complete, str(tmp_path), progress=Recorder(), should_stop=never_stop)
+        push(complete, str(tmp_path), session=Session(progress=Recorder()))
     assert (place / "index/shards.parquet").read_bytes() == claim
     assert not (place / "manifest.json").exists()
     (place / "manifest.json").write_bytes(manifest)
     with pytest.raises(IdentityMismatchError):
-        push(cache, str(tmp_path), progress=Recorder(), should_stop=never_stop, full=True)
-    assert push(cache, str(tmp_path), progress=Recorder(), should_stop=never_stop).shards_copied == 0
+        push(cache, str(tmp_path), full=True, session=Session(progress=Recorder()))
+    assert push(cache, str(tmp_path), session=Session(progress=Recorder())).shards_copied == 0
 
 
 @pytest.mark.parametrize("name", ["v1", "v1-vectors"])
 def test_a_cache_of_format_1_is_pushed_as_it_is_and_claims_shard_by_shard(tmp_path: Path, name: str) -> None:
     cache = Path(shutil.copytree(GOLDEN / name, tmp_path / "cache"))
-    place = Path(push(cache, str(tmp_path / "a"), progress=Recorder(), should_stop=never_stop).place)
-    pull(str(place), tmp_path / "pulled", progress=Recorder(), should_stop=never_stop)
+    place = Path(push(cache, str(tmp_path / "a"), session=Session(progress=Recorder())).place)
+    pull(str(place), tmp_path / "pulled", session=Session(progress=Recorder()))
     for copy in (place, tmp_path / "pulled"):  # a pull adds the checksum that the first releases left out
         copied, original = files_below(copy), files_below(cache)
         assert original.keys() - copied.keys() <= {"preview/sequences.parquet"}  # nor did they list it
@@ -124,7 +124,7 @@ def test_a_cache_of_format_1_is_pushed_as_it_is_and_claims_shard_by_shard(tmp_pa
         assert differing <= {"README.md", "manifest.json"}
     (place / "manifest.json").unlink()
     (place / commit_path(2)).write_bytes(b"{")
-    push(cache, str(tmp_path / "a"), progress=Recorder(), should_stop=never_stop)
+    push(cache, str(tmp_path / "a"), session=Session(progress=Recorder()))
     assert (place / commit_path(2)).read_bytes() == (cache / commit_path(2)).read_bytes()
     record = CommitRecord.model_validate_json((cache / commit_path(2)).read_bytes())
     files = {path: digest.model_copy(update={"sha256": "0" * 64}) for path, digest in record.files.items()}
@@ -132,7 +132,7 @@ def test_a_cache_of_format_1_is_pushed_as_it_is_and_claims_shard_by_shard(tmp_pa
     (place / commit_path(2)).write_bytes(claim)
     (place / "manifest.json").unlink()
     with pytest.raises(IdentityMismatchError):
-        push(cache, str(tmp_path / "a"), progress=Recorder(), should_stop=never_stop)
+        push(cache, str(tmp_path / "a"), session=Session(progress=Recorder()))
 
     assert (place / commit_path(2)).read_bytes() == claim
     assert not (place / "manifest.json").exists()
@@ -140,7 +140,7 @@ def test_a_cache_of_format_1_is_pushed_as_it_is_and_claims_shard_by_shard(tmp_pa
 
 def test_progress_of_a_push_is_the_bytes_of_the_cache(complete: Path, tmp_path: Path) -> None:
     progress, manifest = Recorder(), read_manifest(complete)
-    push(complete, str(tmp_path), progress=progress, should_stop=never_stop)
+    push(complete, str(tmp_path), session=Session(progress=progress))
     expected = num_bytes(manifest, CacheReader(complete).records)
 
     assert list(progress.done.values()) == [expected]

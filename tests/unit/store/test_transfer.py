@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.errors import InterruptedRunError, StorageError
-from minilm_cache.progress import never_stop
+from minilm_cache.session import never_stop
 from minilm_cache.store.index import RecordedShards
 from minilm_cache.store.layout import commit_path
 from minilm_cache.store.reader import CacheReader

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError
-from minilm_cache.progress import Silent
+from minilm_cache.session import Session
 from minilm_cache.store.cores import own_cores
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import commit_path
@@ -25,7 +25,7 @@ def accept(reader: CacheReader) -> Callable[[Segment], None]:
 
 
 def audit(cache: Path, *, full: bool) -> Verdict:
-    return verify(cache, full=full, num_threads=2, progress=Silent(), check_rows=accept)
+    return verify(cache, full=full, num_threads=2, check_rows=accept, session=Session())
 
 
 def listed_files(cache: Path) -> dict[str, int | None]:
@@ -46,7 +46,7 @@ def test_files_and_bytes_are_those_on_disk_and_progress_reaches_its_end(
     if len(kept) < 6:
         keep_shards(cache, kept)
     progress = Recorder()
-    verdict = verify(cache, full=full, num_threads=3, progress=progress, check_rows=accept)
+    verdict = verify(cache, full=full, num_threads=3, check_rows=accept, session=Session(progress=progress))
     sizes = [(cache / path).stat().st_size for path in listed_files(cache)]
     ranges = pq.read_table(cache / "index/ranges.parquet").to_pylist()
 
@@ -128,7 +128,7 @@ def refuse(*numbers: int) -> Callable[[CacheReader], Callable[[Segment], None]]:
 
 def test_rows_are_judged_by_whoever_knows_codecs(complete: Path) -> None:
     for full, expected in ((False, []), (True, [1, 4])):
-        verdict = verify(complete, full=full, num_threads=4, progress=Silent(), check_rows=refuse(1, 4))
+        verdict = verify(complete, full=full, num_threads=4, check_rows=refuse(1, 4), session=Session())
         assert [one.shard for one in verdict.damage] == expected
 
 
@@ -140,7 +140,7 @@ def test_unsound_shards_are_those_of_the_ones_asked_about(cache: Path) -> None:
     progress = Recorder()
 
     def ask(*shards: int) -> list[int]:
-        return unsound_shards(cache, shards=shards, progress=progress, check_rows=refuse(5))
+        return unsound_shards(cache, shards=shards, check_rows=refuse(5), session=Session(progress=progress))
 
     assert ask(5, 4, 3, 2, 1, 0) == [5, 3, 2, 0]
     assert ask(1, 4) == []
@@ -154,7 +154,7 @@ def test_damage_outside_the_shards_is_not_laid_on_them(cache: Path) -> None:
     manifest["files"]["tokens/zarr.json"] = digest_bytes(content).model_dump()
     write_document(cache / "manifest.json", manifest)
     with pytest.raises(CacheCorruptError):
-        unsound_shards(cache, shards=[0], progress=Silent(), check_rows=accept)
+        unsound_shards(cache, shards=[0], check_rows=accept, session=Session())
     assert [one.path for one in audit(cache, full=True).damage] == ["manifest.json"]
 
 

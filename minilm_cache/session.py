@@ -1,12 +1,17 @@
-"""How library code reports progress and is stopped. The caller decides whether and where it is shown."""
+"""What every piece of work runs in: the folder of caches and runs, who is shown progress, and what stops it.
+
+The caller decides whether and where progress is shown.
+"""
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Lock, Thread
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from minilm_cache.errors import InterruptedRunError, StorageError
+from minilm_cache.settings import cache_home
 
 Result = TypeVar("Result")
 
@@ -69,6 +74,53 @@ def is_stop_overdue() -> bool:
 def never_stop() -> bool:
     """Return False, so that the work continues to its end."""
     return False
+
+
+class Session:
+    """What a piece of work runs in; it goes as one argument from a command to whatever the command does."""
+
+    def __init__(
+        self,
+        home: Path | None = None,
+        *,
+        progress: Progress | None = None,
+        should_stop: ShouldStop = never_stop,
+    ) -> None:
+        """Make a session.
+
+        Args:
+            home: folder of caches, runs and tokens. None means MINILM_CACHE_HOME, read when it is needed.
+            progress: is shown what is done. None means that nothing is shown.
+            should_stop: called between steps; True stops the work, which keeps what is finished.
+        """
+        self._home = home
+        self.progress = progress or Silent()
+        self.should_stop = should_stop
+
+    @property
+    def home(self) -> Path:
+        """Folder of caches, runs and tokens.
+
+        Raises:
+            InvalidConfigError: this user has none (`settings.cache_home`).
+        """
+        return cache_home() if self._home is None else self._home
+
+    def with_absolute_home(self) -> "Session":
+        """Return this session for work in any working folder."""
+        return Session(self.home.absolute(), progress=self.progress, should_stop=self.should_stop)
+
+    def with_progress(self, progress: Progress | None) -> "Session":
+        """Return this session with another receiver of progress. None means that nothing is shown."""
+        return Session(self._home, progress=progress, should_stop=self.should_stop)
+
+    def of_worker(self) -> "Session":
+        """Return the session of another process, which shows nothing and is stopped from outside."""
+        return Session(self._home)
+
+
+ALONE: Final = Session()
+"""A session that shows nothing and is never stopped, with the home that MINILM_CACHE_HOME names."""
 
 
 _POLL_S: Final = 0.2
