@@ -19,6 +19,7 @@ from minilm_cache.codecs.topk import TopKCodec
 from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.scores import TeacherSignal
 from minilm_cache.storage_schema.identity import Packing
@@ -80,7 +81,7 @@ def mini_codes(teacher: Teacher) -> Array:
         batches = []
         for number in range(first, last, 32):
             ids = torch.stack([torch.from_numpy(row) for row in sequences.read(number, number + 32).ids])
-            batches += teacher.signals(ids, torch.full((len(ids),), 128))
+            batches += teacher.signals(Inputs.full(ids))
         return batches
 
     codec = calibrate(signals(0, 256), signals(256, 320), MAX_KL, layer=teacher.layers[-1]).codec

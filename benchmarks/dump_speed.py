@@ -21,6 +21,7 @@ from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.identity import codec_parameters
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.relations.scores import mean_row_entropy
 from minilm_cache.storage_schema.identity import DenseParameters, Packing, TopKParameters
 
@@ -40,8 +41,7 @@ def main() -> None:
         rows = sequences.read(number * BATCH, (number + 1) * BATCH).ids
         return torch.stack([torch.from_numpy(row) for row in rows])
 
-    lengths = torch.full((BATCH,), LENGTH)
-    samples = [signal for number in range(6) for signal in teacher.signals(batch(number), lengths)]
+    samples = [signal for number in range(6) for signal in teacher.signals(Inputs.full(batch(number)))]
     fitted = calibrate(samples[:4], samples[4:], MAX_KL, layer=teacher.layers[-1]).codec
     codecs: dict[str, RelationCodec] = {"vectors": fitted}
     for name in ("topk", "dense"):
@@ -51,11 +51,11 @@ def main() -> None:
 
     def dump_with(codec: RelationCodec) -> Callable[[torch.Tensor], None]:
         def run(ids: torch.Tensor) -> None:
-            (signal,) = teacher.signals(ids, lengths)
+            (signal,) = teacher.signals(Inputs.full(ids))
             codec.encode(signal, range(BATCH), lengths=signal.lengths)
             if codec is not fitted:
                 for kind in KINDS:
-                    mean_row_entropy(signal.probs(kind), lengths)
+                    mean_row_entropy(signal.probs(kind), signal.lengths)
 
         return run
 

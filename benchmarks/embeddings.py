@@ -47,7 +47,6 @@ from minilm_cache.models.sentence import SentenceModel
 from minilm_cache.models.truncate import truncate
 from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.objectives.check import choose_objective
-from minilm_cache.relations.scores import key_mask
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.train.batches import BatchReader
@@ -333,7 +332,7 @@ def _batches(given: argparse.Namespace, cache: Cache) -> dict[str, float]:
                 batch = next(stream)
                 trainer.step(batch, step)
                 seconds[name] += time.perf_counter() - started
-                tokens[name] += int(batch.lengths.sum())
+                tokens[name] += int(batch.inputs.lengths.sum())
     return {name: round(tokens[name] / seconds[name]) for name in learners}
 
 
@@ -385,8 +384,8 @@ def _encoder(folder: Path) -> Any:  # noqa: ANN401 - a module of sentence-transf
 
 def _features(batch: StudentBatch) -> dict[str, torch.Tensor]:
     """Return a batch as sentence-transformers takes it."""
-    mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
-    return {"input_ids": batch.ids, "attention_mask": mask}
+    inputs = batch.inputs
+    return {"input_ids": inputs.ids, "attention_mask": inputs.valid.to(torch.int64)}
 
 
 if __name__ == "__main__":

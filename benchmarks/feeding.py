@@ -26,7 +26,7 @@ from benchmarks.loops import CPU
 from benchmarks.report import write_result
 from minilm_cache.cache import Cache
 from minilm_cache.codecs.topk import TopKCodec
-from minilm_cache.models.padding import pad
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.reader import Segment
@@ -152,7 +152,7 @@ def _host_ms() -> dict[str, float]:
 
     parts: dict[str, Callable[[], object]] = {
         "draw": draw,
-        "pad": partial(pad, rows, 0),
+        "pad": partial(Inputs.of, rows, 0),
         "assemble_rows": assemble,
     }
     spent = {}

@@ -23,6 +23,7 @@ from minilm_cache.corpus.load import PYTHON_DOCS
 from minilm_cache.dump.audit import audit_sequences
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session
 
@@ -91,17 +92,16 @@ def layer_input(teacher: Teacher, cache: Cache, bits: int) -> Row:
     sums = dict.fromkeys(KINDS, 0.0)
     num_rows = num_tokens = 0
     for number in audit_sequences(cache):
-        ids = cache[number].input_ids[None]
-        lengths = torch.tensor([ids.shape[1]])
-        (exact,) = teacher.signals(ids, lengths)
+        inputs = Inputs.full(cache[number].input_ids[None])
+        (exact,) = teacher.signals(inputs)
         hook = layer.register_forward_pre_hook(rounded)
-        (stored,) = teacher.signals(ids, lengths)
+        (stored,) = teacher.signals(inputs)
         hook.remove()
         for kind in KINDS:
             probs = exact.probs(kind)
             sums[kind] += float(torch.special.xlogy(probs, probs / stored.probs(kind)).sum())
-        num_tokens += ids.shape[1]
-        num_rows += ids.shape[1] * exact.vectors.query.shape[1]
+        num_tokens += inputs.ids.shape[1]
+        num_rows += inputs.ids.shape[1] * exact.vectors.query.shape[1]
     return {
         "bytes_per_token": round(rounded.num_bytes / num_tokens, 1),
         "kl_teacher_to_stored": {str(kind): total / num_rows for kind, total in sums.items()},

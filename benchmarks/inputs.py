@@ -6,6 +6,7 @@ from torch import Tensor
 from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import MINI, locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.storage_schema.identity import Packing, RelationKind
@@ -29,6 +30,5 @@ def mini_relations(
     sequences = SequenceTable(tokenise(load_corpus(PYTHON_DOCS), teacher.tokenizer), packing)
     batch = sequences.read(0, num_tokens // length)
     ids = torch.stack([torch.from_numpy(row) for row in batch.ids])
-    lengths = torch.full((len(ids),), length)
-    (signal,) = teacher.signals(ids, lengths)
-    return {kind: signal.probs(kind) for kind in KINDS}, lengths
+    (signal,) = teacher.signals(Inputs.full(ids))
+    return {kind: signal.probs(kind) for kind in KINDS}, signal.lengths

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from minilm_cache.models.load import load_model
 from minilm_cache.objectives.batch import StudentBatch
-from minilm_cache.relations.scores import key_mask
 
 
 class _LastValues:
@@ -51,8 +50,8 @@ class _Model:
 
     def relations(self, batch: StudentBatch) -> tuple[Tensor, Tensor]:
         """Return the attention distribution and the value relation of the last layer."""
-        mask = key_mask(batch.lengths, batch.ids.shape[1])
-        output = self.model(input_ids=batch.ids, attention_mask=mask.long(), output_attentions=True)
+        mask = batch.inputs.valid
+        output = self.model(input_ids=batch.inputs.ids, attention_mask=mask.long(), output_attentions=True)
         return output.attentions[-1], self.values.relation(mask)
 
 

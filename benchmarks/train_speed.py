@@ -174,8 +174,7 @@ def phases(bench: Bench) -> dict[str, object]:
                 marks = [time.perf_counter()]
                 batch = next(batches)
                 marks.append(time.perf_counter())
-                mask = torch.arange(batch.ids.shape[1]) < batch.lengths[:, None]
-                reading = trainer.model.train()(batch.ids, mask.long())
+                reading = trainer.model.train()(batch.inputs, learner_objective.needs.tap)
                 marks.append(time.perf_counter())
                 loss = learner_objective.losses(learner_objective(reading, batch)).total
                 marks.append(time.perf_counter())

@@ -166,8 +166,8 @@ def twin(
     student = Whole(trainer.model.model)
     weights = dict(trainer.learner.objective.named_parameters())
     found: list[dict[str, Tensor]] = []
-    for at, length in enumerate(batch.lengths.tolist()):
-        ids, masked = batch.ids[at, :length], batch.states.masked
+    for at, length in enumerate(batch.inputs.lengths.tolist()):
+        ids, masked = batch.inputs.ids[at, :length], batch.states.masked
         read = ids if masked is None else masked.ids[at, :length]
         chosen = None if masked is None else masked.chosen[at, :length]
         said = teacher(read), student(read)

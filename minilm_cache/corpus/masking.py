@@ -5,6 +5,7 @@ reading is one masked version of a sequence. A cache holds one or more readings 
 use them in turn.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.errors import TeacherError
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.relations.states import MaskedSequences
 from minilm_cache.storage_schema.states import Masking
 
@@ -42,19 +44,16 @@ class Masker:
         ordinary = np.asarray([number for number in range(len(tokenizer)) if number not in special])
         return cls(masking=masking, special=special, ordinary=ordinary)
 
-    def mask(
-        self, ids: torch.Tensor, numbers: list[int], *, lengths: list[int], reading: int = 0
-    ) -> MaskedSequences:
-        """Return a padded batch with tokens masked, on the CPU.
+    def mask(self, inputs: Inputs, numbers: Sequence[int], reading: int = 0) -> MaskedSequences:
+        """Return a batch with tokens masked, on the CPU.
 
         Args:
-            ids: token ids, `(batch, length)`, on the CPU.
-            numbers: numbers of the sequences in the cache.
-            lengths: tokens of each sequence.
+            inputs: sequences, on the CPU.
+            numbers: their numbers in the cache.
             reading: number of the reading; each reading masks other tokens.
         """
-        read, chosen = ids.numpy().copy(), np.zeros(ids.shape, dtype=np.bool_)
-        for at, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
+        read, chosen = inputs.ids.numpy().copy(), np.zeros(inputs.ids.shape, dtype=np.bool_)
+        for at, (number, length) in enumerate(zip(numbers, inputs.lengths.tolist(), strict=True)):
             self._mask_sequence(read[at, :length], chosen[at, :length], number=number, reading=reading)
         return MaskedSequences.of(torch.from_numpy(read), torch.from_numpy(chosen))
 

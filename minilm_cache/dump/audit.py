@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from minilm_cache.cache import Cache, CachedSequence
-from minilm_cache.models.padding import pad
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.rows import RowTargets, SparseRows, to_dense
 from minilm_cache.session import Session
@@ -79,6 +79,7 @@ def audit_sequences(cache: Cache) -> range:
 def audit(
     stored: Callable[[int], CachedSequence],
     teacher: Teacher,
+    layers: Sequence[int],
     *,
     numbers: Sequence[int],
     batch_size: int,
@@ -88,7 +89,8 @@ def audit(
 
     Args:
         stored: function that returns a stored sequence by its number.
-        teacher: the teacher, tapped at the layers to compare; without layers nothing is compared.
+        teacher: the teacher.
+        layers: layers to compare; without any, nothing is compared.
         numbers: numbers of the sequences.
         batch_size: sequences per forward pass of the teacher.
         session: its progress shows sequences done.
@@ -96,15 +98,15 @@ def audit(
     Raises:
         CacheCorruptError: a shard is damaged.
     """
-    if not teacher.layers:
+    if not layers:
         return Audit(num_sequences=len(numbers), fidelity=())
     kinds = (RelationKind.ATTENTION, RelationKind.VALUE)
-    sums = {(layer, kind): _Sums() for layer in teacher.layers for kind in kinds}
+    sums = {(layer, kind): _Sums() for layer in layers for kind in kinds}
     for start in range(0, len(numbers), batch_size):
         sequences = [stored(number) for number in numbers[start : start + batch_size]]
-        ids, lengths = pad([sequence.input_ids for sequence in sequences], teacher.tokenizer.pad_token_id)
-        signals = teacher.signals(ids, lengths)
-        for layer, signal in zip(teacher.layers, signals, strict=True):
+        rows = [sequence.input_ids for sequence in sequences]
+        signals = teacher.signals(Inputs.of(rows, teacher.tokenizer.pad_token_id), layers)
+        for layer, signal in zip(layers, signals, strict=True):
             for kind in kinds:
                 for at, sequence in enumerate(sequences):
                     length = len(sequence.input_ids)
@@ -116,7 +118,7 @@ def audit(
         num_sequences=len(numbers),
         fidelity=tuple(
             LayerFidelity(layer=layer, relations={kind: sums[layer, kind].fidelity() for kind in kinds})
-            for layer in teacher.layers
+            for layer in layers
         ),
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minilm_cache.cache import Cache
 from minilm_cache.dump.reading import SequenceReader, sequences_at_once
-from minilm_cache.models.padding import pad
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.relations.states import DenseLabels, MaskedSequences, States, expected
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.measured import StateFidelity
@@ -76,14 +76,15 @@ def audit_states(
     for start in range(0, len(numbers), batch_size):
         batch = numbers[start : start + batch_size]
         sequences = [cache[number] for number in batch]
-        ids, lengths = pad(
-            [sequence.input_ids for sequence in sequences], reader.teacher.tokenizer.pad_token_id
-        )
+        pad_token = reader.teacher.tokenizer.pad_token_id
+        inputs = Inputs.of([sequence.input_ids for sequence in sequences], pad_token)
         for reading in range(codec.parameters.num_readings):
             wanted = codec.everything if reading == 0 else codec.everything.of_masked_reading()
-            _, output = reader.read(ids, lengths, numbers=batch, layers=(), wanted=wanted, reading=reading)
+            _, output = reader.read(inputs, numbers=batch, layers=(), wanted=wanted, reading=reading)
             for at, sequence in enumerate(sequences):
-                _compare(output, sequence.states(reading), at=at, length=int(lengths[at]), errors=errors)
+                _compare(
+                    output, sequence.states(reading), at=at, length=int(inputs.lengths[at]), errors=errors
+                )
             if output.masked is not None and output.masked.labels is not None:
                 stored = [sequence.states(reading).masked for sequence in sequences]
                 bias.append(_bias(output.masked, [masked for masked in stored if masked is not None]))

@@ -28,11 +28,10 @@ from minilm_cache.corpus.masking import mask_token
 from minilm_cache.dump.config import AugmentConfig
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.device import choose_device
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_model, load_tokenizer, locate_teacher
-from minilm_cache.models.padding import pad
-from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
-from minilm_cache.relations.scores import key_mask
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, refuse_existing, storage_errors
 
@@ -102,7 +101,6 @@ def augment(config: AugmentConfig, out: Path, *, session: Session = ALONE) -> Au
     tokenizer = load_tokenizer(source.folder)
     model = TappedModel(load_model(source.folder, "tokens", name=source.name))
     check_length(model, source.name, token=tokenizer.cls_token_id, max_length=config.max_length)
-    model.tap((), head="tokens")
     corpus = load_corpus(config.corpus, config.text_column, config.documents)
     device = choose_device(config.device)
     replacer = _WordReplacer(
@@ -188,14 +186,13 @@ class _WordReplacer:
             variant[place] = mask
         likeliest: list[list[str]] = []
         for first in range(0, len(variants), _BATCH):
-            ids, lengths = pad(variants[first : first + _BATCH], self.tokenizer.pad_token_id)
-            masked_tokens = torch.arange(len(ids)) * ids.shape[1] + torch.tensor(
+            rows = variants[first : first + _BATCH]
+            segments_of = [types] * len(rows) if self._has_segments else None
+            inputs = Inputs.of(rows, self.tokenizer.pad_token_id, segments_of)
+            places_of_batch = torch.arange(len(rows)) * len(row) + torch.tensor(
                 masked[first : first + _BATCH]
             )
-            attention = key_mask(lengths, ids.shape[1]).to(torch.int64)
-            inputs = [part.to(device) for part in (ids, attention, masked_tokens)]
-            segment_ids = types.expand_as(ids).to(device) if self._has_segments else None
-            output = self.model(*inputs, token_type_ids=segment_ids)
+            output = self.model(inputs.to(device), Tap(head="tokens"), places_of_batch.to(device))
             likeliest += [self._whole_words(logits) for logits in output.logits]
         answers = iter(likeliest)
         return [[] if place is None else next(answers) for place in places]

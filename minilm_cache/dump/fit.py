@@ -18,8 +18,8 @@ from minilm_cache.codecs.transform import TransformCode
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError
-from minilm_cache.models.padding import pad
-from minilm_cache.relations.scores import TeacherSignal, key_mask
+from minilm_cache.models.inputs import Inputs
+from minilm_cache.relations.scores import TeacherSignal
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.arrays import all_small_arrays
@@ -231,19 +231,18 @@ class CodecFitter:
     def _longest(self, layer: int) -> TeacherSignal:
         """Return a layer's signal of a sequence of full length, since its attention may have a window."""
         length, teacher = self.identity.packing.max_length, self.reader.teacher
-        ids = torch.full((1, length), teacher.tokenizer.cls_token_id, device=teacher.device)
-        lengths = torch.full((1,), length, device=teacher.device)
-        return teacher.read(ids, lengths, layers=(layer,)).signals[0]
+        ids = torch.full((length,), teacher.tokenizer.cls_token_id)
+        return teacher.signals(Inputs.of([ids], 0), (layer,))[0]
 
     def _signals(self, layer: int, numbers: range) -> list[TeacherSignal]:
         """Return a layer's signals of some sequences, batch by batch."""
         signals = []
-        for ids, lengths, batch in self._batches(numbers):
-            signals.append(self.reader.teacher.read(ids, lengths, layers=(layer,)).signals[0])
+        for inputs, batch in self._batches(numbers):
+            signals += self.reader.teacher.signals(inputs, (layer,))
             self.session.progress.advance(len(batch))
         return signals
 
-    def _batches(self, numbers: range) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+    def _batches(self, numbers: range) -> Iterator[tuple[Inputs, list[int]]]:
         """Yield padded batches of sequences, on the CPU, and their numbers.
 
         Sequences of a batch have about the same length, which saves padding. Batches come in a mixed order,
@@ -257,8 +256,7 @@ class CodecFitter:
                 raise InterruptedRunError(INTERRUPTED)
             batch = order[first : first + self.batch_size].tolist()
             rows = [self.sequences.read(number, number + 1).ids[0] for number in batch]
-            ids, lengths = pad([torch.from_numpy(row) for row in rows], teacher.tokenizer.pad_token_id)
-            yield ids, lengths, batch
+            yield Inputs.of([torch.from_numpy(row) for row in rows], teacher.tokenizer.pad_token_id), batch
 
     def _fit_states(
         self, names: Sequence[StateName]
@@ -300,9 +298,9 @@ class CodecFitter:
         """Return states of some sequences, `(tokens, hidden)` for each name; one row each of pooled ones."""
         rows: dict[StateName, list[Tensor]] = {name: [] for name in names}
         wanted = WantedStates(hidden=tuple(names))
-        for ids, lengths, batch in self._batches(numbers):
-            _, states = self.reader.read(ids, lengths, numbers=batch, layers=(), wanted=wanted)
-            valid = key_mask(lengths, ids.shape[1]).to(self.reader.teacher.device)
+        for inputs, batch in self._batches(numbers):
+            _, states = self.reader.read(inputs, numbers=batch, layers=(), wanted=wanted)
+            valid = inputs.valid.to(self.reader.teacher.device)
             for name in names:
                 values = states.hidden[name]
                 rows[name].append((values if name == POOLED else values[valid]).cpu())

@@ -84,7 +84,7 @@ def identify(
             seed=config.seed,
             split=split,
         ),
-        layers=() if config.codec == "none" else teacher.layers,
+        layers=teacher.layers,
         relation_heads=teacher.identity.num_heads,
         relations=() if config.codec in ("vectors", "none") else ROW_RELATIONS,
         codec=parameters,

@@ -20,8 +20,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from jaxtyping import Int
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from minilm_cache.corpus.load import load_corpus
@@ -33,6 +31,7 @@ from minilm_cache.dump.setup import ResolvedDump, identity_and_place
 from minilm_cache.errors import CorpusError, InterruptedRunError, TeacherError, first_line
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.files import VOLATILE, library_errors
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import (
     check_positions,
     draw_weights,
@@ -327,11 +326,6 @@ class ImportedTeacher(Teacher):
             check_positions(model, tiny, name=config.tokenizer, ids=longest)
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """No layer is tapped."""
-        return ()
-
-    @property
     def num_layers(self) -> int:
         """Layers of the model whose sizes students are built from."""
         return int(self.config.num_hidden_layers)
@@ -371,8 +365,7 @@ class _VectorReader(SequenceReader):
 
     def read(
         self,
-        ids: Int[Tensor, "batch length"],
-        lengths: Int[Tensor, " batch"],
+        inputs: Inputs,
         *,
         numbers: Sequence[int],
         layers: Sequence[int],
@@ -380,6 +373,6 @@ class _VectorReader(SequenceReader):
         reading: int = 0,
     ) -> tuple[list[TeacherSignal], States]:
         """Return the vectors of sequences; arguments as for a teacher that runs."""
-        del ids, lengths, layers, wanted
+        del inputs, layers, wanted
         documents = [int(self.sequences.read(number, number + 1).documents[0]) for number in numbers]
         return [], States(hidden={POOLED: torch.from_numpy(self.vectors[documents])}, reading=reading)

@@ -22,12 +22,11 @@ from minilm_cache.corpus.tokenise import tokens_of
 from minilm_cache.dump.config import HeadConfig
 from minilm_cache.errors import CorpusError, DivergedError, InterruptedRunError, TeacherError
 from minilm_cache.models.device import choose_device
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_tokenizer, load_weights, locate_teacher
-from minilm_cache.models.padding import pad
 from minilm_cache.models.saving import saving
-from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
-from minilm_cache.relations.scores import key_mask
 from minilm_cache.relations.states import MaskedSequences
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.states import Masking
@@ -53,10 +52,8 @@ class FittedHead:
 class _Batch:
     """A padded batch of sequences."""
 
-    lengths: Tensor
-    """Tokens of each sequence, `(batch,)` int64."""
-    ids: Tensor
-    """Token ids, `(batch, length)` int64."""
+    inputs: Inputs
+    """Sequences without masked tokens."""
     masked: MaskedSequences
     """The same sequences with tokens masked."""
 
@@ -87,7 +84,6 @@ def fit_head(config: HeadConfig, out: Path, *, session: Session = ALONE) -> Fitt
         raise TeacherError(f"{source.folder} has a head for masked tokens already: dump with it as it is.")
     tapped = TappedModel(model).to(device)
     check_length(tapped, source.name, token=tokenizer.cls_token_id, max_length=config.max_length)
-    tapped.tap((), head="tokens")
     sequences = _load_sequences(config, tokenizer, session=session)
     masker = Masker.of(Masking(share=SHARE, mask_token=mask_token(tokenizer), seed=config.seed), tokenizer)
     reader = _MaskedReader(sequences, masker, tokenizer.pad_token_id, device)
@@ -155,7 +151,7 @@ def _train(model: TappedModel, batches: Iterator[_Batch], *, lr: float, steps: i
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        session.progress.advance(len(batch.ids))
+        session.progress.advance(len(batch.inputs.ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +175,16 @@ class _MaskedReader:
     def batch(self, numbers: list[int], shift: int = 0) -> _Batch:
         """Return a batch; number plus shift of a sequence determine which of its tokens are masked."""
         rows = [torch.from_numpy(self.sequences.read(number, number + 1).ids[0]) for number in numbers]
-        ids, lengths = pad(rows, self.pad_token)
-        masked = self.masker.mask(ids, [number + shift for number in numbers], lengths=lengths.tolist())
-        return _Batch(lengths=lengths.to(self.device), ids=ids.to(self.device), masked=masked.to(self.device))
+        inputs = Inputs.of(rows, self.pad_token)
+        masked = self.masker.mask(inputs, [number + shift for number in numbers])
+        return _Batch(inputs=inputs.to(self.device), masked=masked.to(self.device))
 
 
 def _loss(model: TappedModel, batch: _Batch) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy of chosen tokens, nats, and their logits, `(chosen, vocabulary)`."""
-    mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
-    logits = model(batch.masked.ids, mask, batch.masked.places).logits
-    targets = batch.ids.flatten()[batch.masked.places]
+    inputs = batch.inputs.with_ids(batch.masked.ids)
+    logits = model(inputs, Tap(head="tokens"), batch.masked.places).logits
+    targets = batch.inputs.ids.flatten()[batch.masked.places]
     return F.cross_entropy(logits, targets, reduction="sum") / max(len(targets), 1), logits
 
 
@@ -202,7 +198,7 @@ def _measure(
     for first in range(numbers.start, numbers.stop, config.batch_size):
         batch = reader.batch(list(range(first, min(first + config.batch_size, numbers.stop))))
         loss, logits = _loss(model, batch)
-        targets = batch.ids.flatten()[batch.masked.places]
+        targets = batch.inputs.ids.flatten()[batch.masked.places]
         total += float(loss) * len(targets)
         right += int((logits.argmax(-1) == targets).sum())
         count += len(targets)

@@ -27,7 +27,7 @@ from minilm_cache.dump.run import dump_cache
 from minilm_cache.dump.setup import load_teacher
 from minilm_cache.dump.shards import COMPILE
 from minilm_cache.errors import CorpusError, InterruptedRunError
-from minilm_cache.models.padding import pad
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Progress, Session, Silent
 from minilm_cache.storage_schema.identity import CodecParameters, codec_words
@@ -255,14 +255,13 @@ class TaskClock(Silent):
 def _teacher_rate(teacher: Teacher, sequences: SequenceTable, batch_size: int) -> float:
     """Return the median tokens per second of the teacher's forward pass up to its last tapped vectors."""
     size = min(batch_size, sequences.num_sequences)
-    ids, lengths = pad(
-        [torch.from_numpy(row) for row in sequences.read(0, size).ids], teacher.tokenizer.pad_token_id
-    )
+    rows = [torch.from_numpy(row) for row in sequences.read(0, size).ids]
+    inputs = Inputs.of(rows, teacher.tokenizer.pad_token_id)
     times = []
     for _ in range(TIMED_BATCHES + 1):
         started = time.perf_counter()
-        teacher.signals(ids, lengths)
+        teacher.signals(inputs)
         if teacher.device.type == "cuda":
             torch.cuda.synchronize(teacher.device)
         times.append(time.perf_counter() - started)
-    return int(lengths.sum()) / sorted(times[1:])[TIMED_BATCHES // 2]
+    return int(inputs.lengths.sum()) / sorted(times[1:])[TIMED_BATCHES // 2]

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from minilm_cache.corpus.masking import Masker
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.pooling import SentencePooler
-from minilm_cache.models.tap import Head
+from minilm_cache.models.tap import Head, Tap
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.relations.scores import TeacherSignal, key_mask
+from minilm_cache.relations.scores import TeacherSignal
 from minilm_cache.relations.states import MaskedSequences, States, WantedStates, soft_labels
 from minilm_cache.relations.transfer import send
 from minilm_cache.storage_schema.identity import CacheIdentity, TeacherIdentity
@@ -81,8 +81,7 @@ class SequenceReader:
 
     def read(
         self,
-        ids: Int[Tensor, "batch length"],
-        lengths: Int[Tensor, " batch"],
+        inputs: Inputs,
         *,
         numbers: Sequence[int],
         layers: Sequence[int],
@@ -92,8 +91,7 @@ class SequenceReader:
         """Return the teacher's output for a padded batch: one forward pass, and one more for masked tokens.
 
         Args:
-            ids: token ids `(batch, length)`, on the CPU.
-            lengths: tokens of each sequence `(batch,)`, on the CPU.
+            inputs: sequences, on the CPU.
             numbers: numbers of the sequences in the cache; they determine what is masked.
             layers: layers whose relations are returned.
             wanted: states to return.
@@ -106,23 +104,21 @@ class SequenceReader:
         head: Head | None = "sequences" if wanted.logits else None
         states, signals = States(reading=reading), list[TeacherSignal]()
         if layers or plain or head:
-            plain_states, signals = self._read_plain(ids, lengths, layers=layers, plain=plain, head=head)
+            plain_states, signals = self._read_plain(inputs, layers=layers, plain=plain, head=head)
             states = replace(plain_states, reading=reading)
         masked = [name for name in wanted.hidden if name.family is StateFamily.MASKED]
         if wanted.masked or masked:
             assert self.masker is not None
             labels = self.states.labels if self.states is not None and wanted.masked else None
-            sequences = self.masker.mask(ids, list(numbers), lengths=lengths.tolist(), reading=reading)
+            sequences = self.masker.mask(inputs, numbers, reading)
             if labels is not None and labels.tokens == "all":
-                valid = key_mask(lengths, ids.shape[1])
-                sequences = MaskedSequences.of(sequences.ids, sequences.chosen, labelled=valid)
-            states = self._read_masked(states, sequences, lengths=lengths, names=masked, labels=labels)
+                sequences = MaskedSequences.of(sequences.ids, sequences.chosen, labelled=inputs.valid)
+            states = self._read_masked(states, sequences, inputs=inputs, names=masked, labels=labels)
         return signals, states
 
     def _read_plain(
         self,
-        ids: Tensor,
-        lengths: Tensor,
+        inputs: Inputs,
         *,
         layers: Sequence[int],
         plain: Sequence[StateName],
@@ -132,8 +128,8 @@ class SequenceReader:
         numbers = _numbers([name for name in plain if name != POOLED])
         if POOLED in plain:
             numbers = tuple(sorted({*numbers, self.teacher.num_layers}))
-        output = self.teacher.read(ids, lengths, hidden=numbers, head=head, layers=layers)
-        hidden = {name: self._state_of(name, output.hidden, lengths) for name in plain}
+        output = self.teacher.read(inputs, Tap(tuple(layers), numbers, head))
+        hidden = {name: self._state_of(name, output.hidden, inputs.lengths) for name in plain}
         return States(hidden=hidden, logits=output.logits), output.signals
 
     def _state_of(self, name: StateName, hidden: Mapping[int, Tensor], lengths: Tensor) -> Tensor:
@@ -149,19 +145,13 @@ class SequenceReader:
         states: States,
         masked: MaskedSequences,
         *,
-        lengths: Tensor,
+        inputs: Inputs,
         names: Sequence[StateName],
         labels: SoftLabels | None,
     ) -> States:
         """Return `states` with those of masked sequences added, and their labels unless `labels` is None."""
-        output = self.teacher.read(
-            masked.ids,
-            lengths,
-            hidden=_numbers(names),
-            head="tokens" if labels is not None else None,
-            places=masked.with_labels,
-            layers=(),
-        )
+        tap = Tap(hidden=_numbers(names), head="tokens" if labels is not None else None)
+        output = self.teacher.read(inputs.with_ids(masked.ids), tap, masked.with_labels)
         masked = masked.to(self.teacher.device)
         if labels is not None and output.logits is not None:
             temperature = labels.temperature

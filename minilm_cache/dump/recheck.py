@@ -24,8 +24,8 @@ from minilm_cache.dump.audit_states import audit_states
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.device import choose_device
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import locate_teacher
-from minilm_cache.models.padding import pad
 from minilm_cache.models.pooling import MODULES
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import ALONE, Session
@@ -246,17 +246,21 @@ def _differences(cache: Cache, teacher: Teacher, session: Session) -> tuple[Shar
     """Return the differences between the stored relations and the teacher's, on the sample."""
     measured = cache.manifest.measured
     assert measured is not None
-    teacher.tap(cache.layers)
     sample = _sample(cache)
     session.progress.start("run the teacher again", 2 * sum(map(len, sample.values())), "sequences")
     differences = []
     for shard, numbers in sample.items():
         anew = _encode_anew(cache, teacher, numbers)
         stored_now = audit(
-            cache.__getitem__, teacher, numbers=numbers, batch_size=len(numbers), session=session
+            cache.__getitem__,
+            teacher,
+            cache.layers,
+            numbers=numbers,
+            batch_size=len(numbers),
+            session=session,
         ).fidelity
         floors = audit(
-            anew.__getitem__, teacher, numbers=numbers, batch_size=len(numbers), session=session
+            anew.__getitem__, teacher, cache.layers, numbers=numbers, batch_size=len(numbers), session=session
         ).fidelity
         for now, floor, then in zip(stored_now, floors, measured.fidelity, strict=True):
             differences += [
@@ -275,13 +279,13 @@ def _differences(cache: Cache, teacher: Teacher, session: Session) -> tuple[Shar
 
 def _encode_anew(cache: Cache, teacher: Teacher, numbers: Sequence[int]) -> dict[int, CachedSequence]:
     """Return sequences as a dump with this teacher and the cache's codecs would store them."""
-    ids, lengths = pad([cache[number].input_ids for number in numbers], teacher.tokenizer.pad_token_id)
-    signals = teacher.signals(ids, lengths)
-    rows: dict[str, npt.NDArray[np.generic]] = {"tokens": ids.numpy()}
-    for layer, signal in zip(teacher.layers, signals, strict=True):
-        encoded = cache.codecs[layer].to(teacher.device).encode(signal, numbers, lengths=lengths)
+    inputs = Inputs.of([cache[number].input_ids for number in numbers], teacher.tokenizer.pad_token_id)
+    signals = teacher.signals(inputs, cache.layers)
+    rows: dict[str, npt.NDArray[np.generic]] = {"tokens": inputs.ids.numpy()}
+    for layer, signal in zip(cache.layers, signals, strict=True):
+        encoded = cache.codecs[layer].to(teacher.device).encode(signal, numbers, lengths=inputs.lengths)
         rows |= {path: values.cpu().numpy() for path, values in encoded.items()}
     return {
         number: CachedSequence(cache, number, {path: values[at, :length] for path, values in rows.items()})
-        for at, (number, length) in enumerate(zip(numbers, lengths.tolist(), strict=True))
+        for at, (number, length) in enumerate(zip(numbers, inputs.lengths.tolist(), strict=True))
     }

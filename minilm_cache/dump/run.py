@@ -272,7 +272,9 @@ def _seal(writer: CacheWriter, reader: SequenceReader, *, batch_size: int, sessi
     identity = writer.manifest.identity
     passes = identity.has_relations + (identity.states is not None)
     session.progress.start("measure fidelity", passes * len(numbers), "sequences")
-    audited = audit(cache.__getitem__, teacher, numbers=numbers, batch_size=batch_size, session=session)
+    audited = audit(
+        cache.__getitem__, teacher, teacher.layers, numbers=numbers, batch_size=batch_size, session=session
+    )
     total = sum(cache.reader.records.bytes_by_name().values())
     measured = Measured(
         bytes_per_token=total / writer.manifest.num_tokens,

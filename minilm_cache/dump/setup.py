@@ -152,7 +152,7 @@ def load_teacher(
     teacher = Teacher(
         locate_teacher(config.teacher, config.revision),
         device,
-        layers=config.layers,
+        layers=() if config.codec == "none" else config.layers,
         head=head,
         precision=config.precision or precision or ("bfloat16" if device.type == "cuda" else "float32"),
     )
@@ -171,8 +171,6 @@ def _precision_of(cache: Path | None) -> Precision | None:
 
 def _load(config: DumpConfig, session: Session, *, like: Path | None) -> tuple[Teacher, Corpus]:
     teacher = load_teacher(config, head=head_for(config), precision=_precision_of(like))
-    if config.codec == "none":
-        teacher.tap(())
     corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
     session.progress.note(
         f"teacher {config.teacher} ({teacher.identity.model_type}, {teacher.identity.num_layers} layers, "

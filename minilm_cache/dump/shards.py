@@ -18,8 +18,8 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.reading import SequenceReader, sequences_at_once
 from minilm_cache.dump.shard_output import Batch, Segment, ShardOutput
 from minilm_cache.errors import InterruptedRunError
-from minilm_cache.models.padding import pad
-from minilm_cache.relations.scores import TeacherSignal, key_mask, mean_row_entropy
+from minilm_cache.models.inputs import Inputs
+from minilm_cache.relations.scores import TeacherSignal, mean_row_entropy
 from minilm_cache.relations.states import WantedStates, places_of
 from minilm_cache.relations.transfer import Arrival, send
 from minilm_cache.session import Session
@@ -203,11 +203,10 @@ class ShardJob:
         """Run the teacher on sequences of a segment, and begin to copy their encoded rows to the CPU."""
         teacher = self.reader.teacher
         rows = [torch.from_numpy(segment.tokens.ids[at]) for at in chosen]
-        ids, lengths = pad(rows, teacher.tokenizer.pad_token_id)
+        inputs = Inputs.of(rows, teacher.tokenizer.pad_token_id)
         numbers = (segment.first_sequence + chosen).tolist()
-        signals, encoded = self._read_and_encode(ids, lengths, numbers)
-        valid = key_mask(lengths, ids.shape[1])
-        places = None if bool(valid.all()) else send(places_of(valid), teacher.device)
+        signals, encoded = self._read_and_encode(inputs, numbers)
+        places = None if inputs.is_full else send(places_of(inputs.valid), teacher.device)
         wanted = {
             path: values[:, 0] if path in segment.by_sequence else _valid_rows(values, places)
             for arrays in encoded
@@ -218,21 +217,19 @@ class ShardJob:
             wanted[entropy_column(kind)] = mean_row_entropy(signals[0].probs(kind), signals[0].lengths)
         return Arrival(wanted)
 
-    def _read_and_encode(
-        self, ids: Tensor, lengths: Tensor, numbers: list[int]
-    ) -> tuple[list[TeacherSignal], list[Rows]]:
+    def _read_and_encode(self, inputs: Inputs, numbers: list[int]) -> tuple[list[TeacherSignal], list[Rows]]:
         """Run the teacher on a batch, and encode its relations and states.
 
         Args:
-            ids: token ids `(batch, length)`, padded, on the CPU.
-            lengths: tokens of each sequence `(batch,)`, on the CPU.
+            inputs: sequences, on the CPU.
             numbers: numbers of the sequences in the cache.
 
         Returns:
             Signals of the layers whose relations are written, and the rows of each codec and masked reading.
         """
+        lengths = inputs.lengths
         signals, states = self.reader.read(
-            ids, lengths, numbers=numbers, layers=tuple(self.codecs), wanted=self.wanted
+            inputs, numbers=numbers, layers=tuple(self.codecs), wanted=self.wanted
         )
         encoded = [
             codec.encode(signal, numbers, lengths=lengths)
@@ -243,7 +240,7 @@ class ShardJob:
             masked = self.wanted.of_masked_reading()
             for reading in range(1, self.states.parameters.num_readings if masked else 1):
                 _, states = self.reader.read(
-                    ids, lengths, numbers=numbers, layers=(), wanted=masked, reading=reading
+                    inputs, numbers=numbers, layers=(), wanted=masked, reading=reading
                 )
                 encoded.append(self.states.encode(states, numbers, lengths=lengths))
         return signals, encoded

@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_model, load_tokenizer
-from minilm_cache.models.padding import pad
 from minilm_cache.models.pooling import SentencePooler, load_pooler
 
 
@@ -88,8 +88,7 @@ class SentenceModel:
         vectors: list[Tensor] = []
         for first in range(0, len(order), batch_size):
             rows = [torch.tensor(ids[number]) for number in order[first : first + batch_size]]
-            batch, lengths = pad(rows, self._tokenizer.pad_token_id)
-            mask = (torch.arange(batch.shape[1]) < lengths[:, None]).to(torch.int64)
-            vectors += self._encoder(batch, mask).unbind()
+            inputs = Inputs.of(rows, self._tokenizer.pad_token_id)
+            vectors += self._encoder(inputs.ids, inputs.valid.to(torch.int64)).unbind()
         places = torch.tensor(order).argsort()
         return torch.stack(vectors)[places]

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.cpu import attention
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.relations.scores import Vectors
 
 ATTENTION = "minilm_cache"
@@ -46,6 +47,17 @@ class _RecordingDone(Exception):  # noqa: N818 - not an error: it ends a forward
 
 Head = Literal["tokens", "sequences"]
 """What a model's logits score: the vocabulary at masked tokens, or the classes of sequences."""
+
+
+class Tap(NamedTuple):
+    """What a forward pass returns."""
+
+    layers: tuple[int, ...] = ()
+    """Layers whose queries, keys and values are returned: numbers of attention calls, counted from 0."""
+    hidden: tuple[int, ...] = ()
+    """Hidden states that are returned, as transformers numbers them: 0 is the output of the embeddings."""
+    head: Head | None = None
+    """Head whose logits are returned; the model must have it. None means no logits."""
 
 
 class Reading(NamedTuple):
@@ -151,7 +163,7 @@ class TappedModel(nn.Module):
     """A model whose forward pass returns Q, K, V of chosen layers, and stops there if possible."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Wrap a model loaded with `attn_implementation=ATTENTION`; its last layer is tapped.
+        """Wrap a model loaded with `attn_implementation=ATTENTION`.
 
         The model may have a head for masked tokens or for classes.
 
@@ -162,34 +174,14 @@ class TappedModel(nn.Module):
         refuse_untapped(model)
         self.model = model
         self.num_layers = _count_attention_calls(model)
-        self.layers: tuple[int, ...] = (self.num_layers - 1,)
-        self.hidden: tuple[int, ...] = ()
-        self.head: Head | None = None
 
-    def tap(
-        self, layers: Sequence[int], hidden: Sequence[int] = (), head: Head | None = None
-    ) -> "TappedModel":
-        """Choose what the forward pass returns.
-
-        Args:
-            layers: numbers of attention calls, counted from 0.
-            hidden: numbers of hidden states, 0 for the output of the embeddings.
-            head: head whose logits are returned; the model must have it. None means no logits.
-
-        Returns:
-            The same model.
-        """
-        assert all(0 <= layer < self.num_layers for layer in layers)
-        assert all(0 <= number <= self.num_layers for number in hidden)
-        self.layers, self.hidden, self.head = tuple(layers), tuple(hidden), head
-        return self
-
-    def freeze_unused(self) -> "TappedModel":
-        """Freeze the weights that no chosen output depends on, such as the pooler."""
+    def freeze_unused(self, tap: Tap) -> "TappedModel":
+        """Freeze the weights that nothing of a tap depends on, such as the pooler."""
         weights = [weight for weight in self.parameters() if weight.requires_grad]
         self.eval()  # draws no dropout
         ids = torch.zeros((1, 4), dtype=torch.int64, device=weights[0].device)
-        outputs = self(ids, None, torch.arange(ids.numel(), device=ids.device))
+        places = torch.arange(ids.numel(), device=ids.device)
+        outputs = self(Inputs.full(ids), tap, places)
         parts = [part for layer in outputs.vectors for part in (layer.query, layer.key, layer.value)]
         parts += [*outputs.hidden.values(), *(() if outputs.logits is None else (outputs.logits,))]
         total = torch.stack([part.sum() for part in parts]).sum()
@@ -234,6 +226,7 @@ class TappedModel(nn.Module):
         """
         settings = torch._dynamo.config  # noqa: SLF001 - torch's messages name it
         settings.recompile_limit = max(settings.recompile_limit, _COMPILATIONS)
+        settings.specialize_int = True  # numbers of layers are constants of a form, not inputs of its graph
         if head != "tokens":
             mode = "reduce-overhead" if replays else None
             self._outputs = torch.compile(self._outputs, mode=mode)  # type: ignore[method-assign]
@@ -245,46 +238,43 @@ class TappedModel(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
+        inputs: Inputs,
+        tap: Tap,
         places: Int[Tensor, " chosen"] | None = None,
-        *,
-        token_type_ids: Tensor | None = None,
     ) -> Reading:
         """Run the model up to Q, K, V of the last chosen layer, or to its end if more is chosen.
 
         Args:
-            input_ids: `(batch, length)` int64.
-            attention_mask: `(batch, length)`, 1 at tokens and 0 at padding. None means no padding.
+            inputs: what the model reads, on its device.
+            tap: what is returned.
             places: places of the tokens, in the batch as one row, whose logits a head for masked tokens
                 computes. None means all.
-            token_type_ids: segment of each token, `(batch, length)`; None means one segment.
         """
-        with _gathered(self.model, places if self.head == "tokens" else None):
+        assert all(0 <= layer < self.num_layers for layer in tap.layers)
+        assert all(0 <= number <= self.num_layers for number in tap.hidden)
+        with _gathered(self.model, places if tap.head == "tokens" else None):
             try:
-                return self._outputs(input_ids, attention_mask, token_type_ids)
+                return self._outputs(tap, inputs.ids, mask=inputs.mask, segments=inputs.segments)
             except _RecordingDone as done:
-                return Reading([done.vectors[layer] for layer in self.layers], {}, None)
+                return Reading([done.vectors[layer] for layer in tap.layers], {}, None)
 
-    def _outputs(
-        self, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
-    ) -> Reading:
-        needs_end = bool(self.hidden or self.head or torch.compiler.is_compiling())
-        recorder = _Recorder(self.layers, stops=not needs_end)
+    def _outputs(self, tap: Tap, ids: Tensor, *, mask: Tensor | None, segments: Tensor | None) -> Reading:
+        needs_end = bool(tap.hidden or tap.head or torch.compiler.is_compiling())
+        recorder = _Recorder(tap.layers, stops=not needs_end)
         # Heads cost more than layers where a vocabulary is large.
-        model = self.model if self.head else self.model.base_model
+        model = self.model if tap.head else self.model.base_model
         output = model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
+            input_ids=ids,
+            attention_mask=mask,
             minilm_tap=recorder,
-            output_hidden_states=bool(self.hidden),
+            output_hidden_states=bool(tap.hidden),
             return_dict=True,
-            **({} if token_type_ids is None else {"token_type_ids": token_type_ids}),
+            **({} if segments is None else {"token_type_ids": segments}),
         )
         return Reading(
-            vectors=[recorder.vectors[layer] for layer in self.layers],
-            hidden={number: output.hidden_states[number] for number in self.hidden},
-            logits=output.logits.flatten(0, -2) if self.head else None,
+            vectors=[recorder.vectors[layer] for layer in tap.layers],
+            hidden={number: output.hidden_states[number] for number in tap.hidden},
+            logits=output.logits.flatten(0, -2) if tap.head else None,
         )
 
 

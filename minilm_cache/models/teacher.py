@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.declared import refuse_longer_texts
 from minilm_cache.models.files import VOLATILE, weight_stamps, weights_sha256
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import (
     TeacherSource,
     check_positions,
@@ -24,9 +25,9 @@ from minilm_cache.models.load import (
 )
 from minilm_cache.models.pooling import SentencePooler, load_pooler
 from minilm_cache.models.saving import saving
-from minilm_cache.models.tap import Head, TappedModel
+from minilm_cache.models.tap import Head, Tap, TappedModel
 from minilm_cache.relations.products import products_in
-from minilm_cache.relations.scores import TeacherSignal, key_mask
+from minilm_cache.relations.scores import TeacherSignal
 from minilm_cache.relations.transfer import send
 from minilm_cache.storage_schema.identity import MAX_LAYERS, Precision, TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
@@ -53,7 +54,7 @@ class Teacher:
         Args:
             source: folder and name of the teacher.
             device: device that it runs on.
-            layers: layers to tap: `last`, `all`, or numbers counted from 0, ascending.
+            layers: layers whose relations are wanted: `last`, `all`, or numbers counted from 0, ascending.
             head: head that it must have. None means that an encoder without a head is enough.
             precision: what it computes in. Relations and softmaxes are computed in float32 in any case.
 
@@ -83,7 +84,9 @@ class Teacher:
             # Weights alone: buffers such as the frequencies of rotary positions need float32.
             for weight in tapped.parameters():
                 weight.data = weight.data.bfloat16()
-        self._tapped = tapped.tap(self._layer_numbers(layers, tapped.num_layers))
+        self._tapped = tapped
+        self.layers: tuple[int, ...] = self._layer_numbers(layers, tapped.num_layers)
+        """Layers whose relations are wanted of it, counted from 0, ascending."""
 
     def _load(self, head: Head | None) -> PreTrainedModel:
         """Load the model, and note the hash of exactly these weights.
@@ -110,7 +113,7 @@ class Teacher:
             )
         if isinstance(layers, str):
             return tuple(range(num_layers)) if layers == "all" else (num_layers - 1,)
-        if max(layers) >= num_layers:
+        if max(layers, default=-1) >= num_layers:
             raise InvalidConfigError(
                 f"--layers {max(layers)}: teacher {self.name} has layers 0 to {num_layers - 1}. "
                 "Choose among them."
@@ -118,18 +121,9 @@ class Teacher:
         return tuple(layers)
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """The tapped layers, counted from 0, ascending."""
-        return self._tapped.layers
-
-    @property
     def num_layers(self) -> int:
         """Number of all its layers."""
         return self._tapped.num_layers
-
-    def tap(self, layers: Sequence[int]) -> None:
-        """Tap other layers from now on: numbers counted from 0, ascending."""
-        self._tapped.tap(layers)
 
     @cached_property
     def identity(self) -> TeacherIdentity:
@@ -194,13 +188,11 @@ class Teacher:
         ids = torch.full((1, 5), int(self.tokenizer.cls_token_id), device=self.device)
         padded = torch.cat([padding, ids], 1)
         mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], 1)
-        layers = self.layers
-        self._tapped.tap((), [self.num_layers])
         alone, behind = (
-            self._tapped(words, mask).hidden[self.num_layers][0, -ids.shape[1] :].float()
-            for words, mask in ((ids, None), (padded, mask))
+            self.model.base_model(input_ids=words, attention_mask=seen).last_hidden_state[0, -ids.shape[1] :]
+            for words, seen in ((ids, None), (padded, mask))
         )
-        self._tapped.tap(layers)
+        alone, behind = alone.float(), behind.float()
         return bool(torch.linalg.norm(behind - alone) < _SAME * torch.linalg.norm(alone))
 
     def pooler(self, mode: PoolingMode | None) -> SentencePooler:
@@ -247,48 +239,26 @@ class Teacher:
         """Raise InvalidConfigError if the teacher has fewer positions than a sequence."""
         check_length(self._tapped, self.name, token=self.tokenizer.cls_token_id, max_length=max_length)
 
-    @torch.no_grad()
-    def signals(
-        self, ids: Int[Tensor, "batch length"], lengths: Int[Tensor, " batch"]
-    ) -> list[TeacherSignal]:
-        """Return the signal of each tapped layer for a padded batch; arguments as for `read`."""
-        return self.read(ids, lengths).signals
+    def signals(self, inputs: Inputs, layers: Sequence[int] | None = None) -> list[TeacherSignal]:
+        """Return the signals of some layers, in their order. None means the layers of this teacher."""
+        return self.read(inputs, Tap(self.layers if layers is None else tuple(layers))).signals
 
     @torch.no_grad()
     def read(
-        self,
-        ids: Int[Tensor, "batch length"],
-        lengths: Int[Tensor, " batch"],
-        *,
-        hidden: Sequence[int] = (),
-        head: Head | None = None,
-        places: Int[Tensor, " chosen"] | None = None,
-        layers: Sequence[int] | None = None,
-        is_full: bool | None = None,
+        self, inputs: Inputs, tap: Tap, places: Int[Tensor, " chosen"] | None = None
     ) -> "TeacherReading":
         """Return the teacher's outputs for a padded batch, on its device.
 
         Args:
-            ids: token ids, padded, on any device.
-            lengths: tokens of each sequence. On the CPU it costs nothing to see that there is no padding.
-            hidden: numbers of the hidden states to return, 0 for the output of the embeddings.
-            head: head whose logits are returned; the teacher must be loaded with it. None means no logits.
+            inputs: what it reads, on any device.
+            tap: what is returned; the teacher must be loaded with the head that it names.
             places: places of the tokens, in the batch as one row, that logits are computed for, with head
                 `tokens`. None means all.
-            layers: layers whose vectors are returned. None means the tapped layers.
-            is_full: whether no sequence is padded. None means that lengths on the CPU say so; on a GPU, that
-                some may be.
         """
-        if is_full is None:
-            is_full = lengths.device.type == "cpu" and bool((lengths == ids.shape[1]).all())
-        ids, lengths = send(ids, self.device), send(lengths, self.device)
-        mask = None if is_full else key_mask(lengths, ids.shape[1]).to(torch.int64)
-        tapped_layers = self.layers
-        self._tapped.tap(tapped_layers if layers is None else layers, hidden, head)
+        inputs = inputs.to(self.device)
         with products_in(self.precision):
-            outputs = self._tapped(ids, mask, None if places is None else send(places, self.device))
-        self._tapped.tap(tapped_layers)
-        signals = [TeacherSignal(vectors, lengths) for vectors in outputs.vectors]
+            outputs = self._tapped(inputs, tap, None if places is None else send(places, self.device))
+        signals = [TeacherSignal(vectors, inputs.lengths) for vectors in outputs.vectors]
         states = {number: values.float() for number, values in outputs.hidden.items()}
         return TeacherReading(signals, states, None if outputs.logits is None else outputs.logits.float())
 
@@ -314,9 +284,10 @@ def check_length(model: TappedModel, name: str, *, token: int, max_length: int) 
         token: id of any token in its vocabulary.
         max_length: greatest length of a sequence, tokens.
     """
+    last = Tap((model.num_layers - 1,))
 
     def read(ids: Tensor) -> None:
-        model(ids, None, torch.arange(ids.numel(), device=ids.device))
+        model(Inputs.full(ids), last)
 
     longest = torch.full((1, max_length), token, device=next(model.parameters()).device)
     check_positions(read, model.model.config, name=f"teacher {name}", ids=longest)

@@ -14,11 +14,10 @@ from transformers import PreTrainedConfig
 from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.pooling import SentencePooler
-from minilm_cache.models.tap import Head, Reading
+from minilm_cache.models.tap import Head, Reading, Tap
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.relations.loss import Method
-from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.identity import TeacherIdentity
 
 Parts = Mapping[str, Float[Tensor, ""]]
@@ -82,6 +81,11 @@ class StudentNeeds:
     """True: the student reads the masked sequences."""
     all_labels: bool = False
     """True: logits are needed at all tokens that have labels, not only at masked ones."""
+
+    @property
+    def tap(self) -> Tap:
+        """What the forward pass returns."""
+        return Tap(self.layers, self.hidden, self.head)
 
 
 class StudentObjective(nn.Module, ABC):
@@ -178,7 +182,7 @@ def token_mse(
 
 def valid_tokens(batch: StudentBatch) -> Bool[Tensor, "batch length"]:
     """Return True at tokens that are not padding."""
-    return key_mask(batch.lengths, batch.ids.shape[1])
+    return batch.inputs.valid
 
 
 def same_width(what: str, student: StudentFacts, teacher: TeacherIdentity) -> None:

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
-from jaxtyping import Int
-from torch import Tensor
-
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.relations.rows import Targets, WantedRelations
 from minilm_cache.relations.scores import Vectors
 from minilm_cache.relations.states import States, WantedStates
@@ -23,10 +21,8 @@ Counts = Mapping[Unit, int]
 class StudentBatch:
     """Sequences and the teacher's targets for them, on one device."""
 
-    ids: Int[Tensor, "batch length"]
-    """Token ids, padded."""
-    lengths: Int[Tensor, " batch"]
-    """Tokens of each sequence."""
+    inputs: Inputs
+    """What students read, without masked tokens."""
     counts: Counts
     """Number of units in this part of a step."""
     part: int
@@ -46,11 +42,6 @@ class StudentBatch:
     def num_tokens(self) -> int:
         """Number of tokens of all sequences, without padding."""
         return self.counts["tokens"]
-
-    @property
-    def is_full(self) -> bool:
-        """True if no sequence is padded."""
-        return self.num_tokens == self.ids.numel()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,7 +92,7 @@ class PatientObjective(StudentObjective):
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `patient` and, with logits, `prediction`, nats, means over sequences."""
         del method
-        with torch.autocast(batch.ids.device.type, enabled=False):
+        with torch.autocast(batch.inputs.ids.device.type, enabled=False):
             squared_differences = [
                 (
                     F.normalize(reading.hidden[pair.student + 1][:, 0].float(), dim=-1)

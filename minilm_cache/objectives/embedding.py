@@ -81,7 +81,7 @@ class EmbeddingObjective(StudentObjective):
         """Fit the linear map to the teacher's vectors by least squares, with a small ridge."""
         pairs = []
         for reading, batch in outputs:
-            pooled = self.pooler.pool(reading.hidden[self._last].float(), batch.lengths)
+            pooled = self.pooler.pool(reading.hidden[self._last].float(), batch.inputs.lengths)
             # The next forward pass overwrites what a GPU's replayed graph gave, so that is copied here.
             pairs.append((pooled.cpu(), batch.states.hidden[POOLED].cpu()))
         pooled, targets = (torch.cat(rows).double() for rows in zip(*pairs, strict=True))
@@ -108,8 +108,8 @@ class EmbeddingObjective(StudentObjective):
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts have the names of the comparisons, and are means over sequences."""
         del method
-        with torch.autocast(batch.ids.device.type, enabled=False):
-            student = self.pooler(reading.hidden[self._last], batch.lengths)
+        with torch.autocast(batch.inputs.ids.device.type, enabled=False):
+            student = self.pooler(reading.hidden[self._last], batch.inputs.lengths)
             teacher = batch.states.hidden[POOLED].float()
             parts: dict[str, Tensor] = {}
             if COSINE in self._losses:

@@ -43,7 +43,7 @@ class HiddenObjective(StudentObjective):
             reading.vectors[0],
             RelationKind.ATTENTION,
             targets=attention,
-            lengths=batch.lengths,
+            lengths=batch.inputs.lengths,
             method=method,
         )
         projected = self.projection(reading.hidden[self.needs.hidden[0]])

@@ -112,5 +112,5 @@ def masked_token_loss(
     assert masked is not None
     logits = masked.of_chosen(reading.logits) if everywhere else reading.logits
     with torch.autocast(logits.device.type, enabled=False):
-        tokens = batch.ids.flatten()[masked.places]
+        tokens = batch.inputs.ids.flatten()[masked.places]
         return F.cross_entropy(logits.float(), tokens, reduction="sum") / max(len(tokens), 1)

@@ -74,7 +74,7 @@ class MobileBertObjective(StudentObjective):
                 vectors,
                 RelationKind.ATTENTION,
                 targets=targets[RelationKind.ATTENTION],
-                lengths=batch.lengths,
+                lengths=batch.inputs.lengths,
                 method=method,
             )
             for vectors, targets in zip(reading.vectors, batch.targets, strict=True)

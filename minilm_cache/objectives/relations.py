@@ -52,7 +52,11 @@ class RelationObjective(StudentObjective):
         for kind in self._wanted.kinds:
             losses = [
                 relation_loss(
-                    vectors, kind, targets=batch.targets[target][kind], lengths=batch.lengths, method=method
+                    vectors,
+                    kind,
+                    targets=batch.targets[target][kind],
+                    lengths=batch.inputs.lengths,
+                    method=method,
                 )
                 for vectors, target in zip(split, self._targets, strict=True)
             ]

@@ -87,7 +87,7 @@ class TinyBertObjective(StudentObjective):
             for pair in self._pairs
         ]
         attention = [
-            score_mse(vectors, batch.vectors[target], batch.lengths)
+            score_mse(vectors, batch.vectors[target], batch.inputs.lengths)
             for vectors, target in zip(reading.vectors, self._targets, strict=True)
         ]
         return {

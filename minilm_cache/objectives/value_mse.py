@@ -41,7 +41,7 @@ class ValueObjective(StudentObjective):
         attention = batch.targets[0][RelationKind.ATTENTION]
         error = token_mse(self.projection(side_by_side(student)), side_by_side(teacher), valid_tokens(batch))
         kl = relation_loss(
-            student, RelationKind.ATTENTION, targets=attention, lengths=batch.lengths, method=method
+            student, RelationKind.ATTENTION, targets=attention, lengths=batch.inputs.lengths, method=method
         )
         return {"attention": kl, "value_mse": error}
 

@@ -10,10 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minilm_cache.cache import Cache
-from minilm_cache.models.padding import pad
-from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.inputs import Inputs
+from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.relations.scores import TeacherSignal, key_mask, split_heads
+from minilm_cache.relations.scores import TeacherSignal, split_heads
 from minilm_cache.report.compare import load_student
 from minilm_cache.report.similarity import held_out_ids
 from minilm_cache.storage_schema.identity import RelationKind
@@ -106,8 +106,8 @@ def relation_agreement(
         model = load_student(student.folder, teacher.device)
         if student.relation_heads is None and _num_heads(model) != cache.manifest.identity.relation_heads:
             continue
-        teacher.tap((cache.manifest.identity.last_layer if student.layer is None else student.layer,))
-        agreements += _agreement(student, model, teacher=teacher, ids=ids)
+        layer = cache.manifest.identity.last_layer if student.layer is None else student.layer
+        agreements += _agreement(student, model, teacher=teacher, layer=layer, ids=ids)
     return agreements
 
 
@@ -121,12 +121,17 @@ def _num_heads(student: TappedModel) -> int:
 
 
 def _agreement(
-    student: ComparedStudent, model: TappedModel, *, teacher: Teacher, ids: Sequence[Int[Tensor, " _"]]
+    student: ComparedStudent,
+    model: TappedModel,
+    *,
+    teacher: Teacher,
+    layer: int,
+    ids: Sequence[Int[Tensor, " _"]],
 ) -> Iterator[RelationAgreement]:
     longest = max(map(len, ids))
     cuts = [_SHORTEST * 2**power for power in range(longest.bit_length()) if _SHORTEST * 2**power < longest]
     by_length = {
-        cut: _rows(model, teacher, ids=_cut(ids, cut), relation_heads=student.relation_heads)
+        cut: _rows(model, teacher, layer=layer, ids=_cut(ids, cut), relation_heads=student.relation_heads)
         for cut in [*cuts, longest]
     }
     for kind in _kinds(student.relation_heads):
@@ -154,21 +159,20 @@ def _cut(ids: Sequence[Int[Tensor, " _"]], length: int) -> list[Tensor]:
 
 @torch.no_grad()
 def _rows(
-    model: TappedModel, teacher: Teacher, *, ids: Sequence[Tensor], relation_heads: int | None
+    model: TappedModel, teacher: Teacher, *, layer: int, ids: Sequence[Tensor], relation_heads: int | None
 ) -> dict[RelationKind, _Rows]:
     """Return the rows of every relation that is compared, of all sequences without their padding."""
     parts: dict[RelationKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in _kinds(relation_heads)}
     for first in range(0, len(ids), _BATCH_SIZE):
-        padded, lengths = pad(list(ids[first : first + _BATCH_SIZE]), 0)
-        padded, lengths = padded.to(teacher.device), lengths.to(teacher.device)
-        valid = key_mask(lengths, padded.shape[1])
-        (expected,) = teacher.signals(padded, lengths)
-        (vectors,) = model(padded, valid.to(torch.int64)).vectors
+        inputs = Inputs.of(ids[first : first + _BATCH_SIZE], 0).to(teacher.device)
+        lengths, valid = inputs.lengths, inputs.valid
+        (expected,) = teacher.signals(inputs, (layer,))
+        (vectors,) = model(inputs, Tap((model.num_layers - 1,))).vectors
         learned = TeacherSignal(vectors, lengths)
         if relation_heads is not None:
             expected = TeacherSignal(split_heads(expected.vectors, relation_heads), lengths)
             learned = TeacherSignal(split_heads(vectors, relation_heads), lengths)
-        position = torch.arange(padded.shape[1], device=lengths.device) / lengths[:, None]
+        position = torch.arange(valid.shape[1], device=lengths.device) / lengths[:, None]
         for kind, batches in parts.items():
             true, approximate = expected.probs(kind), learned.probs(kind)
             tiny = torch.finfo(approximate.dtype).tiny

@@ -6,6 +6,7 @@ with each other.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,12 +14,11 @@ import torch
 from minilm_cache.cache import Cache
 from minilm_cache.errors import IdentityMismatchError
 from minilm_cache.models.load import load_model
-from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.base import Losses
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.check import Objective
-from minilm_cache.relations.scores import key_mask
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
@@ -29,7 +29,7 @@ _BATCH_SIZE = 16
 
 
 def load_student(folder: Path, device: torch.device) -> TappedModel:
-    """Load a trained student in evaluation mode, tapped at its last layer.
+    """Load a trained student in evaluation mode.
 
     Raises:
         TeacherError: the folder holds no such model.
@@ -77,7 +77,7 @@ def live_held_out_kl(
     if not manifest.num_held_out:
         return [None] * len(students)
     wanted = objective.wanted
-    teacher.tap(wanted.layers or (manifest.identity.last_layer,))
+    wanted = replace(wanted, layers=wanted.layers or (manifest.identity.last_layer,))
     measures = [_loss_function(load_student(folder, teacher.device), objective) for folder in students]
     reader = BatchReader(
         cache, WantedTargets(kinds=()), pad_token=teacher.tokenizer.pad_token_id, device=teacher.device
@@ -89,7 +89,6 @@ def live_held_out_kl(
 def _loss_function(student: TappedModel, objective: Objective) -> Callable[[StudentBatch], Losses]:
     """Return a function that computes a student's losses on one batch."""
     module = objective.of(student)
-    student.tap(module.needs.layers, module.needs.hidden, module.needs.head)
 
     def losses(batch: StudentBatch) -> Losses:
         return module.losses(module(read(student, module, batch), batch, "dense"))
@@ -114,22 +113,20 @@ def masked_agreement(cache: Cache, teacher: Teacher, students: Sequence[Path]) -
         TeacherError: a folder holds no model with a head for masked tokens.
     """
     check_is_teacher_of(teacher, cache)
-    models = [
-        TappedModel(load_model(folder, "tokens")).eval().to(teacher.device).tap((), head="tokens")
-        for folder in students
-    ]
+    models = [TappedModel(load_model(folder, "tokens")).eval().to(teacher.device) for folder in students]
+    tap = Tap(head="tokens")
     wanted = WantedTargets(kinds=(), states=WantedStates(masked=True))
     reader = BatchReader(cache, wanted, pad_token=teacher.tokenizer.pad_token_id, device=teacher.device)
     same, count = [0] * len(models), 0
     for batch in reader.held_out_batches(_BATCH_SIZE, MAX_SEQUENCES):
         masked = batch.states.masked
         assert masked is not None
-        reading = teacher.read(masked.ids, batch.lengths, head="tokens", places=masked.places, layers=())
+        inputs = batch.inputs.with_ids(masked.ids)
+        reading = teacher.read(inputs, tap, masked.places)
         assert reading.logits is not None
         expected = reading.logits.argmax(-1)
         count += len(expected)
-        mask = key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
         for index, model in enumerate(models):
-            logits = model(masked.ids, mask, masked.places).logits
+            logits = model(inputs, tap, masked.places).logits
             same[index] += int((logits.argmax(-1) == expected).sum())
     return [num_same / max(count, 1) for num_same in same]

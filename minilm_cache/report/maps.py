@@ -21,8 +21,9 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_tokenizer
-from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.scores import relation_probs
 from minilm_cache.report.compare import load_student
@@ -135,10 +136,10 @@ def _live_maps(teacher: Teacher, ids: Int[Tensor, " length"]) -> ModelMaps:
 @torch.no_grad()
 def _model_maps(name: str, note: str, *, model: TappedModel, ids: Int[Tensor, " length"]) -> ModelMaps:
     layers = tuple(range(model.num_layers))
-    lengths = torch.tensor([len(ids)], device=ids.device)
-    vectors = model.tap(layers)(ids[None], torch.ones_like(ids)[None]).vectors
+    inputs = Inputs.full(ids[None])
+    vectors = model(inputs, Tap(layers)).vectors
     relations = {
-        kind: np.concatenate([_beginning(relation_probs(layer, kind, lengths)) for layer in vectors])
+        kind: np.concatenate([_beginning(relation_probs(layer, kind, inputs.lengths)) for layer in vectors])
         for kind in KINDS
     }
     return ModelMaps(name=name, note=note, layers=layers, relations=relations)

@@ -11,10 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from minilm_cache.cache import Cache
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_model
-from minilm_cache.models.padding import pad
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.relations.scores import key_mask
 
 Features = npt.NDArray[np.float64]
 """States of one layer, `(tokens, width)`, or one value for each pair of layers, `(left, right)`; float64."""
@@ -121,10 +120,9 @@ def _states(model: PreTrainedModel, ids: Sequence[torch.Tensor], device: torch.d
     """Return the states of every layer at all tokens that are not padding, `(tokens, width)` each."""
     layers: list[list[torch.Tensor]] = []
     for first in range(0, len(ids), _BATCH_SIZE):
-        batch, lengths = pad(list(ids[first : first + _BATCH_SIZE]), 0)
-        mask = key_mask(lengths, batch.shape[1])
+        inputs = Inputs.of(ids[first : first + _BATCH_SIZE], 0).to(device)
         states = model(
-            input_ids=batch.to(device), attention_mask=mask.to(device, torch.int64), output_hidden_states=True
+            input_ids=inputs.ids, attention_mask=inputs.mask, output_hidden_states=True
         ).hidden_states
-        layers.append([state[mask.to(device)].cpu() for state in states])
+        layers.append([state[inputs.valid].cpu() for state in states])
     return [torch.cat(parts).double().numpy() for parts in zip(*layers, strict=True)]

@@ -10,8 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from minilm_cache.models.padding import pad
-from minilm_cache.relations.scores import key_mask
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.slicing.parts import EncoderParts, LayerParts
 
 _BATCH_SIZE = 16
@@ -35,11 +34,8 @@ class Calibration:
         """Return sequences as padded batches, sorted by length."""
         ordered = sorted(sequences, key=len)
         starts = range(0, len(ordered), _BATCH_SIZE)
-        padded = [pad(ordered[start : start + _BATCH_SIZE], pad_token) for start in starts]
-        return cls(
-            ids=[ids for ids, _ in padded],
-            valid=[key_mask(lengths, ids.shape[1]) for ids, lengths in padded],
-        )
+        batches = [Inputs.of(ordered[start : start + _BATCH_SIZE], pad_token) for start in starts]
+        return cls(ids=[batch.ids for batch in batches], valid=[batch.valid for batch in batches])
 
     @property
     def num_tokens(self) -> int:

@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import CPU, enough_memory
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import TeacherSource, load_tokenizer, load_weights, locate_teacher, read_config
 from minilm_cache.models.saving import saving
 from minilm_cache.models.student import build_student, shape_config
-from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
 from minilm_cache.relations.loss import relation_kl
 from minilm_cache.relations.rows import DenseRows, Targets
@@ -108,7 +109,8 @@ def last_layer_kl(
     totals = dict.fromkeys(_KINDS, 0.0)
     for ids, valid in zip(text.ids, text.valid, strict=True):
         lengths = valid.sum(1)
-        theirs, mine = (model(ids, valid.to(torch.int64)).vectors[0] for model in models)
+        inputs = Inputs(ids, lengths)
+        theirs, mine = (model(inputs, Tap((model.num_layers - 1,))).vectors[0] for model in models)
         for kind in _KINDS:
             probs = relation_probs(theirs, kind, lengths)
             scores = relation_scores(mine, kind, row_mask(mine, kind, lengths))

@@ -17,6 +17,7 @@ from minilm_cache.cache import Cache
 from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheCorruptError
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.objectives.batch import UNITS, Counts, StudentBatch, WantedTargets
 from minilm_cache.relations.loss import choose_method
 from minilm_cache.relations.rows import RowTargets, Targets, VectorRows, densify, to_dense
@@ -37,8 +38,7 @@ _LEAST_BUFFERS = 2
 class _StoredBatch:
     """A batch with its arrays as they are stored, padded but not decoded, on the CPU."""
 
-    ids: Int[Tensor, "batch length"]
-    lengths: Int[Tensor, " batch"]
+    inputs: Inputs
     counts: Counts
     rows: Mapping[str, Tensor]
     """Array path to `(batch, length, ...)`, or `(batch, 1, ...)` where a sequence has one row."""
@@ -224,10 +224,10 @@ class BatchReader:
         masked, states = None, self._states_codec
         if states is not None and self._wanted.states.masked:
             masked = states.masked(rows, lengths).pinned_for(self._device)
+        inputs = Inputs(ids, lengths, is_full=gathered.counts["tokens"] == ids.numel())
         on_device = rows.keys() - {"tokens", READ_PATH, INDEX_PATH, WEIGHT_PATH}
         return _StoredBatch(
-            ids=pin(ids, self._device),
-            lengths=pin(lengths, self._device),
+            inputs=inputs.pinned_for(self._device),
             counts=gathered.counts,
             rows={path: pin(rows[path], self._device) for path in on_device},
             masked=masked,
@@ -239,7 +239,8 @@ class BatchReader:
     def _decode(
         self, stored: _StoredBatch, *, part: int, step_counts: Counts, ends_step: bool
     ) -> StudentBatch:
-        lengths = send(stored.lengths, self._device)
+        inputs = stored.inputs.to(self._device)
+        lengths = inputs.lengths
         # Rows stay small integers, as stored, until a codec decodes them into relations.
         rows = {path: send(values, self._device) for path, values in stored.rows.items()}
         decoded = [codec.decode(rows, self._wanted.relations, lengths=lengths) for codec in self._codecs]
@@ -256,8 +257,7 @@ class BatchReader:
             for layer in decoded
         )
         return StudentBatch(
-            ids=send(stored.ids, self._device),
-            lengths=lengths,
+            inputs=inputs,
             counts=stored.counts,
             part=part,
             step_counts=step_counts,
@@ -276,7 +276,7 @@ class BatchReader:
     ) -> Targets:
         if kind in stored.entropy:
             return Targets(rows, send(stored.entropy[kind], self._device))
-        batch, length = stored.ids.shape
+        batch, length = stored.inputs.ids.shape
         if choose_method(batch, self._num_heads, length, device=self._device) == "sdpa":
             return Targets(rows, None)
         if isinstance(rows, VectorRows):

@@ -17,11 +17,12 @@ def with_live_targets(
 
     Args:
         batches: sequences; their targets are replaced.
-        teacher: the teacher, tapped at the layers to compare.
-        wanted: which relations, and how many relation heads.
+        teacher: the teacher.
+        wanted: which relations of which layers, and how many relation heads. Without layers, those that the
+            teacher was loaded with are compared.
     """
     for batch in batches:
-        signals = teacher.read(batch.ids, batch.lengths, is_full=batch.is_full).signals
+        signals = teacher.signals(batch.inputs, wanted.layers or None)
         yield replace(batch, targets=tuple(_targets(signal, wanted) for signal in signals))
 
 

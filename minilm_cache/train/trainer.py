@@ -15,7 +15,6 @@ from minilm_cache.objectives.base import Losses, StudentObjective
 from minilm_cache.objectives.batch import UNITS, StudentBatch, Unit
 from minilm_cache.objectives.check import Objective
 from minilm_cache.relations.loss import Method
-from minilm_cache.relations.scores import key_mask
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.ranks import Ranks
 
@@ -53,7 +52,7 @@ class StudentTrainer:
         student_objective = objective.of(model).to(ranks.device)
         self.learner = Learner(model, student_objective)
         needs = student_objective.needs
-        model.tap(needs.layers, needs.hidden, needs.head).freeze_unused()
+        model.freeze_unused(needs.tap)
         if config.frozen == "embeddings":
             model.model.get_input_embeddings().weight.requires_grad_(False)
         if config.gradient_checkpointing:
@@ -158,7 +157,7 @@ class StudentTrainer:
         method: Method | None,
         shares: Mapping[Unit, float] | None = None,
     ) -> Losses:
-        device = batch.ids.device
+        device = batch.inputs.ids.device
         is_rounded = precision_of(self._config, device) == "bfloat16"
         with torch.autocast(device.type, torch.bfloat16, enabled=is_rounded):
             losses: Losses = learner(batch, method, shares)
@@ -193,12 +192,11 @@ class Learner(nn.Module):
 
 def read(model: TappedModel, objective: StudentObjective, batch: StudentBatch) -> Reading:
     """Return a student's outputs on a batch, with tokens masked if the objective needs that."""
-    mask = None if batch.is_full else key_mask(batch.lengths, batch.ids.shape[1]).to(torch.int64)
-    masked = batch.states.masked
-    if objective.needs.is_masked and masked is not None:
-        places = masked.with_labels if objective.needs.all_labels else masked.places
-        return model(masked.ids, mask, places)  # type: ignore[no-any-return]
-    return model(batch.ids, mask)  # type: ignore[no-any-return]
+    needs, masked = objective.needs, batch.states.masked
+    if needs.is_masked and masked is not None:
+        places = masked.with_labels if needs.all_labels else masked.places
+        return model(batch.inputs.with_ids(masked.ids), needs.tap, places)  # type: ignore[no-any-return]
+    return model(batch.inputs, needs.tap)  # type: ignore[no-any-return]
 
 
 def precision_of(config: TrainConfig, device: torch.device) -> Literal["float32", "bfloat16"]:

@@ -92,8 +92,8 @@ def _rows(cache: Cache, width: int) -> Iterator[pa.Table]:
     reader = BatchReader(cache, wanted, pad_token=tokenizer.pad_token_id, device=_CPU)
     first, num_train = 0, cache.manifest.num_train
     for batch in reader.batches_of(range(len(cache)), _BATCH):
-        lengths = batch.lengths.tolist()
-        ids = [row[:length] for row, length in zip(batch.ids.tolist(), lengths, strict=True)]
+        lengths = batch.inputs.lengths.tolist()
+        ids = [row[:length] for row, length in zip(batch.inputs.ids.tolist(), lengths, strict=True)]
         numbers = range(first, first + len(ids))
         flat = pa.array(batch.states.hidden[POOLED].numpy().ravel(), pa.float32())
         columns = [

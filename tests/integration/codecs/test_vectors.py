@@ -170,9 +170,9 @@ def test_a_missing_record_is_repaired_with_the_same_codec(world: World) -> None:
 
 @pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3 specification")
 def test_the_pretrained_encoder_keeps_to_the_kl_and_to_50_bytes(tmp_path: Path) -> None:
-    """On a twentieth of python-docs; what is the same for all tokens is left out of the count."""
+    """On a fortieth of python-docs; what is the same for all tokens is left out of the count."""
     world = World(tmp_path, Path("mini"), Path("python-docs"))
-    result = world.dump(codec="vectors", max_kl=0.02, max_length=128, max_tokens=2**15, shard_tokens=2**15)
+    result = world.dump(codec="vectors", max_kl=0.02, max_length=128, max_tokens=2**14, shard_tokens=2**14)
     measured = result.manifest.measured
     assert measured is not None
     folder = locate_teacher("mini").folder

@@ -51,7 +51,7 @@ def test_epochs_take_the_masked_readings_in_turn(tmp_path: Path) -> None:
             assert batch.states.masked is not None
             assert batch.counts["chosen"] == int(batch.states.masked.chosen.sum())
             read = tuple(batch.states.masked.ids[0].tolist())
-            seen.setdefault(tuple(batch.ids[0].tolist()), []).append(read)
+            seen.setdefault(tuple(batch.inputs.ids[0].tolist()), []).append(read)
 
     assert len(seen) == num_train
     for ids, reads in seen.items():

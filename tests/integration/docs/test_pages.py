@@ -79,8 +79,9 @@ def test_commands_do_what_the_page_says(page: Path, folder: Path, command: Comma
         if any(word.endswith("/NAME") for word in given):
             (cache,) = json.loads(command("ls", store, "--json")[1])["caches"]
             given = [cache["url"] if word.endswith("/NAME") else word for word in given]
-        if given[0] == "train" and "--steps" not in given:
-            given += ["--steps", "4"]
+        if given[0] == "train":
+            given += ["--steps", "4"] * ("--steps" not in given)
+            given += ["--batch-size", "4"] * ("--batch-size" not in given and "--preset" not in given)
         code, _, err = command(*given)
         # A teacher with random weights and a handful of texts: students may end worse than they began.
         assert code == 0 or "ended worse than with the weights that training began with" in err, (

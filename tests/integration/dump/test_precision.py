@@ -12,6 +12,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.dump.into_store import dump_into_store
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import TeacherSource, locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session, Silent
@@ -117,9 +118,9 @@ def test_a_teacher_is_compiled_for_both_ends_of_a_segment_before_a_dump_counts(
         def start(self, task: str, total: int, unit: str) -> None:
             tasks[task] = []
 
-    def recorded(teacher: Teacher, ids: torch.Tensor, lengths: torch.Tensor, **named: Any) -> object:
-        list(tasks.values())[-1].append(ids.shape)
-        return read(teacher, ids, lengths, **named)
+    def recorded(teacher: Teacher, inputs: Inputs, *rest: Any) -> object:
+        list(tasks.values())[-1].append(inputs.ids.shape)
+        return read(teacher, inputs, *rest)
 
     monkeypatch.setattr(Teacher, "compile_forward", lambda _: None)
     monkeypatch.setattr(Teacher, "read", recorded)

@@ -17,6 +17,7 @@ from transformers import AutoModel
 from minilm_cache.cache import open_cache
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import InterruptedRunError
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.objectives.check import choose_objective
@@ -140,10 +141,8 @@ def test_a_student_opens_in_sentence_transformers_and_transformers(
 
 def batch_of(student: torch.Tensor, teacher: torch.Tensor) -> StudentBatch:
     """Return a batch with these targets."""
-    lengths = torch.full((len(student),), student.shape[1])
     return StudentBatch(
-        ids=torch.zeros(student.shape[:2], dtype=torch.int64),
-        lengths=lengths,
+        inputs=Inputs.full(torch.zeros(student.shape[:2], dtype=torch.int64)),
         counts={"tokens": 1, "chosen": 0, "sequences": len(student), "pairs": 1},
         part=0,
         step_counts={"tokens": 1, "chosen": 0, "sequences": len(student), "pairs": 1},

@@ -30,7 +30,7 @@ def test_minilmv2_is_plain_torch_on_heads_split_anew(world: World, relation_head
     heads = relation_heads or 4
     reader = BatchReader(cache, objective.wanted, pad_token=0, device=torch.device("cpu"))
     batch = next(iter(reader.held_out_batches(1, 1)))
-    query, key, value = torch.randn(3, len(batch.ids), 4, batch.ids.shape[1], 4)
+    query, key, value = torch.randn(3, len(batch.inputs.ids), 4, batch.inputs.ids.shape[1], 4)
     own = RelationObjective(objective.wanted, [LayerPair(2, 0)])
     found = own(Reading([Vectors(query, key, value, None, 0.5)], {}, None), batch)
     assert isinstance(cache.codec, VectorsCodec)

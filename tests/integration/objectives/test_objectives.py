@@ -83,7 +83,7 @@ def plain_vectors(model: PreTrainedModel, batch: StudentBatch, mask: Tensor) -> 
         for number, own in enumerate(found)
         for name in ("query", "key", "value")
     ]
-    model(input_ids=batch.ids, attention_mask=mask)
+    model(input_ids=batch.inputs.ids, attention_mask=mask)
     for hook in hooks:
         hook.remove()
     return found
@@ -94,7 +94,7 @@ def plain_loss(
 ) -> Tensor:
     """Return the mean KL of one relation over heads and rows that are not padding, one sequence at a time."""
     losses = []
-    for row, length in enumerate(batch.lengths.tolist()):
+    for row, length in enumerate(batch.inputs.lengths.tolist()):
         logs = []
         for vectors in (teacher, student):
             left, right = ("query", "key") if kind == "attention" else (kind, kind)
@@ -102,7 +102,7 @@ def plain_loss(
             scores = torch.einsum("qhd,khd->hqk", *parts) / parts[0].shape[-1] ** 0.5
             logs.append(scores.log_softmax(-1))
         losses.append(F.kl_div(logs[1], logs[0], reduction="sum", log_target=True) / heads)
-    return torch.stack(losses).sum() / batch.lengths.sum()
+    return torch.stack(losses).sum() / batch.inputs.lengths.sum()
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -120,7 +120,7 @@ def test_the_loss_is_that_of_a_plainly_written_twin(layered: World, choice: str)
     trainer = trainer_of(config, cache)
     with torch.no_grad():
         found, cached = trainer.evaluate(live), trainer.evaluate(stored)
-        mask = (torch.arange(live.ids.shape[1]) < live.lengths[:, None]).long()
+        mask = live.inputs.valid.long()
         whole = AutoModel.from_pretrained(layered.teacher).eval()
         sides = [plain_vectors(model, live, mask) for model in (whole, trainer.model.model)]
         heads = config.relation_heads or 4

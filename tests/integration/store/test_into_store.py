@@ -85,7 +85,11 @@ def test_a_dump_into_a_store_is_the_local_one_and_opens_there(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("codec", ["topk", "vectors"])
-def test_two_dumps_at_once_that_are_killed_again_and_again(world: World, store: str, codec: str) -> None:
+def test_two_dumps_at_once_that_are_killed_again_and_again(
+    world: World, store: str, codec: str, soak: int
+) -> None:
+    if soak == 1 and codec == "topk":
+        pytest.skip("codes of `vectors` are more to agree on; both codecs are tried with --soak")
     world.corpus.write_text(world.corpus.read_text() * 6)
     settings, url = {"codec": codec, "batch_size": 2}, f"{store}/cache"
     chance, committed, processes = random.Random(codec), set[str](), list[Any]()

@@ -1,16 +1,11 @@
 """Dumps by several machines: who writes what, and how the parts become one cache."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from filelock import FileLock
 
@@ -221,67 +216,6 @@ def test_two_processes_dump_at_the_same_time(world: World) -> None:
     assert arrays_of(world.root / "cache") == expected
 
 
-def ray_dump(world: World) -> subprocess.Popen[str]:
-    arguments = dump_arguments(world, "--engine", "ray", "--world-size", 3, "--batch-size", 1)
-    return subprocess.Popen(
-        [sys.executable, "-m", "minilm_cache", *map(str, arguments)],
-        env={**os.environ, "MINILM_CACHE_HOME": str(world.home), "RAY_ADDRESS": "local"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_for_a_commit(cache: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 200
-    while not list(cache.glob("commits/*.json")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def kill_a_worker(driver: psutil.Process) -> None:
-    """SIGKILL to whichever rank is at work."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for child in driver.children(recursive=True):
-            if child.name().startswith("ray::_dump_rank") or "ray::_dump_rank" in " ".join(child.cmdline()):
-                child.kill()
-                return
-        time.sleep(0.01)
-    raise AssertionError("no rank is at work")
-
-
-def test_ray_starts_a_killed_rank_again(world: World) -> None:
-    world.corpus.write_text(world.corpus.read_text() * 8)
-    expected = arrays_of(world.dump("whole", batch_size=1).path)
-    cache = world.root / "cache"
-    process = ray_dump(world)
-    wait_for_a_commit(cache, process)
-    kill_a_worker(psutil.Process(process.pid))
-    before = {record: record.read_bytes() for record in cache.glob("commits/*.json")}
-    out, err = process.communicate(timeout=200)
-
-    assert process.returncode == 0, err
-    assert "3 ranks as tasks of Ray" in err
-    assert "complete" in out
-    assert arrays_of(cache) == expected
-    assert all(record.read_bytes() == content for record, content in before.items())
-
-
-def test_a_dump_on_ray_can_be_interrupted(world: World) -> None:
-    world.corpus.write_text(world.corpus.read_text() * 8)
-    process = ray_dump(world)
-    wait_for_a_commit(world.root / "cache", process)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=200)
-
-    assert process.returncode == 130, err
-    assert "of 3 ranks to do: committed shards are kept" in err
-    world.dump(batch_size=1)
-    assert arrays_of(world.root / "cache") == arrays_of(world.dump("whole", batch_size=1).path)
-
-
 def test_what_an_engine_needs(world: World, command: Command) -> None:
     arguments = dump_arguments(world, "--engine")
     command.fails(*arguments, "spark", "--world-size", 2, code=2, says="unknown engine. Use ray")
@@ -289,13 +223,6 @@ def test_what_an_engine_needs(world: World, command: Command) -> None:
     command.fails(*arguments, "ray", "--world-size", 2, "--rank", 0, code=2, says="without --rank")
     command.fails(
         *(*arguments, "ray", "--world-size", 2, "--no-resume"), code=2, says="cannot be used with --no-resume"
-    )
-
-
-def test_an_error_of_a_rank_on_ray_is_one_line(world: World, command: Command) -> None:
-    arguments = [*dump_arguments(world), "--engine", "ray", "--world-size", 2, "--max-length", 64]
-    command.fails(
-        *arguments, "--shard-tokens", 64, "--corpus", world.root / "none", code=1, says="does not exist"
     )
 
 

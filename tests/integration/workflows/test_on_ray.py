@@ -1,9 +1,11 @@
-"""Studies, chains and tokens on a real local Ray cluster: the same results as without it."""
+"""Dumps, studies, chains and tokens on a real local Ray cluster: the same results as without it."""
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from filelock import FileLock
@@ -11,6 +13,8 @@ from filelock import FileLock
 from minilm_cache.corpus import tokenise as tokenising
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.tokenise import tokenise
+from minilm_cache.dump.on_ray import dump_on_ray
+from minilm_cache.dump.run import DumpResult
 from minilm_cache.engines.ray_cluster import RayCluster
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
 from minilm_cache.models.load import load_tokenizer
@@ -19,9 +23,11 @@ from minilm_cache.workflows.chain import run_chain
 from minilm_cache.workflows.study import run_study
 from minilm_cache.workflows.study_spec import read_study
 from tests.conftest import Command
+from tests.integration.dump.test_dump import arrays_of
 from tests.integration.workflows.test_chain import chain_config, content
 from tests.integration.workflows.test_study import document, timeless
-from tests.support import World
+from tests.support import World, dump_arguments
+from tests.unit.store.support import Recorder
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +112,69 @@ def test_an_error_on_ray_is_the_error_itself(world: World, cluster: RayCluster) 
             cluster=cluster,
             session=Session(world.home),
         )
+
+
+def wait_for_a_commit(cache: Path, dump: Future[DumpResult]) -> None:
+    deadline = time.monotonic() + 200
+    while not list(cache.glob("commits/*.json")):
+        assert not dump.done(), dump.result()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def kill_a_worker() -> None:
+    """SIGKILL to whichever rank is at work."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for process in psutil.process_iter(["cmdline"]):
+            if "ray::_dump_rank" in " ".join(process.info["cmdline"] or ()):
+                process.kill()
+                return
+        time.sleep(0.01)
+    raise AssertionError("no rank is at work")
+
+
+def test_ray_starts_a_killed_rank_again(world: World, cluster: RayCluster) -> None:
+    del cluster  # `dump_on_ray` takes the cluster that this process has joined
+    world.corpus.write_text(world.corpus.read_text() * 4)
+    expected = arrays_of(world.dump("whole", batch_size=1).path)
+    cache, config = world.root / "cache", world.config(batch_size=1, world_size=2)
+    progress = Recorder()
+    with ThreadPoolExecutor(1) as thread:
+        dump = thread.submit(dump_on_ray, config, out=cache, session=Session(world.home, progress=progress))
+        wait_for_a_commit(cache, dump)
+        kill_a_worker()
+        before = {record: record.read_bytes() for record in cache.glob("commits/*.json")}
+        result = dump.result(200)
+
+    assert "2 ranks as tasks of Ray, each with a core" in progress.notes
+    assert result.manifest.complete
+    assert arrays_of(cache) == expected
+    assert all(record.read_bytes() == content for record, content in before.items())
+
+
+def test_a_dump_on_ray_can_be_interrupted(world: World, cluster: RayCluster) -> None:
+    del cluster
+    world.corpus.write_text(world.corpus.read_text() * 4)
+    cache, config = world.root / "cache", world.config(batch_size=1, world_size=2)
+    session = Session(world.home, should_stop=lambda: bool(list(cache.glob("commits/*.json"))))
+    with pytest.raises(InterruptedRunError, match="of 2 ranks to do: committed shards are kept"):
+        dump_on_ray(config, out=cache, session=session)
+    world.dump(batch_size=1)
+
+    assert arrays_of(cache) == arrays_of(world.dump("whole", batch_size=1).path)
+
+
+def test_a_dump_on_ray_is_a_command_whose_errors_are_one_line(
+    world: World, command: Command, cluster: RayCluster
+) -> None:
+    del cluster
+    arguments = [*dump_arguments(world), "--engine", "ray", "--world-size", 2]
+    code, out, err = command(*arguments)
+    assert code == 0, err
+    assert "complete" in out
+    assert arrays_of(world.root / "cache") == arrays_of(world.dump("whole").path)
+    command.fails(*arguments, "--corpus", world.root / "none", code=1, says="does not exist")
 
 
 def test_tasks_take_what_the_cluster_has(cluster: RayCluster) -> None:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_model, locate_teacher
-from minilm_cache.models.tap import ATTENTION, TappedModel
+from minilm_cache.models.tap import ATTENTION, Tap, TappedModel
 from minilm_cache.relations.scores import key_mask, relation_probs
 from minilm_cache.storage_schema.identity import RelationKind
 from tests.support import TINY, VOCABULARY, tiny_model
@@ -41,11 +42,11 @@ def with_attention(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 def assert_attention_is_eagers(eager: PreTrainedModel, layer: int) -> None:
     ids, valid = padded_ids(), key_mask(LENGTHS, 20)
+    inputs = Inputs(ids, LENGTHS)
     tapped = TappedModel(with_attention(eager, ATTENTION))
-    tapped.tap([layer % tapped.num_layers])
     with torch.no_grad():
         expected = eager(ids, attention_mask=valid.long(), output_attentions=True).attentions[layer]
-        (vectors,) = tapped(ids, valid.long()).vectors
+        (vectors,) = tapped(inputs, Tap((layer % tapped.num_layers,))).vectors
         found = relation_probs(vectors, RelationKind.ATTENTION, LENGTHS)
 
     rows = valid[:, None, :, None].expand_as(expected)
@@ -66,6 +67,7 @@ def test_attention_of_mini_is_that_of_the_eager_model() -> None:
 def test_value_relation_is_a_plain_torch_computation(family: str) -> None:
     eager = tiny_model(family)
     ids, valid = padded_ids(), key_mask(LENGTHS, 20)
+    inputs = Inputs(ids, LENGTHS)
     tapped = TappedModel(with_attention(eager, ATTENTION))
     projected: list[Tensor] = []
     projection = eager.get_submodule(VALUE_PROJECTIONS[family].format(tapped.num_layers - 1))
@@ -73,7 +75,7 @@ def test_value_relation_is_a_plain_torch_computation(family: str) -> None:
     projection.register_forward_hook(lambda module, args, output: projected.append(output))
     with torch.no_grad():
         eager(ids, attention_mask=valid.long())
-        (vectors,) = tapped(ids, valid.long()).vectors
+        (vectors,) = tapped(inputs, Tap((tapped.num_layers - 1,))).vectors
         found = relation_probs(vectors, RelationKind.VALUE, LENGTHS)
     value = projected[0].chunk(3, -1)[2] if family == "modernbert" else projected[0]
 
@@ -93,7 +95,7 @@ def test_the_forward_pass_stops_at_the_tapped_layer() -> None:
         )
     tapped = TappedModel(model)
     reached.clear()
-    tapped(padded_ids(), key_mask(LENGTHS, 20).long())
+    tapped(Inputs(padded_ids(), LENGTHS), Tap((2,)))
 
     assert reached == ["encoder.layer.2.attention.self.query"]
 
@@ -102,7 +104,8 @@ def test_gradients_are_those_of_the_untapped_model() -> None:
     """The student's loss sees Q, K, V only: stopping there must change no gradient."""
     model = with_attention(tiny_model("bert"), ATTENTION)
     ids, valid = padded_ids(), key_mask(LENGTHS, 20)
-    (vectors,) = TappedModel(model)(ids, valid.long()).vectors
+    inputs = Inputs(ids, LENGTHS)
+    (vectors,) = TappedModel(model)(inputs, Tap((2,))).vectors
     vectors.query.square().sum().backward()
     found = {name: weight.grad for name, weight in model.named_parameters()}
     eager = with_attention(model, "sdpa")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.base import StudentFacts, StudentObjective
 from minilm_cache.objectives.batch import Counts, StudentBatch, WantedTargets
@@ -43,8 +44,7 @@ def batch_of(
     """Return full sequences and what a teacher says of them."""
     counts: Counts = {"tokens": BATCH * LENGTH, "chosen": 5, "sequences": BATCH, "pairs": BATCH * LENGTH**2}
     return StudentBatch(
-        ids=torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % WORDS,
-        lengths=torch.full((BATCH,), LENGTH),
+        inputs=Inputs.full(torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % WORDS),
         counts=counts,
         part=0,
         step_counts=counts,
@@ -118,7 +118,7 @@ def test_distilbert() -> None:
     name = StateName(StateFamily.MASKED, 6)
     batch = batch_of(States(hidden={name: teacher}, masked=masked))
     objective = DistilBertObjective(FACTS, name, t, everywhere=True)
-    labels = batch.ids.masked_fill(~chosen, -100)
+    labels = batch.inputs.ids.masked_fill(~chosen, -100)
     ce = F.kl_div((own / t).log_softmax(-1).flatten(0, 1), soft, reduction="batchmean") * t**2
     mlm = F.cross_entropy(own.view(-1, WORDS), labels.view(-1), ignore_index=-100)
     cosine = torch.nn.CosineEmbeddingLoss(reduction="mean")(
@@ -223,7 +223,7 @@ def test_ground_truth_is_mixed_into_the_targets_of_mlm_kd(share: float) -> None:
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     masked = replace(MaskedSequences.of(ids, chosen), labels=DenseLabels(soft))
     batch = batch_of(States(masked=masked))
-    target = (1 - share) * soft + share * F.one_hot(batch.ids[chosen], WORDS)
+    target = (1 - share) * soft + share * F.one_hot(batch.inputs.ids[chosen], WORDS)
     expected = -(target * own.log_softmax(-1)).sum(-1).mean()
 
     agree(MaskedObjective(1.0, share), Reading([], {}, own), batch, expected, [own])

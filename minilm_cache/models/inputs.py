@@ -1,0 +1,79 @@
+"""What a model reads: sequences of any lengths as one padded batch, with segments where texts are pairs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from minilm_cache.relations.scores import key_mask
+from minilm_cache.relations.transfer import pin, send
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A padded batch. Padding is on the right, whatever side the tokenizer pads on."""
+
+    ids: Int[Tensor, "batch length"]
+    """Token ids."""
+    lengths: Int[Tensor, " batch"]
+    """Tokens of each sequence."""
+    segments: Int[Tensor, "batch length"] | None = None
+    """Segment of each token, 0 or 1, where a sequence is a pair of texts. None means one segment."""
+    is_full: bool = False
+    """True if it is known that no sequence is padded; models then need no mask."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Int[Tensor, " _"]],
+        pad_token: int,
+        segments: Sequence[Int[Tensor, " _"]] | None = None,
+    ) -> "Inputs":
+        """Return sequences of the CPU as one batch.
+
+        Args:
+            rows: token ids of each sequence.
+            pad_token: id that fills rows up.
+            segments: segment of each token. None means one segment.
+        """
+        lengths = torch.tensor([len(row) for row in rows])
+        ids = _padded(rows, pad_token)
+        is_full = bool((lengths == ids.shape[1]).all())
+        return cls(ids, lengths, None if segments is None else _padded(segments, 0), is_full)
+
+    @classmethod
+    def full(cls, ids: Int[Tensor, "batch length"]) -> "Inputs":
+        """Return sequences of one length, none of them padded."""
+        return cls(ids, torch.full_like(ids[:, 0], ids.shape[1]), is_full=True)
+
+    @property
+    def valid(self) -> Bool[Tensor, "batch length"]:
+        """True at tokens, False at padding."""
+        return key_mask(self.lengths, self.ids.shape[1])
+
+    @property
+    def mask(self) -> Int[Tensor, "batch length"] | None:
+        """The mask that models of transformers take: 1 at tokens, 0 at padding. None means no padding."""
+        return None if self.is_full else self.valid.to(torch.int64)
+
+    def with_ids(self, ids: Int[Tensor, "batch length"]) -> "Inputs":
+        """Return the same sequences with other token ids, such as masked ones."""
+        return replace(self, ids=ids)
+
+    def to(self, device: torch.device) -> "Inputs":
+        """Return the same batch on a device, without waiting for it."""
+        return self._with(lambda part: send(part, device))
+
+    def pinned_for(self, device: torch.device) -> "Inputs":
+        """Return the same batch in memory from which `to` need not copy it first."""
+        return self._with(lambda part: pin(part, device))
+
+    def _with(self, moved: Callable[[Tensor], Tensor]) -> "Inputs":
+        segments = None if self.segments is None else moved(self.segments)
+        return Inputs(moved(self.ids), moved(self.lengths), segments, self.is_full)
+
+
+def _padded(rows: Sequence[Tensor], value: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
