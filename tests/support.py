@@ -66,6 +66,16 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     },
     "distilbert": {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64},
 }
+DECODERS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "pad_token_id": 0,
+    },
+}
 """Families that the attention interface serves, each with sizes that take milliseconds."""
 
 
@@ -79,7 +89,13 @@ def tiny_model(
 ) -> PreTrainedModel:
     """Return a small random model of a family; weights are wide enough for attention to be far from flat."""
     config = AutoConfig.for_model(
-        family, **{"vocab_size": len(VOCABULARY), "max_position_embeddings": 66, **TINY[family], **changes}
+        family,
+        **{
+            "vocab_size": len(VOCABULARY),
+            "max_position_embeddings": 66,
+            **{**TINY, **DECODERS}[family],
+            **changes,
+        },
     )
     torch.manual_seed(seed)
     model = HEADS[head].from_config(config, attn_implementation=attention)

@@ -48,7 +48,9 @@ class SequenceTable:
             StorageError: the folder of the tokens cannot be written to.
         """
         self._tokens, self.packing = tokens, packing
-        self._template = packing.template or tokens.named_template
+        template = packing.template or tokens.named_template
+        assert template is not None  # a tokenizer without names has its template in the packing
+        self._template = template
         self._parts = ordered(tokens, packing)
         self.num_sequences = sum(part.num_sequences for part in self._parts)
         """Number of sequences, the held-out ones included."""

@@ -56,11 +56,14 @@ def _own_words(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return [str(tokenizer.decode([token])) for token in ordinary[-_NUM_WORDS:]]
 
 
-def named_template(tokenizer: PreTrainedTokenizerFast) -> Template:
-    """Return `[CLS] text [SEP]` by the tokenizer's own names, as in caches whose packing says nothing."""
+def named_template(tokenizer: PreTrainedTokenizerFast) -> Template | None:
+    """Return `[CLS] text [SEP]` by the tokenizer's own names, as in caches whose packing says nothing.
+
+    None means that the tokenizer, like those of decoders, has no such names.
+    """
     cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
-    assert isinstance(cls, int)
-    assert isinstance(sep, int)
+    if cls is None or sep is None:
+        return None
     return Template(before=(cls,), after=(sep,), separator=sep)
 
 

@@ -181,7 +181,7 @@ def tokenise_for(config: TokenizeConfig, *, session: Session) -> Tokens:
     source = locate_teacher(config.teacher, config.revision, without_weights=True)
     return tokens_of(
         config,
-        load_tokenizer(source.folder),
+        load_tokenizer(source.folder, has_ends=False),
         num_processes=config.processes,
         engine=config.engine,
         session=session,

@@ -19,6 +19,7 @@ from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError
 from minilm_cache.models.inputs import Inputs
+from minilm_cache.models.load import some_token
 from minilm_cache.relations.scores import TeacherSignal
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.session import Session
@@ -231,7 +232,7 @@ class CodecFitter:
     def _longest(self, layer: int) -> TeacherSignal:
         """Return a layer's signal of a sequence of full length, since its attention may have a window."""
         length, teacher = self.identity.packing.max_length, self.reader.teacher
-        ids = torch.full((length,), teacher.tokenizer.cls_token_id)
+        ids = torch.full((length,), some_token(teacher.tokenizer))
         return teacher.signals(Inputs.of([ids], 0), (layer,))[0]
 
     def _signals(self, layer: int, numbers: range) -> list[TeacherSignal]:

@@ -55,7 +55,6 @@ STATE_CALIBRATION_TOKENS = 2**13
 """Tokens that the codes of hidden states are fitted to."""
 CALIBRATION_SEQUENCES = 2**12
 """Sequences that the code of pooled vectors is fitted to."""
-_LEAST_CLASSES = 2
 _RECORD_FILE_BYTES = 240
 """Most bytes that the path and digest of a file take in a commit record."""
 
@@ -100,11 +99,6 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
     first = _numbers("--first-hidden", config.first_hidden, teacher)
     if not (hidden or masked or first or config.labels or config.logits or config.pooled):
         return None
-    if config.logits and (teacher.model.config.num_labels or 0) < _LEAST_CLASSES:
-        raise InvalidConfigError(
-            f"--logits: teacher {teacher.name} gives one number, a regression, and answers are distributions "
-            "over classes. Give a teacher that classifies."
-        )
     is_masked, is_coded = bool(masked) or config.labels, bool(hidden or masked)
     return StatesIdentity(
         hidden=hidden,

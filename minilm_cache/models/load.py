@@ -378,8 +378,14 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     return kept
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(folder: Path, *, has_ends: bool = True) -> PreTrainedTokenizerFast:
     """Load a tokenizer that has the special tokens sequences are made with.
+
+    One without a token for padding pads with the token that ends a text: padding is never read.
+
+    Args:
+        folder: folder of the tokenizer.
+        has_ends: whether it must have `cls_token` and `sep_token`, which those of decoders lack.
 
     Raises:
         TeacherError: the folder has no tokenizer, or the tokenizer lacks special tokens.
@@ -397,17 +403,22 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise TeacherError(f"the tokenizer in {folder} is not a fast one. Save it as tokenizer.json.")
         refuse_bombs(tokenizer.backend_tokenizer, folder)
-    special = {
-        "cls_token": tokenizer.cls_token_id,
-        "sep_token": tokenizer.sep_token_id,
-        "pad_token": tokenizer.pad_token_id,
-    }
+    if tokenizer.pad_token_id is None and not has_ends:
+        tokenizer.pad_token = tokenizer.eos_token
+    ends = {"cls_token": tokenizer.cls_token_id, "sep_token": tokenizer.sep_token_id} if has_ends else {}
+    special = {**ends, "pad_token": tokenizer.pad_token_id}
     missing = [name for name, identifier in special.items() if identifier is None]
     if missing:
         raise TeacherError(
             f"the tokenizer in {folder} has no {', '.join(missing)}. Set it and save it again."
         )
     return tokenizer
+
+
+def some_token(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the id of a token that models are tried with: one that begins texts, or else pads them."""
+    tokens = (tokenizer.cls_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+    return int(next(token for token in tokens if token is not None))
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:

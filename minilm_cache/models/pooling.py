@@ -315,7 +315,7 @@ def _lower_cases(folder: Path) -> bool:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return False
-    normalizer = load_tokenizer(folder).backend_tokenizer.normalizer
+    normalizer = load_tokenizer(folder, has_ends=False).backend_tokenizer.normalizer
     return normalizer is not None and "A" not in normalizer.normalize_str("A")
 
 

@@ -72,7 +72,7 @@ class SentenceModel:
             InvalidConfigError: the folder does not say how it pools.
         """
         self._encoder = SentenceEncoder.load(folder)
-        self._tokenizer = load_tokenizer(folder)
+        self._tokenizer = load_tokenizer(folder, has_ends=False)
         self._max_length = max_length
 
     @property

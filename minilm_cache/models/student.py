@@ -99,6 +99,8 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
         "num_attention_heads": shape.num_heads,
         fields[0]: shape.ffn_size,
     }
+    if kept.get("num_key_value_heads") is not None:  # students share no keys and values among heads
+        sizes |= {"num_key_value_heads": shape.num_heads, "head_dim": shape.hidden_size // shape.num_heads}
     if family in _FACTORISED.values():
         sizes["embedding_size"] = shape.embedding_size
     attribute_names = CONFIG_MAPPING[family].attribute_map

@@ -36,6 +36,9 @@ without. After eight in all, torch would leave the passes of all further student
 """
 
 _USE = "Use an encoder such as BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT or ModernBERT."
+_OTHER_SIGNALS = (
+    "Of any other model, pooled vectors and logits can be dumped: --codec none with --pooled or --logits."
+)
 
 
 class _RecordingDone(Exception):  # noqa: N818 - not an error: it ends a forward pass early
@@ -86,15 +89,17 @@ class _Recorder:
         self.num_calls = 0
         self.vectors: dict[int, Vectors] = {}
 
-    def __call__(self, vectors: Vectors) -> None:
-        number = self.num_calls
+    def counts(self) -> bool:
+        """Count an attention call, and return whether its vectors are recorded."""
         self.num_calls += 1
-        if self.layers is None:
-            return
-        if number in self.layers:
-            self.vectors[number] = vectors
-            if self.stops and len(self.vectors) == len(self.layers):
-                raise _RecordingDone(self.vectors)
+        return self.layers is not None and self.num_calls - 1 in self.layers
+
+    def record(self, vectors: Vectors) -> None:
+        """Keep the vectors of the call that was counted last; end the forward pass if they are the last."""
+        assert self.layers is not None
+        self.vectors[self.num_calls - 1] = vectors
+        if self.stops and len(self.vectors) == len(self.layers):
+            raise _RecordingDone(self.vectors)
 
 
 def _tapped_attention(  # noqa: PLR0917 - the signature is transformers'
@@ -108,26 +113,32 @@ def _tapped_attention(  # noqa: PLR0917 - the signature is transformers'
     minilm_tap: _Recorder | None = None,
     **kwargs: Any,  # noqa: ANN401 - differs by model family
 ) -> tuple[Tensor, Tensor | None]:
-    if minilm_tap is not None:
-        _refuse_inexact(module, query, key=key, kwargs=kwargs)
+    if minilm_tap is not None and minilm_tap.counts():
+        _refuse_inexact(module, kwargs)
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-        minilm_tap(Vectors(query, key, value, attention_mask, factor))
+        heads = query.shape[1]
+        minilm_tap.record(
+            Vectors(query, _for_heads(key, heads), _for_heads(value, heads), attention_mask, factor)
+        )
     return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def _refuse_inexact(module: nn.Module, query: Tensor, *, key: Tensor, kwargs: dict[str, Any]) -> None:
-    """Raise TeacherError for attention that is not softmax(QK^T), or whose heads do not pair up."""
+def _for_heads(part: Tensor, num_heads: int) -> Tensor:
+    """Return keys or values with a head for each head of the queries; a group of those shares one."""
+    return part if part.shape[1] == num_heads else part.repeat_interleave(num_heads // part.shape[1], 1)
+
+
+def _refuse_inexact(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise TeacherError for attention that is not softmax(QK^T), or that sees no later token."""
     if kwargs.get("position_bias") is not None:
         reason = "it adds a position bias to its scores"
     elif kwargs.get("softcap") is not None:
         reason = "it caps its scores"
-    elif key.shape[1] != query.shape[1]:
-        reason = "its keys have fewer heads than its queries"
     elif getattr(module, "is_causal", False):
         reason = "it is a decoder: its attention is causal"
     else:
         return
-    raise TeacherError(f"{type(module).__name__} cannot be tapped exactly: {reason}. {_USE}")
+    raise TeacherError(f"{type(module).__name__} cannot be tapped exactly: {reason}. {_USE} {_OTHER_SIGNALS}")
 
 
 def _attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:  # noqa: ANN401 - transformers' arguments
@@ -146,16 +157,22 @@ AttentionInterface.register(ATTENTION, _tapped_attention)
 AttentionMaskInterface.register(ATTENTION, _attention_mask)
 
 
-def refuse_untapped(model: PreTrainedModel) -> None:
-    """Raise TeacherError for a family that does not use the attention interface.
+def _is_tapped(model: PreTrainedModel) -> bool:
+    """Return whether a model's attention comes by the tap.
 
-    transformers accepts the name of an implementation for such a family as well, but does not use it.
+    transformers accepts the name of an implementation for families that do not use the attention interface,
+    too, but does not use it.
     """
     served = type(model)._supports_attention_backend  # noqa: SLF001 - no public attribute has it
-    if not served or model.config._attn_implementation != ATTENTION:  # noqa: SLF001 - same
+    return bool(served) and model.config._attn_implementation == ATTENTION  # noqa: SLF001 - same
+
+
+def _refuse_untapped(model: PreTrainedModel) -> None:
+    """Raise TeacherError for a family that does not use the attention interface."""
+    if not _is_tapped(model):
         raise TeacherError(
             f"model family {model.config.model_type!r} does not use transformers' attention interface, "
-            f"so its Q, K, V cannot be tapped exactly. {_USE}"
+            f"so its Q, K, V cannot be tapped exactly. {_USE} {_OTHER_SIGNALS}"
         )
 
 
@@ -165,15 +182,15 @@ class TappedModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         """Wrap a model loaded with `attn_implementation=ATTENTION`.
 
-        The model may have a head for masked tokens or for classes.
+        The model may have a head for masked tokens or for classes. What its family does not allow is refused
+        when it is wanted: hidden states and logits can be had of any model that reads text.
 
         Raises:
-            TeacherError: the family cannot be tapped exactly.
+            TeacherError: the model does not read text.
         """
         super().__init__()
-        refuse_untapped(model)
         self.model = model
-        self.num_layers = _count_attention_calls(model)
+        self.num_layers = _num_layers(model)
 
     def freeze_unused(self, tap: Tap) -> "TappedModel":
         """Freeze the weights that nothing of a tap depends on, such as the pooler."""
@@ -252,6 +269,8 @@ class TappedModel(nn.Module):
         """
         assert all(0 <= layer < self.num_layers for layer in tap.layers)
         assert all(0 <= number <= self.num_layers for number in tap.hidden)
+        if tap.layers:
+            _refuse_untapped(self.model)
         with _gathered(self.model, places if tap.head == "tokens" else None):
             try:
                 return self._outputs(tap, inputs.ids, mask=inputs.mask, segments=inputs.segments)
@@ -266,9 +285,9 @@ class TappedModel(nn.Module):
         output = model(
             input_ids=ids,
             attention_mask=mask,
-            minilm_tap=recorder,
             output_hidden_states=bool(tap.hidden),
             return_dict=True,
+            **({"minilm_tap": recorder} if tap.layers else {}),
             **({} if segments is None else {"token_type_ids": segments}),
         )
         return Reading(
@@ -296,24 +315,32 @@ def _gathered(model: PreTrainedModel, places: Tensor | None) -> Iterator[None]:
         hook.remove()
 
 
-def _count_attention_calls(model: PreTrainedModel) -> int:
+def _num_layers(model: PreTrainedModel) -> int:
     """Return the number of attention calls; module lists would miss layers that share one module.
+
+    Of a model whose attention does not come by the tap it is what its configuration says.
 
     Raises:
         TeacherError: the model is not a text encoder, or no attention call reaches the tap.
     """
-    recorder = _Recorder(None)
+    recorder, has_tap = _Recorder(None), _is_tapped(model)
     device = next(model.parameters()).device
     ids = torch.zeros((1, 4), dtype=torch.int64, device=device)
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), minilm_tap=recorder)
+            model(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                **({"minilm_tap": recorder} if has_tap else {}),
+            )
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise _not_a_text_encoder(model, str(error).split("\n")[0]) from error
     finally:
         model.train(was_training)
+    if not has_tap:
+        return int(model.config.num_hidden_layers)
     if not recorder.num_calls:
         raise _not_a_text_encoder(model, "no attention call reaches the tap")
     return recorder.num_calls

@@ -21,6 +21,7 @@ from minilm_cache.models.load import (
     check_positions,
     load_model,
     load_tokenizer,
+    some_token,
     tokenizer_sha256,
 )
 from minilm_cache.models.pooling import SentencePooler, load_pooler
@@ -65,7 +66,7 @@ class Teacher:
         """
         self.name = source.name
         self.folder = source.folder
-        self.tokenizer = load_tokenizer(source.folder)
+        self.tokenizer = load_tokenizer(source.folder, has_ends=False)
         model = self._load(head)
         vocab_size = getattr(model.config, "vocab_size", None)  # models of images, refused below, have none
         if vocab_size is not None and len(self.tokenizer) > vocab_size:
@@ -185,7 +186,7 @@ class Teacher:
     def _is_same_behind_padding(self) -> bool:
         """Return whether padding before a sequence leaves its last hidden states as they are."""
         padding = torch.full((1, 3), int(self.tokenizer.pad_token_id), device=self.device)
-        ids = torch.full((1, 5), int(self.tokenizer.cls_token_id), device=self.device)
+        ids = torch.full((1, 5), some_token(self.tokenizer), device=self.device)
         padded = torch.cat([padding, ids], 1)
         mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], 1)
         alone, behind = (
@@ -236,8 +237,14 @@ class Teacher:
         self._tapped.compile_forward(self._head)
 
     def check_length(self, max_length: int) -> None:
-        """Raise InvalidConfigError if the teacher has fewer positions than a sequence."""
-        check_length(self._tapped, self.name, token=self.tokenizer.cls_token_id, max_length=max_length)
+        """Run the teacher on a sequence of the greatest length.
+
+        Raises:
+            InvalidConfigError: it has fewer positions.
+            TeacherError: its family's relations cannot be tapped exactly.
+        """
+        token = some_token(self.tokenizer)
+        check_length(self._tapped, self.name, token=token, max_length=max_length, layers=self.layers)
 
     def signals(self, inputs: Inputs, layers: Sequence[int] | None = None) -> list[TeacherSignal]:
         """Return the signals of some layers, in their order. None means the layers of this teacher."""
@@ -275,7 +282,9 @@ class TeacherReading(NamedTuple):
 
 
 @torch.no_grad()
-def check_length(model: TappedModel, name: str, *, token: int, max_length: int) -> None:
+def check_length(
+    model: TappedModel, name: str, *, token: int, max_length: int, layers: Sequence[int] = ()
+) -> None:
     """Raise InvalidConfigError if a model has fewer positions than a sequence.
 
     Args:
@@ -283,8 +292,9 @@ def check_length(model: TappedModel, name: str, *, token: int, max_length: int) 
         name: name of the model in the message.
         token: id of any token in its vocabulary.
         max_length: greatest length of a sequence, tokens.
+        layers: layers whose relations are wanted.
     """
-    last = Tap((model.num_layers - 1,))
+    last = Tap(tuple(layers), hidden=(model.num_layers,))
 
     def read(ids: Tensor) -> None:
         model(Inputs.full(ids), last)

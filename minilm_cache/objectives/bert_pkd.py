@@ -22,7 +22,7 @@ from minilm_cache.objectives.base import (
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.layers import LayerPair, pairs_of
-from minilm_cache.objectives.tinybert import soft_cross_entropy
+from minilm_cache.objectives.tinybert import answer_loss
 from minilm_cache.relations.loss import Method
 from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.states import StateFamily, StateName
@@ -108,9 +108,9 @@ class PatientObjective(StudentObjective):
         student, teacher = reading.logits, batch.states.logits
         if student is not None and teacher is not None:
             temperature = self._patience.temperature
-            parts["prediction"] = soft_cross_entropy(student, teacher, temperature)
+            parts["prediction"] = answer_loss(student, teacher, temperature)
             if self._patience.is_authors:
-                parts["prediction"] = parts["prediction"] - soft_cross_entropy(teacher, teacher, temperature)
+                parts["prediction"] = parts["prediction"] - answer_loss(teacher, teacher, temperature)
         return parts
 
 

@@ -120,7 +120,8 @@ class TinyBert(ObjectiveKind):
 class PredictionObjective(StudentObjective):
     """L_pred = CE(z^T / t, z^S / t), t = 1 (eq. 10): soft cross-entropy of a classifier's logits, nats.
 
-    The authors' code takes the mean over classes, too: their loss is this one divided by the classes.
+    The authors' code takes the mean over classes, too: their loss is this one divided by the classes. Of a
+    teacher that gives one number it is the squared error, as the authors compare regressions.
     """
 
     needs = StudentNeeds(head="sequences")
@@ -137,7 +138,7 @@ class PredictionObjective(StudentObjective):
         del method
         assert reading.logits is not None
         assert batch.states.logits is not None
-        return {"prediction": soft_cross_entropy(reading.logits, batch.states.logits, self._temperature)}
+        return {"prediction": answer_loss(reading.logits, batch.states.logits, self._temperature)}
 
 
 class Prediction(ObjectiveKind):
@@ -157,6 +158,16 @@ class Prediction(ObjectiveKind):
         assert states is not None
         classes = (states.num_classes or 1) if request.config.is_authors else 1
         return PredictionObjective(request.config.temperature or 1.0, classes)
+
+
+def answer_loss(
+    student: Float[Tensor, "batch classes"], teacher: Float[Tensor, "batch classes"], temperature: float
+) -> Float[Tensor, ""]:
+    """Return how far answers are apart, mean of rows: nats, or the squared error of a single number."""
+    if teacher.shape[1] == 1:
+        with torch.autocast(student.device.type, enabled=False):
+            return (student.float() - teacher.float()).square().mean()
+    return soft_cross_entropy(student, teacher, temperature)
 
 
 def soft_cross_entropy(

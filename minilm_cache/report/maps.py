@@ -97,7 +97,7 @@ def examples(
                 f"--sequence {number}: the cache has {held_out} held-out sequences, counted from 0. "
                 "Give one of them, or --text and --teacher."
             )
-    tokenizer = load_tokenizer(students[0][1]) if teacher is None else teacher.tokenizer
+    tokenizer = load_tokenizer(students[0][1], has_ends=False) if teacher is None else teacher.tokenizer
     texts: list[tuple[str, int | None, Tensor]] = [
         (f"held-out sequence {number}", number, cache[cache.manifest.num_train + number].input_ids)
         for number in map_texts.sequences

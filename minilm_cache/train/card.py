@@ -68,7 +68,7 @@ def cached_tokenizer(reader: CacheReader) -> PreTrainedTokenizerFast:
             path = f"{TEACHER_FOLDER}/{name}"
             if path in reader.manifest.files:
                 Path(folder, name).write_bytes(safe_tokenizer_file(name, reader.attachment(path)))
-        return load_tokenizer(Path(folder))
+        return load_tokenizer(Path(folder), has_ends=False)
 
 
 def safe_tokenizer_file(name: str, content: bytes) -> bytes:

@@ -290,7 +290,7 @@ def _check_tokenizer(folder: Path, cache: Cache) -> None:
     """
     if not (folder / "tokenizer.json").is_file():
         return
-    own = load_tokenizer(folder)
+    own = load_tokenizer(folder, has_ends=False)
     is_same = tokenizer_sha256(own) == cache.manifest.identity.tokenizer_sha256
     if not is_same and own.get_vocab() != cached_tokenizer(cache.reader).get_vocab():
         raise InvalidConfigError(

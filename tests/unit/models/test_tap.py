@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.inputs import Inputs
@@ -132,8 +132,12 @@ def test_families_with_attention_of_their_own_are_refused_by_name(family: str) -
     model = AutoModel.from_config(AutoConfig.for_model(family, **sizes))
     model.config._attn_implementation = ATTENTION
 
+    tapped, inputs = TappedModel(model.eval()), Inputs(padded_ids(), LENGTHS)
     with pytest.raises(TeacherError, match=f"'{family}' does not use transformers' attention interface"):
-        TappedModel(model)
+        tapped(inputs, Tap((1,)))
+    with torch.no_grad():
+        expected = model(inputs.ids, attention_mask=inputs.mask).last_hidden_state
+        torch.testing.assert_close(tapped(inputs, Tap(hidden=(2,))).hidden[2], expected)
 
 
 def test_a_family_without_checkpointing_is_named() -> None:
@@ -144,17 +148,27 @@ def test_a_family_without_checkpointing_is_named() -> None:
         model.checkpoint_layers()
 
 
-def test_decoders_are_refused() -> None:
-    config = AutoConfig.for_model(
-        "llama",
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=64,
-        vocab_size=100,
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+def test_relations_of_decoders_are_refused_and_nothing_else_of_them() -> None:
+    model, inputs = tiny_model("llama", attention=ATTENTION), Inputs(padded_ids(), LENGTHS)
+    tapped = TappedModel(model)
+    with pytest.raises(TeacherError, match=r"its attention is causal.*--codec none with --pooled"):
+        tapped(inputs, Tap((1,)))
+    with torch.no_grad():
+        expected = model(inputs.ids, attention_mask=inputs.mask).last_hidden_state
+        hidden = tapped(inputs, Tap(hidden=(2,))).hidden[2]
+    torch.testing.assert_close(hidden[inputs.valid], expected[inputs.valid])
 
-    with pytest.raises(TeacherError, match="its attention is causal"):
-        TappedModel(model)
+
+def test_heads_that_share_keys_and_values_are_recorded_with_their_own() -> None:
+    """As transformers repeats them for its own attention."""
+    model = tiny_model("llama", attention=ATTENTION)
+    for layer in model.layers:
+        layer.self_attn.is_causal = False
+    inputs = Inputs(padded_ids(), LENGTHS)
+    with torch.no_grad():
+        (vectors,) = TappedModel(model)(inputs, Tap((1,))).vectors
+        expected = with_attention(model, "eager")(inputs.ids, output_attentions=True).attentions[1]
+        mask = torch.ones(20, 20, dtype=torch.bool).tril()[None, None]
+        probs = relation_probs(vectors._replace(mask=mask), RelationKind.ATTENTION, torch.full((3,), 20))
+    assert vectors.key.shape == vectors.value.shape == vectors.query.shape
+    torch.testing.assert_close(probs[0], expected[0], atol=1e-5, rtol=0)

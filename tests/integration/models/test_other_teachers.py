@@ -1,0 +1,154 @@
+"""Teachers of vectors and answers but no relations: decoders, families without the interface, regressions."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from minilm_cache.cache import open_cache
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.inputs import Inputs
+from minilm_cache.models.student import build_student, shape_config
+from minilm_cache.models.tap import Tap, TappedModel
+from minilm_cache.session import Session
+from minilm_cache.storage_schema.states import POOLED
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import train_students
+from tests.conftest import Command
+from tests.support import VOCABULARY, World, save_teacher, tiny_model, tiny_tokenizer, write_corpus
+
+
+def decoders_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that puts nothing around a text and has no token for padding."""
+    words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(VOCABULARY)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="[SEP]")
+
+
+def save_other(folder: Path, family: str) -> Path:
+    """Write a teacher of a family that cannot be tapped."""
+    if family == "llama":
+        tiny_model("llama", attention="sdpa").save_pretrained(folder)
+        decoders_tokenizer().save_pretrained(folder)
+        return folder
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = AutoConfig.for_model(
+        family, vocab_size=len(VOCABULARY), max_position_embeddings=66, pad_token_id=1, **sizes
+    )
+    torch.manual_seed(0)
+    AutoModel.from_config(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("family", "pooling"), [("llama", "lasttoken"), ("mpnet", "mean")])
+def test_pooled_vectors_are_those_of_plain_transformers(tmp_path: Path, family: str, pooling: str) -> None:
+    teacher = save_other(tmp_path / "teacher", family)
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+    path = world.dump(codec="none", pooled=True, packing="records", pooling=pooling).path
+    cache, tokenizer = open_cache(path), AutoTokenizer.from_pretrained(teacher)
+    model = AutoModel.from_pretrained(teacher).eval()
+    for number in range(6):
+        sequence = cache[number]
+        text = tokenizer.decode(sequence.input_ids, skip_special_tokens=True)
+        read = tokenizer(text, return_tensors="pt")
+        assert read["input_ids"][0].tolist() == sequence.input_ids.tolist()
+        with torch.no_grad():
+            hidden = model(read["input_ids"]).last_hidden_state[0]
+        vector = hidden[-1] if pooling == "lasttoken" else hidden.mean(0)
+        assert float(F.cosine_similarity(sequence.states().hidden[POOLED][0], vector, dim=0)) >= 0.9995
+
+
+def test_a_student_of_a_decoder_is_one_and_learns_its_vectors(tmp_path: Path) -> None:
+    world = World(tmp_path, save_other(tmp_path / "teacher", "llama"), write_corpus(tmp_path / "corpus.txt"))
+    world.dump(codec="none", pooled=True, packing="records", pooling="lasttoken")
+    config = TrainConfig(arch=("1x16",), objective="embedding", steps=30, batch_size=8, lr=5e-3, device="cpu")
+    run = train_students(config, world.root / "cache", out=world.root / "run", session=Session(world.home))
+    (student,) = run.record.students
+    saved = json.loads((run.student_path("1x16") / "config.json").read_text())
+
+    assert (saved["model_type"], saved["num_key_value_heads"]) == ("llama", saved["num_attention_heads"])
+    assert student.loss_after is not None
+    assert student.loss_before is not None
+    assert student.loss_after < student.loss_before
+
+
+def test_relations_of_such_a_teacher_are_refused_before_anything_is_written(
+    tmp_path: Path, command: Command
+) -> None:
+    for family, says in (("llama", "its attention is causal"), ("mpnet", "does not use transformers'")):
+        teacher = save_other(tmp_path / family, family)
+        corpus = write_corpus(tmp_path / "corpus.txt")
+        words = (
+            "dump",
+            "--teacher",
+            teacher,
+            "--corpus",
+            corpus,
+            "--out",
+            tmp_path / "cache",
+            "--max-length",
+            32,
+        )
+        command.fails(*words, code=1, says=(says, "--codec none with --pooled or --logits"))
+        assert not out.exists()
+
+
+def test_a_teacher_that_gives_one_number_is_learned_by_its_square(tmp_path: Path) -> None:
+    teacher = save_teacher(tmp_path / "teacher", head="sequences", num_labels=1)
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+    path = world.dump(codec="none", logits=True, packing="records").path
+    cache = open_cache(path)
+    model = AutoModelForSequenceClassification.from_pretrained(teacher).eval()
+    with torch.no_grad():
+        number = model(cache[0].input_ids[None]).logits[0]
+    stored = cache[0].states().logits
+    assert stored is not None
+    torch.testing.assert_close(stored[0], number, rtol=1e-4, atol=1e-5)
+    config = TrainConfig(
+        arch=("2x32",), objective="tinybert-prediction", steps=30, batch_size=8, lr=1e-3, device="cpu"
+    )
+    run = train_students(config, path, out=world.root / "run", session=Session(world.home))
+    (student,) = run.record.students
+    assert student.loss_after is not None
+    assert student.loss_before is not None
+    assert 0 < student.loss_after < student.loss_before
+
+
+def test_a_pair_goes_from_a_list_to_a_gradient_as_in_plain_transformers() -> None:
+    """Ids and segments by the tokenizer's own template, one sequence longer than the other."""
+    tokenizer = tiny_tokenizer()
+    pairs = [("ba be bi", "bo bu"), ("da", "de di do du fa fe")]
+    read = tokenizer(pairs, return_token_type_ids=True)
+    rows, segments = (list(map(torch.tensor, read[name])) for name in ("input_ids", "token_type_ids"))
+    inputs = Inputs.of(rows, tokenizer.pad_token_id, segments)
+    assert inputs.segments is not None
+    assert inputs.segments.unique().tolist() == [0, 1]
+    content = tiny_model("bert").config.to_dict()
+    shape = parse_arch("2x32", 4, compares_heads=False)
+    student = build_student(shape_config(shape, content, "bert"), seed=0).eval()
+    (vectors,) = TappedModel(student)(inputs, Tap((1,))).vectors
+    (vectors.query * inputs.valid[:, None, :, None]).square().sum().backward()
+    gradients = {name: weight.grad for name, weight in student.named_parameters() if weight.grad is not None}
+
+    student.zero_grad()
+    queries: list[torch.Tensor] = []
+    projection = student.get_submodule("encoder.layer.1.attention.self.query")
+    projection.register_forward_hook(lambda _module, _inputs, output: queries.append(output))
+    padded = tokenizer(pairs, padding=True, return_tensors="pt", return_token_type_ids=True)
+    student(**padded)
+    (queries[0] * padded["attention_mask"][..., None]).square().sum().backward()
+    assert "embeddings.token_type_embeddings.weight" in gradients
+    for name, weight in student.named_parameters():
+        if name in gradients:
+            torch.testing.assert_close(gradients[name], weight.grad)
