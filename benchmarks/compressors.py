@@ -21,7 +21,7 @@ from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.relations.scores import TeacherSignal
+from minilm_cache.relations.scores import LayerRelations
 from minilm_cache.storage_schema.identity import Packing
 from minilm_cache.storage_schema.metadata import PCODEC_LEVEL
 
@@ -77,11 +77,11 @@ def mini_codes(teacher: Teacher) -> Array:
     packing = Packing(mode="packed", max_length=128, max_tokens=None, seed=0)
     sequences = SequenceTable(tokenise(load_corpus(PYTHON_DOCS), teacher.tokenizer), packing)
 
-    def signals(first: int, last: int) -> list[TeacherSignal]:
+    def signals(first: int, last: int) -> list[LayerRelations]:
         batches = []
         for number in range(first, last, 32):
             ids = torch.stack([torch.from_numpy(row) for row in sequences.read(number, number + 32).ids])
-            batches += teacher.signals(Inputs.full(ids))
+            batches += teacher.relations(Inputs.full(ids))
         return batches
 
     codec = calibrate(signals(0, 256), signals(256, 320), MAX_KL, layer=teacher.layers[-1]).codec

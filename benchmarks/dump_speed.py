@@ -41,7 +41,7 @@ def main() -> None:
         rows = sequences.read(number * BATCH, (number + 1) * BATCH).ids
         return torch.stack([torch.from_numpy(row) for row in rows])
 
-    samples = [signal for number in range(6) for signal in teacher.signals(Inputs.full(batch(number)))]
+    samples = [signal for number in range(6) for signal in teacher.relations(Inputs.full(batch(number)))]
     fitted = calibrate(samples[:4], samples[4:], MAX_KL, layer=teacher.layers[-1]).codec
     codecs: dict[str, RelationCodec] = {"vectors": fitted}
     for name in ("topk", "dense"):
@@ -51,7 +51,7 @@ def main() -> None:
 
     def dump_with(codec: RelationCodec) -> Callable[[torch.Tensor], None]:
         def run(ids: torch.Tensor) -> None:
-            (signal,) = teacher.signals(Inputs.full(ids))
+            (signal,) = teacher.relations(Inputs.full(ids))
             codec.encode(signal, range(BATCH), lengths=signal.lengths)
             if codec is not fitted:
                 for kind in KINDS:

@@ -93,9 +93,9 @@ def layer_input(teacher: Teacher, cache: Cache, bits: int) -> Row:
     num_rows = num_tokens = 0
     for number in audit_sequences(cache):
         inputs = Inputs.full(cache[number].input_ids[None])
-        (exact,) = teacher.signals(inputs)
+        (exact,) = teacher.relations(inputs)
         hook = layer.register_forward_pre_hook(rounded)
-        (stored,) = teacher.signals(inputs)
+        (stored,) = teacher.relations(inputs)
         hook.remove()
         for kind in KINDS:
             probs = exact.probs(kind)

@@ -30,5 +30,5 @@ def mini_relations(
     sequences = SequenceTable(tokenise(load_corpus(PYTHON_DOCS), teacher.tokenizer), packing)
     batch = sequences.read(0, num_tokens // length)
     ids = torch.stack([torch.from_numpy(row) for row in batch.ids])
-    (signal,) = teacher.signals(Inputs.full(ids))
+    (signal,) = teacher.relations(Inputs.full(ids))
     return {kind: signal.probs(kind) for kind in KINDS}, signal.lengths

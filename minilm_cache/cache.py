@@ -15,11 +15,11 @@ from torch import Tensor
 
 from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.build import layer_codec
-from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.codecs.transform import TransformCode
 from minilm_cache.relations.rows import RowTargets, WantedRelations, to_dense
-from minilm_cache.relations.states import States
+from minilm_cache.relations.signals import Signals
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home
+from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.arrays import all_small_arrays
 from minilm_cache.storage_schema.identity import RelationKind, codec_words
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -76,7 +76,7 @@ class Cache(Described):
         }
 
     @cached_property
-    def states_codec(self) -> StatesCodec | None:
+    def signals_codec(self) -> SignalsCodec | None:
         """Codec of the states. None means that only relations are stored.
 
         Raises:
@@ -86,7 +86,7 @@ class Cache(Described):
         if identity.states is None:
             return None
         coded = {name: self._codes[name.folder] for name in identity.states.coded}
-        return StatesCodec.of(identity, coded)
+        return SignalsCodec.of(identity, coded)
 
     @property
     def manifest(self) -> CacheManifest:
@@ -210,7 +210,7 @@ class CachedSequence(Described):
         rows = {path: torch.from_numpy(self._rows[path][None]) for path in codec.paths(wanted)}
         return codec.decode(rows, wanted, lengths=lengths)[chosen]
 
-    def states(self, reading: int = 0) -> States:
+    def states(self, reading: int = 0) -> Signals:
         """Return the stored states, a batch of 1: hidden states, labels, logits and pooled vectors.
 
         Args:
@@ -219,7 +219,7 @@ class CachedSequence(Described):
         Raises:
             ValueError: only relations are stored, or the cache has fewer readings.
         """
-        codec = self._cache.states_codec
+        codec = self._cache.signals_codec
         if codec is None:
             raise ValueError("this cache stores only relations: no hidden states, labels or logits")
         if not 0 <= reading < codec.parameters.num_readings:
@@ -245,7 +245,7 @@ def _check_rows(cache: Cache, segment: Segment) -> None:
         codec.check(
             {path: torch.from_numpy(segment.rows[path]) for path in codec.paths(codec.everything)}, lengths
         )
-    states = cache.states_codec
+    states = cache.signals_codec
     if states is not None:
         paths = states.paths(states.everything)
         for reading in range(states.parameters.num_readings):

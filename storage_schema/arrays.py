@@ -15,10 +15,11 @@ from minilm_cache.storage_schema.manifest import Calibration, LayerCalibration, 
 from minilm_cache.storage_schema.states import (
     INDEX_PATH,
     LOGITS_PATH,
+    POOLED,
     READ_PATH,
     WEIGHT_PATH,
+    SignalName,
     StateFamily,
-    StateName,
     StatesIdentity,
     reading_path,
 )
@@ -145,7 +146,7 @@ def _codes_spec(path: str, components: int, what: str) -> ArraySpec:
 
 def _state_codes_spec(fitted: StateCalibration) -> ArraySpec:
     path = state_codes_path(fitted.name)
-    if fitted.family is not StateFamily.POOLED:
+    if fitted.name != POOLED:
         return _codes_spec(path, fitted.components, "hidden state is")
     return replace(
         _codes_spec(path, fitted.components, ""),
@@ -163,7 +164,7 @@ def _state_specs(
     specs = [_state_codes_spec(fitted) for fitted in (calibration.states if calibration is not None else ())]
     specs += [
         ArraySpec(
-            path=StateName(StateFamily.FIRST, number).folder,
+            path=SignalName(StateFamily.FIRST, number).folder,
             dtype="float16",
             row_shape=(width,),
             dimension_names=("token", "hidden"),
@@ -194,6 +195,18 @@ def _state_specs(
                 meaning=f"logits of the sequence, at the row {of_first}",
             )
         )
+    specs += [
+        ArraySpec(
+            path=other.as_name.folder,
+            dtype=other.dtype,
+            row_shape=(other.width,),
+            dimension_names=(other.axis, "number"),
+            fill_value="NaN",
+            meaning=f"signal {other.name} of each {other.axis}",
+            by_sequence=other.axis == "sequence",
+        )
+        for other in states.others
+    ]
     masked = [spec for spec in specs if spec.path in masked_paths(states)]
     return specs + [
         replace(spec, path=reading_path(spec.path, reading))
@@ -206,7 +219,7 @@ def masked_paths(states: StatesIdentity) -> frozenset[str]:
     """Return the paths of the first masked reading's arrays; every further reading has arrays of its own."""
     labels = (INDEX_PATH, WEIGHT_PATH) if states.labels is not None else ()
     read = (READ_PATH,) if states.masking is not None else ()
-    hidden = (state_codes_path(StateName(StateFamily.MASKED, number)) for number in states.masked_hidden)
+    hidden = (state_codes_path(SignalName(StateFamily.MASKED, number)) for number in states.masked_hidden)
     return frozenset([*read, *labels, *hidden])
 
 
@@ -249,7 +262,7 @@ def codes_path(layer: int) -> str:
     return f"{layer_folder(layer)}/codes"
 
 
-def state_codes_path(name: StateName) -> str:
+def state_codes_path(name: SignalName) -> str:
     """Return the path of the codes of a hidden state of every token."""
     return f"{name.folder}/codes"
 
@@ -264,7 +277,7 @@ def small_arrays(identity: CacheIdentity, fitted: LayerCalibration) -> tuple[Sma
 def state_small_arrays(identity: CacheIdentity, fitted: StateCalibration) -> tuple[SmallArray, ...]:
     """Return the arrays with which a hidden state of every token is encoded and decoded."""
     width, what = identity.teacher.hidden_size, "hidden states"
-    if fitted.family is StateFamily.POOLED and identity.states is not None and identity.states.pooled:
+    if fitted.name == POOLED and identity.states is not None and identity.states.pooled:
         width, what = identity.states.pooled.width, "pooled vectors"
     return _code_arrays(fitted.name.folder, fitted.components, width=width, what=what)
 

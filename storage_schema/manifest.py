@@ -18,7 +18,7 @@ from minilm_cache.storage_schema.identity import (
     VectorsParameters,
 )
 from minilm_cache.storage_schema.measured import Measured, require_both
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.storage_schema.states import POOLED, SignalName, StateFamily
 from minilm_cache.storage_schema.versions import FORMAT_VERSION
 
 MAX_MANIFEST_BYTES: Final = 8 * 2**20
@@ -89,9 +89,9 @@ class StateCalibration(StoredModel):
     1 less their mean cosine with the teacher's."""
 
     @property
-    def name(self) -> StateName:
+    def name(self) -> SignalName:
         """Name of the state."""
-        return StateName(self.family, self.number)
+        return SignalName(self.family, self.number)
 
 
 class Calibration(StoredModel):
@@ -265,7 +265,7 @@ class CacheManifest(StoredDocument):
         for state in calibration.states:
             assert states is not None
             width, bound = self.identity.teacher.hidden_size, states.max_error
-            if state.family is StateFamily.POOLED and states.pooled is not None:
+            if state.name == POOLED and states.pooled is not None:
                 width, bound = states.pooled.width, 1 - states.pooled.min_cosine
             if state.components > width:
                 raise ValueError("a coded state has more components than dimensions")

@@ -15,6 +15,7 @@ STATES_FOLDER: Final = "states"
 LABELS_FOLDER: Final = "labels"
 LOGITS_PATH: Final = "states/logits"
 READ_PATH: Final = "labels/read"
+OTHERS_FOLDER: Final = "signals"
 INDEX_PATH: Final = "labels/index"
 WEIGHT_PATH: Final = "labels/weight"
 MAX_STATES: Final = 129
@@ -34,22 +35,34 @@ class StateFamily(StrEnum):
     """One vector of the whole unmasked sequence, as the teacher pools its last hidden states."""
 
 
-class StateName(NamedTuple):
-    """One hidden state of a cache."""
+class SignalName(NamedTuple):
+    """One signal of a cache: something that the teacher gives, in addition to relations."""
 
-    family: StateFamily
-    number: int
+    signal: str
+    """A `StateFamily`, `labels`, `logits`, or the name of an `OtherSignal`."""
+    number: int = 0
+    """Number of the hidden state. 0 for signals of which there is one."""
 
     @property
     def folder(self) -> str:
-        """Path below the cache's root: an array for `first`, else the group that contains the codes."""
-        if self.family is StateFamily.POOLED:
-            return f"{STATES_FOLDER}/{self.family}"
-        return f"{STATES_FOLDER}/{self.family}/{self.number}"
+        """Path below the cache's root: an array, or the group that contains the arrays."""
+        if self.signal in _NUMBERED:
+            return f"{STATES_FOLDER}/{self.signal}/{self.number}"
+        return _FOLDERS.get(self.signal, f"{OTHERS_FOLDER}/{self.signal}")
 
 
-POOLED: Final = StateName(StateFamily.POOLED, 0)
-"""The pooled vector of a sequence; there is at most one."""
+_NUMBERED: Final = frozenset({StateFamily.HIDDEN, StateFamily.MASKED, StateFamily.FIRST})
+POOLED: Final = SignalName(StateFamily.POOLED)
+"""The pooled vector of a sequence."""
+LABELS: Final = SignalName("labels")
+"""Which tokens of a masked reading are masked, how they are read, and their soft labels if there are some."""
+LOGITS: Final = SignalName("logits")
+"""The answer of a teacher that classifies sequences."""
+_FOLDERS: Final = {
+    POOLED.signal: f"{STATES_FOLDER}/{POOLED.signal}",
+    LABELS.signal: LABELS_FOLDER,
+    LOGITS.signal: LOGITS_PATH,
+}
 
 
 Numbers = Annotated[tuple[Annotated[int, Field(ge=0, le=1024)], ...], Field(max_length=MAX_STATES)]
@@ -141,6 +154,26 @@ class Pooling(StoredModel):
         return f"pooled vectors of width {self.width} ({', '.join(parts)})"
 
 
+class OtherSignal(StoredModel):
+    """A signal that is not of this release: numbers of every token, or of every sequence, as they are."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9-]{0,47}$")
+    axis: Literal["token", "sequence"]
+    """What has a row of numbers."""
+    width: int = Field(ge=1, le=2**16)
+    """Numbers of a row."""
+    dtype: Literal["float16", "float32"]
+    settings: Annotated[dict[str, int | float | str | bool], Field(max_length=32)] = Field(
+        default_factory=dict
+    )
+    """What else determines the numbers."""
+
+    @property
+    def as_name(self) -> SignalName:
+        """Name among the signals of a cache."""
+        return SignalName(self.name)
+
+
 class StatesIdentity(StoredModel):
     """What a cache holds beside relations, and what determines its content."""
 
@@ -159,6 +192,8 @@ class StatesIdentity(StoredModel):
     """Number of logits of a teacher that classifies sequences. None means that no logits are stored."""
     pooled: Pooling | None = None
     """How sequences are pooled into one vector each. None means that no such vectors are stored."""
+    others: Annotated[tuple[OtherSignal, ...], Field(max_length=16)] = ()
+    """Signals that are not of this release."""
 
     sections: ClassVar[frozenset[str]] = frozenset(
         {
@@ -171,6 +206,7 @@ class StatesIdentity(StoredModel):
             "labels",
             "num_classes",
             "pooled",
+            "others",
         }
     )
 
@@ -184,24 +220,32 @@ class StatesIdentity(StoredModel):
             raise ValueError("`max_error` and `calibration_tokens` go with coded states, and only with them")
         if (self.masking is None) == bool(self.labels or self.masked_hidden):
             raise ValueError("`masking` goes with labels and masked states, and only with them")
-        if not (is_coded or self.first or self.labels or self.num_classes or self.pooled):
+        names = [other.name for other in self.others]
+        if len({*names, *_FOLDERS, *_NUMBERED}) < len([*names, *_FOLDERS, *_NUMBERED]):
+            raise ValueError("two signals have the same name")
+        if not (is_coded or self.first or self.labels or self.num_classes or self.pooled or self.others):
             raise ValueError("there is no state")
         return self
 
     @property
-    def coded(self) -> tuple[StateName, ...]:
+    def coded(self) -> tuple[SignalName, ...]:
         """States that are transform-coded: hidden states of every token, and pooled vectors."""
         families = ((StateFamily.HIDDEN, self.hidden), (StateFamily.MASKED, self.masked_hidden))
-        names = [StateName(family, number) for family, numbers in families for number in numbers]
+        names = [SignalName(family, number) for family, numbers in families for number in numbers]
         return (*names, *([POOLED] if self.pooled is not None else []))
+
+    @property
+    def names(self) -> tuple[SignalName, ...]:
+        """Everything that is stored."""
+        first = [SignalName(StateFamily.FIRST, number) for number in self.first]
+        labels = [LABELS] if self.masking is not None else []
+        classes = [LOGITS] if self.num_classes is not None else []
+        return (*self.coded, *first, *labels, *classes, *(other.as_name for other in self.others))
 
     @property
     def paths(self) -> tuple[str, ...]:
         """Paths of everything that is stored: one array or one group of arrays each."""
-        first = [StateName(StateFamily.FIRST, number).folder for number in self.first]
-        labels = [LABELS_FOLDER] if self.masking is not None else []
-        classes = [LOGITS_PATH] if self.num_classes is not None else []
-        return (*(name.folder for name in self.coded), *first, *labels, *classes)
+        return tuple(name.folder for name in self.names)
 
     @property
     def head(self) -> Literal["tokens", "sequences"] | None:
@@ -232,6 +276,7 @@ class StatesIdentity(StoredModel):
             parts.append(f"logits of {self.num_classes} classes")
         if self.pooled is not None:
             parts.append(self.pooled.in_words)
+        parts += [f"{other.name} ({other.width} numbers of each {other.axis})" for other in self.others]
         return "; ".join(parts)
 
     @property

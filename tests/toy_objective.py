@@ -14,8 +14,7 @@ from minilm_cache.objectives.base import (
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.spec import Needs, ObjectiveSpec
 from minilm_cache.relations.loss import Method
-from minilm_cache.relations.states import WantedStates
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.storage_schema.states import SignalName, StateFamily
 
 TOY = ObjectiveSpec(
     name="toy",
@@ -28,7 +27,7 @@ TOY = ObjectiveSpec(
 class ToyObjective(StudentObjective):
     """Mean squared error of the first token's last hidden state."""
 
-    def __init__(self, student: StudentFacts, name: StateName, teacher_width: int) -> None:
+    def __init__(self, student: StudentFacts, name: SignalName, teacher_width: int) -> None:
         """Compare the student's last hidden state with one of the teacher's."""
         super().__init__()
         self.needs = StudentNeeds(hidden=(student.num_layers,))
@@ -39,7 +38,7 @@ class ToyObjective(StudentObjective):
         """Return the loss; its only part is `toy`."""
         del method
         student = self.projection(reading.hidden[self.needs.hidden[0]][:, 0])
-        return {"toy": (student - batch.states.hidden[self._name]).square().mean()}
+        return {"toy": (student - batch.signals[self._name]).square().mean()}
 
 
 class Toy(ObjectiveKind):
@@ -47,7 +46,7 @@ class Toy(ObjectiveKind):
 
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
         """Return the state of the teacher's first token."""
-        return WantedTargets(kinds=(), states=WantedStates(hidden=(_state(request),)))
+        return WantedTargets(kinds=(), signals=(_state(request),))
 
     def build(
         self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
@@ -57,5 +56,5 @@ class Toy(ObjectiveKind):
         return ToyObjective(student, _state(request), request.teacher.hidden_size)
 
 
-def _state(request: ObjectiveRequest) -> StateName:
-    return StateName(StateFamily.FIRST, request.teacher.num_layers)
+def _state(request: ObjectiveRequest) -> SignalName:
+    return SignalName(StateFamily.FIRST, request.teacher.num_layers)

@@ -167,7 +167,7 @@ def twin(
     weights = dict(trainer.learner.objective.named_parameters())
     found: list[dict[str, Tensor]] = []
     for at, length in enumerate(batch.inputs.lengths.tolist()):
-        ids, masked = batch.inputs.ids[at, :length], batch.states.masked
+        ids, masked = batch.inputs.ids[at, :length], batch.signals.masked
         read = ids if masked is None else masked.ids[at, :length]
         chosen = None if masked is None else masked.chosen[at, :length]
         said = teacher(read), student(read)

@@ -20,7 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from minilm_cache.relations.rows import RowTargets, WantedRelations
-from minilm_cache.relations.scores import TeacherSignal
+from minilm_cache.relations.scores import LayerRelations
 from minilm_cache.storage_schema.identity import RelationKind
 
 NOT_OURS = "It was not written by `minilm-cache dump`: dump the cache again, or get it again from its author."
@@ -92,7 +92,7 @@ class Codec(Protocol[Content_contra, Wanted, Decoded_co]):
 
 
 @runtime_checkable
-class RelationCodec(Codec[TeacherSignal, WantedRelations, dict[RelationKind, RowTargets]], Protocol):
+class RelationCodec(Codec[LayerRelations, WantedRelations, dict[RelationKind, RowTargets]], Protocol):
     """A codec of the relations of one layer."""
 
     def to(self, device: torch.device) -> "RelationCodec":

@@ -20,7 +20,7 @@ from torch import Tensor
 from minilm_cache.codecs.transform import GAIN_ROWS, fit_code
 from minilm_cache.codecs.vectors import VectorsCodec, concatenate
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError, TeacherError
-from minilm_cache.relations.scores import TeacherSignal, key_mask, relation_probs
+from minilm_cache.relations.scores import LayerRelations, key_mask, relation_probs
 from minilm_cache.session import ShouldStop, never_stop
 from minilm_cache.storage_schema.identity import RelationKind
 
@@ -48,12 +48,12 @@ class FittedCodec:
 
 
 def calibrate(
-    fit: Sequence[TeacherSignal],
-    check: Sequence[TeacherSignal],
+    fit: Sequence[LayerRelations],
+    check: Sequence[LayerRelations],
     max_kl: float,
     *,
     layer: int,
-    longest: TeacherSignal | None = None,
+    longest: LayerRelations | None = None,
     should_stop: ShouldStop = never_stop,
 ) -> FittedCodec:
     """Return the coarsest code whose mean KLs on `check` are at most `max_kl`, nats.
@@ -93,7 +93,9 @@ def calibrate(
 class _Moments:
     """Statistics of the sequences that a codec is fitted to."""
 
-    def __init__(self, layer: int, signals: Sequence[TeacherSignal], masked: Sequence[TeacherSignal]) -> None:
+    def __init__(
+        self, layer: int, signals: Sequence[LayerRelations], masked: Sequence[LayerRelations]
+    ) -> None:
         self.layer = layer
         vectors = signals[0].vectors
         self.num_heads, self.head_size = vectors.query.shape[1], vectors.query.shape[3]
@@ -110,12 +112,12 @@ class _Moments:
         )
 
 
-def _valid_rows(signal: TeacherSignal) -> Float[Tensor, "rows width"]:
+def _valid_rows(signal: LayerRelations) -> Float[Tensor, "rows width"]:
     flat = concatenate(signal.vectors)
     return flat[key_mask(signal.lengths, flat.shape[1])]
 
 
-def _sensitivities(signal: TeacherSignal) -> tuple[_Metric, _Metric, _Metric]:
+def _sensitivities(signal: LayerRelations) -> tuple[_Metric, _Metric, _Metric]:
     """Return what errors of queries, keys and values cost, summed over tokens (module docstring)."""
     vectors = signal.vectors
     query, key, value = (part.float() for part in (vectors.query, vectors.key, vectors.value))
@@ -146,7 +148,7 @@ def _cost_of_right(probs: Tensor, left: Tensor) -> _Metric:
     return torch.einsum("bhid,bhie->hde", weight * left, left)
 
 
-def _attention_window(signals: Sequence[TeacherSignal]) -> int | None:
+def _attention_window(signals: Sequence[LayerRelations]) -> int | None:
     """Return how many positions the teacher's attention sees to each side. None means that it sees all."""
     window = None
     for signal in signals:
@@ -191,7 +193,7 @@ def _components(moments: _Moments, weight: float) -> tuple[Tensor, Tensor]:
 
 def _coarsest_step(
     moments: _Moments,
-    check: Sequence[TeacherSignal],
+    check: Sequence[LayerRelations],
     *,
     weight: float,
     max_kl: float,
@@ -234,7 +236,7 @@ def _codec(moments: _Moments, analysis: Tensor, synthesis: Tensor) -> VectorsCod
     )
 
 
-def measured_kl(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> dict[RelationKind, float]:
+def measured_kl(codec: VectorsCodec, signals: Sequence[LayerRelations]) -> dict[RelationKind, float]:
     """Return the mean KL(teacher || stored) over heads and valid rows, nats."""
     sums = dict.fromkeys(KINDS, 0.0)
     codec = codec.to(signals[0].lengths.device)
@@ -252,7 +254,7 @@ def measured_kl(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> dict[R
     return {kind: max(total / rows, 0.0) for kind, total in sums.items()}
 
 
-def _bits(codec: VectorsCodec, signals: Sequence[TeacherSignal]) -> float:
+def _bits(codec: VectorsCodec, signals: Sequence[LayerRelations]) -> float:
     """Return the entropy of a token's codes, bits, summed over components."""
     codec = codec.to(signals[0].lengths.device)
     encoded = [codec.encode(signal, (), lengths=signal.lengths)[codec.codes_path] for signal in signals]

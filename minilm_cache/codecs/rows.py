@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minilm_cache.codecs.base import Rows
 from minilm_cache.relations.rows import RowTargets, WantedRelations
-from minilm_cache.relations.scores import TeacherSignal
+from minilm_cache.relations.scores import LayerRelations
 from minilm_cache.storage_schema.arrays import relation_arrays, relation_path
 from minilm_cache.storage_schema.identity import DenseParameters, RelationKind, TopKParameters
 
@@ -87,7 +87,7 @@ class RowsCodec(ABC):
         return {name: relation_path(kind, name) for name in self._names}
 
     def encode(
-        self, content: TeacherSignal, sequences: Sequence[int], *, lengths: Int[Tensor, " batch"]
+        self, content: LayerRelations, sequences: Sequence[int], *, lengths: Int[Tensor, " batch"]
     ) -> Rows:
         """Encode every relation (`Codec.encode`)."""
         return {

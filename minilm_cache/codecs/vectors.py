@@ -18,7 +18,7 @@ from torch import Tensor
 from minilm_cache.codecs.base import Rows
 from minilm_cache.codecs.transform import TransformCode, refuse_codes
 from minilm_cache.relations.rows import RowTargets, VectorRows, WantedRelations
-from minilm_cache.relations.scores import TeacherSignal, Vectors, split_heads
+from minilm_cache.relations.scores import LayerRelations, Vectors, split_heads
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
 
@@ -73,7 +73,7 @@ class VectorsCodec:
         return (self.codes_path,) if wanted.kinds else ()
 
     def encode(
-        self, content: TeacherSignal, sequences: Sequence[int], *, lengths: Int[Tensor, " batch"]
+        self, content: LayerRelations, sequences: Sequence[int], *, lengths: Int[Tensor, " batch"]
     ) -> Rows:
         """Return the codes, `(batch, length, components)` int16; nothing is drawn."""
         del sequences, lengths

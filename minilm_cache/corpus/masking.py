@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.errors import TeacherError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.relations.states import MaskedSequences
+from minilm_cache.relations.signals import MaskedSequences
 from minilm_cache.storage_schema.states import Masking
 
 SHARE = 0.15

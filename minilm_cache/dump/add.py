@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minilm_cache.codecs.base import RelationCodec
-from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.errors import IdentityMismatchError
-from minilm_cache.relations.states import WantedStates
+from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.identity import CacheIdentity
-from minilm_cache.storage_schema.states import StatesIdentity
+from minilm_cache.storage_schema.states import SignalName, StatesIdentity
 from minilm_cache.store.reader import CacheReader
 
 
@@ -52,7 +51,8 @@ def _states_that_differ(stored: StatesIdentity | None, requested: StatesIdentity
         if not set(getattr(stored, name)) <= set(getattr(requested, name))
     ]
     same = ("max_error", "calibration_tokens", "masking", "labels", "num_classes", "pooled")
-    return lacking + [name for name in same if getattr(stored, name) not in (None, getattr(requested, name))]
+    lacking += [name for name in same if getattr(stored, name) not in (None, getattr(requested, name))]
+    return lacking + ["others"] * any(other not in requested.others for other in stored.others)
 
 
 def layers_to_write(
@@ -63,18 +63,9 @@ def layers_to_write(
     return {layer: codec for layer, codec in zip(identity.layers, codecs, strict=True) if layer not in stored}
 
 
-def states_to_write(codec: StatesCodec | None, donor: CacheReader | None) -> WantedStates:
-    """Return the states that are still to be computed."""
+def signals_to_write(codec: SignalsCodec | None, donor: CacheReader | None) -> tuple[SignalName, ...]:
+    """Return the signals that are still to be computed."""
     if codec is None:
-        return WantedStates()
-    everything = codec.everything
+        return ()
     stored = set() if donor is None else {spec.path for spec in donor.specs}
-
-    def is_new(wanted: WantedStates) -> bool:
-        return not stored.issuperset(codec.paths(wanted))
-
-    return WantedStates(
-        hidden=tuple(name for name in everything.hidden if is_new(WantedStates(hidden=(name,)))),
-        masked=everything.masked and is_new(WantedStates(masked=True)),
-        logits=everything.logits and is_new(WantedStates(logits=True)),
-    )
+    return tuple(name for name in codec.everything if not stored.issuperset(codec.paths((name,))))

@@ -105,7 +105,7 @@ def audit(
     for start in range(0, len(numbers), batch_size):
         sequences = [stored(number) for number in numbers[start : start + batch_size]]
         rows = [sequence.input_ids for sequence in sequences]
-        signals = teacher.signals(Inputs.of(rows, teacher.tokenizer.pad_token_id), layers)
+        signals = teacher.relations(Inputs.of(rows, teacher.tokenizer.pad_token_id), layers)
         for layer, signal in zip(layers, signals, strict=True):
             for kind in kinds:
                 for at, sequence in enumerate(sequences):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +12,14 @@ from torch import Tensor
 from minilm_cache.cache import Cache
 from minilm_cache.dump.reading import SequenceReader, sequences_at_once
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.relations.states import DenseLabels, MaskedSequences, States, expected
+from minilm_cache.relations.signals import DenseLabels, MaskedSequences, Signals, expected
 from minilm_cache.session import Session
+from minilm_cache.signals.table import masked_part, value_signal
 from minilm_cache.storage_schema.measured import StateFidelity
-from minilm_cache.storage_schema.states import LABELS_FOLDER, LOGITS_PATH, POOLED, StateFamily, plain_path
+from minilm_cache.storage_schema.states import LABELS, plain_path
+
+_SEQUENCE_AXES: Final = 2
+"""Axes of the values of a signal with one row a sequence."""
 
 
 @dataclass(slots=True)
@@ -67,7 +72,7 @@ def audit_states(
     Raises:
         CacheCorruptError: a shard is damaged.
     """
-    codec = cache.states_codec
+    codec = cache.signals_codec
     if codec is None:
         return ()
     batch_size = sequences_at_once(cache.manifest.identity, batch_size)
@@ -79,7 +84,7 @@ def audit_states(
         pad_token = reader.teacher.tokenizer.pad_token_id
         inputs = Inputs.of([sequence.input_ids for sequence in sequences], pad_token)
         for reading in range(codec.parameters.num_readings):
-            wanted = codec.everything if reading == 0 else codec.everything.of_masked_reading()
+            wanted = codec.everything if reading == 0 else masked_part(codec.everything)
             _, output = reader.read(inputs, numbers=batch, layers=(), wanted=wanted, reading=reading)
             for at, sequence in enumerate(sequences):
                 _compare(
@@ -92,27 +97,26 @@ def audit_states(
     shares = _bytes_per_token(cache, codec.parameters.paths)
     return tuple(
         StateFidelity(
-            path=path,
-            bytes_per_token=shares[path],
-            relative_error=errors[path].relative_error if path in errors else None,
-            cross_entropy_bias=float(torch.cat(bias).mean()) if path == LABELS_FOLDER and bias else None,
-            cosine=errors[path].cosine if path == POOLED.folder else None,
+            path=name.folder,
+            bytes_per_token=shares[name.folder],
+            relative_error=errors[name.folder].relative_error if name.folder in errors else None,
+            cross_entropy_bias=float(torch.cat(bias).mean()) if name == LABELS and bias else None,
+            cosine=errors[name.folder].cosine if name != LABELS and value_signal(name).has_cosine else None,
         )
-        for path in codec.parameters.paths
+        for name in codec.everything
     )
 
 
-def _compare(output: States, stored: States, *, at: int, length: int, errors: dict[str, _ErrorSums]) -> None:
-    """Add the sequence at one place of a batch to the errors of its states."""
-    for name, values in output.hidden.items():
-        is_one_row = name.family in (StateFamily.FIRST, StateFamily.POOLED)
+def _compare(
+    output: Signals, stored: Signals, *, at: int, length: int, errors: dict[str, _ErrorSums]
+) -> None:
+    """Add the sequence at one place of a batch to the errors of its signals."""
+    for name, values in output.values.items():
+        is_one_row = values.ndim == _SEQUENCE_AXES
         teacher_rows = values[at][None] if is_one_row else values[at, :length]
-        stored_rows = stored.hidden[name] if is_one_row else stored.hidden[name][0]
-        errors.setdefault(name.folder, _ErrorSums(is_centred=not is_one_row)).add(teacher_rows, stored_rows)
-    if output.logits is not None and stored.logits is not None:
-        errors.setdefault(LOGITS_PATH, _ErrorSums(is_centred=False)).add(
-            output.logits[at][None], stored.logits
-        )
+        stored_rows = stored[name] if is_one_row else stored[name][0]
+        is_centred = value_signal(name).is_centred
+        errors.setdefault(name.folder, _ErrorSums(is_centred=is_centred)).add(teacher_rows, stored_rows)
 
 
 def _bias(output: MaskedSequences, stored: Sequence[MaskedSequences]) -> Tensor:

@@ -134,6 +134,8 @@ class StateSettings(FrozenSettings):
     distilbert`."""
     logits: bool = False
     """Store the logits of a teacher that classifies sequences."""
+    signal: tuple[str, ...] = ()
+    """A signal of your own to store, by the name that it is registered under; may be repeated."""
     pooled: bool = False
     """Store one vector of each sequence, as the teacher pools its last hidden states."""
     pooling: PoolingMode | None = None
@@ -154,7 +156,7 @@ class StateSettings(FrozenSettings):
     def has_states(self) -> bool:
         """Whether states, labels, logits or vectors of texts are stored, for which the whole teacher runs."""
         states = (self.hidden, self.masked_hidden, self.first_hidden)
-        return states != (None, None, None) or self.labels or self.logits or self.pooled
+        return states != (None, None, None) or bool(self.labels or self.logits or self.pooled or self.signal)
 
     @model_validator(mode="after")
     def _states_fit_together(self) -> "StateSettings":

@@ -11,18 +11,18 @@ from torch import Tensor
 from minilm_cache.cache import read_codes
 from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.build import layer_codec
-from minilm_cache.codecs.fit_states import Bound, cosine_bound, fit_state, relative_bound
+from minilm_cache.codecs.fit_states import Bound, fit_state
 from minilm_cache.codecs.fit_vectors import INTERRUPTED, calibrate, split_sample
-from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.codecs.transform import TransformCode
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import some_token
-from minilm_cache.relations.scores import TeacherSignal
-from minilm_cache.relations.states import WantedStates
+from minilm_cache.relations.scores import LayerRelations
 from minilm_cache.session import Session
+from minilm_cache.signals.codec import SignalsCodec
+from minilm_cache.signals.table import value_signal
 from minilm_cache.storage_schema.arrays import all_small_arrays
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import (
@@ -32,7 +32,7 @@ from minilm_cache.storage_schema.manifest import (
     StateCalibration,
     layer_folder,
 )
-from minilm_cache.storage_schema.states import POOLED, StateName, StatesIdentity
+from minilm_cache.storage_schema.states import POOLED, SignalName, StateFamily, StatesIdentity
 from minilm_cache.store.checked import read_checked
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import CacheReader, read_manifest
@@ -47,7 +47,7 @@ class FittedCodec:
 
     codecs: tuple[RelationCodec, ...]
     """Codecs of the tapped layers, in their order."""
-    states: StatesCodec | None
+    states: SignalsCodec | None
     """Codec of the states. None means that the cache holds relations only."""
     calibration: Calibration | None = None
     """How the codes were fitted. None means that nothing is fitted."""
@@ -80,7 +80,7 @@ class _KnownCodes:
         known = layer_folder(layer) in self.codes
         return self._calibration.of_layer(layer) if known else None
 
-    def state(self, name: StateName) -> StateCalibration | None:
+    def state(self, name: SignalName) -> StateCalibration | None:
         """Return how a state was fitted. None means that it was not."""
         if name.folder not in self.codes:
             return None
@@ -123,7 +123,7 @@ class CodecFitter:
             known = _KnownCodes() if donor is None else _KnownCodes.in_cache(donor.root, donor.manifest)
         return self._fit(coded, known)
 
-    def _fit(self, coded: Sequence[StateName], known: _KnownCodes) -> FittedCodec:
+    def _fit(self, coded: Sequence[SignalName], known: _KnownCodes) -> FittedCodec:
         num_train = self.sequences.num_train
         if num_train < MIN_SEQUENCES:
             what = "codec vectors is" if self.identity.vectors is not None else "codes of states are"
@@ -170,7 +170,7 @@ class CodecFitter:
         return layers
 
     def _all_states(
-        self, coded: Sequence[StateName], known: _KnownCodes
+        self, coded: Sequence[SignalName], known: _KnownCodes
     ) -> list[tuple[StateCalibration, TransformCode]]:
         """Return the codes of all coded states; those that are known are not fitted again."""
         new = self._fit_states([name for name in coded if known.state(name) is None])
@@ -184,7 +184,7 @@ class CodecFitter:
         identity = self.identity
         states = None
         if identity.states is not None:
-            states = StatesCodec.of(identity, {name: codes[name.folder] for name in identity.states.coded})
+            states = SignalsCodec.of(identity, {name: codes[name.folder] for name in identity.states.coded})
         attachments = {
             small.chunk_path: _little_endian(getattr(codes[small.folder], small.name))
             for small in all_small_arrays(identity, calibration)
@@ -229,17 +229,17 @@ class CodecFitter:
         )
         return described, codec.code
 
-    def _longest(self, layer: int) -> TeacherSignal:
+    def _longest(self, layer: int) -> LayerRelations:
         """Return a layer's signal of a sequence of full length, since its attention may have a window."""
         length, teacher = self.identity.packing.max_length, self.reader.teacher
         ids = torch.full((length,), some_token(teacher.tokenizer))
-        return teacher.signals(Inputs.of([ids], 0), (layer,))[0]
+        return teacher.relations(Inputs.of([ids], 0), (layer,))[0]
 
-    def _signals(self, layer: int, numbers: range) -> list[TeacherSignal]:
+    def _signals(self, layer: int, numbers: range) -> list[LayerRelations]:
         """Return a layer's signals of some sequences, batch by batch."""
         signals = []
         for inputs, batch in self._batches(numbers):
-            signals += self.reader.teacher.signals(inputs, (layer,))
+            signals += self.reader.teacher.relations(inputs, (layer,))
             self.session.progress.advance(len(batch))
         return signals
 
@@ -260,19 +260,19 @@ class CodecFitter:
             yield Inputs.of([torch.from_numpy(row) for row in rows], teacher.tokenizer.pad_token_id), batch
 
     def _fit_states(
-        self, names: Sequence[StateName]
-    ) -> dict[StateName, tuple[StateCalibration, TransformCode]]:
+        self, names: Sequence[SignalName]
+    ) -> dict[SignalName, tuple[StateCalibration, TransformCode]]:
         """Fit the codes of hidden states, all from one pass over their sample, and that of pooled vectors."""
         states = self.identity.states
-        fitted: dict[StateName, tuple[StateCalibration, TransformCode]] = {}
+        fitted: dict[SignalName, tuple[StateCalibration, TransformCode]] = {}
         if states is not None:
             for names_of_pass in _passes(names):
                 fitted |= self._fit_pass(names_of_pass, states)
         return fitted
 
     def _fit_pass(
-        self, names: Sequence[StateName], states: StatesIdentity
-    ) -> dict[StateName, tuple[StateCalibration, TransformCode]]:
+        self, names: Sequence[SignalName], states: StatesIdentity
+    ) -> dict[SignalName, tuple[StateCalibration, TransformCode]]:
         fit, check = self._state_sample(names, states)
         self.session.progress.start("calibrate states", len(fit) + len(check), "sequences")
         fit_rows, check_rows = self._state_rows(names, fit), self._state_rows(names, check)
@@ -282,12 +282,12 @@ class CodecFitter:
             words = f"mean cosine {1 - error:.5f}" if name == POOLED else f"relative error {error:.3f}"
             self.session.progress.note(f"calibrated {name.folder}: {len(code.basis)} components, {words}")
             described = StateCalibration(
-                family=name.family, number=name.number, components=len(code.basis), error=error
+                family=StateFamily(name.signal), number=name.number, components=len(code.basis), error=error
             )
             fitted[name] = (described, code)
         return fitted
 
-    def _state_sample(self, names: Sequence[StateName], states: StatesIdentity) -> tuple[range, range]:
+    def _state_sample(self, names: Sequence[SignalName], states: StatesIdentity) -> tuple[range, range]:
         """Return the sequences to fit the codes of a pass to, and those to check them with."""
         if POOLED not in names or states.pooled is None:
             assert states.calibration_tokens is not None
@@ -295,32 +295,29 @@ class CodecFitter:
         num_train = self.sequences.num_train
         return split_sample(num_train, states.pooled.calibration_sequences)
 
-    def _state_rows(self, names: Sequence[StateName], numbers: range) -> dict[StateName, Tensor]:
+    def _state_rows(self, names: Sequence[SignalName], numbers: range) -> dict[SignalName, Tensor]:
         """Return states of some sequences, `(tokens, hidden)` for each name; one row each of pooled ones."""
-        rows: dict[StateName, list[Tensor]] = {name: [] for name in names}
-        wanted = WantedStates(hidden=tuple(names))
+        rows: dict[SignalName, list[Tensor]] = {name: [] for name in names}
         for inputs, batch in self._batches(numbers):
-            _, states = self.reader.read(inputs, numbers=batch, layers=(), wanted=wanted)
+            _, signals = self.reader.read(inputs, numbers=batch, layers=(), wanted=names)
             valid = inputs.valid.to(self.reader.teacher.device)
             for name in names:
-                values = states.hidden[name]
+                values = signals[name]
                 rows[name].append((values if name == POOLED else values[valid]).cpu())
             self.session.progress.advance(len(batch))
         return {name: torch.cat(parts) for name, parts in rows.items()}
 
 
-def _passes(names: Sequence[StateName]) -> list[list[StateName]]:
+def _passes(names: Sequence[SignalName]) -> list[list[SignalName]]:
     """Return names in groups that are fitted to the same sample: pooled vectors need more sequences."""
     hidden, pooled = [name for name in names if name != POOLED], [name for name in names if name == POOLED]
     return [group for group in (hidden, pooled) if group]
 
 
-def _bound_of(name: StateName, states: StatesIdentity) -> Bound:
-    if name == POOLED:
-        assert states.pooled is not None
-        return cosine_bound(states.pooled.min_cosine)
-    assert states.max_error is not None
-    return relative_bound(states.max_error)
+def _bound_of(name: SignalName, states: StatesIdentity) -> Bound:
+    bound = value_signal(name).bound(states)
+    assert bound is not None
+    return bound
 
 
 def _known_at(path: Path, identity: CacheIdentity) -> _KnownCodes | None:

@@ -21,6 +21,7 @@ from minilm_cache.dump.config import (
 )
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.signals.table import own_signal
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, MAX_SHARDS
 from minilm_cache.storage_schema.identity import (
@@ -97,7 +98,7 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
     hidden = _numbers("--hidden", config.hidden, teacher)
     masked = _numbers("--masked-hidden", config.masked_hidden, teacher)
     first = _numbers("--first-hidden", config.first_hidden, teacher)
-    if not (hidden or masked or first or config.labels or config.logits or config.pooled):
+    if not config.has_states:
         return None
     is_masked, is_coded = bool(masked) or config.labels, bool(hidden or masked)
     return StatesIdentity(
@@ -128,6 +129,7 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
         ),
         num_classes=teacher.model.config.num_labels if config.logits else None,
         pooled=_pooling(config, teacher) if config.pooled else None,
+        others=tuple(own_signal(name).described(teacher.identity) for name in config.signal),
     )
 
 

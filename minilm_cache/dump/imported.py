@@ -42,12 +42,12 @@ from minilm_cache.models.load import (
 from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.student import shape_config
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.relations.scores import TeacherSignal
-from minilm_cache.relations.states import States, WantedStates
+from minilm_cache.relations.scores import LayerRelations
+from minilm_cache.relations.signals import Signals
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import TeacherIdentity, canonical_sha256
-from minilm_cache.storage_schema.states import MAX_POOLED_WIDTH, POOLED, PoolingMode
+from minilm_cache.storage_schema.states import MAX_POOLED_WIDTH, POOLED, PoolingMode, SignalName
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
 
@@ -369,10 +369,10 @@ class _VectorReader(SequenceReader):
         *,
         numbers: Sequence[int],
         layers: Sequence[int],
-        wanted: WantedStates,
+        wanted: Sequence[SignalName],
         reading: int = 0,
-    ) -> tuple[list[TeacherSignal], States]:
+    ) -> tuple[list[LayerRelations], Signals]:
         """Return the vectors of sequences; arguments as for a teacher that runs."""
         del inputs, layers, wanted
         documents = [int(self.sequences.read(number, number + 1).documents[0]) for number in numbers]
-        return [], States(hidden={POOLED: torch.from_numpy(self.vectors[documents])}, reading=reading)
+        return [], Signals(values={POOLED: torch.from_numpy(self.vectors[documents])}, reading=reading)

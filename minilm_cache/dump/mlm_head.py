@@ -27,7 +27,7 @@ from minilm_cache.models.load import load_tokenizer, load_weights, locate_teache
 from minilm_cache.models.saving import saving
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
-from minilm_cache.relations.states import MaskedSequences
+from minilm_cache.relations.signals import MaskedSequences
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.states import Masking
 from minilm_cache.store.durable import new_folder, refuse_existing

@@ -260,7 +260,7 @@ def _teacher_rate(teacher: Teacher, sequences: SequenceTable, batch_size: int) -
     times = []
     for _ in range(TIMED_BATCHES + 1):
         started = time.perf_counter()
-        teacher.signals(inputs)
+        teacher.relations(inputs)
         if teacher.device.type == "cuda":
             torch.cuda.synchronize(teacher.device)
         times.append(time.perf_counter() - started)

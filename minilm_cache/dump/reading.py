@@ -1,7 +1,7 @@
 """Read a batch with the teacher: its relations, and the states that a cache stores in addition to them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,13 +11,14 @@ from torch import Tensor
 from minilm_cache.corpus.masking import Masker
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.pooling import SentencePooler
-from minilm_cache.models.tap import Head, Tap
-from minilm_cache.models.teacher import Teacher
-from minilm_cache.relations.scores import TeacherSignal
-from minilm_cache.relations.states import MaskedSequences, States, WantedStates, soft_labels
-from minilm_cache.relations.transfer import send
+from minilm_cache.models.tap import Tap
+from minilm_cache.models.teacher import Teacher, TeacherReading
+from minilm_cache.relations.scores import LayerRelations
+from minilm_cache.relations.signals import MaskedSequences, Signals, soft_labels
+from minilm_cache.signals.base import Taken
+from minilm_cache.signals.table import masked_part, signal_of, value_signal
 from minilm_cache.storage_schema.identity import CacheIdentity, TeacherIdentity
-from minilm_cache.storage_schema.states import POOLED, SoftLabels, StateFamily, StateName, StatesIdentity
+from minilm_cache.storage_schema.states import LABELS, SignalName, StatesIdentity
 
 CPU_BATCH: Final = 32
 """Sequences per forward pass of a CPU."""
@@ -85,80 +86,62 @@ class SequenceReader:
         *,
         numbers: Sequence[int],
         layers: Sequence[int],
-        wanted: WantedStates,
+        wanted: Sequence[SignalName],
         reading: int = 0,
-    ) -> tuple[list[TeacherSignal], States]:
+    ) -> tuple[list[LayerRelations], Signals]:
         """Return the teacher's output for a padded batch: one forward pass, and one more for masked tokens.
 
         Args:
             inputs: sequences, on the CPU.
             numbers: numbers of the sequences in the cache; they determine what is masked.
             layers: layers whose relations are returned.
-            wanted: states to return.
+            wanted: signals to return.
             reading: number of the masked reading.
 
         Returns:
-            Signals of `layers`, in their order, and the states.
+            Relations of `layers`, in their order, and the signals.
         """
-        plain = [name for name in wanted.hidden if name.family is not StateFamily.MASKED]
-        head: Head | None = "sequences" if wanted.logits else None
-        states, signals = States(reading=reading), list[TeacherSignal]()
-        if layers or plain or head:
-            plain_states, signals = self._read_plain(inputs, layers=layers, plain=plain, head=head)
-            states = replace(plain_states, reading=reading)
-        masked = [name for name in wanted.hidden if name.family is StateFamily.MASKED]
-        if wanted.masked or masked:
-            assert self.masker is not None
-            labels = self.states.labels if self.states is not None and wanted.masked else None
-            sequences = self.masker.mask(inputs, numbers, reading)
-            if labels is not None and labels.tokens == "all":
-                sequences = MaskedSequences.of(sequences.ids, sequences.chosen, labelled=inputs.valid)
-            states = self._read_masked(states, sequences, inputs=inputs, names=masked, labels=labels)
-        return signals, states
+        of_masked = masked_part(wanted)
+        plain = [name for name in wanted if name not in of_masked]
+        values, relations, masked = dict[SignalName, Tensor](), list[LayerRelations](), None
+        if layers or plain:
+            outputs, values = self._read(inputs, Tap(tuple(layers)), names=plain)
+            relations = outputs.relations
+        if of_masked:
+            masked, masked_values = self._read_masked(inputs, numbers, names=of_masked, reading=reading)
+            values = {**values, **masked_values}
+        return relations, Signals(
+            values=values, masked=masked if LABELS in of_masked else None, reading=reading
+        )
 
-    def _read_plain(
-        self,
-        inputs: Inputs,
-        *,
-        layers: Sequence[int],
-        plain: Sequence[StateName],
-        head: Head | None,
-    ) -> tuple[States, list[TeacherSignal]]:
-        """Return the states and signals of sequences without masked tokens."""
-        numbers = _numbers([name for name in plain if name != POOLED])
-        if POOLED in plain:
-            numbers = tuple(sorted({*numbers, self.teacher.num_layers}))
-        output = self.teacher.read(inputs, Tap(tuple(layers), numbers, head))
-        hidden = {name: self._state_of(name, output.hidden, inputs.lengths) for name in plain}
-        return States(hidden=hidden, logits=output.logits), output.signals
-
-    def _state_of(self, name: StateName, hidden: Mapping[int, Tensor], lengths: Tensor) -> Tensor:
-        """Return the state that a name stands for, from the teacher's hidden states by number."""
-        if name == POOLED:
-            assert self.pooler is not None
-            last = hidden[self.teacher.num_layers]
-            return self.pooler(last, send(lengths, last.device))  # type: ignore[no-any-return]
-        return hidden[name.number][:, 0] if name.family is StateFamily.FIRST else hidden[name.number]
+    def _read(
+        self, inputs: Inputs, tap: Tap, *, names: Sequence[SignalName], places: Tensor | None = None
+    ) -> tuple[TeacherReading, dict[SignalName, Tensor]]:
+        """Return a tap of one forward pass, and the values of signals, taken of the same pass."""
+        num_layers = self.teacher.num_layers
+        for name in names:
+            tap = tap.with_(value_signal(name).tap(name, num_layers))
+        outputs = self.teacher.read(inputs, tap, places)
+        taken = Taken(outputs, inputs.to(self.teacher.device), num_layers, self.pooler)
+        return outputs, {name: value_signal(name).values(name, taken) for name in names}
 
     def _read_masked(
-        self,
-        states: States,
-        masked: MaskedSequences,
-        *,
-        inputs: Inputs,
-        names: Sequence[StateName],
-        labels: SoftLabels | None,
-    ) -> States:
-        """Return `states` with those of masked sequences added, and their labels unless `labels` is None."""
-        tap = Tap(hidden=_numbers(names), head="tokens" if labels is not None else None)
-        output = self.teacher.read(inputs.with_ids(masked.ids), tap, masked.with_labels)
+        self, inputs: Inputs, numbers: Sequence[int], *, names: Sequence[SignalName], reading: int
+    ) -> tuple[MaskedSequences, dict[SignalName, Tensor]]:
+        """Return sequences with tokens masked, with labels if they are wanted, and the values of signals."""
+        assert self.masker is not None
+        labels = self.states.labels if self.states is not None and LABELS in names else None
+        masked = self.masker.mask(inputs, numbers, reading)
+        if labels is not None and labels.tokens == "all":
+            masked = MaskedSequences.of(masked.ids, masked.chosen, labelled=inputs.valid)
+        outputs, values = self._read(
+            inputs.with_ids(masked.ids),
+            Tap() if labels is None else signal_of(LABELS).tap(LABELS, self.teacher.num_layers),
+            names=[name for name in names if name != LABELS],
+            places=masked.with_labels,
+        )
         masked = masked.to(self.teacher.device)
-        if labels is not None and output.logits is not None:
-            temperature = labels.temperature
-            masked = replace(masked, labels=soft_labels(output.logits, temperature), temperature=temperature)
-        hidden = {**states.hidden, **{name: output.hidden[name.number] for name in names}}
-        return replace(states, hidden=hidden, masked=masked)
-
-
-def _numbers(names: Sequence[StateName]) -> tuple[int, ...]:
-    return tuple(sorted({name.number for name in names}))
+        if labels is not None and outputs.logits is not None:
+            soft = soft_labels(outputs.logits, labels.temperature)
+            masked = replace(masked, labels=soft, temperature=labels.temperature)
+        return masked, values

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 
 from minilm_cache.cache import Cache, CachedSequence
-from minilm_cache.codecs.fit_states import cosine_bound
 from minilm_cache.corpus.load import Corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.template import template_to_store
@@ -29,8 +28,9 @@ from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.pooling import MODULES
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import ALONE, Session
+from minilm_cache.signals.table import value_signal
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.states import POOLED, Pooling, StatesIdentity
+from minilm_cache.storage_schema.states import Pooling, StatesIdentity
 
 MAX_SHARDS = 16
 """Most shards that are sampled."""
@@ -129,6 +129,7 @@ def recheck(
     teacher = Teacher(
         locate_teacher(teacher_name),
         own_device,
+        layers=(),
         head=head,
         precision="float32" if is_tf32 and own_device.type != "cuda" else identity.precision or "float32",
     )
@@ -188,10 +189,9 @@ def _state_differences(cache: Cache, teacher: Teacher) -> tuple[StateDifference,
 
 def _bound(path: str, states: StatesIdentity) -> float:
     """Return the largest relative error that a state of the sample may have."""
-    if path == POOLED.folder and states.pooled is not None:
-        return _ERROR_FACTOR * cosine_bound(states.pooled.min_cosine).relative_error
-    is_coded = path in {name.folder for name in states.coded}
-    return _ERROR_FACTOR * (states.max_error or 0.0) if is_coded else _ROUNDED_AWAY
+    name = next(name for name in states.names if name.folder == path)
+    bound = value_signal(name).bound(states)
+    return _ROUNDED_AWAY if bound is None else _ERROR_FACTOR * bound.relative_error
 
 
 def _pooling_of(teacher: Teacher, stored: Pooling) -> Pooling | None:
@@ -280,7 +280,7 @@ def _differences(cache: Cache, teacher: Teacher, session: Session) -> tuple[Shar
 def _encode_anew(cache: Cache, teacher: Teacher, numbers: Sequence[int]) -> dict[int, CachedSequence]:
     """Return sequences as a dump with this teacher and the cache's codecs would store them."""
     inputs = Inputs.of([cache[number].input_ids for number in numbers], teacher.tokenizer.pad_token_id)
-    signals = teacher.signals(inputs, cache.layers)
+    signals = teacher.relations(inputs, cache.layers)
     rows: dict[str, npt.NDArray[np.generic]] = {"tokens": inputs.ids.numpy()}
     for layer, signal in zip(cache.layers, signals, strict=True):
         encoded = cache.codecs[layer].to(teacher.device).encode(signal, numbers, lengths=inputs.lengths)

@@ -9,7 +9,7 @@ from minilm_cache.cache import Cache, row_checker
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.add import (
     layers_to_write,
-    states_to_write,
+    signals_to_write,
 )
 from minilm_cache.dump.audit import audit, audit_sequences
 from minilm_cache.dump.audit_states import audit_states
@@ -193,7 +193,7 @@ def _begin(resolved: ResolvedDump, fitter: CodecFitter, writer_type: Callable[..
             for layer, codec in layers_to_write(fitted.codecs, identity, donor).items()
         },
         states=None if fitted.states is None else fitted.states.to(device),
-        wanted=states_to_write(fitted.states, donor),
+        wanted=signals_to_write(fitted.states, donor),
         sequences=fitter.sequences,
         writer=writer,
     )

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from minilm_cache.codecs.base import RelationCodec, Rows
-from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.claims import Claim, Claims
 from minilm_cache.dump.config import DumpConfig
@@ -19,13 +18,16 @@ from minilm_cache.dump.reading import SequenceReader, sequences_at_once
 from minilm_cache.dump.shard_output import Batch, Segment, ShardOutput
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.relations.scores import TeacherSignal, mean_row_entropy
-from minilm_cache.relations.states import WantedStates, places_of
+from minilm_cache.relations.scores import LayerRelations, mean_row_entropy
+from minilm_cache.relations.signals import places_of
 from minilm_cache.relations.transfer import Arrival, send
 from minilm_cache.session import Session
+from minilm_cache.signals.codec import SignalsCodec
+from minilm_cache.signals.table import masked_part
 from minilm_cache.storage_schema.arrays import array_specs, token_dtype
 from minilm_cache.storage_schema.documents import ShardRange
 from minilm_cache.storage_schema.sequences import entropy_column
+from minilm_cache.storage_schema.states import SignalName
 from minilm_cache.store.cores import own_cores
 from minilm_cache.store.segments import Segments
 from minilm_cache.store.writer import CacheWriter
@@ -48,10 +50,10 @@ class ShardJob:
     reader: SequenceReader
     codecs: Mapping[int, RelationCodec]
     """Codecs by the layers whose relations are written."""
-    states: StatesCodec | None
+    states: SignalsCodec | None
     """Codec of the states. None means that only relations are written."""
-    wanted: WantedStates
-    """States that are written in addition to relations."""
+    wanted: tuple[SignalName, ...]
+    """Signals that are written in addition to relations."""
     sequences: SequenceTable
     writer: CacheWriter
 
@@ -217,7 +219,7 @@ class ShardJob:
             wanted[entropy_column(kind)] = mean_row_entropy(signals[0].probs(kind), signals[0].lengths)
         return Arrival(wanted)
 
-    def _read_and_encode(self, inputs: Inputs, numbers: list[int]) -> tuple[list[TeacherSignal], list[Rows]]:
+    def _read_and_encode(self, inputs: Inputs, numbers: list[int]) -> tuple[list[LayerRelations], list[Rows]]:
         """Run the teacher on a batch, and encode its relations and states.
 
         Args:
@@ -237,7 +239,7 @@ class ShardJob:
         ]
         if self.states is not None:
             encoded.append(self.states.encode(states, numbers, lengths=lengths))
-            masked = self.wanted.of_masked_reading()
+            masked = masked_part(self.wanted)
             for reading in range(1, self.states.parameters.num_readings if masked else 1):
                 _, states = self.reader.read(
                     inputs, numbers=numbers, layers=(), wanted=masked, reading=reading

@@ -62,6 +62,14 @@ class Tap(NamedTuple):
     head: Head | None = None
     """Head whose logits are returned; the model must have it. None means no logits."""
 
+    def with_(self, other: "Tap") -> "Tap":
+        """Return a tap of both."""
+        return Tap(
+            tuple(sorted({*self.layers, *other.layers})),
+            tuple(sorted({*self.hidden, *other.hidden})),
+            self.head or other.head,
+        )
+
 
 class Reading(NamedTuple):
     """The outputs of a tapped forward pass."""

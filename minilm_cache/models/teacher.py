@@ -28,7 +28,7 @@ from minilm_cache.models.pooling import SentencePooler, load_pooler
 from minilm_cache.models.saving import saving
 from minilm_cache.models.tap import Head, Tap, TappedModel
 from minilm_cache.relations.products import products_in
-from minilm_cache.relations.scores import TeacherSignal
+from minilm_cache.relations.scores import LayerRelations
 from minilm_cache.relations.transfer import send
 from minilm_cache.storage_schema.identity import MAX_LAYERS, Precision, TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
@@ -246,9 +246,9 @@ class Teacher:
         token = some_token(self.tokenizer)
         check_length(self._tapped, self.name, token=token, max_length=max_length, layers=self.layers)
 
-    def signals(self, inputs: Inputs, layers: Sequence[int] | None = None) -> list[TeacherSignal]:
-        """Return the signals of some layers, in their order. None means the layers of this teacher."""
-        return self.read(inputs, Tap(self.layers if layers is None else tuple(layers))).signals
+    def relations(self, inputs: Inputs, layers: Sequence[int] | None = None) -> list[LayerRelations]:
+        """Return the relations of some layers, in their order. None means the layers of this teacher."""
+        return self.read(inputs, Tap(self.layers if layers is None else tuple(layers))).relations
 
     @torch.no_grad()
     def read(
@@ -265,16 +265,16 @@ class Teacher:
         inputs = inputs.to(self.device)
         with products_in(self.precision):
             outputs = self._tapped(inputs, tap, None if places is None else send(places, self.device))
-        signals = [TeacherSignal(vectors, inputs.lengths) for vectors in outputs.vectors]
+        relations = [LayerRelations(vectors, inputs.lengths) for vectors in outputs.vectors]
         states = {number: values.float() for number, values in outputs.hidden.items()}
-        return TeacherReading(signals, states, None if outputs.logits is None else outputs.logits.float())
+        return TeacherReading(relations, states, None if outputs.logits is None else outputs.logits.float())
 
 
 class TeacherReading(NamedTuple):
     """A teacher's outputs for a padded batch."""
 
-    signals: list[TeacherSignal]
-    """Signal of each requested layer, in order."""
+    relations: list[LayerRelations]
+    """Relations of each requested layer, in order."""
     hidden: dict[int, Float[Tensor, "batch length hidden"]]
     """Requested hidden states, by number; 0 is the output of the embeddings."""
     logits: Float[Tensor, "rows classes"] | None

@@ -7,8 +7,9 @@ from typing import Final, Literal, get_args
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.relations.rows import Targets, WantedRelations
 from minilm_cache.relations.scores import Vectors
-from minilm_cache.relations.states import States, WantedStates
+from minilm_cache.relations.signals import Signals
 from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.states import SignalName
 
 Unit = Literal["tokens", "chosen", "sequences", "pairs"]
 """What a loss is a mean over: tokens, those chosen to be masked, sequences, pairs of a sequence's tokens."""
@@ -35,8 +36,8 @@ class StudentBatch:
     """Relations of each layer of `WantedTargets.layers`, in order."""
     vectors: tuple[Vectors, ...] = ()
     """The teacher's queries, keys and values of the same layers. Empty if they are not wanted."""
-    states: States = field(default_factory=States)
-    """The teacher's hidden states, labels and logits, as far as they are wanted."""
+    signals: Signals = field(default_factory=Signals)
+    """What else the teacher gives, as far as it is wanted."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,8 +57,8 @@ class WantedTargets:
     """Layers of the teacher, ascending, counted from 0. Empty means the last layer that the cache holds."""
     vectors: bool = False
     """True: queries, keys and values of these layers are needed, too."""
-    states: WantedStates = field(default_factory=WantedStates)
-    """Hidden states, labels and logits."""
+    signals: tuple[SignalName, ...] = ()
+    """What is needed in addition to relations and vectors."""
 
     @property
     def relations(self) -> WantedRelations:

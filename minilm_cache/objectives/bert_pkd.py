@@ -24,8 +24,7 @@ from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.layers import LayerPair, pairs_of
 from minilm_cache.objectives.tinybert import answer_loss
 from minilm_cache.relations.loss import Method
-from minilm_cache.relations.states import WantedStates
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.storage_schema.states import LOGITS, SignalName, StateFamily
 
 ALPHA = 0.7
 """Weight of L_DS, which compares answers, in the authors' run; the rest is the weight of the task's labels,
@@ -97,7 +96,7 @@ class PatientObjective(StudentObjective):
                 (
                     F.normalize(reading.hidden[pair.student + 1][:, 0].float(), dim=-1)
                     - F.normalize(
-                        batch.states.hidden[StateName(StateFamily.FIRST, pair.teacher + 1)].float(), dim=-1
+                        batch.signals[SignalName(StateFamily.FIRST, pair.teacher + 1)].float(), dim=-1
                     )
                 ).square()
                 for pair in self._pairs
@@ -105,8 +104,9 @@ class PatientObjective(StudentObjective):
             squares = torch.stack(squared_differences)
             patient = squares.mean() if self._patience.is_authors else squares.sum(-1).mean()
         parts = {"patient": patient}
-        student, teacher = reading.logits, batch.states.logits
-        if student is not None and teacher is not None:
+        student = reading.logits
+        if student is not None and LOGITS in batch.signals:
+            teacher = batch.signals[LOGITS]
             temperature = self._patience.temperature
             parts["prediction"] = answer_loss(student, teacher, temperature)
             if self._patience.is_authors:
@@ -121,9 +121,9 @@ class BertPkd(ObjectiveKind):
         """Return the hidden states of the layers that students are mapped to, and logits."""
         depths = {num_layers_of(arch) for arch in request.arch}
         layers = sorted({pair.teacher for depth in depths for pair in _intermediate_pairs(request, depth)})
-        names = tuple(StateName(StateFamily.FIRST, layer + 1) for layer in layers)
+        names = tuple(SignalName(StateFamily.FIRST, layer + 1) for layer in layers)
         return WantedTargets(
-            kinds=(), states=WantedStates(hidden=names, logits=_num_classes(request) is not None)
+            kinds=(), signals=(*names, *([LOGITS] if _num_classes(request) is not None else []))
         )
 
     def build(

@@ -11,9 +11,10 @@ from minilm_cache.objectives.base import ObjectiveKind, ObjectiveRequest, Studen
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.relations import relations_of
+from minilm_cache.signals.table import signal_of
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.storage_schema.states import POOLED, StateFamily, StatesIdentity
+from minilm_cache.storage_schema.states import LABELS, LOGITS, SignalName, StatesIdentity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +34,8 @@ class Objective:
     @property
     def head(self) -> Head | None:
         """The head that students need. None means no head."""
-        states = self.wanted.states
-        return "tokens" if states.masked else "sequences" if states.logits else None
+        wanted = self.wanted.signals
+        return "tokens" if LABELS in wanted else "sequences" if LOGITS in wanted else None
 
     def of(self, model: TappedModel) -> StudentObjective:
         """Return the objective of one student.
@@ -69,7 +70,7 @@ def choose_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[st
     objective = live_objective(config, cache, arch=arch)
     wanted = objective.wanted
     _check_layers(config, cache, wanted)
-    _check_states(config, manifest.identity.states, wanted)
+    _check_signals(config, manifest.identity.states, wanted)
     if wanted.relation_heads is not None:
         _check_relation_heads(wanted.relation_heads, manifest, wanted.layers[-1])
     return objective
@@ -140,33 +141,29 @@ def _more_flags(cache: Cache, config: ObjectiveConfig) -> str:
     return flags + (f" --add {cache.reader.root}" if is_kept else "")
 
 
-def _check_states(config: ObjectiveConfig, stored: StatesIdentity | None, wanted: WantedTargets) -> None:
-    """Raise InvalidConfigError for states that the cache lacks, naming what would add them."""
-    stored_names = () if stored is None else stored.coded
-    options: dict[str, list[int]] = {}
-    missing = ["--pooled"] * (POOLED in wanted.states.hidden and POOLED not in stored_names)
-    names = {StateFamily.HIDDEN: "--hidden", StateFamily.MASKED: "--masked-hidden"}
-    for name in (name for name in wanted.states.hidden if name != POOLED):
-        is_first = name.family is StateFamily.FIRST
-        stored_first = (stored.first if stored else ()) if is_first else ()
-        if name not in stored_names and name.number not in stored_first:
-            options.setdefault(names.get(name.family, "--first-hidden"), []).append(name.number)
-    missing += [f"{option} {','.join(map(str, numbers))}" for option, numbers in options.items()]
-    if wanted.states.masked and (stored is None or stored.labels is None):
-        missing.append("--labels")
-    if wanted.states.logits and (stored is None or stored.num_classes is None):
-        missing.append("--logits")
-    if config.spec.needs.pooled and missing:
+def _check_signals(config: ObjectiveConfig, stored: StatesIdentity | None, wanted: WantedTargets) -> None:
+    """Raise InvalidConfigError for signals that the cache lacks, naming what would add them."""
+    held = () if stored is None else stored.names
+    if stored is not None and stored.labels is None:  # masked readings without labels
+        held = tuple(name for name in held if name != LABELS)
+    missing = [name for name in wanted.signals if name not in held]
+    if not missing:
+        return
+    if config.spec.needs.pooled:
         raise InvalidConfigError(
             f"--objective {config.objective} needs pooled vectors, which this cache does not hold. Dump one "
             f"with --for {config.objective}, or with --for minilm,{config.objective} to keep relations."
         )
-    if missing:
-        raise InvalidConfigError(
-            f"--objective {config.objective} needs states that this cache does not hold. Add them: "
-            f"`minilm-cache dump` with the settings of this cache, --add THIS-CACHE and {' '.join(missing)} "
-            f"(or --for {config.objective})."
-        )
+    kinds = dict.fromkeys(name.signal for name in missing)
+    options = [
+        signal_of(SignalName(kind)).option_for([name for name in missing if name.signal == kind])
+        for kind in kinds
+    ]
+    raise InvalidConfigError(
+        f"--objective {config.objective} needs states that this cache does not hold. Add them: "
+        f"`minilm-cache dump` with the settings of this cache, --add THIS-CACHE and {' '.join(options)} "
+        f"(or --for {config.objective})."
+    )
 
 
 def _check_relation_heads(heads: int, manifest: CacheManifest, layer: int) -> None:

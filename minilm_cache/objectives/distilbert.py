@@ -22,8 +22,7 @@ from minilm_cache.objectives.base import (
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.objectives.mlm_kd import masked_token_loss, soft_label_loss, temperature_of
 from minilm_cache.relations.loss import Method
-from minilm_cache.relations.states import WantedStates
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.storage_schema.states import LABELS, SignalName, StateFamily
 
 SOFT, MASKED, COSINE = 5.0, 2.0, 1.0
 """Weights of the three losses in the authors' training."""
@@ -41,7 +40,7 @@ class DistilBertObjective(StudentObjective):
     """
 
     def __init__(
-        self, student: StudentFacts, name: StateName, temperature: float, *, everywhere: bool
+        self, student: StudentFacts, name: SignalName, temperature: float, *, everywhere: bool
     ) -> None:
         """Compare the student's last hidden state with one of the teacher's.
 
@@ -66,9 +65,7 @@ class DistilBertObjective(StudentObjective):
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `soft_labels` and `masked_lm`, nats, and `cosine`."""
         del method
-        cosine = _cosine(
-            reading.hidden[self.needs.hidden[0]], batch.states.hidden[self._name], valid_tokens(batch)
-        )
+        cosine = _cosine(reading.hidden[self.needs.hidden[0]], batch.signals[self._name], valid_tokens(batch))
         return {
             "soft_labels": soft_label_loss(reading, batch, everywhere=self._everywhere),
             "masked_lm": masked_token_loss(reading, batch, everywhere=self._everywhere),
@@ -93,7 +90,7 @@ class DistilBert(ObjectiveKind):
                 "this cache has those of masked tokens alone. Take --form paper, or dump with --label-tokens "
                 "all."
             )
-        return WantedTargets(kinds=(), states=WantedStates(hidden=(_last(request),), masked=True))
+        return WantedTargets(kinds=(), signals=(_last(request), LABELS))
 
     def build(
         self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
@@ -106,8 +103,8 @@ class DistilBert(ObjectiveKind):
         )
 
 
-def _last(request: ObjectiveRequest) -> StateName:
-    return StateName(StateFamily.MASKED, request.teacher.num_layers)
+def _last(request: ObjectiveRequest) -> SignalName:
+    return SignalName(StateFamily.MASKED, request.teacher.num_layers)
 
 
 def _cosine(student: Tensor, teacher: Tensor, valid: Tensor) -> Float[Tensor, ""]:

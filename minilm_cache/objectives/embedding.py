@@ -22,7 +22,6 @@ from minilm_cache.objectives.base import (
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.relations.loss import Method
-from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.states import POOLED, Pooling
 
 _RIDGE = 1e-3
@@ -83,7 +82,7 @@ class EmbeddingObjective(StudentObjective):
         for reading, batch in outputs:
             pooled = self.pooler.pool(reading.hidden[self._last].float(), batch.inputs.lengths)
             # The next forward pass overwrites what a GPU's replayed graph gave, so that is copied here.
-            pairs.append((pooled.cpu(), batch.states.hidden[POOLED].cpu()))
+            pairs.append((pooled.cpu(), batch.signals[POOLED].cpu()))
         pooled, targets = (torch.cat(rows).double() for rows in zip(*pairs, strict=True))
         mean, target_mean = pooled.mean(0), targets.mean(0)
         centred = pooled - mean
@@ -110,7 +109,7 @@ class EmbeddingObjective(StudentObjective):
         del method
         with torch.autocast(batch.inputs.ids.device.type, enabled=False):
             student = self.pooler(reading.hidden[self._last], batch.inputs.lengths)
-            teacher = batch.states.hidden[POOLED].float()
+            teacher = batch.signals[POOLED].float()
             parts: dict[str, Tensor] = {}
             if COSINE in self._losses:
                 parts[COSINE] = 1 - F.cosine_similarity(student, teacher, dim=-1).mean()
@@ -145,7 +144,7 @@ class Embedding(ObjectiveKind):
         states = request.cache.manifest.identity.states
         if states is not None and states.pooled is not None:
             _shorter_widths(request.config, states.pooled.width)
-        return WantedTargets(kinds=(), states=WantedStates(hidden=(POOLED,)))
+        return WantedTargets(kinds=(), signals=(POOLED,))
 
     def build(
         self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts

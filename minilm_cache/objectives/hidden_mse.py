@@ -16,9 +16,8 @@ from minilm_cache.objectives.base import (
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.layers import mapped_layers
 from minilm_cache.relations.loss import Method, relation_loss
-from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.storage_schema.states import SignalName, StateFamily
 
 
 class HiddenObjective(StudentObjective):
@@ -29,7 +28,7 @@ class HiddenObjective(StudentObjective):
     valid tokens and dimensions.
     """
 
-    def __init__(self, student: StudentFacts, name: StateName, teacher_width: int) -> None:
+    def __init__(self, student: StudentFacts, name: SignalName, teacher_width: int) -> None:
         """Compare the student's last hidden state with one of the teacher's."""
         super().__init__()
         self.needs = StudentNeeds(layers=(student.num_layers - 1,), hidden=(student.num_layers,))
@@ -47,7 +46,7 @@ class HiddenObjective(StudentObjective):
             method=method,
         )
         projected = self.projection(reading.hidden[self.needs.hidden[0]])
-        error = token_mse(projected, batch.states.hidden[self._name], valid_tokens(batch))
+        error = token_mse(projected, batch.signals[self._name], valid_tokens(batch))
         return {"attention": kl, "hidden_mse": error}
 
 
@@ -59,7 +58,7 @@ class HiddenMse(ObjectiveKind):
         return WantedTargets(
             kinds=(RelationKind.ATTENTION,),
             layers=mapped_layers(request),
-            states=WantedStates(hidden=(_last(request),)),
+            signals=(_last(request),),
         )
 
     def build(
@@ -70,5 +69,5 @@ class HiddenMse(ObjectiveKind):
         return HiddenObjective(student, _last(request), request.teacher.hidden_size)
 
 
-def _last(request: ObjectiveRequest) -> StateName:
-    return StateName(StateFamily.HIDDEN, mapped_layers(request)[-1] + 1)
+def _last(request: ObjectiveRequest) -> SignalName:
+    return SignalName(StateFamily.HIDDEN, mapped_layers(request)[-1] + 1)

@@ -19,7 +19,8 @@ from minilm_cache.objectives.base import (
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.relations.loss import Method
-from minilm_cache.relations.states import WantedStates, expected
+from minilm_cache.relations.signals import expected
+from minilm_cache.storage_schema.states import LABELS
 
 
 class MaskedObjective(StudentObjective):
@@ -61,7 +62,7 @@ class MlmKd(ObjectiveKind):
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
         """Return the masked sequences and their labels."""
         del request
-        return WantedTargets(kinds=(), states=WantedStates(masked=True))
+        return WantedTargets(kinds=(), signals=(LABELS,))
 
     def build(
         self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
@@ -87,7 +88,7 @@ def soft_label_loss(reading: Reading, batch: StudentBatch, *, everywhere: bool =
         batch: batch with labels.
         everywhere: True: these are all tokens that have labels. False: masked tokens alone.
     """
-    masked = batch.states.masked
+    masked = batch.signals.masked
     assert reading.logits is not None
     assert masked is not None
     labels = masked.labels if everywhere else masked.labels_at_chosen()
@@ -107,7 +108,7 @@ def masked_token_loss(
         batch: batch with masked sequences.
         everywhere: True: logits are at all tokens that have labels. False: at masked tokens alone.
     """
-    masked = batch.states.masked
+    masked = batch.signals.masked
     assert reading.logits is not None
     assert masked is not None
     logits = masked.of_chosen(reading.logits) if everywhere else reading.logits

@@ -22,9 +22,8 @@ from minilm_cache.objectives.base import (
 )
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.relations.loss import Method, relation_loss
-from minilm_cache.relations.states import WantedStates
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.storage_schema.states import SignalName, StateFamily
 
 AUTHORS_WEIGHTS: Final = {"feature_map_mse": 100.0, "mean_mse": 5000.0, "variance_l1": 5.0}
 """Weights that the README of the authors' code gives; the weight of attention is 1."""
@@ -62,9 +61,7 @@ class MobileBertObjective(StudentObjective):
         Parts are `feature_map_mse` and `attention`, nats, and of form `authors` `mean_mse` and `variance_l1`.
         """
         valid = valid_tokens(batch)
-        pairs = [
-            (reading.hidden[number], batch.states.hidden[_state(number)]) for number in self.needs.hidden
-        ]
+        pairs = [(reading.hidden[number], batch.signals[_state(number)]) for number in self.needs.hidden]
         layers = [
             feature_maps(student, teacher, valid, is_authors=self._is_authors) for student, teacher in pairs
         ]
@@ -113,7 +110,7 @@ class MobileBert(ObjectiveKind):
         return WantedTargets(
             kinds=(RelationKind.ATTENTION,),
             layers=tuple(range(depth)),
-            states=WantedStates(hidden=tuple(_state(number) for number in range(1, depth + 1))),
+            signals=tuple(_state(number) for number in range(1, depth + 1)),
         )
 
     def build(
@@ -132,5 +129,5 @@ class MobileBert(ObjectiveKind):
         return MobileBertObjective(student.num_layers, is_authors=request.config.is_authors)
 
 
-def _state(number: int) -> StateName:
-    return StateName(StateFamily.HIDDEN, number)
+def _state(number: int) -> SignalName:
+    return SignalName(StateFamily.HIDDEN, number)

@@ -43,6 +43,8 @@ class Needs:
     """Logits of a teacher that classifies sequences."""
     pooled: bool = False
     """One vector of each sequence, and each text as a sequence of its own."""
+    signals: tuple[str, ...] = ()
+    """Names of registered signals."""
     relations: bool = True
     """The last layer's relations. They are stored for every objective that is not content with other things,
     so that the cache serves `minilm`, too."""
@@ -60,6 +62,7 @@ class Needs:
             temperature=max(self.temperature, other.temperature),
             logits=self.logits or other.logits,
             pooled=self.pooled or other.pooled,
+            signals=tuple(dict.fromkeys((*self.signals, *other.signals))),
             relations=self.relations or other.relations,
         )
 
@@ -76,6 +79,7 @@ class Needs:
             "label_temperature": self.temperature if self.labels else None,
             "logits": self.logits or None,
             "pooled": self.pooled or None,
+            "signal": self.signals or None,
             "packing": "records" if self.pooled else None,
         }
         return {name: value for name, value in settings.items() if value is not None}

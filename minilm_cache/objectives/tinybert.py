@@ -27,8 +27,7 @@ from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.objectives.layers import LayerPair, mapped_layers, pairs_of
 from minilm_cache.relations.loss import Method
 from minilm_cache.relations.scores import Vectors, key_mask, widened
-from minilm_cache.relations.states import WantedStates
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.storage_schema.states import LOGITS, SignalName, StateFamily
 
 
 class TinyBertObjective(StudentObjective):
@@ -75,13 +74,13 @@ class TinyBertObjective(StudentObjective):
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the loss; parts are `embedding_mse`, `hidden_mse` and `attention_mse`, sums over layers."""
         del method
-        valid, teacher = valid_tokens(batch), batch.states.hidden
+        valid, teacher = valid_tokens(batch), batch.signals
         project = self.embedding_projection or self.hidden_projection
-        embedding = token_mse(project(reading.hidden[0]), teacher[StateName(StateFamily.HIDDEN, 0)], valid)
+        embedding = token_mse(project(reading.hidden[0]), teacher[SignalName(StateFamily.HIDDEN, 0)], valid)
         hidden = [
             token_mse(
                 self.hidden_projection(reading.hidden[pair.student + 1]),
-                teacher[StateName(StateFamily.HIDDEN, pair.teacher + 1)],
+                teacher[SignalName(StateFamily.HIDDEN, pair.teacher + 1)],
                 valid,
             )
             for pair in self._pairs
@@ -103,8 +102,8 @@ class TinyBert(ObjectiveKind):
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
         """Return the vectors and the hidden states of the layers that students are mapped to."""
         layers = mapped_layers(request)
-        names = [StateName(StateFamily.HIDDEN, number) for number in (0, *(layer + 1 for layer in layers))]
-        return WantedTargets(kinds=(), layers=layers, vectors=True, states=WantedStates(hidden=tuple(names)))
+        names = [SignalName(StateFamily.HIDDEN, number) for number in (0, *(layer + 1 for layer in layers))]
+        return WantedTargets(kinds=(), layers=layers, vectors=True, signals=tuple(names))
 
     def build(
         self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
@@ -137,8 +136,7 @@ class PredictionObjective(StudentObjective):
         """Return the loss; its only part is `prediction`, nats."""
         del method
         assert reading.logits is not None
-        assert batch.states.logits is not None
-        return {"prediction": answer_loss(reading.logits, batch.states.logits, self._temperature)}
+        return {"prediction": answer_loss(reading.logits, batch.signals[LOGITS], self._temperature)}
 
 
 class Prediction(ObjectiveKind):
@@ -147,7 +145,7 @@ class Prediction(ObjectiveKind):
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
         """Return the logits."""
         del request
-        return WantedTargets(kinds=(), states=WantedStates(logits=True))
+        return WantedTargets(kinds=(), signals=(LOGITS,))
 
     def build(
         self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts

@@ -40,7 +40,7 @@ def split_heads(vectors: Vectors, num_heads: int) -> Vectors:
     return Vectors(query, split(vectors.key), split(vectors.value), vectors.mask, scaling)
 
 
-class TeacherSignal:
+class LayerRelations:
     """One teacher layer's vectors for a padded batch; its relations are computed on first use."""
 
     def __init__(self, vectors: Vectors, lengths: Int[Tensor, " batch"]) -> None:

@@ -13,7 +13,7 @@ from minilm_cache.cache import Cache
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.relations.scores import TeacherSignal, split_heads
+from minilm_cache.relations.scores import LayerRelations, split_heads
 from minilm_cache.report.compare import load_student
 from minilm_cache.report.similarity import held_out_ids
 from minilm_cache.storage_schema.identity import RelationKind
@@ -166,12 +166,12 @@ def _rows(
     for first in range(0, len(ids), _BATCH_SIZE):
         inputs = Inputs.of(ids[first : first + _BATCH_SIZE], 0).to(teacher.device)
         lengths, valid = inputs.lengths, inputs.valid
-        (expected,) = teacher.signals(inputs, (layer,))
+        (expected,) = teacher.relations(inputs, (layer,))
         (vectors,) = model(inputs, Tap((model.num_layers - 1,))).vectors
-        learned = TeacherSignal(vectors, lengths)
+        learned = LayerRelations(vectors, lengths)
         if relation_heads is not None:
-            expected = TeacherSignal(split_heads(expected.vectors, relation_heads), lengths)
-            learned = TeacherSignal(split_heads(vectors, relation_heads), lengths)
+            expected = LayerRelations(split_heads(expected.vectors, relation_heads), lengths)
+            learned = LayerRelations(split_heads(vectors, relation_heads), lengths)
         position = torch.arange(valid.shape[1], device=lengths.device) / lengths[:, None]
         for kind, batches in parts.items():
             true, approximate = expected.probs(kind), learned.probs(kind)

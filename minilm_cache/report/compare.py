@@ -19,7 +19,7 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.base import Losses
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.check import Objective
-from minilm_cache.relations.states import WantedStates
+from minilm_cache.storage_schema.states import LABELS
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
 from minilm_cache.train.live import with_live_targets
@@ -115,11 +115,11 @@ def masked_agreement(cache: Cache, teacher: Teacher, students: Sequence[Path]) -
     check_is_teacher_of(teacher, cache)
     models = [TappedModel(load_model(folder, "tokens")).eval().to(teacher.device) for folder in students]
     tap = Tap(head="tokens")
-    wanted = WantedTargets(kinds=(), states=WantedStates(masked=True))
+    wanted = WantedTargets(kinds=(), signals=(LABELS,))
     reader = BatchReader(cache, wanted, pad_token=teacher.tokenizer.pad_token_id, device=teacher.device)
     same, count = [0] * len(models), 0
     for batch in reader.held_out_batches(_BATCH_SIZE, MAX_SEQUENCES):
-        masked = batch.states.masked
+        masked = batch.signals.masked
         assert masked is not None
         inputs = batch.inputs.with_ids(masked.ids)
         reading = teacher.read(inputs, tap, masked.places)

@@ -103,6 +103,7 @@ def _states(states: StatesIdentity | None) -> dict[str, Any]:
         "label_temperature": None if labels is None else labels.temperature,
         "maskings": None if masking is None else masking.readings,
         "logits": states.num_classes is not None,
+        "signal": tuple(other.name for other in states.others),
         "pooled": states.pooled is not None,
         "pooling": None if states.pooled is None else states.pooled.mode,
         "min_cosine": None if states.pooled is None else states.pooled.min_cosine,

@@ -14,7 +14,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from minilm_cache.cache import Cache
-from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.inputs import Inputs
@@ -22,11 +21,12 @@ from minilm_cache.objectives.batch import UNITS, Counts, StudentBatch, WantedTar
 from minilm_cache.relations.loss import choose_method
 from minilm_cache.relations.rows import RowTargets, Targets, VectorRows, densify, to_dense
 from minilm_cache.relations.scores import Vectors, key_mask, mean_row_entropy
-from minilm_cache.relations.states import MaskedSequences, States
+from minilm_cache.relations.signals import MaskedSequences, Signals
 from minilm_cache.relations.transfer import pin, send
+from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.arrays import not_chosen
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.states import INDEX_PATH, READ_PATH, WEIGHT_PATH
+from minilm_cache.storage_schema.states import INDEX_PATH, LABELS, READ_PATH, WEIGHT_PATH
 from minilm_cache.store.reader import Segment
 from minilm_cache.train.sampler import Buffer, StepPlan
 
@@ -96,16 +96,16 @@ class BatchReader:
         self._cache = cache
         self._wanted = wanted
         self._codecs = [cache.codecs[layer].to(device) for layer in wanted.layers or cache.layers[-1:]]
-        states_codec = cache.states_codec
-        self._states_codec = None if states_codec is None else states_codec.to(device)
+        signals_codec = cache.signals_codec
+        self._signals_codec = None if signals_codec is None else signals_codec.to(device)
         estimated = cache.manifest.identity.relations if cache.is_unbiased else ()
         paths = {path: None for codec in self._codecs for path in codec.paths(wanted.relations)}
         if wanted.vectors:
             paths |= {codec.codes_path: None for codec in self._codecs if isinstance(codec, VectorsCodec)}
-        if states_codec is not None:
-            paths |= dict.fromkeys(states_codec.paths(wanted.states))
+        if signals_codec is not None:
+            paths |= dict.fromkeys(signals_codec.paths(wanted.signals))
         self._read_plan = _ReadPlan(
-            readings=_paths_by_reading(states_codec, paths),
+            readings=_paths_by_reading(signals_codec, paths),
             paths=tuple(paths),
             entropies=tuple(kind for kind in wanted.kinds if kind in estimated),
             not_chosen=not_chosen(cache.manifest.identity.teacher.vocab_size),
@@ -195,8 +195,8 @@ class BatchReader:
         try:
             for codec in self._codecs:
                 codec.check(rows, lengths)
-            if self._states_codec is not None:
-                self._states_codec.check(rows, lengths)
+            if self._signals_codec is not None:
+                self._signals_codec.check(rows, lengths)
         except CacheCorruptError as error:
             raise CacheCorruptError(f"{reader.root}: {error}") from error
         return segment
@@ -221,9 +221,9 @@ class BatchReader:
         lengths = torch.from_numpy(gathered.lengths)
         tokens = rows["tokens"].to(torch.int64)
         ids = tokens.masked_fill_(~key_mask(lengths, tokens.shape[1]), self._pad_token)
-        masked, states = None, self._states_codec
-        if states is not None and self._wanted.states.masked:
-            masked = states.masked(rows, lengths).pinned_for(self._device)
+        masked, codec = None, self._signals_codec
+        if codec is not None and LABELS in self._wanted.signals:
+            masked = codec.masked(rows, lengths).pinned_for(self._device)
         inputs = Inputs(ids, lengths, is_full=gathered.counts["tokens"] == ids.numel())
         on_device = rows.keys() - {"tokens", READ_PATH, INDEX_PATH, WEIGHT_PATH}
         return _StoredBatch(
@@ -244,11 +244,11 @@ class BatchReader:
         # Rows stay small integers, as stored, until a codec decodes them into relations.
         rows = {path: send(values, self._device) for path, values in stored.rows.items()}
         decoded = [codec.decode(rows, self._wanted.relations, lengths=lengths) for codec in self._codecs]
-        states = States()
-        if self._states_codec is not None:
-            unmasked = replace(self._wanted.states, masked=False)
+        signals = Signals()
+        if self._signals_codec is not None:
+            unmasked = [name for name in self._wanted.signals if name != LABELS]
             masked = None if stored.masked is None else stored.masked.to(self._device)
-            states = replace(self._states_codec.decode(rows, unmasked, lengths=lengths), masked=masked)
+            signals = replace(self._signals_codec.decode(rows, unmasked, lengths=lengths), masked=masked)
         targets = tuple(
             {
                 kind: self._targets(kind, relation_rows, stored=stored, lengths=lengths)
@@ -264,7 +264,7 @@ class BatchReader:
             ends_step=ends_step,
             targets=targets,
             vectors=self._vectors(rows) if self._wanted.vectors else (),
-            states=states,
+            signals=signals,
         )
 
     def _vectors(self, rows: Mapping[str, Tensor]) -> tuple[Vectors, ...]:
@@ -285,7 +285,7 @@ class BatchReader:
         return Targets(rows, mean_row_entropy(to_dense(rows, lengths, length), lengths))
 
 
-def _paths_by_reading(codec: StatesCodec | None, paths: Iterable[str]) -> tuple[Mapping[str, str], ...]:
+def _paths_by_reading(codec: SignalsCodec | None, paths: Iterable[str]) -> tuple[Mapping[str, str], ...]:
     """Return the paths of a cache's arrays for each masked reading, by their paths in the first reading."""
     if codec is None:
         return ({},)

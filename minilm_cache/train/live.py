@@ -6,7 +6,7 @@ from dataclasses import replace
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.relations.rows import DenseRows, Targets
-from minilm_cache.relations.scores import TeacherSignal, mean_row_entropy, split_heads
+from minilm_cache.relations.scores import LayerRelations, mean_row_entropy, split_heads
 from minilm_cache.storage_schema.identity import RelationKind
 
 
@@ -22,13 +22,13 @@ def with_live_targets(
             teacher was loaded with are compared.
     """
     for batch in batches:
-        signals = teacher.signals(batch.inputs, wanted.layers or None)
+        signals = teacher.relations(batch.inputs, wanted.layers or None)
         yield replace(batch, targets=tuple(_targets(signal, wanted) for signal in signals))
 
 
-def _targets(signal: TeacherSignal, wanted: WantedTargets) -> dict[RelationKind, Targets]:
+def _targets(signal: LayerRelations, wanted: WantedTargets) -> dict[RelationKind, Targets]:
     if wanted.relation_heads is not None:
-        signal = TeacherSignal(split_heads(signal.vectors, wanted.relation_heads), signal.lengths)
+        signal = LayerRelations(split_heads(signal.vectors, wanted.relation_heads), signal.lengths)
     return {
         kind: Targets(DenseRows(signal.probs(kind)), mean_row_entropy(signal.probs(kind), signal.lengths))
         for kind in wanted.kinds

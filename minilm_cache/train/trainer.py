@@ -192,7 +192,7 @@ class Learner(nn.Module):
 
 def read(model: TappedModel, objective: StudentObjective, batch: StudentBatch) -> Reading:
     """Return a student's outputs on a batch, with tokens masked if the objective needs that."""
-    needs, masked = objective.needs, batch.states.masked
+    needs, masked = objective.needs, batch.signals.masked
     if needs.is_masked and masked is not None:
         places = masked.with_labels if needs.all_labels else masked.places
         return model(batch.inputs.with_ids(masked.ids), needs.tap, places)  # type: ignore[no-any-return]

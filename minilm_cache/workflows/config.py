@@ -25,6 +25,7 @@ LATER_DUMP_SETTINGS: Final[Mapping[str, Any]] = {
     "pooling": None,
     "min_cosine": None,
     "precision": None,
+    "signal": [],
 }
 """Settings of a dump that chains of earlier releases did not have, with their defaults."""
 

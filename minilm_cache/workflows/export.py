@@ -12,7 +12,6 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.models.saving import saving
 from minilm_cache.objectives.batch import WantedTargets
-from minilm_cache.relations.states import WantedStates
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.store.durable import new_file, refuse_existing, remove_partials
@@ -88,14 +87,14 @@ def _schema(width: int) -> pa.Schema:
 def _rows(cache: Cache, width: int) -> Iterator[pa.Table]:
     """Yield the rows of the file, batch by batch."""
     tokenizer = cached_tokenizer(cache.reader)
-    wanted = WantedTargets(kinds=(), states=WantedStates(hidden=(POOLED,)))
+    wanted = WantedTargets(kinds=(), signals=(POOLED,))
     reader = BatchReader(cache, wanted, pad_token=tokenizer.pad_token_id, device=_CPU)
     first, num_train = 0, cache.manifest.num_train
     for batch in reader.batches_of(range(len(cache)), _BATCH):
         lengths = batch.inputs.lengths.tolist()
         ids = [row[:length] for row, length in zip(batch.inputs.ids.tolist(), lengths, strict=True)]
         numbers = range(first, first + len(ids))
-        flat = pa.array(batch.states.hidden[POOLED].numpy().ravel(), pa.float32())
+        flat = pa.array(batch.signals[POOLED].numpy().ravel(), pa.float32())
         columns = [
             pa.array(numbers, pa.int64()),
             pa.array(tokenizer.batch_decode(ids, skip_special_tokens=True), pa.string()),

@@ -365,6 +365,7 @@ def _check_fits(source: Source, location: Location, *, config: TrainConfig, cach
         "label_tokens": needs.all_labels and config.form == "authors" and cache.label_tokens != "all",
         "logits": needs.logits and not cache.logits,
         "pooled": needs.pooled and not cache.pooled,
+        "signal": not set(needs.signals) <= set(cache.signal),
     }
     missing = [name for name, is_missing in lacking.items() if is_missing]
     if missing:

@@ -21,7 +21,7 @@ from minilm_cache.codecs.rows import RowsCodec
 from minilm_cache.codecs.topk import TopKCodec
 from minilm_cache.relations.rows import to_dense
 from minilm_cache.relations.scores import key_mask
-from minilm_cache.relations.states import SparseLabels
+from minilm_cache.relations.signals import SparseLabels
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
 from tests.support import World, save_teacher, write_corpus
@@ -74,7 +74,7 @@ def write_cache(name: str, settings: dict[str, Any]) -> None:
         expected[f"ids_{number}"] = sequence.input_ids.numpy()
         for kind in cache.codec.everything.kinds if cache.codec is not None else ():
             expected[f"{kind}_{number}"] = sequence.relation(kind).numpy()
-        if cache.states_codec is not None:
+        if cache.signals_codec is not None:
             expected |= {f"{name}_{number}": values for name, values in states_of(sequence).items()}
     np.savez_compressed(HERE / f"{name}.npz", **expected)
 
@@ -85,7 +85,7 @@ def states_of(sequence: CachedSequence) -> dict[str, Any]:
     assert states.masked is not None
     assert isinstance(states.masked.labels, SparseLabels)
     return {
-        **{name.folder: values.numpy() for name, values in states.hidden.items()},
+        **{name.folder: values.numpy() for name, values in states.values.items()},
         "read": states.masked.ids.numpy(),
         "chosen": states.masked.chosen.numpy(),
         "token": states.masked.labels.token.numpy(),

@@ -23,7 +23,7 @@ from minilm_cache.errors import (
 from minilm_cache.models.teacher import Teacher, TeacherReading
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.measured import StateFidelity
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.storage_schema.states import SignalName, StateFamily
 from minilm_cache.store.pull import pull
 from minilm_cache.store.push import push
 from minilm_cache.store.verify import verify
@@ -85,8 +85,8 @@ def test_adding_asks_the_teacher_only_for_the_rest(stored: World, monkeypatch: p
 
 def states_of(cache: Cache) -> tuple[StateFidelity, ...]:
     """Return figures that nobody measured, for a cache whose teacher is not asked."""
-    assert cache.states_codec is not None
-    paths = cache.states_codec.parameters.paths
+    assert cache.signals_codec is not None
+    paths = cache.signals_codec.parameters.paths
     return tuple(StateFidelity(path=path, bytes_per_token=1.0, relative_error=0.0) for path in paths)
 
 
@@ -153,7 +153,7 @@ def test_states_survive_verify_and_open_with_plain_zarr(stored: World) -> None:
     arrays = {name: np.asarray(group[f"{folder}/{name}"]) for name in ("mean", "basis", "step")}
     codes = np.asarray(group[f"{folder}/codes"])[:length]
     plain = arrays["mean"] + (codes * arrays["step"]) @ arrays["basis"].astype(np.float32)
-    found = sequence.states().hidden[StateName(StateFamily.HIDDEN, 2)][0]
+    found = sequence.states()[SignalName(StateFamily.HIDDEN, 2)][0]
 
     assert not verdict.damage
     np.testing.assert_allclose(found.numpy(), plain, rtol=1e-4, atol=1e-4)
@@ -171,7 +171,7 @@ def test_states_survive_verify_and_open_with_plain_zarr(stored: World) -> None:
 )
 def test_rows_that_no_writer_writes_are_refused(stored: World, path: str, value: float, says: str) -> None:
     cache = open_cache(stored.root / "cache")
-    codec = cache.states_codec
+    codec = cache.signals_codec
     assert codec is not None
     shard = cache.reader.segment(0)
     rows = {name: torch.from_numpy(array.copy()) for name, array in shard.rows.items()}
@@ -240,8 +240,8 @@ def test_states_travel_with_their_cache(stored: World, tmp_path: Path) -> None:
     pull(place, pulled, session=Session())
     there = World(tmp_path, stored.teacher, stored.corpus)
     for sequence, other in zip(held_out(stored), held_out(there, "pulled"), strict=True):
-        for name, values in sequence.states().hidden.items():
-            assert torch.equal(values, other.states().hidden[name])
+        for name, values in sequence.states().values.items():
+            assert torch.equal(values, other.states()[name])
     assert not verify(pulled, full=True, num_threads=2, check_rows=row_checker, session=Session()).damage
 
 

@@ -10,8 +10,8 @@ from transformers import (
 )
 
 from minilm_cache.cache import open_cache
-from minilm_cache.relations.states import SparseLabels
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.relations.signals import SparseLabels
+from minilm_cache.storage_schema.states import LOGITS, SignalName, StateFamily
 from tests.integration.codecs.conftest import EVERYTHING, MASK, held_out, outputs, relative, world_of
 from tests.support import VOCABULARY, World, write_corpus
 
@@ -20,17 +20,17 @@ def test_hidden_states_are_transformers_within_the_error_that_the_manifest_says(
     model = AutoModelForMaskedLM.from_pretrained(stored.teacher)
     sequences = held_out(stored)
     said = [outputs(model, one.input_ids)["hidden"] for one in sequences]
-    found = [one.states().hidden for one in sequences]
+    found = [one.states() for one in sequences]
     measured = open_cache(stored.root / "cache").manifest.measured
     assert measured is not None
     errors = {one.path: one.relative_error for one in measured.states}
     for number in range(4):
-        name = StateName(StateFamily.HIDDEN, number)
+        name = SignalName(StateFamily.HIDDEN, number)
         error = relative(torch.cat([one[number] for one in said]), torch.cat([one[name][0] for one in found]))
 
         assert errors[name.folder] == pytest.approx(error, rel=0.02)
         assert 0 < error < 0.07
-        first = StateName(StateFamily.FIRST, number)
+        first = SignalName(StateFamily.FIRST, number)
         assert (errors[first.folder] or 0) < 2**-10
         for one, own in zip(said, found, strict=True):
             torch.testing.assert_close(own[first][0], one[number, 0], rtol=2**-10, atol=1e-4)
@@ -38,7 +38,7 @@ def test_hidden_states_are_transformers_within_the_error_that_the_manifest_says(
 
 def test_masked_readings_are_those_of_the_masked_sequence(stored: World) -> None:
     model = AutoModelForMaskedLM.from_pretrained(stored.teacher)
-    name = StateName(StateFamily.MASKED, 3)
+    name = SignalName(StateFamily.MASKED, 3)
     said, found = [], []
     for sequence in held_out(stored):
         states = sequence.states()
@@ -49,7 +49,7 @@ def test_masked_readings_are_those_of_the_masked_sequence(stored: World) -> None
         assert bool((ids[~chosen] == sequence.input_ids[~chosen]).all())
         answer = outputs(model, ids)
         said.append(answer["hidden"][3])
-        found.append(states.hidden[name][0])
+        found.append(states[name][0])
         probs = (answer["logits"][labelled] / 2.0).softmax(-1)  # the temperature that DistilBERT asks for
         assert states.masked.temperature == 2.0
         assert isinstance(states.masked.labels, SparseLabels)
@@ -70,9 +70,9 @@ def test_every_family_says_its_states_and_labels(tmp_path: Path, family: str) ->
     said, found = [], []
     for sequence in held_out(world):
         states = sequence.states()
-        last = max(name.number for name in states.hidden)
+        last = max(name.number for name in states.values)
         said.append(outputs(model, sequence.input_ids)["hidden"][last])
-        found.append(states.hidden[StateName(StateFamily.HIDDEN, last)][0])
+        found.append(states[SignalName(StateFamily.HIDDEN, last)][0])
         assert states.masked is not None
         assert isinstance(states.masked.labels, SparseLabels)
         chosen = states.masked.chosen[0]
@@ -90,8 +90,7 @@ def test_answers_of_a_classifier_are_stored_as_they_are(tmp_path: Path) -> None:
     assert manifest.identity.states.num_classes == 2
     model = AutoModelForSequenceClassification.from_pretrained(world.teacher)
     for sequence in held_out(world):
-        found = sequence.states().logits
-        assert found is not None
+        found = sequence.states()[LOGITS]
         torch.testing.assert_close(found[0], outputs(model, sequence.input_ids)["logits"])
 
 

@@ -24,7 +24,7 @@ from minilm_cache.codecs.vectors import VectorsCodec, concatenate
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError, InvalidConfigError
 from minilm_cache.models.load import locate_teacher
-from minilm_cache.relations.scores import TeacherSignal, Vectors, key_mask, relation_probs
+from minilm_cache.relations.scores import LayerRelations, Vectors, key_mask, relation_probs
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.arrays import codes_path
 from minilm_cache.storage_schema.identity import RelationKind
@@ -307,7 +307,7 @@ def always(content: bytes) -> Callable[[bytes], bytes]:
 
 
 @st.composite
-def signals(draw: st.DrawFn) -> list[TeacherSignal]:
+def signals(draw: st.DrawFn) -> list[LayerRelations]:
     """Vectors of any rank, with constant components and outliers, in sequences of any length."""
     heads, size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -324,13 +324,13 @@ def signals(draw: st.DrawFn) -> list[TeacherSignal]:
             flat[0, 0] *= draw(st.sampled_from([10.0, 1e4]))
         query, key, value = flat.view(2, length, 3, heads, size).permute(2, 0, 3, 1, 4)
         vectors = Vectors(query, key, value, key_mask(lengths, length)[:, None, None, :], size**-0.5)
-        found.append(TeacherSignal(vectors, lengths))
+        found.append(LayerRelations(vectors, lengths))
     return found
 
 
 @settings(max_examples=40, deadline=None)
 @given(signals())
-def test_any_vectors_can_be_coded(batches: list[TeacherSignal]) -> None:
+def test_any_vectors_can_be_coded(batches: list[LayerRelations]) -> None:
     try:
         fitted = calibrate(batches[:2], batches[2:], 0.02, layer=0)
     except InvalidConfigError:  # outliers beyond what the codes reach: refused, not stored badly

@@ -13,7 +13,7 @@ from minilm_cache.cache import open_cache, row_checker
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.session import Session
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.storage_schema.states import SignalName, StateFamily
 from minilm_cache.store.reader import Segment
 from minilm_cache.store.verify import verify
 from minilm_cache.train.batches import BatchReader
@@ -30,7 +30,7 @@ def test_epochs_take_the_masked_readings_in_turn(tmp_path: Path) -> None:
     world.dump(**{"for": "distilbert"}, maskings=3, k=2, max_error=0.1)
     cache = open_cache(world.root / "cache")
     model = AutoModelForMaskedLM.from_pretrained(world.teacher)
-    name = StateName(StateFamily.MASKED, 3)
+    name = SignalName(StateFamily.MASKED, 3)
     for number in (0, 1):
         readings = [cache[number].states(reading) for reading in range(3)]
         masked = [one.masked for one in readings if one.masked is not None]
@@ -38,7 +38,7 @@ def test_epochs_take_the_masked_readings_in_turn(tmp_path: Path) -> None:
         assert len({int(one.chosen.sum()) for one in masked}) == 1
         for states, one in zip(readings, masked, strict=True):
             said = outputs(model, one.ids[0])["hidden"][3]
-            assert relative(said, states.hidden[name][0]) < 0.2
+            assert relative(said, states[name][0]) < 0.2
     config = TrainConfig(arch=("2x32",), objective="distilbert", batch_size=1, steps=1)
     wanted = choose_objective(config, cache, arch=config.arch).wanted
     num_train = cache.manifest.num_train
@@ -48,9 +48,9 @@ def test_epochs_take_the_masked_readings_in_turn(tmp_path: Path) -> None:
     seen: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     with closing(stream):
         for batch in islice(stream, 4 * num_train):
-            assert batch.states.masked is not None
-            assert batch.counts["chosen"] == int(batch.states.masked.chosen.sum())
-            read = tuple(batch.states.masked.ids[0].tolist())
+            assert batch.signals.masked is not None
+            assert batch.counts["chosen"] == int(batch.signals.masked.chosen.sum())
+            read = tuple(batch.signals.masked.ids[0].tolist())
             seen.setdefault(tuple(batch.inputs.ids[0].tolist()), []).append(read)
 
     assert len(seen) == num_train

@@ -60,7 +60,7 @@ def least_cosine(world: World, cache: Cache) -> float:
     """Return the least cosine of stored vectors with those of the teacher's own `encode`."""
     teacher = SentenceTransformer(str(world.teacher), device="cpu")
     expected = torch.from_numpy(teacher.encode(texts_of(cache, world)))
-    stored = torch.stack([sequence.states().hidden[POOLED][0] for sequence in cache])
+    stored = torch.stack([sequence.states()[POOLED][0] for sequence in cache])
     return float(torch.cosine_similarity(stored, expected, dim=-1).min())
 
 

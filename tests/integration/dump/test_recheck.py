@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minilm_cache.codecs.states import StatesCodec
+from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.identity import CacheIdentity
 from tests.conftest import Command
 from tests.integration.store.test_hostile import replace_in_shard
@@ -186,14 +186,14 @@ def test_states_that_are_not_the_teachers_are_named(tmp_path: Path, command: Com
     code, out, err = command(*words)
     assert code == 0, err
     assert "states/hidden/3" in out
-    encode = StatesCodec.encode
+    encode = SignalsCodec.encode
 
-    def hollow(self: StatesCodec, *given: Any, **more: Any) -> dict[str, Any]:
+    def hollow(self: SignalsCodec, *given: Any, **more: Any) -> dict[str, Any]:
         found = encode(self, *given, **more)
         return {path: rows * 0 if path.endswith("codes") else rows for path, rows in found.items()}
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(StatesCodec, "encode", hollow)
+        patched.setattr(SignalsCodec, "encode", hollow)
         world.dump("hollow", hidden=(1, 3), first_hidden="last", masked_hidden="last", labels=True)
     command.fails(
         *("verify", "--full", tmp_path / "hollow", "--teacher", world.teacher),

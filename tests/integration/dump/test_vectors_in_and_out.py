@@ -48,7 +48,7 @@ def test_an_export_holds_what_the_cache_holds(world: World) -> None:
         assert row["input_ids"] == sequence.input_ids.tolist()
         assert row["text"] == tokenizer.decode(sequence.input_ids, skip_special_tokens=True)
         assert row["held_out"] == (number >= cache.manifest.num_train)
-        torch.testing.assert_close(torch.tensor(row["embedding"]), sequence.states().hidden[POOLED][0])
+        torch.testing.assert_close(torch.tensor(row["embedding"]), sequence.states()[POOLED][0])
 
 
 def test_vectors_of_another_model_become_a_cache(world: World) -> None:
@@ -58,7 +58,7 @@ def test_vectors_of_another_model_become_a_cache(world: World) -> None:
     cache = open_cache(result.path)
     given = {row["text"]: row["embedding"] for row in pq.read_table(file).to_pylist()}
     tokenizer = AutoTokenizer.from_pretrained(world.teacher)
-    stored = [cache[number].states().hidden[POOLED][0] for number in range(len(cache))]
+    stored = [cache[number].states()[POOLED][0] for number in range(len(cache))]
     texts = [
         tokenizer.decode(cache[number].input_ids, skip_special_tokens=True) for number in range(len(cache))
     ]
@@ -140,7 +140,7 @@ def test_equal_vectors_are_imported_and_read(world: World, command: Command) -> 
     code, _, err = command("import", file, *arguments)
     assert code == 0, err
     assert command("verify", imported, "--full")[0] == 0
-    stored = open_cache(imported)[0].states().hidden[POOLED][0]
+    stored = open_cache(imported)[0].states()[POOLED][0]
     torch.testing.assert_close(stored, torch.tensor([1.0, 2.0, 3.0]), atol=1e-2, rtol=0)
 
 

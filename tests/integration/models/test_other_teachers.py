@@ -21,7 +21,7 @@ from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.session import Session
-from minilm_cache.storage_schema.states import POOLED
+from minilm_cache.storage_schema.states import LOGITS, POOLED
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
 from tests.conftest import Command
@@ -66,7 +66,7 @@ def test_pooled_vectors_are_those_of_plain_transformers(tmp_path: Path, family: 
         with torch.no_grad():
             hidden = model(read["input_ids"]).last_hidden_state[0]
         vector = hidden[-1] if pooling == "lasttoken" else hidden.mean(0)
-        assert float(F.cosine_similarity(sequence.states().hidden[POOLED][0], vector, dim=0)) >= 0.9995
+        assert float(F.cosine_similarity(sequence.states()[POOLED][0], vector, dim=0)) >= 0.9995
 
 
 def test_a_student_of_a_decoder_is_one_and_learns_its_vectors(tmp_path: Path) -> None:
@@ -89,17 +89,8 @@ def test_relations_of_such_a_teacher_are_refused_before_anything_is_written(
     for family, says in (("llama", "its attention is causal"), ("mpnet", "does not use transformers'")):
         teacher = save_other(tmp_path / family, family)
         corpus = write_corpus(tmp_path / "corpus.txt")
-        words = (
-            "dump",
-            "--teacher",
-            teacher,
-            "--corpus",
-            corpus,
-            "--out",
-            tmp_path / "cache",
-            "--max-length",
-            32,
-        )
+        out = tmp_path / "cache"
+        words = ("dump", "--teacher", teacher, "--corpus", corpus, "--out", out, "--max-length", 32)
         command.fails(*words, code=1, says=(says, "--codec none with --pooled or --logits"))
         assert not out.exists()
 
@@ -112,8 +103,7 @@ def test_a_teacher_that_gives_one_number_is_learned_by_its_square(tmp_path: Path
     model = AutoModelForSequenceClassification.from_pretrained(teacher).eval()
     with torch.no_grad():
         number = model(cache[0].input_ids[None]).logits[0]
-    stored = cache[0].states().logits
-    assert stored is not None
+    stored = cache[0].states()[LOGITS]
     torch.testing.assert_close(stored[0], number, rtol=1e-4, atol=1e-5)
     config = TrainConfig(
         arch=("2x32",), objective="tinybert-prediction", steps=30, batch_size=8, lr=1e-3, device="cpu"

@@ -22,7 +22,7 @@ from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.objectives.embedding import EmbeddingObjective, similarity_difference
-from minilm_cache.relations.states import States
+from minilm_cache.relations.signals import Signals
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import POOLED
@@ -47,7 +47,7 @@ def texts_of(world: World, numbers: Sequence[int], cache: str = "cache") -> list
 def vectors_of(world: World, numbers: Sequence[int]) -> torch.Tensor:
     """Return the stored vectors of sequences."""
     cache = open_cache(world.root / "cache")
-    return torch.cat([cache[number].states().hidden[POOLED] for number in numbers])
+    return torch.cat([cache[number].states()[POOLED] for number in numbers])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_relations_and_vectors_share_a_cache(world: World) -> None:
     cache = open_cache(world.root / "both")
 
     assert cache[0].relation("attention").shape[0] == 4
-    assert cache[0].states().hidden[POOLED].shape == (1, 32)
+    assert cache[0].states()[POOLED].shape == (1, 32)
     for objective in ("minilm", "embedding"):
         config = validated(TrainConfig, {"arch": ("1x32",), "objective": objective, "steps": 2})
         train_students(config, cache.reader.root, out=world.root / objective, session=Session(world.home))
@@ -148,7 +148,7 @@ def batch_of(student: torch.Tensor, teacher: torch.Tensor) -> StudentBatch:
         step_counts={"tokens": 1, "chosen": 0, "sequences": len(student), "pairs": 1},
         ends_step=True,
         targets=(),
-        states=States(hidden={POOLED: teacher}),
+        signals=Signals(values={POOLED: teacher}),
     )
 
 
@@ -161,7 +161,7 @@ def test_parts_of_the_loss_are_what_they_say(world: World) -> None:
     states = cache.manifest.identity.states
     assert states is not None
     assert states.pooled is not None
-    assert choose_objective(config, cache, arch=config.arch).wanted.states.hidden == (POOLED,)
+    assert choose_objective(config, cache, arch=config.arch).wanted.signals == (POOLED,)
     objective = EmbeddingObjective(
         states.pooled, 32, 2, losses={"cosine": 1.0, "mse": 3.0, "similarity": 0.5}, widths=(8,)
     )
@@ -339,7 +339,7 @@ def test_vectors_are_added_to_relations_and_relations_stay(world: World) -> None
     both = open_cache(world.root / "both")
 
     assert torch.equal(both[3].relation("value"), plain[3].relation("value"))
-    assert both[3].states().hidden[POOLED].shape == (1, 32)
+    assert both[3].states()[POOLED].shape == (1, 32)
 
 
 def test_ranks_write_vectors_together(world: World) -> None:
@@ -350,7 +350,7 @@ def test_ranks_write_vectors_together(world: World) -> None:
     alone, together = open_cache(world.root / "cache"), open_cache(world.root / "ranks")
 
     for number in range(len(alone)):
-        vectors = [cache[number].states().hidden[POOLED] for cache in (alone, together)]
+        vectors = [cache[number].states()[POOLED] for cache in (alone, together)]
         assert torch.equal(*vectors)
 
 

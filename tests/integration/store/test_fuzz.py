@@ -14,7 +14,7 @@ import torch
 
 from minilm_cache import open_cache
 from minilm_cache.errors import MiniLMCacheError
-from minilm_cache.relations.states import SparseLabels
+from minilm_cache.relations.signals import SparseLabels
 from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import commit_path
 from tests.processes import CONTEXT
@@ -130,9 +130,9 @@ def read_all(path: Path) -> list[torch.Tensor]:
         found.append(sequence.input_ids)
         for layer in cache.layers[-1:]:
             found += [sequence.relation(kind) for kind in cache.codecs[layer].everything.kinds]
-        if cache.states_codec is not None:
+        if cache.signals_codec is not None:
             states = sequence.states()
-            found += states.hidden.values()
+            found += states.values.values()
             if states.masked is not None and isinstance(states.masked.labels, SparseLabels):
                 found += [states.masked.ids, states.masked.chosen, *states.masked.labels]
     return found

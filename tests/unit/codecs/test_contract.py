@@ -16,36 +16,43 @@ from minilm_cache.codecs.dense import DenseCodec
 from minilm_cache.codecs.fit_states import fit_state, relative_bound
 from minilm_cache.codecs.fit_vectors import calibrate
 from minilm_cache.codecs.sampling import PPS_RATIO
-from minilm_cache.codecs.states import StatesCodec
 from minilm_cache.codecs.topk import TopKCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.relations.rows import RowTargets, WantedRelations, to_dense
-from minilm_cache.relations.scores import TeacherSignal, Vectors, key_mask
-from minilm_cache.relations.states import (
+from minilm_cache.relations.scores import LayerRelations, Vectors, key_mask
+from minilm_cache.relations.signals import (
     DenseLabels,
     MaskedSequences,
+    Signals,
     SparseLabels,
-    States,
-    WantedStates,
 )
+from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.states import Masking, SoftLabels, StateFamily, StateName, StatesIdentity
+from minilm_cache.storage_schema.states import (
+    LABELS,
+    LOGITS,
+    Masking,
+    SignalName,
+    SoftLabels,
+    StateFamily,
+    StatesIdentity,
+)
 
 MAX_LENGTH = 12
 VOCABULARY = 30
 WIDTH = 10
-HIDDEN = StateName(StateFamily.HIDDEN, 2)
-FIRST = StateName(StateFamily.FIRST, 1)
+HIDDEN = SignalName(StateFamily.HIDDEN, 2)
+FIRST = SignalName(StateFamily.FIRST, 1)
 
 
-def signal_of(lengths: Sequence[int], seed: int = 0) -> TeacherSignal:
+def signal_of(lengths: Sequence[int], seed: int = 0) -> LayerRelations:
     """Return random vectors of two heads, with something else beyond each length."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = torch.randn(3, len(lengths), 2, max(lengths), 4, generator=generator) * 2
-    return TeacherSignal(Vectors(query, key, value, None, 0.5), torch.tensor(lengths))
+    return LayerRelations(Vectors(query, key, value, None, 0.5), torch.tensor(lengths))
 
 
-def states_of(lengths: Sequence[int], seed: int = 0) -> States:
+def states_of(lengths: Sequence[int], seed: int = 0) -> Signals:
     """Return random hidden states, labels and answers."""
     generator = torch.Generator().manual_seed(seed)
     size = (len(lengths), max(lengths))
@@ -54,13 +61,13 @@ def states_of(lengths: Sequence[int], seed: int = 0) -> States:
     chosen[:, 0] = True
     ids = torch.randint(VOCABULARY, size, generator=generator)
     scores = torch.randn(int(chosen.sum()), VOCABULARY, generator=generator) * 3
-    return States(
-        hidden={
+    return Signals(
+        values={
             HIDDEN: torch.randn(*size, WIDTH, generator=generator),
             FIRST: torch.randn(len(lengths), WIDTH, generator=generator),
+            LOGITS: torch.randn(len(lengths), 3, generator=generator),
         },
         masked=replace(MaskedSequences.of(ids, chosen), labels=DenseLabels(scores.softmax(-1))),
-        logits=torch.randn(len(lengths), 3, generator=generator),
     )
 
 
@@ -70,7 +77,7 @@ def fitted_vectors() -> RelationCodec:
     return calibrate(signals[:3], signals[3:], 0.02, layer=1).codec
 
 
-def fitted_states() -> StatesCodec:
+def fitted_states() -> SignalsCodec:
     """Return the codec of a cache with every sort of state."""
     rows = torch.randn(400, WIDTH, generator=torch.Generator().manual_seed(5))
     code, _ = fit_state(rows[:300], rows[300:], relative_bound(0.1))
@@ -83,7 +90,7 @@ def fitted_states() -> StatesCodec:
         labels=SoftLabels(k=5, temperature=1.0, weight_ratio=PPS_RATIO),
         num_classes=3,
     )
-    return StatesCodec(parameters=identity, vocab_size=VOCABULARY, codes={HIDDEN: code})
+    return SignalsCodec(parameters=identity, vocab_size=VOCABULARY, codes={HIDDEN: code})
 
 
 @dataclass(frozen=True)
@@ -142,13 +149,13 @@ def flat(rows: Mapping[str, Tensor], lengths: Sequence[int]) -> tuple[dict[str, 
 
 def numbers_of(decoded: Any, lengths: Sequence[int]) -> dict[str, Tensor]:
     """Return what came back as named tensors, whatever the codec."""
-    if isinstance(decoded, States):
-        named = {name.folder: values for name, values in decoded.hidden.items()}
+    if isinstance(decoded, Signals):
+        named = {name.folder: values for name, values in decoded.values.items()}
         if decoded.masked is not None:
             named["chosen"] = decoded.masked.chosen
             if isinstance(decoded.masked.labels, SparseLabels):
                 named |= {"token": decoded.masked.labels.token, "weight": decoded.masked.labels.weight}
-        return named if decoded.logits is None else {**named, "logits": decoded.logits}
+        return named
     size = torch.tensor(lengths)
     return {str(kind): to_dense(rows, size, max(lengths)) for kind, rows in decoded.items()}
 
@@ -179,12 +186,12 @@ def test_what_was_written_is_accepted_and_comes_back(case: Case, lengths: list[i
     decoded = case.codec.decode(rows, case.codec.everything, lengths=torch.tensor(lengths))
 
     valid = key_mask(torch.tensor(lengths), max(lengths))
-    if isinstance(content, States):
-        assert isinstance(decoded, States)
-        difference = (decoded.hidden[HIDDEN] - content.hidden[HIDDEN])[valid]
+    if isinstance(content, Signals):
+        assert isinstance(decoded, Signals)
+        difference = (decoded[HIDDEN] - content[HIDDEN])[valid]
         assert float(difference.square().mean().sqrt()) < case.error
-        torch.testing.assert_close(decoded.hidden[FIRST], content.hidden[FIRST], atol=2e-3, rtol=2e-3)
-        torch.testing.assert_close(decoded.logits, content.logits)
+        torch.testing.assert_close(decoded[FIRST], content[FIRST], atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(decoded[LOGITS], content[LOGITS])
         assert decoded.masked is not None
         assert content.masked is not None
         assert torch.equal(decoded.masked.chosen, content.masked.chosen)
@@ -223,21 +230,21 @@ def test_a_sequence_is_stored_the_same_in_any_batch(case: Case, lengths: list[in
 
 def _part(content: Any, at: int, length: int) -> Any:
     """Return one sequence of a batch, as if it had been read alone."""
-    if isinstance(content, TeacherSignal):
+    if isinstance(content, LayerRelations):
         vectors = content.vectors
         own = [part[at : at + 1, :, :length] for part in (vectors.query, vectors.key, vectors.value)]
-        return TeacherSignal(Vectors(own[0], own[1], own[2], None, vectors.scaling), torch.tensor([length]))
+        return LayerRelations(Vectors(own[0], own[1], own[2], None, vectors.scaling), torch.tensor([length]))
     masked = content.masked
     first, count = sum(masked.label_counts[:at]), masked.label_counts[at]
     alone = MaskedSequences.of(masked.ids[at : at + 1, :length], masked.chosen[at : at + 1, :length])
     return replace(
         content,
-        hidden={
-            HIDDEN: content.hidden[HIDDEN][at : at + 1, :length],
-            FIRST: content.hidden[FIRST][at : at + 1],
+        values={
+            HIDDEN: content[HIDDEN][at : at + 1, :length],
+            FIRST: content[FIRST][at : at + 1],
+            LOGITS: content[LOGITS][at : at + 1],
         },
         masked=replace(alone, labels=DenseLabels(masked.labels.probs[first : first + count])),
-        logits=content.logits[at : at + 1],
     )
 
 
@@ -281,18 +288,15 @@ def test_a_part_of_the_relations_needs_its_own_arrays_alone(case: Case) -> None:
 def test_a_part_of_the_states_needs_its_own_arrays_alone() -> None:
     case, lengths = CASES[-1], [6, 3]
     rows = tensors(case, case.encode(lengths), lengths)
-    for wanted, number in (
-        (WantedStates(hidden=(FIRST,)), 1),
-        (WantedStates(logits=True), 1),
-        (WantedStates(masked=True), 3),
-    ):
+    parts: list[tuple[SignalName, int]] = [(FIRST, 1), (LOGITS, 1), (LABELS, 3)]
+    for name, number in parts:
+        wanted = (name,)
         paths = case.codec.paths(wanted)
         assert len(paths) == number
         needed = {path: rows[path] for path in (*paths, "tokens")}
         decoded = case.codec.decode(needed, wanted, lengths=torch.tensor(lengths))
-        assert set(decoded.hidden) == set(wanted.hidden)
-        assert (decoded.masked is not None) == wanted.masked
-        assert (decoded.logits is not None) == wanted.logits
+        assert set(decoded.values) == {*wanted} - {LABELS}
+        assert (decoded.masked is not None) == (name == LABELS)
 
 
 @every_codec

@@ -24,7 +24,7 @@ from minilm_cache.errors import (
     TeacherError,
     UnsupportedFormatError,
 )
-from minilm_cache.relations.scores import TeacherSignal, Vectors
+from minilm_cache.relations.scores import LayerRelations, Vectors
 from minilm_cache.storage_schema.identity import DenseParameters, RelationKind, TopKParameters
 from tests.unit.codecs.test_contract import signal_of
 
@@ -187,7 +187,7 @@ def test_fitting_stops_on_request() -> None:
 def test_a_mask_that_is_not_a_window_cannot_be_kept() -> None:
     vectors = signal_of([6]).vectors
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
-    causal = TeacherSignal(vectors._replace(mask=mask), torch.tensor([6]))
+    causal = LayerRelations(vectors._replace(mask=mask), torch.tensor([6]))
     with pytest.raises(TeacherError):
         calibrate([causal], [causal], 0.01, layer=0)
 
@@ -245,7 +245,9 @@ def test_a_row_of_vectors_has_no_mask_beyond_its_window() -> None:
     signals = []
     for seed in range(4):
         plain = signal_of([12, 12], seed)
-        signals.append(TeacherSignal(plain.vectors._replace(mask=window.expand(2, 1, -1, -1)), plain.lengths))
+        signals.append(
+            LayerRelations(plain.vectors._replace(mask=window.expand(2, 1, -1, -1)), plain.lengths)
+        )
     codec = calibrate(signals[:3], signals[3:], 0.02, layer=0).codec
     rows = codec.encode(signals[0], (), lengths=signals[0].lengths)
     vectors = codec.vectors(rows[codec.codes_path])

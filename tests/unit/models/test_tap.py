@@ -162,8 +162,9 @@ def test_relations_of_decoders_are_refused_and_nothing_else_of_them() -> None:
 def test_heads_that_share_keys_and_values_are_recorded_with_their_own() -> None:
     """As transformers repeats them for its own attention."""
     model = tiny_model("llama", attention=ATTENTION)
-    for layer in model.layers:
-        layer.self_attn.is_causal = False
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False  # type: ignore[assignment] # an attribute of attention alone
     inputs = Inputs(padded_ids(), LENGTHS)
     with torch.no_grad():
         (vectors,) = TappedModel(model)(inputs, Tap((1,))).vectors

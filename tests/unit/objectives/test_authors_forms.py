@@ -23,9 +23,9 @@ from minilm_cache.objectives.mobilebert import MobileBertObjective
 from minilm_cache.objectives.tinybert import PredictionObjective, TinyBertObjective
 from minilm_cache.relations.rows import DenseRows, Targets
 from minilm_cache.relations.scores import Vectors, mean_row_entropy
-from minilm_cache.relations.states import DenseLabels, MaskedSequences, States, WantedStates
+from minilm_cache.relations.signals import DenseLabels, MaskedSequences, Signals
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.storage_schema.states import LOGITS, SignalName, StateFamily
 from minilm_cache.train.config import TrainConfig
 
 BATCH, LENGTH, WIDTH, HEADS, WORDS, CLASSES = 3, 7, 16, 4, 23, 3
@@ -37,7 +37,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def batch_of(
-    states: States,
+    signals: Signals,
     targets: tuple[Mapping[RelationKind, Targets], ...] = (),
     vectors: tuple[Vectors, ...] = (),
 ) -> StudentBatch:
@@ -51,7 +51,7 @@ def batch_of(
         ends_step=True,
         targets=targets,
         vectors=vectors,
-        states=states,
+        signals=signals,
     )
 
 
@@ -83,8 +83,8 @@ def test_patient_kd(beta: float | None, temperature: float | None) -> None:
     pairs = [LayerPair(1, 0), LayerPair(3, 1)]
     hidden, teachers = hidden_of(range(1, 3), 1), drawn(BATCH, 2, WIDTH, seed=9)
     own, told = drawn(BATCH, CLASSES, seed=5).requires_grad_(), drawn(BATCH, CLASSES, seed=6)
-    names = [StateName(StateFamily.FIRST, pair.teacher + 1) for pair in pairs]
-    states = States(hidden={name: teachers[:, at] for at, name in enumerate(names)}, logits=told)
+    names = [SignalName(StateFamily.FIRST, pair.teacher + 1) for pair in pairs]
+    states = Signals(values={**{name: teachers[:, at] for at, name in enumerate(names)}, LOGITS: told})
     objective = PatientObjective(pairs, Patience.of(config), CLASSES)
     patience = torch.stack([hidden[1][:, 0], hidden[2][:, 0]], 1)
     t, b = temperature or 10.0, 500.0 if beta is None else beta
@@ -115,8 +115,8 @@ def test_distilbert() -> None:
     masked = replace(
         MaskedSequences.of(ids, chosen, labelled=everywhere), labels=DenseLabels(soft), temperature=t
     )
-    name = StateName(StateFamily.MASKED, 6)
-    batch = batch_of(States(hidden={name: teacher}, masked=masked))
+    name = SignalName(StateFamily.MASKED, 6)
+    batch = batch_of(Signals(values={name: teacher}, masked=masked))
     objective = DistilBertObjective(FACTS, name, t, everywhere=True)
     labels = batch.inputs.ids.masked_fill(~chosen, -100)
     ce = F.kl_div((own / t).log_softmax(-1).flatten(0, 1), soft, reduction="batchmean") * t**2
@@ -157,8 +157,8 @@ def test_mobilebert() -> None:
     targets = tuple(
         {RelationKind.ATTENTION: Targets(DenseRows(rows), mean_row_entropy(rows, lengths))} for rows in told
     )
-    states = States(
-        hidden={StateName(StateFamily.HIDDEN, n): teachers[n].detach() for n in (1, 2)},
+    states = Signals(
+        values={SignalName(StateFamily.HIDDEN, n): teachers[n].detach() for n in (1, 2)},
     )
     total = torch.zeros(())
     for layer in range(layers):
@@ -184,8 +184,8 @@ def test_tinybert() -> None:
     hidden, teachers = hidden_of(range(3), 1), [drawn(BATCH, LENGTH, 24, seed=20 + n) for n in range(3)]
     own = [attention_of(seed, grad=True) for seed in (1, 2)]
     told = [attention_of(seed, grad=False) for seed in (3, 4)]
-    names = [StateName(StateFamily.HIDDEN, number) for number in (0, 2, 4)]
-    wanted = WantedTargets(kinds=(), layers=(1, 3), vectors=True, states=WantedStates(hidden=tuple(names)))
+    names = [SignalName(StateFamily.HIDDEN, number) for number in (0, 2, 4)]
+    wanted = WantedTargets(kinds=(), layers=(1, 3), vectors=True, signals=tuple(names))
     objective = TinyBertObjective(wanted, pairs, student=FACTS, teacher_width=24, shared=True)
     (fit_dense,) = [module for module in objective.modules() if isinstance(module, torch.nn.Linear)]
     rep = sum(
@@ -195,7 +195,7 @@ def test_tinybert() -> None:
         (F.mse_loss(scores_of(a), scores_of(b)) for a, b in zip(own, told, strict=True)), torch.zeros(())
     )
     leaves = [*hidden.values(), own[0].query, own[1].key, fit_dense.weight]
-    batch = batch_of(States(hidden=dict(zip(names, teachers, strict=True))), vectors=tuple(told))
+    batch = batch_of(Signals(values=dict(zip(names, teachers, strict=True))), vectors=tuple(told))
 
     assert fit_dense.bias is not None
     agree(objective, Reading(own, hidden, None), batch, rep + att, leaves)
@@ -208,7 +208,7 @@ def test_tinyberts_prediction_is_a_mean_over_classes() -> None:
     agree(
         PredictionObjective(1.0, CLASSES),
         Reading([], {}, own),
-        batch_of(States(logits=told)),
+        batch_of(Signals(values={LOGITS: told})),
         expected,
         [own],
     )
@@ -222,7 +222,7 @@ def test_ground_truth_is_mixed_into_the_targets_of_mlm_kd(share: float) -> None:
     soft, own = drawn(2, WORDS, seed=1).softmax(-1), drawn(2, WORDS, seed=3).requires_grad_()
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     masked = replace(MaskedSequences.of(ids, chosen), labels=DenseLabels(soft))
-    batch = batch_of(States(masked=masked))
+    batch = batch_of(Signals(masked=masked))
     target = (1 - share) * soft + share * F.one_hot(batch.inputs.ids[chosen], WORDS)
     expected = -(target * own.log_softmax(-1)).sum(-1).mean()
 

@@ -11,23 +11,22 @@ from torch import Tensor
 
 from minilm_cache.relations.rows import DenseRows, SparseRows, VectorRows, densify, to_dense
 from minilm_cache.relations.scores import (
-    TeacherSignal,
+    LayerRelations,
     key_mask,
     mean_row_entropy,
     relation_probs,
     split_heads,
 )
-from minilm_cache.relations.states import (
+from minilm_cache.relations.signals import (
     DenseLabels,
     MaskedSequences,
     SparseLabels,
-    States,
-    WantedStates,
     expected,
     soft_labels,
 )
+from minilm_cache.signals.table import masked_part
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.storage_schema.states import LABELS, LOGITS, SignalName, StateFamily
 from tests.unit.codecs.test_contract import signal_of
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=3)
@@ -150,17 +149,13 @@ def test_labels_of_masked_tokens_are_picked_out_of_those_of_all_tokens() -> None
 
 
 def test_only_what_depends_on_masks_is_read_again() -> None:
-    masked = StateName(StateFamily.MASKED, 3)
-    wanted = WantedStates(hidden=(StateName(StateFamily.HIDDEN, 1), masked), masked=True, logits=True)
+    masked = SignalName(StateFamily.MASKED, 3)
 
-    assert wanted.of_masked_reading() == WantedStates(hidden=(masked,), masked=True)
-    assert wanted
-    assert not WantedStates()
-    assert States().reading == 0
+    assert masked_part((SignalName(StateFamily.HIDDEN, 1), masked, LABELS, LOGITS)) == (masked, LABELS)
 
 
 def test_a_signal_keeps_the_lengths_that_it_was_made_with() -> None:
     signal = signal_of([4, 2])
 
-    assert isinstance(signal, TeacherSignal)
+    assert isinstance(signal, LayerRelations)
     assert signal.lengths.tolist() == [4, 2]

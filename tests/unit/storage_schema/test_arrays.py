@@ -32,7 +32,7 @@ from minilm_cache.storage_schema.arrays import (
 from minilm_cache.storage_schema.documents import RelativePath
 from minilm_cache.storage_schema.identity import CacheIdentity, DenseParameters, RelationKind, TopKParameters
 from minilm_cache.storage_schema.manifest import Calibration
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.storage_schema.states import SignalName, StateFamily
 from tests.unit.storage_schema.test_base import Content, as_json, with_value, without
 from tests.unit.storage_schema.test_identity import (
     DENSE,
@@ -295,7 +295,7 @@ def test_relations_lie_below_their_kind(kind: RelationKind) -> None:
 
 def test_codes_lie_beside_the_arrays_that_decode_them() -> None:
     assert codes_path(11) == "vectors/11/codes"
-    assert state_codes_path(StateName(StateFamily.MASKED, 2)) == "states/masked/2/codes"
+    assert state_codes_path(SignalName(StateFamily.MASKED, 2)) == "states/masked/2/codes"
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from minilm_cache.storage_schema.states import (
     STATES_FOLDER,
     WEIGHT_PATH,
     Masking,
+    SignalName,
     SoftLabels,
     StateFamily,
-    StateName,
     StatesIdentity,
     plain_path,
     reading_path,
@@ -111,7 +111,7 @@ def test_the_names_of_families_are_part_of_the_format() -> None:
 @pytest.mark.parametrize("family", [StateFamily.HIDDEN, StateFamily.MASKED, StateFamily.FIRST])
 @pytest.mark.parametrize("number", [0, 7, 1024])
 def test_a_state_lies_below_its_family_and_number(family: StateFamily, number: int) -> None:
-    assert StateName(family, number).folder == f"states/{family.value}/{number}"
+    assert SignalName(family, number).folder == f"states/{family.value}/{number}"
 
 
 def test_pooled_vectors_are_a_state_of_their_own() -> None:

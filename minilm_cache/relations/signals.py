@@ -1,4 +1,4 @@
-"""A teacher's output in addition to relations: hidden states, labels and logits. Pure torch."""
+"""What a teacher gives in addition to relations: numbers, and labels of masked tokens. Pure torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from minilm_cache.relations.transfer import pin, send
-from minilm_cache.storage_schema.states import StateFamily, StateName
+from minilm_cache.storage_schema.states import SignalName
 
 
 class DenseLabels(NamedTuple):
@@ -114,36 +114,23 @@ class MaskedSequences:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class States:
-    """A teacher's output for a batch in addition to relations, as far as it was requested."""
+class Signals:
+    """What a teacher gives for a batch in addition to relations, as far as it was requested."""
 
-    hidden: Mapping[StateName, Float[Tensor, "batch ..."]] = field(default_factory=dict)
-    """Hidden states, `(batch, length, hidden)`; those of family `first`, `(batch, hidden)`."""
+    values: Mapping[SignalName, Float[Tensor, "batch ..."]] = field(default_factory=dict)
+    """Numbers of every token, `(batch, length, width)`, or of every sequence, `(batch, width)`."""
     masked: MaskedSequences | None = None
     """Sequences as they are read with tokens masked. None means not requested."""
-    logits: Float[Tensor, "batch classes"] | None = None
-    """Logits of a teacher that classifies sequences. None means not requested."""
     reading: int = 0
-    """Number of the masked reading that the states belong to, counted from 0."""
+    """Number of the masked reading that the signals belong to, counted from 0."""
 
+    def __getitem__(self, name: SignalName) -> Float[Tensor, "batch ..."]:
+        """Return the numbers of a signal that was requested."""
+        return self.values[name]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WantedStates:
-    """A request for states, in addition to relations."""
-
-    hidden: tuple[StateName, ...] = ()
-    masked: bool = False
-    """Whether masked sequences are requested, with their labels where the cache has some."""
-    logits: bool = False
-
-    def __bool__(self) -> bool:
-        """Return whether anything is requested."""
-        return bool(self.hidden or self.masked or self.logits)
-
-    def of_masked_reading(self) -> "WantedStates":
-        """Return the part of the request that depends on which tokens are masked."""
-        hidden = tuple(name for name in self.hidden if name.family is StateFamily.MASKED)
-        return WantedStates(hidden=hidden, masked=self.masked)
+    def __contains__(self, name: SignalName) -> bool:
+        """Return whether a signal of numbers was requested."""
+        return name in self.values
 
 
 def soft_labels(logits: Float[Tensor, "chosen vocabulary"], temperature: float) -> DenseLabels:

@@ -5,16 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minilm_cache.relations.states import (
+from minilm_cache.relations.signals import (
     DenseLabels,
     MaskedSequences,
     SparseLabels,
-    WantedStates,
     expected,
     places_of,
     soft_labels,
 )
-from minilm_cache.storage_schema.states import StateFamily, StateName
 
 
 def masked_of(seed: int, *, all_labels: bool) -> tuple[MaskedSequences, torch.Tensor, torch.Tensor]:
@@ -79,10 +77,5 @@ def test_labels_are_softened_in_float32() -> None:
     torch.testing.assert_close(probs, torch.tensor([[0.5, 1.5, -1.0]]).softmax(-1))
 
 
-def test_a_masked_reading_needs_only_what_masks_change() -> None:
-    names = (StateName(StateFamily.HIDDEN, 1), StateName(StateFamily.MASKED, 2))
-    wanted = WantedStates(hidden=names, masked=True, logits=True)
-
-    assert wanted.of_masked_reading() == WantedStates(hidden=names[1:], masked=True)
-    assert not WantedStates()
+def test_places_are_those_of_one_row() -> None:
     assert places_of(torch.tensor([[False, True], [True, False]])).tolist() == [1, 2]

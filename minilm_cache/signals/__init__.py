@@ -1,0 +1,1 @@
+"""What a teacher gives in addition to relations: one module for each signal."""
