@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check docs clean
+.PHONY: demo test quick check docs clean
 
 # The demo needs less than the tests do: a newcomer waits only for what it uses. pip compiles with one core,
 # compileall with all of them; torch has one file that needs a newer Python.
@@ -20,7 +20,12 @@ demo: .venv/demo
 test: .venv/dev
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# While you work: the tests of one file a room, and of the way from a text to a student.
+quick: .venv/dev
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m quick
+
 check: .venv/dev
+	$(BIN)/python tests/style.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -67,6 +67,6 @@ class FirstStates(HiddenStates):
         return AsIs(name.folder, torch.float16, "first")
 
     def bound(self, states: StatesIdentity) -> Bound | None:
-        """Return None: nothing is fitted."""
+        """Return nothing: first tokens have no fitted code."""
         del states
         return None
