@@ -20,10 +20,10 @@ from minilm_cache.cli.options import (
     options,
 )
 from minilm_cache.dump.config import DumpConfig, StateSettings
-from minilm_cache.settings import cache_home, validated
+from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.presets import describe_preset, with_preset
+from minilm_cache.train.presets import describe_preset
 from minilm_cache.wording import number_text
 from minilm_cache.workflows.config import ChainConfig
 
@@ -42,12 +42,24 @@ _NOT_OF_A_CHAIN = {"rank", "world_size", "serve", *StateSettings.model_fields} -
     TrainConfig,
     leave_out={ChainConfig: ("dump", "train"), DumpConfig: _NOT_OF_A_CHAIN},
     rename={DumpConfig: {"batch_size": "dump_batch_size", "precision": "dump_precision"}},
+    may_lack=True,
+    common=(
+        *("teacher", "corpus", "max_tokens", "assistants", "arch", "objective", "preset", "steps", "epochs"),
+        *("compare_direct", "device", "out", "dry_run", "json"),
+    ),
 )
 def chain(
     given: Given,
     dump: Given,
     recipe: Given,
     *,
+    document: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CHAIN.yaml]",
+            help="Settings of the chain, as in docs/chains-and-studies.md; options replace what it says.",
+        ),
+    ] = None,
     preset: PresetOption = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder of the chain. [default: in the cache home]")
@@ -64,22 +76,22 @@ def chain(
 
     Each stage is an ordinary cache or run in the chain's folder; a complete stage is not done again.
 
+    Example: minilm-cache chain notes.yaml --dry-run
+
     Example: minilm-cache chain --teacher bert-base --assistant 12x384 --arch 3x384 --compare-direct
     """
     from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows import chain_plan as plan  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows.chain import run_chain  # noqa: PLC0415 - importing it takes seconds
 
-    train = validated(TrainConfig, with_preset(preset, recipe))
-    served = {"for": (train.objective, train.first or train.objective)} if train.spec.needs.pooled else {}
-    stages = {"dump": validated(DumpConfig, {**served, **dump}), "train": train}
-    config = validated(ChainConfig, {**given, **stages})
+    config, preset = plan.read_chain(document, chain=given, dump=dump, train=recipe, preset=preset)
     check_engine(engine, gpus_per_task)
     quiet_libraries()
     folder = out or plan.chain_folder(config, cache_home())
     with stoppable_session() as session:
         if is_first_process():
-            note_default_corpus(dump, config.dump.corpus, session)
+            if "corpus" not in config.dump.model_fields_set:
+                note_default_corpus(dump, config.dump.corpus, session)
             if preset is not None:
                 session.progress.note(describe_preset(preset, config.train))
         if dry_run:

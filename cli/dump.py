@@ -34,7 +34,13 @@ if TYPE_CHECKING:
     from minilm_cache.dump.run import DumpResult
 
 
-@options(DumpConfig)
+@options(
+    DumpConfig,
+    common=(
+        *("teacher", "corpus", "text_column", "packing", "max_length", "max_tokens"),
+        *("serve", "codec", "layers", "pooled", "device", "out", "add", "json"),
+    ),
+)
 def dump(
     given: Given,
     *,

@@ -95,6 +95,24 @@ PresetOption = Annotated[
         rich_help_panel="Recipe",
     ),
 ]
+
+
+def _show_every_option(context: Any, is_requested: bool) -> None:  # noqa: ANN401 - typer's own, unexported class
+    """Print the help text with every option, and end the command."""
+    if is_requested:
+        context.meta[_EVERY_OPTION] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+HelpAllOption = Annotated[
+    bool,
+    typer.Option(
+        "--help-all", is_eager=True, callback=_show_every_option, help="Show every option and exit."
+    ),
+]
+_EVERY_OPTION: Final = "minilm_cache.every_option"
+"""Key of a context that says that the help text shows every option."""
 _NUMBER: Final = re.compile(r"(?P<digits>[+-]?[0-9]+(?:\.[0-9]+)?)(?P<factor>[kMG]?)")
 _FACTORS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 _UNSET: Final = re.compile(r" None means (?:that )?(?P<default>[^.]*(?:\.\d[^.]*)*)\.$")
@@ -117,10 +135,11 @@ class GroupedCommand(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - typer's own, unexported classes
         """Write arguments and options, each group under its heading."""
         groups: dict[str, list[tuple[str, str]]] = {}
+        common = None if _EVERY_OPTION in ctx.meta else getattr(self.callback, "common", None)
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None:
-                is_argument = param.param_type_name == "argument"
+            is_argument = param.param_type_name == "argument"
+            if record is not None and (common is None or is_argument or param.name in common):
                 if is_argument:
                     record = (str(param.metavar), record[1])
                 heading = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Command"
@@ -141,6 +160,8 @@ def options(
     *models: type[FrozenSettings],
     leave_out: Mapping[type[FrozenSettings], Collection[str]] | None = None,
     rename: Mapping[type[FrozenSettings], Mapping[str, str]] | None = None,
+    common: Collection[str] | None = None,
+    may_lack: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of settings.
 
@@ -152,6 +173,9 @@ def options(
         leave_out: fields that the command sets itself, by class. None means that all fields are options.
         rename: names of options by class and field, where another class uses the field's name for something
             else. None means that all options are named after their fields.
+        common: names of the options that `-h` shows; `--help-all` shows all of them. None means that `-h`
+            shows all.
+        may_lack: whether required settings may come from elsewhere, so that no option is required.
     """
     names = {
         (model, field): (rename or {}).get(model, {}).get(field, field)
@@ -162,7 +186,7 @@ def options(
     sources: dict[str, list[tuple[type[FrozenSettings], str]]] = {}
     for (model, field), name in names.items():
         sources.setdefault(name, []).append((model, field))
-    derived = {name: _parameter(name, fields) for name, fields in sources.items()}
+    derived = {name: _parameter(name, fields, may_lack=may_lack) for name, fields in sources.items()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         command_parameters = list(inspect.signature(command).parameters.values())[len(models) :]
@@ -176,6 +200,11 @@ def options(
             command(*given, **{parameter.name: values[parameter.name] for parameter in command_parameters})
 
         parameters = [*derived.values(), *command_parameters]
+        if common is not None:
+            unknown = {*common} - {parameter.name for parameter in parameters}
+            assert not unknown, unknown
+            run.common = {*common, "help_all", "help"}  # type: ignore[attr-defined] # of a function
+            parameters.append(_HELP_ALL)
         del run.__wrapped__  # otherwise typer would read the command's own signature
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -184,6 +213,11 @@ def options(
         return run
 
     return decorate
+
+
+_HELP_ALL: Final = inspect.Parameter(
+    "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAllOption
+)
 
 
 def _in_groups(model: type[FrozenSettings]) -> list[str]:
@@ -203,7 +237,9 @@ def _group(model: type[FrozenSettings], field: str) -> str:
     return declaring.group
 
 
-def _parameter(name: str, fields: Sequence[tuple[type[FrozenSettings], str]]) -> inspect.Parameter:
+def _parameter(
+    name: str, fields: Sequence[tuple[type[FrozenSettings], str]], *, may_lack: bool
+) -> inspect.Parameter:
     """Return the option of a field, or of several that share a name, as a parameter that typer reads."""
     model, field = fields[0]
     info = model.model_fields[field]
@@ -217,8 +253,9 @@ def _parameter(name: str, fields: Sequence[tuple[type[FrozenSettings], str]]) ->
         parser=whole_number if is_number else None,
         rich_help_panel=_group(model, field),
     )
-    annotation = kind if info.is_required() else kind | None
-    default = inspect.Parameter.empty if info.is_required() else None
+    is_required = info.is_required() and not may_lack
+    annotation = kind if is_required else kind | None
+    default = inspect.Parameter.empty if is_required else None
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

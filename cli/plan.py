@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from minilm_cache.workflows.cost import Costs
 
 
-@options(DumpConfig, PlanConfig, CostConfig, leave_out={DumpConfig: PLANNED})
+@options(
+    DumpConfig,
+    PlanConfig,
+    CostConfig,
+    leave_out={DumpConfig: PLANNED},
+    common=(
+        *("teacher", "corpus", "text_column", "max_length", "max_tokens", "serve", "k", "max_kl"),
+        *("sample_tokens", "max_bytes", "arch", "preset", "device", "json"),
+    ),
+)
 def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = False) -> None:
     """Estimate size, fidelity and time of a dump with each codec.
 

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     from minilm_cache.train.run import TrainResult
 
 
-@options(TrainConfig)
+@options(
+    TrainConfig,
+    common=(
+        *("arch", "objective", "preset", "steps", "epochs", "batch_size", "lr", "seed", "init"),
+        *("eval_steps", "compiled", "device", "out", "json"),
+    ),
+)
 def train(
     given: Given,
     *,

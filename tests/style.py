@@ -1,4 +1,4 @@
-"""The style that no linter checks: sizes of functions and modules, how docstrings begin, modules outside rooms."""
+"""The style that no linter checks: sizes of functions and modules, docstrings, modules outside rooms."""
 
 import ast
 import itertools

@@ -301,7 +301,7 @@ class ImportedTeacher(Teacher):
         """
         source = locate_teacher(config.tokenizer, without_weights=True)
         self.name, self.folder = name, source.folder
-        self.device, self.precision = torch.device("cpu"), "float32"
+        self.device, self.precision, self.layers = torch.device("cpu"), "float32", ()
         self.tokenizer = load_tokenizer(source.folder)
         self.config: PreTrainedConfig = read_config(source.folder)
         self._known, self._mode = known, config.pooling

@@ -1,13 +1,14 @@
 """What a chain consists of: its stages, its folder, and what its settings must be before the first stage."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
+from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.device import choose_device
@@ -17,6 +18,7 @@ from minilm_cache.objectives.check import check_codec
 from minilm_cache.objectives.relations import split_into
 from minilm_cache.objectives.spec import OBJECTIVES, Needs
 from minilm_cache.report.runs import TEACHER_CACHE
+from minilm_cache.settings import FrozenSettings, Settings, validated
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.creation import differing_values
 from minilm_cache.store.regular_files import bounded_bytes
@@ -24,6 +26,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.first import first_config
 from minilm_cache.train.folder import RunFolder, arch_slug
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM, check_beginning
+from minilm_cache.train.presets import with_preset
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.sampler import check_parts
 from minilm_cache.workflows.config import (
@@ -33,6 +36,7 @@ from minilm_cache.workflows.config import (
     without_defaults,
 )
 from minilm_cache.workflows.states import cache_state, run_state
+from minilm_cache.workflows.study_source import Source
 
 SETTINGS_FILE = "settings.json"
 _MAX_SLUG: Final = 64
@@ -68,6 +72,75 @@ class Stage:
             MiniLMCacheError: the cache or the run is damaged.
         """
         return cache_state(self.path) if self.does == "dump" else run_state(self.path)
+
+
+class ChainDocument(FrozenSettings):
+    """The keys of CHAIN.yaml; options of the command replace what it says."""
+
+    dump: dict[str, Any] = Field(default_factory=dict)
+    """Settings of `DumpConfig`: teacher, corpus, max_length, ..."""
+    train: dict[str, Any] = Field(default_factory=dict)
+    """Settings of `TrainConfig`: arch, objective, steps, ..., and `preset`."""
+    assistants: tuple[str, ...] = ()
+    """Shapes of the assistants."""
+    compare_direct: bool = False
+    """Also train the students directly from the teacher, to compare them."""
+
+
+def read_chain(
+    path: Path | None,
+    *,
+    chain: Mapping[str, Any],
+    dump: Mapping[str, Any],
+    train: Mapping[str, Any],
+    preset: str | None,
+) -> tuple[ChainConfig, str | None]:
+    """Return the settings of a chain, and the name of their preset, from a document and options.
+
+    Args:
+        path: file of the document. None means that options say everything.
+        chain: options of the chain, by field of `ChainConfig`.
+        dump: options of its dumps, by field of `DumpConfig`.
+        train: options of its trainings, by field of `TrainConfig`.
+        preset: preset that is given as an option. None means that of the document, if it has one.
+
+    Raises:
+        InvalidConfigError: a setting is missing or invalid; the message names the option, or the document's
+            line.
+    """
+    source = None if path is None else Source(path)
+    document = ChainDocument() if source is None else source.check(ChainDocument, source.content, {"": ()})
+    stated = dict(document.train)
+    named = preset or stated.pop("preset", None)
+    stated.pop("preset", None)
+    if named is not None and not isinstance(named, str):
+        raise InvalidConfigError(f"{path}, train.preset: a preset is a name.")
+
+    for flag, is_given in {
+        "--teacher": "teacher" in {**document.dump, **dump},
+        "--arch": "arch" in {**stated, **train},
+        "--assistant": bool(document.assistants or chain.get("assistants")),
+    }.items():
+        if not is_given:
+            raise InvalidConfigError(f"{flag} is missing. Give it, or a CHAIN.yaml that says it.")
+
+    def settings(model: type[Settings], section: str, values: Mapping[str, Any]) -> Settings:
+        if source is None:
+            return validated(model, values)
+        return source.check(model, values, {"": (section,)})
+
+    training = settings(TrainConfig, "train", with_preset(named, {**stated, **train}))
+    served = {"for": (training.objective, training.first or training.objective)}
+    own = {
+        name: str(source.resolve(value))
+        if source is not None and isinstance(value, str) and source.resolve(value).exists()
+        else value
+        for name, value in document.dump.items()
+    }
+    dumping = settings(DumpConfig, "dump", {**(served if training.spec.needs.pooled else {}), **own, **dump})
+    shapes = {"assistants": document.assistants, "compare_direct": document.compare_direct}
+    given = {name: value for name, value in shapes.items() if value}
+    return validated(ChainConfig, {**given, **chain, "dump": dumping, "train": training}), named
 
 
 def chain_folder(config: ChainConfig, home: Path) -> Path:

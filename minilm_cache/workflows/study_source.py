@@ -51,7 +51,7 @@ class Source:
             raise InvalidConfigError(f"{path}{line}: this is not YAML: {problem}. Fix it.") from error
         if not isinstance(root, yaml.MappingNode):
             raise InvalidConfigError(
-                f"{path}: a study is a mapping of keys to values. docs/chains-and-studies.md shows one."
+                f"{path}: this is no mapping of keys to values. docs/chains-and-studies.md shows one."
             )
         self._root: yaml.Node = root
         for node in _mappings(root):
@@ -113,12 +113,14 @@ def _refuse_costly(path: Path, text: str, num_bytes: int) -> None:
     Aliases are refused because one may contain itself, and a few may expand to billions of values.
     """
     if num_bytes > _MAX_BYTES:
-        raise InvalidConfigError(f"{path} is longer than {_MAX_BYTES >> 10} KiB. Give the file of a study.")
+        raise InvalidConfigError(
+            f"{path} is longer than {_MAX_BYTES >> 10} KiB. Give the file of a study or a chain."
+        )
     alias = next((event for event in yaml.parse(text) if isinstance(event, yaml.AliasEvent)), None)
     if alias is not None:
         line = "" if alias.start_mark is None else f", line {alias.start_mark.line + 1}"
         raise InvalidConfigError(
-            f"{path}{line}: a study cannot have aliases (*{alias.anchor}). Write the value again."
+            f"{path}{line}: a document cannot have aliases (*{alias.anchor}). Write the value again."
         )
 
 

@@ -90,7 +90,9 @@ def test_version_and_help(command: Command) -> None:
         code, out, _ = command(name, "--help")
         assert code == 0
         assert "Example: minilm-cache" in out or name == "demo"
-    words = " ".join(command("chain", "--help")[1].split())  # its seed is that of the dump and of trainings
+    words = " ".join(
+        command("chain", "--help-all")[1].split()
+    )  # its seed is that of the dump and of trainings
     assert "what codec topk draws. Seed of initial weights, dropout and order. [default: 0]" in words
 
 

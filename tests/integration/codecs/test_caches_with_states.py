@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from torch import Tensor
 
 from minilm_cache.cache import Cache, open_cache, row_checker
 from minilm_cache.dump.audit import Audit
@@ -20,6 +21,8 @@ from minilm_cache.errors import (
     InvalidConfigError,
     TeacherError,
 )
+from minilm_cache.models.inputs import Inputs
+from minilm_cache.models.tap import Tap
 from minilm_cache.models.teacher import Teacher, TeacherReading
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.measured import StateFidelity
@@ -29,7 +32,7 @@ from minilm_cache.store.push import push
 from minilm_cache.store.verify import verify
 from tests.conftest import Command
 from tests.integration.codecs.conftest import EVERYTHING, held_out
-from tests.support import World, dump_arguments, save_teacher, write_corpus
+from tests.support import World, dump_arguments, write_corpus
 
 
 def test_adding_is_dumping_all_at_once_without_what_is_there(stored: World) -> None:
@@ -55,9 +58,9 @@ def test_adding_asks_the_teacher_only_for_the_rest(stored: World, monkeypatch: p
     asked: list[tuple[tuple[int, ...], tuple[int, ...], str | None]] = []
     read = Teacher.read
 
-    def told(self: Teacher, *args: Any, **wanted: Any) -> TeacherReading:
-        asked.append((tuple(wanted.get("layers") or ()), tuple(wanted.get("hidden", ())), wanted.get("head")))
-        return read(self, *args, **wanted)
+    def told(self: Teacher, inputs: Inputs, tap: Tap, places: Tensor | None = None) -> TeacherReading:
+        asked.append((tap.layers, tap.hidden, tap.head))
+        return read(self, inputs, tap, places)
 
     def dumped(name: str, add: Path, **settings: Any) -> Path:
         with monkeypatch.context() as patched:
@@ -192,8 +195,6 @@ def test_what_a_teacher_cannot_say_is_refused(tmp_path: Path, world: World, comm
     records = ("--packing", "records", "--logits")
     command.fails(*say, *records, code=1, says=("no head that classifies", "Fine-tune"))
     command.fails(*say, "--logits", code=2, says="--logits goes with --packing records")
-    one = save_teacher(tmp_path / "regression", head="sequences", num_labels=1)
-    command.fails(*say, *records, "--teacher", one, code=2, says="a regression")
     command.fails(*say, "--hidden", "9", code=2, says="hidden states 0 (the output of its embeddings) to 3")
     command.fails(*say, "--hidden", "last,1", code=2, says="give last, all")
     command.fails(*say, "--label-k", 4, code=2, says="--label-k goes with --labels")

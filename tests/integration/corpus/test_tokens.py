@@ -18,7 +18,7 @@ from minilm_cache.corpus.load import Corpus, load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokens import Tokens, part_name
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError, RankLostError
-from minilm_cache.session import Session
+from minilm_cache.session import Session, ShouldStop, never_stop
 from minilm_cache.storage_schema.identity import Packing
 from tests.conftest import Command
 from tests.support import World, tiny_tokenizer, write_corpus
@@ -26,8 +26,11 @@ from tests.support import World, tiny_tokenizer, write_corpus
 PACKING = Packing(mode="packed", max_length=16, seed=1, split="documents")
 
 
-def tokens_of(corpus: Corpus, home: Path, **settings: Any) -> Tokens:
-    return tokenise.tokenise(corpus, tiny_tokenizer(), session=Session(home), **settings)
+def tokens_of(
+    corpus: Corpus, home: Path, *, should_stop: ShouldStop = never_stop, num_processes: int | None = None
+) -> Tokens:
+    session = Session(home, should_stop=should_stop)
+    return tokenise.tokenise(corpus, tiny_tokenizer(), session=session, num_processes=num_processes)
 
 
 def ids_of(tokens: Tokens) -> list[list[int]]:
@@ -215,13 +218,13 @@ def test_an_interrupted_run_keeps_the_parts_that_are_done(
 @pytest.mark.usefixtures("in_parts")
 def test_a_stop_while_processes_are_at_work(corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(InterruptedRunError, match="finished parts are kept"):
-        tokens_of(corpus, tmp_path, num_processes=1, session=Session(should_stop=stop_after(1)))
+        tokens_of(corpus, tmp_path, num_processes=1, should_stop=stop_after(1))
     assert ids_of(tokens_of(corpus, tmp_path)) == expected_ids(corpus)
 
 
 def test_a_stop_within_a_single_part(corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(InterruptedRunError, match="finished parts are kept"):
-        tokens_of(corpus, tmp_path, session=Session(should_stop=lambda: True))
+        tokens_of(corpus, tmp_path, should_stop=lambda: True)
     assert ids_of(tokens_of(corpus, tmp_path)) == expected_ids(corpus)
 
 

@@ -55,6 +55,26 @@ def arguments(world: World, *more: object) -> list[str]:
     return [str(word) for word in ("chain", *words, "--arch", "1x16", "--arch", "1x32", *more)]
 
 
+def test_a_document_is_the_same_chain_as_its_options(world: World, command: Command) -> None:
+    document = world.root / "notes.yaml"
+    text = {
+        "dump": {"teacher": "teacher", "corpus": "corpus.txt", "max_length": 32, "shard_tokens": 256, "k": 6},
+        "assistants": ["2x32"],
+        "train": {"arch": ["1x16"], "steps": 12, "batch_size": 4, "lr": 1.0},
+    }
+    document.write_text(json.dumps(text))
+    options = ("--lr", "5e-3", "--arch", "1x16", "--arch", "1x32", "--dump-batch-size", 8, "--device", "cpu")
+    more = ("--checkpoint-steps", 4, "--dry-run", "--json", "--out")
+    code, out, err = command("chain", document, *options, *more, world.root / "chain")
+    assert code == 0, err
+    assert json.loads(out) == json.loads(command(*arguments(world, "--dry-run", "--json"))[1])
+    document.write_text("dump: {teacher: teacher}\ntrain: {arch: [1x16], stepz: 3}\nassistants: [2x32]\n")
+    command.fails("chain", document, code=2, says=("notes.yaml, line 2, train.stepz", "did you mean steps?"))
+    command.fails(
+        "chain", "--teacher", world.teacher, "--arch", "1x16", code=2, says="--assistant is missing"
+    )
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> World:
     """Return a world whose folder `chain` is a finished one."""

@@ -108,4 +108,4 @@ def test_a_document_that_is_not_there_or_no_mapping(world: World, command: Comma
     command.fails("study", world.root / "none.yaml", code=2, says="cannot read")
     path = world.root / "list.yaml"
     path.write_text("- 1\n")
-    command.fails("study", path, code=2, says="a study is a mapping")
+    command.fails("study", path, code=2, says="this is no mapping")

@@ -51,8 +51,19 @@ def test_a_command_has_every_option_of_the_stages_that_it_runs(command: str) -> 
     assert not (decided - wanted) & offered
 
 
+@pytest.mark.parametrize("name", ["dump", "train", "chain", "plan"])
+def test_short_help_shows_what_people_use_and_help_all_the_rest(command: Command, name: str) -> None:
+    texts = [command(name, word)[1] for word in ("-h", "--help-all")]
+    shown, whole = (set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) for text in texts)
+    options_shown = re.findall(r"^ +(?:-\w, )?--[a-z-]+", texts[0], re.MULTILINE)
+
+    assert {"--json", "--device", "--help-all"} <= shown
+    assert len(options_shown) <= 18  # lines of a text may begin with the name of an option
+    assert {each for each in option_names(name) if each.startswith("--")} - whole <= {"--no-compare-direct"}
+
+
 def test_help_states_defaults_bounds_and_headings(command: Command) -> None:
-    code, out, _ = command("train", "--help")
+    code, out, _ = command("train", "--help-all")
     words = " ".join(out.split())
 
     assert code == 0
