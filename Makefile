@@ -22,7 +22,8 @@ test: .venv/dev
 
 # While you work: the tests of one file a room, and of the way from a text to a student.
 quick: .venv/dev
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m quick
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile \
+		-m "not slow" tests/unit tests/integration/signals tests/integration/store/test_golden_cache.py
 
 check: .venv/dev
 	$(BIN)/python tests/style.py

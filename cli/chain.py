@@ -31,6 +31,13 @@ if TYPE_CHECKING:
     from minilm_cache.workflows.chain import ChainRecord, ChainResult
     from minilm_cache.workflows.chain_plan import Stage
 
+DocumentArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[CHAIN.yaml]",
+        help="Settings of the chain, as in docs/chains-and-studies.md; options replace what it says.",
+    ),
+]
 _OF_VECTORS = {"pooling", "min_cosine"}
 _NOT_OF_A_CHAIN = {"rank", "world_size", "serve", *StateSettings.model_fields} - _OF_VECTORS
 """Settings that a chain does not offer: torchrun sets ranks, and a cache stores what its students learn."""
@@ -53,13 +60,7 @@ def chain(
     dump: Given,
     recipe: Given,
     *,
-    document: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[CHAIN.yaml]",
-            help="Settings of the chain, as in docs/chains-and-studies.md; options replace what it says.",
-        ),
-    ] = None,
+    document: DocumentArgument = None,
     preset: PresetOption = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder of the chain. [default: in the cache home]")
@@ -90,13 +91,13 @@ def chain(
     folder = out or plan.chain_folder(config, cache_home())
     with stoppable_session() as session:
         if is_first_process():
-            if "corpus" not in config.dump.model_fields_set:
-                note_default_corpus(dump, config.dump.corpus, session)
+            given_corpus = {"corpus": "corpus" in config.dump.model_fields_set}
+            note_default_corpus(given_corpus, config.dump.corpus, session)
             if preset is not None:
                 session.progress.note(describe_preset(preset, config.train))
+        if dry_run and not is_first_process():
+            return
         if dry_run:
-            if not is_first_process():
-                return
             config = plan.check_chain(config, folder, here=engine is None)
             _show_stages(folder, plan.stages(config, folder), json=json)
             return

@@ -17,6 +17,9 @@ from minilm_cache.cli.main import run
 from tests.conftest import Command
 from tests.support import World, dump_arguments, save_teacher, tiny_model, tiny_tokenizer
 
+CHANGELOG = Path(__file__).parents[3] / "CHANGELOG.md"
+"""Real text that is always there, and short."""
+
 
 def test_dump_info_train_verify_speak_json(world: World, command: Command) -> None:
     """Exactly one JSON object on stdout, whatever goes to stderr."""
@@ -70,7 +73,8 @@ def test_a_corpus_that_is_not_given_is_python_docs_and_said_aloud(
 
 def test_the_pretrained_encoder_goes_the_whole_way(command: Command, world: World) -> None:
     code, out, err = command(
-        *("dump", "--teacher", "mini", "--max-tokens", 4096, "--out", world.root / "mini.cache", "--json")
+        *("dump", "--teacher", "mini", "--corpus", CHANGELOG, "--max-tokens", 4096),
+        *("--out", world.root / "mini.cache", "--json"),
     )
     assert code == 0, err
     (fidelity,) = json.loads(out)["measured"]["fidelity"]

@@ -149,7 +149,9 @@ def test_processes_that_divide_the_students_train_what_one_does(world: World) ->
 
 
 @pytest.mark.parametrize("place", ["data", "students"])
-def test_a_rank_that_is_killed_is_taken_up_again(world: World, place: str) -> None:
+def test_a_rank_that_is_killed_is_taken_up_again(world: World, place: str, soak: int) -> None:
+    if soak == 1 and place == "students":
+        pytest.skip("processes that divide the data wait for each other more often; both with --soak")
     world.dump()
     steps = 60
     options = ("--steps", steps, "--checkpoint-steps", 5, "--place", place)

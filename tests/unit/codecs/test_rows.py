@@ -28,6 +28,8 @@ from minilm_cache.storage_schema.identity import (
     TopKParameters,
 )
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[2] / "golden" / "codecs"
 KIND = RelationKind.ATTENTION
 

@@ -20,6 +20,8 @@ from minilm_cache.relations.rows import (
 from minilm_cache.relations.scores import Vectors, mean_row_entropy, split_heads
 from minilm_cache.storage_schema.identity import RelationKind
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 LENGTHS = torch.tensor([40, 23, 1])

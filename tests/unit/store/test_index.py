@@ -31,6 +31,8 @@ from minilm_cache.store.reader import CacheReader
 from tests.support import write_document
 from tests.unit.store.support import keep_shards
 
+pytestmark = pytest.mark.slow
+
 INDEX = "index/shards.parquet"
 
 

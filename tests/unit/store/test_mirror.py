@@ -16,6 +16,8 @@ from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.reader import read_manifest
 from tests.unit.store.support import files_below, keep_shards, plain_shard
 
+pytestmark = pytest.mark.slow
+
 ALL = 2**40
 
 

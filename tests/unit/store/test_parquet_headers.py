@@ -16,6 +16,8 @@ from minilm_cache.store.parquet_headers import HeaderError, decoded_bytes, read_
 from tests.mutations import mutations
 from tests.unit.store.support import GOLDEN
 
+pytestmark = pytest.mark.slow
+
 TYPES = {"num_sequences": pa.int64(), "num_tokens": pa.int64()}
 NAMES = [name.encode() for name in TYPES]
 ROWS = 6

@@ -14,6 +14,8 @@ from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.remote import open_store
 from tests.unit.store.support import GOLDEN, Recorder, files_below, shared_files
 
+pytestmark = pytest.mark.slow
+
 
 def fetcher_into(source: Path, folder: Path) -> Fetcher:
     return Fetcher(open_store(str(source)), folder, read_manifest(source))

@@ -19,6 +19,8 @@ from minilm_cache.store.transfer import num_bytes
 from tests.support import change_record
 from tests.unit.store.support import GOLDEN, Recorder, files_below, shared_files
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_index_goes_first_and_the_manifest_last(
     complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,8 @@ from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.segments import Segments
 from tests.unit.store.support import GOLDEN, plain_shard
 
+pytestmark = pytest.mark.slow
+
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 16))
 def test_every_sequence_is_in_one_segment(sizes: list[int], per_shard: int) -> None:

@@ -18,6 +18,8 @@ from minilm_cache.store.verify import Verdict, default_threads, unsound_shards, 
 from tests.support import change_record, write_document
 from tests.unit.store.support import GOLDEN, Recorder, keep_shards
 
+pytestmark = pytest.mark.slow
+
 
 def accept(reader: CacheReader) -> Callable[[Segment], None]:
     """Find nothing wrong with any rows."""

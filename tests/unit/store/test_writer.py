@@ -37,6 +37,8 @@ from tests.unit.store.support import (
     write_shard,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def write(writer: CacheWriter, source: Path, shard: int, rank: int = 0) -> None:
     """Write a shard of the rows of a finished cache."""
