@@ -1,7 +1,7 @@
 """Settings of an objective, which `train`, `chain` and `study` share. Nothing here imports torch."""
 
 import re
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, Final, NamedTuple, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -30,52 +30,113 @@ def known_losses(given: tuple[str, ...]) -> tuple[str, ...]:
     return given
 
 
-class ObjectiveConfig(FrozenSettings):
-    """What students learn: the settings that `train`, `chain` and `study` share."""
+class Shown(NamedTuple):
+    """How a setting is shown where it is not the default; part of its field."""
+
+    slug: str
+    """Form of a value in names of passes of a study."""
+    words: str | None = None
+    """Form of a value in tables. None means that tables have it elsewhere."""
+    joint: str = ""
+    """What joins several values in tables."""
+
+
+class ObjectiveFields(FrozenSettings):
+    """What students learn: settings of a training, and a part of what identifies a run."""
 
     group = "Objective"
     objective: ObjectiveName = Field(
         "minilm", description=f"What students learn: {', '.join(OBJECTIVES)} (docs/objectives.md)."
     )
-    relation_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    relation_heads: Annotated[
+        Annotated[int, Field(ge=1, le=1024)] | None, Shown("h{}", "{} relation heads")
+    ] = None
     """Relation heads of objective `minilmv2`. None means the heads of the teacher's attention."""
-    value_relation: bool = True
+    value_relation: Annotated[bool, Shown("novr", "no value relation")] = True
     """Learn the value relation, too (objective `minilm`)."""
-    query_key_relations: bool = False
+    query_key_relations: Annotated[bool, Shown("qk", "query and key relations")] = False
     """Learn query and key relations, too (objective `minilm`)."""
-    form: Form | None = None
+    form: Annotated[Form | None, Shown("{}")] = None
     """Whose loss to compute where the code of a paper's authors differs from its equations: the code
     (`authors`) or the equations (`paper`). None means `authors`, or nothing where there is no difference."""
-    patience: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    patience: Annotated[
+        Annotated[float, Field(ge=0, allow_inf_nan=False)] | None, Shown("b{:g}", "patience {}")
+    ] = None
     """Weight beta of the patient loss of `bert-pkd`. None means 500, or 100 with `--form paper`."""
-    temperature: Annotated[float, Field(gt=0, le=100)] | None = None
+    temperature: Annotated[
+        Annotated[float, Field(gt=0, le=100)] | None, Shown("t{:g}", "temperature {}")
+    ] = None
     """What logits are divided by before they are compared, for `bert-pkd` and `tinybert-prediction`. None
     means 10 for `bert-pkd` (1 with `--form paper`) and 1 for `tinybert-prediction`."""
-    ground_truth: Annotated[float, Field(ge=0, lt=1)] | None = None
+    ground_truth: Annotated[
+        Annotated[float, Field(ge=0, lt=1)] | None, Shown("g{:g}", "ground truth {}")
+    ] = None
     """Share of the true tokens in the targets of `mlm-kd`; the teacher's labels are the rest. None means
     0."""
-    loss: Annotated[tuple[str, ...], AfterValidator(known_losses)] = ()
+    loss: Annotated[tuple[str, ...], AfterValidator(known_losses), Shown("{}", "{}", " and ")] = ()
     """What `embedding` compares: `cosine` of a vector with the teacher's, `mse` or `similarity` (cosines of
     the batch's texts with each other); with a weight like similarity=10; repeat it for several. None means
     cosine."""
-    matryoshka: Annotated[tuple[Annotated[int, Field(ge=1, le=2**16)], ...], Field(max_length=16)] = ()
+    matryoshka: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=2**16)], ...], Field(max_length=16), Shown("m{}", "widths {}", ", ")
+    ] = ()
     """Shorter widths of `embedding`: the first so many dimensions of a vector are to be an embedding, too;
     repeat it for several."""
-    first: ObjectiveName | None = None
-    """Objective that students learn before this one, from the same cache, like minilm before embedding. None
-    means none."""
-    first_steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps of `--first`, in batches of the same size. None means as many as of the objective."""
-    layer_map: LayerMap = "last"
+    layer_map: Annotated[LayerMap, Shown("{}", "layers: {}")] = "last"
     """Which layers of a student learn from which of the teacher; maps other than `last` need a cache of those
     layers. The default of `tinybert` and `bert-pkd` is `all`."""
-    teacher_layer: Annotated[int, Field(ge=0, lt=1024)] | None = None
+    teacher_layer: Annotated[Annotated[int, Field(ge=0, lt=1024)] | None, Shown("l{}")] = None
     """Layer of the teacher to learn from, counted from 0. None means the last layer in the cache."""
 
     @property
     def spec(self) -> ObjectiveSpec:
         """The row of the objective."""
         return OBJECTIVES[self.objective]
+
+    def in_words(self) -> str:
+        """Return the name of the objective and those of its settings that are not the defaults."""
+        words = []
+        for name in _IN_TABLES:
+            value, shown = getattr(self, name), _shown(name)
+            if name == "form":
+                words += ["the paper's equations"] * (self.spec.has_forms and value != "authors")
+            elif shown.words is not None and value != default_of(name):
+                several = shown.joint.join(map(str, value)) if isinstance(value, tuple) else value
+                words.append(shown.words.format(several))
+        return self.objective + (f" ({', '.join(words)})" if words else "")
+
+
+def default_of(name: str) -> object:
+    """Return the default of a setting of objectives."""
+    return ObjectiveFields.model_fields[name].default
+
+
+def _shown(name: str) -> Shown:
+    """Return how a setting is shown: as its field says, or by its name and value."""
+    shown = [each for each in ObjectiveFields.model_fields[name].metadata if isinstance(each, Shown)]
+    return shown[0] if shown else Shown(f"{name}{{}}", f"{name.replace('_', ' ')} {{}}")
+
+
+_SETTINGS: Final = tuple(name for name in ObjectiveFields.model_fields if name != "objective")
+_IN_TABLES: Final = tuple(dict.fromkeys((*_SETTINGS[: _SETTINGS.index("form")], "layer_map", *_SETTINGS)))
+"""Settings in the order of tables."""
+
+
+def slug_forms() -> dict[str, str]:
+    """Return the forms of settings in names, in their order there; `first` stands before the layers."""
+    forms = {name: _shown(name).slug for name in _SETTINGS}
+    last = {name: forms.pop(name) for name in ("layer_map", "teacher_layer")}
+    return {**forms, "first": "", **last}
+
+
+class ObjectiveConfig(ObjectiveFields):
+    """What students learn: the settings that `train`, `chain` and `study` share."""
+
+    first: ObjectiveName | None = None
+    """Objective that students learn before this one, from the same cache, like minilm before embedding. None
+    means none."""
+    first_steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps of `--first`, in batches of the same size. None means as many as of the objective."""
 
     @property
     def is_authors(self) -> bool:

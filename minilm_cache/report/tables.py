@@ -161,30 +161,12 @@ def _run_columns(run: TrainedRun) -> dict[str, Any]:
         "cache": run.name,
         "codec": codec_words(run.cache.manifest.identity.codec),
         "cache_bytes_per_token": measured.bytes_per_token,
-        "objective": _objective_words(identity),
+        "objective": identity.in_words(),
         "steps": identity.steps,
         "students_in_pass": len(identity.arch),
         "bytes_read": run.record.bytes_read,
         "train_s": run.record.train_s,
     }
-
-
-def _objective_words(identity: RunIdentity) -> str:
-    """Return the name of an objective and those of its settings that are not the defaults."""
-    parts = {
-        f"{identity.relation_heads} relation heads": identity.relation_heads is not None,
-        "no value relation": not identity.value_relation,
-        "query and key relations": identity.query_key_relations,
-        f"layers: {identity.layer_map}": identity.layer_map != "last",
-        "the paper's equations": identity.form is None and identity.spec.has_forms,
-        f"patience {identity.patience}": identity.patience is not None,
-        f"temperature {identity.temperature}": identity.temperature is not None,
-        f"ground truth {identity.ground_truth}": identity.ground_truth is not None,
-        " and ".join(identity.loss): bool(identity.loss),
-        f"widths {', '.join(map(str, identity.matryoshka))}": bool(identity.matryoshka),
-    }
-    settings = [words for words, is_set in parts.items() if is_set]
-    return identity.objective + (f" ({', '.join(settings)})" if settings else "")
 
 
 def _name_columns(run: TrainedRun, student: StudentRecord) -> dict[str, Any]:

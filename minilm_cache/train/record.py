@@ -1,14 +1,15 @@
 """The record of a run, `run.json`, and its log, `log.jsonl`, with one line per logged step."""
 
+from minilm_cache.storage_schema.upgrades import OBJECTIVE_OF_RUNS, refuse_lacking
 import json
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InvalidConfigError
-from minilm_cache.objectives.spec import OBJECTIVES, LayerMap, ObjectiveName, ObjectiveSpec
+from minilm_cache.objectives.config import ObjectiveFields
 from minilm_cache.storage_schema.base import StoredModel
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -39,29 +40,17 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class RunIdentity(StoredModel):
-    """Everything that determines the students of a run."""
+class RunIdentity(ObjectiveFields, StoredModel):
+    """Everything that determines the students of a run; what they learn is the settings of the objective."""
 
     fingerprint: str
     """Fingerprint of the cache."""
     arch: Annotated[tuple[Arch, ...], Field(min_length=1, max_length=1024)]
-    objective: ObjectiveName
-    relation_heads: Annotated[int, Field(ge=1, le=1024)] | None
-    value_relation: bool
-    query_key_relations: bool
-    layer_map: LayerMap
     init: str = "random"
     """Initial weights of students: `random`, or the source of the weights, named by their SHA-256."""
-    teacher_layer: Annotated[int, Field(ge=0, lt=1024)] | None
-    """Layer of the teacher, counted from 0. None means the layers of the map."""
     form: Literal["authors"] | None = None
     """`authors`: the loss of the published code. None means the paper's equation, or that there is no
     other."""
-    patience: float | None = None
-    temperature: float | None = None
-    ground_truth: float | None = None
-    loss: tuple[str, ...] = ()
-    matryoshka: tuple[int, ...] = ()
     steps: Annotated[int, Field(ge=1, lt=2**53)]
     batch_size: int
     lr: float
@@ -91,20 +80,12 @@ class RunIdentity(StoredModel):
     """Steps between evaluations on held-out sequences; the best weights become the student. None means an
     evaluation at the end alone."""
 
-    sections: ClassVar[frozenset[str]] = frozenset(
-        {
-            "dealing",
-            "form",
-            "patience",
-            "temperature",
-            "ground_truth",
-            "loss",
-            "matryoshka",
-            "dropout",
-            "batches",
-            "frozen",
-        }
-    )
+    sections: ClassVar[frozenset[str]] = frozenset(ObjectiveFields.model_fields) - OBJECTIVE_OF_RUNS | {"dealing", "dropout", "batches", "frozen"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_whole(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return refuse_lacking(values, OBJECTIVE_OF_RUNS)
 
     @classmethod
     def of(
@@ -148,11 +129,6 @@ class RunIdentity(StoredModel):
             "init": init,
         }
         return cls(**{**shared, **derived})
-
-    @property
-    def spec(self) -> ObjectiveSpec:
-        """The row of the objective."""
-        return OBJECTIVES[self.objective]
 
     def describes_layers(self) -> str:
         """Return what students learned from, in words: layers of a teacher, or its outputs."""

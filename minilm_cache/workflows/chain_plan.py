@@ -1,5 +1,6 @@
 """What a chain consists of: its stages, its folder, and what its settings must be before the first stage."""
 
+from minilm_cache.storage_schema.upgrades import DUMPS_OF_CHAINS, TRAININGS_OF_CHAINS, defaults_of_later, without_defaults
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,12 +30,7 @@ from minilm_cache.train.initial import FROM_TEACHER, RANDOM, check_beginning
 from minilm_cache.train.presets import with_preset
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.sampler import check_parts
-from minilm_cache.workflows.config import (
-    LATER_DUMP_SETTINGS,
-    ChainConfig,
-    naming_settings,
-    without_defaults,
-)
+from minilm_cache.workflows.config import ChainConfig, naming_settings
 from minilm_cache.workflows.states import cache_state, run_state
 from minilm_cache.workflows.study_source import Source
 
@@ -152,8 +148,8 @@ def chain_folder(config: ChainConfig, home: Path) -> Path:
 def chain_settings(config: ChainConfig) -> dict[str, Any]:
     """Return the settings that identify a chain."""
     settings = config.model_dump(mode="json", exclude=_NOT_IDENTIFYING)
-    dump = without_defaults(settings["dump"], LATER_DUMP_SETTINGS)
-    return settings | {"train": naming_settings(settings["train"]), "dump": dump}
+    dump = without_defaults(settings["dump"], defaults_of_later(DumpConfig, DUMPS_OF_CHAINS))
+    return settings | {"train": naming_settings(settings["train"], TRAININGS_OF_CHAINS), "dump": dump}
 
 
 def _slug(arch: Sequence[str]) -> str:

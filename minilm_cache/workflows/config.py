@@ -1,6 +1,7 @@
 """Settings of workflows that run several dumps and trainings."""
 
-from collections.abc import Mapping
+from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Final
 
 from pydantic import Field
@@ -8,27 +9,6 @@ from pydantic import Field
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.train.config import TrainConfig
-
-LATER_TRAIN_SETTINGS: Final[Mapping[str, Any]] = {
-    "loss": [],
-    "matryoshka": [],
-    "first": None,
-    "first_steps": None,
-    "dropout": "teacher",
-    "frozen": "none",
-    "batches": "shuffled",
-}
-"""Settings of a training that chains and studies of earlier releases did not have, with their defaults."""
-LATER_DUMP_SETTINGS: Final[Mapping[str, Any]] = {
-    "documents": "paragraphs",
-    "pooled": False,
-    "pooling": None,
-    "min_cosine": None,
-    "precision": None,
-    "signal": [],
-}
-"""Settings of a dump that chains of earlier releases did not have, with their defaults."""
-
 
 _CHANGES_NO_STUDENT: Final[Mapping[str, Any]] = {
     **{
@@ -41,22 +21,15 @@ _CHANGES_NO_STUDENT: Final[Mapping[str, Any]] = {
 and studies are named with."""
 
 
-def naming_settings(
-    train: Mapping[str, Any], later: Mapping[str, Any] = LATER_TRAIN_SETTINGS
-) -> dict[str, Any]:
+def naming_settings(train: Mapping[str, Any], earlier: Collection[str]) -> dict[str, Any]:
     """Return the settings of a training that name a chain, or a pass of a study, as the first releases did.
 
     Args:
         train: settings of the training, as JSON.
-        later: settings that the first releases did not have, with their defaults.
+        earlier: settings that the first releases had.
     """
     settings = {**train, **_CHANGES_NO_STUDENT, "init": train["init"] or "random"}
-    return without_defaults(settings, later)
-
-
-def without_defaults(content: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without those that have these defaults, so that earlier names stay as they are."""
-    return {name: value for name, value in content.items() if name not in defaults or value != defaults[name]}
+    return without_defaults(settings, defaults_of_later(TrainConfig, earlier))
 
 
 class ChainConfig(FrozenSettings):

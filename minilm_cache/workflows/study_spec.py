@@ -1,5 +1,6 @@
 """Reads STUDY.yaml, the settings of a study, and reports every mistake with its line and key."""
 
+from minilm_cache.storage_schema.upgrades import TRAININGS_OF_STUDIES
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pydantic import Field
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.check import check_codec
-from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.objectives.config import ObjectiveConfig, default_of, slug_forms
 from minilm_cache.objectives.spec import Which, known_objective
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
@@ -21,7 +22,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.first import first_config
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM
 from minilm_cache.train.presets import with_preset
-from minilm_cache.workflows.config import LATER_TRAIN_SETTINGS, naming_settings
+from minilm_cache.workflows.config import naming_settings
 from minilm_cache.workflows.study_source import Location, Source
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9._-]{0,31}")
@@ -37,14 +38,6 @@ _NOT_IN_TRAIN: Final = {
     "objective": "objective",
 }
 """Settings of a training that a study varies, and where the document must give them."""
-_LATER: Final = {
-    **dict.fromkeys(("form", "patience", "temperature", "ground_truth", "init_layers")),
-    **LATER_TRAIN_SETTINGS,
-}
-"""Settings of a training that the first releases did not have, and their values as JSON where they are not
-given: these do not enter a pass's name."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveChoice:
     """An objective of a study, with its settings."""
@@ -68,24 +61,13 @@ class ObjectiveChoice:
         """The choice as part of a path."""
         given = self.settings
         parts = [self.name]
-        if "relation_heads" in given:
-            parts.append(f"h{given['relation_heads']}")
-        parts += ["novr"] * (given.get("value_relation") is False) + ["qk"] * (
-            given.get("query_key_relations") is True
-        )
-        if "form" in given:
-            parts.append(given["form"])
-        for letter, name in (("b", "patience"), ("t", "temperature"), ("g", "ground_truth")):
-            if name in given:
-                parts.append(f"{letter}{given[name]:g}")
-        parts += [text.replace("=", "") for text in given.get("loss", ())]
-        parts += [f"m{width}" for width in given.get("matryoshka", ())]
-        if "first" in given:
-            parts.append(f"after-{given['first']}{given.get('first_steps', '')}")
-        if "layer_map" in given:
-            parts.append(given["layer_map"])
-        if "teacher_layer" in given:
-            parts.append(f"l{given['teacher_layer']}")
+        for name, form in slug_forms().items():
+            if name == "first" and name in given:
+                parts.append(f"after-{given['first']}{given.get('first_steps', '')}")
+            elif isinstance(given.get(name), tuple):
+                parts += [form.format(str(each).replace("=", "")) for each in given[name]]
+            elif name in given and (name == "layer_map" or given[name] != default_of(name)):
+                parts.append(form.format(given[name]))
         return "-".join(parts)
 
 
@@ -159,7 +141,7 @@ def read_study(path: Path) -> Study:
                     _check_fits(source, _location(document, name), config=config, cache=cache)
                 content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
                 begun = "" if init is None else f"-{Path(init).name}"
-                identity = canonical_sha256(naming_settings(content, _LATER))[:8]
+                identity = canonical_sha256(naming_settings(content, TRAININGS_OF_STUDIES))[:8]
                 slug = f"{name}-{choice.slug}{begun}-s{seed}-{identity}"
                 passes.append(Pass(cache=name, name=slug, config=config))
     return Study(
