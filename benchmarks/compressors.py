@@ -14,8 +14,8 @@ from pcodec import ChunkConfig, standalone
 
 from benchmarks.inputs import KINDS, mini_relations, mini_teacher
 from benchmarks.report import write_result
-from minilm_cache.codecs.fit_vectors import calibrate
 from minilm_cache.codecs.topk import TopKCodec
+from minilm_cache.codecs.vectors import calibrate
 from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModel, BertConfig, PreTrainedModel
 
 from benchmarks.report import write_for_cpu
-from minilm_cache.models.cpu import draw_faster, kept
+from minilm_cache.models.device import draw_faster, kept
 from minilm_cache.models.tap import ATTENTION
 
 ROUNDS = 12

@@ -43,7 +43,7 @@ from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.config import TruncateConfig
 from minilm_cache.models.load import load_tokenizer, locate_teacher
-from minilm_cache.models.sentence import SentenceModel
+from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.models.truncate import truncate
 from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.objectives.check import choose_objective

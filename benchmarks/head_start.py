@@ -26,12 +26,10 @@ from minilm_cache.models.load import load_model, locate_teacher
 from minilm_cache.models.student import build_student, student_config
 from minilm_cache.models.tap import ATTENTION
 from minilm_cache.session import Session
-from minilm_cache.slicing.cut import cut
-from minilm_cache.slicing.forward import Calibration
-from minilm_cache.slicing.recipe import Recipe
+from minilm_cache.slicing.cut import Recipe, cut
+from minilm_cache.slicing.forward import Calibration, of_cache
 from minilm_cache.slicing.run import last_layer_kl
 from minilm_cache.slicing.shapes import spaced_layers
-from minilm_cache.slicing.text import of_cache
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.record import LogLine

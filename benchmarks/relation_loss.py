@@ -14,8 +14,15 @@ from torch.nn import functional
 
 from benchmarks.report import write_result
 from minilm_cache.relations.loss import Method, relation_kl, relation_loss
-from minilm_cache.relations.rows import DenseRows, RowTargets, SparseRows, Targets, VectorRows
-from minilm_cache.relations.scores import Vectors, mean_row_entropy
+from minilm_cache.relations.scores import (
+    DenseRows,
+    RowTargets,
+    SparseRows,
+    Targets,
+    VectorRows,
+    Vectors,
+    mean_row_entropy,
+)
 from minilm_cache.storage_schema.identity import RelationKind
 
 BATCH, HEADS, LENGTH, ENTRIES = 16, 12, 128, 16

@@ -25,8 +25,7 @@ from minilm_cache.objectives.check import choose_objective
 from minilm_cache.session import Session
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.heldout import MAX_SEQUENCES, held_out_losses
-from minilm_cache.train.live import with_live_targets
+from minilm_cache.train.heldout import MAX_SEQUENCES, held_out_losses, with_live_targets
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.setup import build_trainers

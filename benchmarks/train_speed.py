@@ -35,7 +35,7 @@ from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.session import Session
 from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.live import with_live_targets
+from minilm_cache.train.heldout import with_live_targets
 
 CODECS = ("topk", "vectors")
 SHAPES = ("3x384", "4x384", "6x384", "12x384")

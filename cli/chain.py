@@ -22,8 +22,7 @@ from minilm_cache.cli.options import (
 from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.presets import describe_preset
+from minilm_cache.train.config import TrainConfig, describe_preset
 from minilm_cache.wording import number_text
 from minilm_cache.workflows.config import ChainConfig
 

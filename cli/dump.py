@@ -70,8 +70,7 @@ def dump(
 
     Example: minilm-cache dump --teacher mini --corpus notes.txt --for minilm,tinybert --add notes.cache
     """
-    from minilm_cache.dump.into_store import dump_into_store  # noqa: PLC0415 - importing it takes seconds
-    from minilm_cache.dump.on_ray import dump_on_ray  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.dump.into_store import dump_into_store, dump_on_ray  # noqa: PLC0415 - it takes seconds
     from minilm_cache.dump.run import dump_cache  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.store.urls import is_url  # noqa: PLC0415 - with its siblings
 

@@ -1,4 +1,4 @@
-"""`minilm-cache evaluate`: fine-tunes models on downstream tasks and scores them."""
+"""`minilm-cache evaluate`, `speed`, `embeddings`: scores of models on tasks, their speed, their vectors."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -9,13 +9,15 @@ import typer
 from minilm_cache.cli.console import print_error, print_json, print_pairs, print_table
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
-from minilm_cache.cli.options import Given, JsonOption, options
-from minilm_cache.evaluate.settings import EvaluateConfig
+from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options
+from minilm_cache.evaluate.settings import EmbeddingsConfig, EvaluateConfig, SpeedConfig
 from minilm_cache.settings import cache_home, validated
 
 if TYPE_CHECKING:
+    from minilm_cache.evaluate.card import Score, Summary
+    from minilm_cache.evaluate.embeddings import EmbeddingScores
     from minilm_cache.evaluate.run import Evaluation
-    from minilm_cache.evaluate.summary import Score, Summary
+    from minilm_cache.evaluate.speed import ModelSpeed
 
 
 @options(EvaluateConfig)
@@ -123,3 +125,104 @@ def _rows(summary: "Summary") -> list[list[str]]:
 
 def _text(score: "Score") -> str:
     return f"{score.mean:.1f}" + ("" if score.stddev is None else f" +- {score.stddev:.1f}")
+
+
+@options(SpeedConfig)
+def speed(
+    given: Given,
+    *,
+    models: ComparedModelsArgument,
+    json: JsonOption = False,
+) -> None:
+    """Measure size, latency and throughput of models against the first.
+
+    Models take turns on the same batches, so that ratios are valid on a busy machine; times are medians.
+
+    Example: minilm-cache speed mini RUN --batch-size 1 --batch-size 64
+    """
+    from minilm_cache.evaluate.speed import compare_speed  # noqa: PLC0415 - importing it takes seconds
+
+    config = validated(SpeedConfig, given)
+    quiet_libraries()
+    with stoppable_session() as session:
+        speeds = compare_speed(config, models, session=session)
+    if json:
+        print_json({"models": [asdict(model) for model in speeds]})
+    else:
+        _speed_print(speeds, config)
+
+
+def _speed_print(speeds: "list[ModelSpeed]", config: SpeedConfig) -> None:
+    print_table(
+        f"Parameters, and operations of a pass over sequences of {max(config.length)} tokens",
+        ["model", "parameters", "embeddings'", "layers'", "MFLOPs/token", "of the teacher's"],
+        [
+            [
+                model.model,
+                *(f"{count:,}" for count in (model.size.num_parameters, model.size.embedding_parameters)),
+                f"{model.size.transformer_parameters:,}",
+                f"{model.size.flops_per_token / 1e6:.1f}",
+                f"{model.flops_share:.1%}",
+            ]
+            for model in speeds
+        ],
+    )
+    print_table(
+        f"Passes, medians of {config.turns} turns; speed is relative to {speeds[0].model} in torch",
+        ["model", "runtime", "batch", "length", "latency, ms", "tokens/s", "speed"],
+        [
+            [
+                *(model.model, run.runtime, str(run.batch_size), str(run.length)),
+                *(f"{run.latency_ms:.2f}", f"{run.tokens_per_s:,.0f}", f"{run.speedup:.2f}x"),
+            ]
+            for model in speeds
+            for run in model.passes
+        ],
+    )
+
+
+@options(EmbeddingsConfig)
+def embeddings(
+    given: Given,
+    *,
+    models: ComparedModelsArgument,
+    json: JsonOption = False,
+) -> None:
+    """Score embeddings against a teacher's and against people's.
+
+    Example: minilm-cache embeddings mini RUN --data glue --save encoders
+    """
+    from minilm_cache.evaluate.embeddings import compare_embeddings  # noqa: PLC0415 - takes seconds
+
+    config = validated(EmbeddingsConfig, given)
+    quiet_libraries()
+    with stoppable_session() as session:
+        scores = compare_embeddings(config, models, session=session)
+    if json:
+        rows = [asdict(model) | {"path": None if model.path is None else str(model.path)} for model in scores]
+        print_json({"models": rows})
+    else:
+        _embeddings_print(scores, config)
+
+
+def _embeddings_print(scores: "list[EmbeddingScores]", config: EmbeddingsConfig) -> None:
+    saved: dict[str, object] = {model.model: model.path for model in scores if model.path is not None}
+    if saved:
+        print_pairs(saved)
+    print_table(
+        "Embeddings of STS-B's pairs without fine-tuning, correlations times 100; "
+        f"teacher: {scores[0].model}",
+        [
+            *("model", "width", "Spearman, people", "Pearson, people", "Spearman, teacher"),
+            *("cosines off by", "cosine with teacher's", *config.mteb),
+        ],
+        [
+            [
+                *(model.model, str(model.width), f"{model.spearman:.1f}", f"{model.pearson:.1f}"),
+                *(f"{model.teacher_spearman:.1f}", f"{model.cosine_error:.3f}"),
+                "-" if model.teacher_cosine is None else f"{model.teacher_cosine:.3f}",
+                *(f"{model.mteb[name]:.3f}" for name in config.mteb),
+            ]
+            for model in scores
+        ],
+    )

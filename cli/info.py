@@ -1,23 +1,31 @@
-"""`minilm-cache info`: shows what a cache holds and how faithful it is, or what a run trained."""
+"""`minilm-cache info` and `report`: what a cache holds and how faithful it is; what runs trained."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
-from minilm_cache.cli.environment import chosen_cache
-from minilm_cache.cli.options import CacheOrRunArgument, JsonOption
+from minilm_cache.cli.environment import chosen_cache, quiet_libraries
+from minilm_cache.cli.interrupt import shown_session
+from minilm_cache.cli.options import CacheOrRunArgument, Given, JsonOption, options
 from minilm_cache.cli.tables import (
     fidelity_table,
     kl_infinite_because,
     max_kl_in_words,
+    print_summary,
     students_table,
     verdict,
 )
+from minilm_cache.report.config import ReportConfig
 from minilm_cache.session import Session
+from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.train.folder import is_run
+
+if TYPE_CHECKING:
+    from minilm_cache.report.similarity import LayerSimilarity
 
 
 def info(
@@ -142,3 +150,48 @@ def _relations(manifest: CacheManifest) -> str:
         return f"{', '.join(identity.relations)} of layer {identity.layers[0]}, {heads}"
     parts = [f"{layer.components} components of layer {layer.layer}" for layer in calibration.layers]
     return f"all, from queries, keys and values in {', '.join(parts)}, {heads}"
+
+
+@options(ReportConfig)
+def report(
+    given: Given,
+    *,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, chains or studies.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File of the page.")] = Path("report.html"),
+    json: JsonOption = False,
+) -> None:
+    """Write one page about runs: curves, sizes, attention maps, layers.
+
+    Example: minilm-cache report RUN --teacher mini --text "The cat sat on the mat."
+    """
+    config = validated(ReportConfig, given)
+
+    from minilm_cache.report.page import report_runs  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.report.tables import summary_table  # noqa: PLC0415 - importing it takes seconds
+
+    quiet_libraries()
+    with shown_session() as session:
+        result = report_runs(runs, config, out=out, session=session)
+    page = result.report
+    if json:
+        print_json(
+            {
+                "report": str(page.path),
+                "num_bytes": page.num_bytes,
+                "students": result.students.to_pylist(),
+                "similarity": [_as_json(layers) for layers in page.similarity],
+                "agreement": [asdict(relation) for relation in page.agreement],
+            }
+        )
+        return
+    print_pairs({"report": page.path, "bytes": f"{page.num_bytes:,}"})
+    print_summary(summary_table(result.students))
+
+
+def _as_json(layers: "LayerSimilarity") -> dict[str, Any]:
+    return {
+        "student": layers.student,
+        "num_tokens": layers.num_tokens,
+        "cka": layers.cka.tolist(),
+        "svcca": layers.svcca.tolist(),
+    }

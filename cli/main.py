@@ -16,22 +16,16 @@ from minilm_cache.cli.chain import chain
 from minilm_cache.cli.console import print_error, print_json
 from minilm_cache.cli.demo import demo
 from minilm_cache.cli.dump import dump
-from minilm_cache.cli.embeddings import embeddings
 from minilm_cache.cli.environment import settle_process
-from minilm_cache.cli.evaluate import evaluate
-from minilm_cache.cli.info import info
-from minilm_cache.cli.listing import ls
-from minilm_cache.cli.models import augment, cut, head, truncate
+from minilm_cache.cli.evaluate import embeddings, evaluate, speed
+from minilm_cache.cli.info import info, report
+from minilm_cache.cli.listing import ls, rm
+from minilm_cache.cli.models import augment, cut, head, tokenize, truncate
 from minilm_cache.cli.options import GroupedCommand
 from minilm_cache.cli.plan import plan
-from minilm_cache.cli.report import report
-from minilm_cache.cli.rm import rm
-from minilm_cache.cli.share import merge, pull, push
-from minilm_cache.cli.speed import speed
+from minilm_cache.cli.share import export, import_file, merge, pull, push
 from minilm_cache.cli.study import study
-from minilm_cache.cli.tokenize import tokenize
 from minilm_cache.cli.train import train
-from minilm_cache.cli.vectors import export, import_file
 from minilm_cache.cli.verify import verify
 from minilm_cache.errors import (
     ErrorKind,

@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.settings import FrozenSettings, flag_of
-from minilm_cache.train.presets import presets
+from minilm_cache.train.config import presets
 
 Given = dict[str, Any]
 """Values of settings that were given on the command line, by name of the field."""

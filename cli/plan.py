@@ -12,12 +12,12 @@ from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.dump.config import PLANNED, DumpConfig, PlanConfig
 from minilm_cache.settings import flag_of, option_words, validated
 from minilm_cache.storage_schema.identity import TopKParameters, VectorsParameters
-from minilm_cache.storage_schema.measured import LayerFidelity
+from minilm_cache.storage_schema.manifest import LayerFidelity
 from minilm_cache.train.config import CostConfig
 
 if TYPE_CHECKING:
     from minilm_cache.dump.plan import Plan, PlannedSetting
-    from minilm_cache.workflows.cost import Costs
+    from minilm_cache.workflows.plan import Costs
 
 
 @options(

@@ -7,8 +7,7 @@ from rich.filesize import decimal
 
 from minilm_cache.cli.console import print_pairs, print_table
 from minilm_cache.storage_schema.identity import DenseParameters, TopKParameters, VectorsParameters
-from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.storage_schema.measured import StateFidelity
+from minilm_cache.storage_schema.manifest import CacheManifest, StateFidelity
 from minilm_cache.train.record import RunIdentity, StudentRecord, measure_in_words
 from minilm_cache.wording import number_text
 

@@ -12,8 +12,7 @@ from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, PresetOption, ResumeOption, options
 from minilm_cache.cli.tables import students_table
 from minilm_cache.settings import validated
-from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.presets import describe_preset, with_preset
+from minilm_cache.train.config import TrainConfig, describe_preset, with_preset
 from minilm_cache.train.record import StudentRecord
 from minilm_cache.wording import counted
 

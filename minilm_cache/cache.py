@@ -16,7 +16,7 @@ from torch import Tensor
 from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.build import layer_codec
 from minilm_cache.codecs.transform import TransformCode
-from minilm_cache.relations.rows import RowTargets, WantedRelations, to_dense
+from minilm_cache.relations.scores import RowTargets, WantedRelations, to_dense
 from minilm_cache.relations.signals import Signals
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home
 from minilm_cache.signals.codec import SignalsCodec

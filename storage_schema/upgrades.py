@@ -39,16 +39,11 @@ DUMPS_OF_CHAINS: Final = frozenset(
 """Settings of dumps that the first chains were named with."""
 
 
-def refuse_lacking(values: dict[str, Any], earliest: Collection[str]) -> dict[str, Any]:
-    """Return the content of a document as it is.
-
-    Raises:
-        ValueError: it lacks what every release has written.
-    """
-    lacking = min({*earliest} - values.keys(), default=None)
+def refuse_lacking(given: Collection[str], earliest: Collection[str]) -> None:
+    """Raise ValueError if a document lacks what every release has written."""
+    lacking = min({*earliest} - {*given}, default=None)
     if lacking is not None:
         raise ValueError(f"the document has no {lacking}")
-    return values
 
 
 def defaults_of_later(model: type[BaseModel], earlier: Collection[str]) -> dict[str, Any]:

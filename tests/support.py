@@ -24,9 +24,9 @@ from minilm_cache.models.load import HEADS
 from minilm_cache.models.tap import Head
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
+from minilm_cache.storage_schema.base import Problem, problems_of
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.storage_schema.problems import Problem, problems_of
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.push import push
 
 WORDS = [

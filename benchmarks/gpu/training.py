@@ -16,11 +16,10 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.relations.loss import Method, relation_loss, scores_bytes
-from minilm_cache.relations.rows import DenseRows, Targets
-from minilm_cache.relations.scores import Vectors
+from minilm_cache.relations.scores import DenseRows, Targets, Vectors
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.live import with_live_targets
+from minilm_cache.train.heldout import with_live_targets
 
 WARMUPS = 4
 """Steps before any that is timed. The first three compile, warm up and record compiled students."""

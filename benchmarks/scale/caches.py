@@ -20,13 +20,11 @@ from minilm_cache.storage_schema.documents import CommitRecord, FileDigest
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, CacheManifest
 from minilm_cache.storage_schema.metadata import zarr_documents
-from minilm_cache.store.fingerprint import digest_bytes
-from minilm_cache.store.index import RecordedShards, write_index
+from minilm_cache.store.checked import digest_bytes
+from minilm_cache.store.index import RecordedShards, encode_ranges, write_index
 from minilm_cache.store.layout import commit_path, sequences_path
-from minilm_cache.store.ranges import ShardRanges
-from minilm_cache.store.ranges_table import encode_ranges
+from minilm_cache.store.ranges import Segments, ShardRanges
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.segments import Segments
 from minilm_cache.train.sampler import SequenceOrder
 
 WANTED = WantedTargets(kinds=(RelationKind.ATTENTION, RelationKind.VALUE))

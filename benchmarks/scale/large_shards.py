@@ -17,9 +17,9 @@ from benchmarks.scale.memory import peak
 from benchmarks.scale.processes import run
 from minilm_cache import DumpConfig, dump_cache
 from minilm_cache.session import Session
+from minilm_cache.storage_schema.arrays import entropy_column
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.storage_schema.sequences import entropy_column
-from minilm_cache.store.cores import own_cores
+from minilm_cache.store.durable import own_cores
 from minilm_cache.store.layout import default_shard_tokens
 from minilm_cache.store.ranges import ShardRanges
 from minilm_cache.store.reader import CacheReader, Segment

@@ -23,9 +23,9 @@ from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.load import MINI, load_tokenizer, locate_teacher, tokenizer_sha256
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import CorpusIdentity, Packing
-from minilm_cache.store.fingerprint import digest_bytes, digest_file
+from minilm_cache.store.checked import digest_bytes, digest_file
+from minilm_cache.store.index import encode_ranges
 from minilm_cache.store.ranges import ShardRanges
-from minilm_cache.store.ranges_table import encode_ranges
 
 CORPUS_BYTES = 10**9
 NUM_DOCUMENTS = 200_000_000

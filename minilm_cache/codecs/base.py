@@ -19,8 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from minilm_cache.relations.rows import RowTargets, WantedRelations
-from minilm_cache.relations.scores import LayerRelations
+from minilm_cache.relations.scores import LayerRelations, RowTargets, WantedRelations
 from minilm_cache.storage_schema.identity import RelationKind
 
 NOT_OURS = "It was not written by `minilm-cache dump`: dump the cache again, or get it again from its author."

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 from minilm_cache.codecs.base import RelationCodec
-from minilm_cache.codecs.dense import DenseCodec
-from minilm_cache.codecs.rows import ROW_RELATIONS, RowsCodec
+from minilm_cache.codecs.rows import ROW_RELATIONS, DenseCodec, RowsCodec
 from minilm_cache.codecs.sampling import PPS_RATIO
 from minilm_cache.codecs.topk import LARGEST_RATIO, TopKCodec
 from minilm_cache.codecs.transform import TransformCode

@@ -1,16 +1,19 @@
-"""Relations stored one after the other, row by row: what codecs `topk` and `dense` have in common."""
+"""Relations stored row by row: what codecs `topk` and `dense` have in common, and codec `dense`."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from minilm_cache.codecs.base import Rows
-from minilm_cache.relations.rows import RowTargets, WantedRelations
-from minilm_cache.relations.scores import LayerRelations
+from minilm_cache.codecs.base import NOT_OURS, Rows
+from minilm_cache.errors import CacheCorruptError
+from minilm_cache.relations.scores import DenseRows, LayerRelations, RowTargets, WantedRelations
 from minilm_cache.storage_schema.arrays import relation_arrays, relation_path
 from minilm_cache.storage_schema.identity import DenseParameters, RelationKind, TopKParameters
 
@@ -120,3 +123,83 @@ class RowsCodec(ABC):
         """Return this codec: its constants are a table that each device keeps."""
         del device
         return self
+
+
+_Bytes = npt.NDArray[np.uint8]
+_WORD = 8
+_EVEN_BYTES = np.uint64(0x00FF_00FF_00FF_00FF)
+_ONES_16 = np.uint64(0x0001_0001_0001_0001)
+_ONES_8 = np.uint64(0x0101_0101_0101_0101)
+_HIGH_BITS = np.uint64(0x8080_8080_8080_8080)
+
+
+def byte_sums(rows: _Bytes) -> npt.NDArray[np.int64]:
+    """Return the sum of each row: `(..., k)` uint8 to `(...)` int64."""
+    words = _words(rows, fill=0)
+    pairs = (words & _EVEN_BYTES) + (words >> np.uint64(8) & _EVEN_BYTES)
+    pairs *= _ONES_16  # the highest 16 bits are the sum of all four
+    pairs >>= np.uint64(48)
+    return _reduce_words(np.add, pairs).view(np.int64)
+
+
+def has_zero_byte(rows: _Bytes) -> npt.NDArray[np.bool_]:
+    """Return whether each row holds a zero: `(..., k)` uint8 to `(...)` bool."""
+    words = _words(rows, fill=1)
+    zeros = words - _ONES_8  # borrows into the high bit of a byte that is 0
+    zeros &= ~words
+    zeros &= _HIGH_BITS
+    return np.not_equal(_reduce_words(np.bitwise_or, zeros), 0)
+
+
+def _reduce_words(operation: np.ufunc, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Reduce each row to one word; numpy's own reduction is slow on rows of a few words."""
+    return functools.reduce(operation, np.moveaxis(words, -1, 0))
+
+
+def _words(rows: _Bytes, *, fill: int) -> npt.NDArray[np.uint64]:
+    """Return rows as words, `(..., words)`, filled up to a multiple of eight bytes with `fill`."""
+    missing = -rows.shape[-1] % _WORD
+    if missing:
+        rows = np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)], constant_values=fill)
+    return np.ascontiguousarray(rows).view(np.uint64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseCodec(RowsCodec):
+    """Every column of every row; rows are padded to `max_length` columns."""
+
+    @property
+    def parameters(self) -> DenseParameters:
+        """The parameters of this codec in the manifest."""
+        return DenseParameters()
+
+    @property
+    def is_unbiased(self) -> bool:
+        """True: the stored row is the teacher's row, up to rounding."""
+        return True
+
+    def encode_relation(
+        self,
+        probs: Float[Tensor, "batch heads query key"],
+        kind: RelationKind,
+        *,
+        sequences: Sequence[int],
+        lengths: Int[Tensor, " batch"],
+    ) -> Rows:
+        """Return `probability`, `(batch, length, heads, max_length)` float16; nothing is drawn."""
+        del kind, sequences, lengths
+        padded = torch.nn.functional.pad(probs.half(), (0, self.max_length - probs.shape[-1]))
+        return {"probability": padded.transpose(1, 2)}
+
+    def check_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
+        """Raise CacheCorruptError for values that are not probabilities."""
+        del lengths
+        least, greatest = rows["probability"].aminmax()
+        if not (float(least) >= 0 and float(greatest) <= 1):  # so that NaN fails, too
+            raise CacheCorruptError(f"a stored row holds a value that is not a probability. {NOT_OURS}")
+
+    def decode_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " batch"]) -> DenseRows:
+        """Return the rows as float32, cut to the batch's padded length."""
+        probability = rows["probability"][..., : rows["probability"].shape[1]].transpose(1, 2).float()
+        valid = torch.arange(probability.shape[-1], device=lengths.device) < lengths[:, None]
+        return DenseRows(probability.where(valid[:, None, :, None], 0))

@@ -1,4 +1,4 @@
-"""Systematic sampling of a row's entries with probability proportional to size (`select=pps`).
+"""Sampling of a row's entries in proportion to size (`select=pps`): seeded draws, and the scale of weights.
 
 In the textbook, tau solves sum_j min(1, p_j / tau) = k; entries with p_j >= tau are kept with their own
 weight, the other slots are drawn systematically, in the order of columns, with equal weight. Three things
@@ -15,7 +15,9 @@ arXiv 2503.16870), which draws with replacement.
 import functools
 import math
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from threading import Barrier
 from typing import NamedTuple
 
@@ -25,8 +27,56 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from minilm_cache.codecs.quantize import LogScale
-from minilm_cache.relations.products import products_in
+from minilm_cache.relations.transfer import products_in
+
+FIRST_CODE = 1
+LAST_CODE = 254
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogScale:
+    """A scale of 254 values, each `ratio` times the next.
+
+    Rounding down is off by at most a factor `ratio`, rounding to the nearest by its square root, for
+    weights of at least `smallest`.
+    """
+
+    ratio: float
+
+    @property
+    def smallest(self) -> float:
+        """The least weight on the scale."""
+        return self.ratio ** (FIRST_CODE - LAST_CODE)
+
+    def round_down(self, weight: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
+        """Return the code of the greatest scale value that is at most `weight`; 0 below the scale."""
+        return self._code(torch.ceil(self._steps(weight)))
+
+    def round(self, weight: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
+        """Return the code of the nearest scale value (by ratio); 0 below the scale."""
+        return self._code(torch.round(self._steps(weight)))
+
+    def value(self, code: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows"]:
+        """Return the weights of codes, float32; 0 for code 0."""
+        return _table(self.ratio, code.device)[code]
+
+    def _steps(self, weight: Tensor) -> Tensor:
+        return weight.clamp(min=torch.finfo(torch.float32).tiny).log() / -math.log(self.ratio)
+
+    @staticmethod
+    def _code(steps: Tensor) -> Tensor:
+        code = steps.clamp(min=0, max=LAST_CODE).to(torch.int64) + FIRST_CODE
+        return code * (code <= LAST_CODE)
+
+
+@functools.cache
+def _table(ratio: float, device: torch.device) -> Tensor:
+    """Return the weights of all codes; it is made once for each device, since a copy to a GPU waits."""
+    exponents = torch.arange(LAST_CODE - FIRST_CODE + 1, dtype=torch.float64)
+    values = torch.zeros(LAST_CODE + 1, dtype=torch.float32)
+    values[FIRST_CODE:] = torch.tensor(ratio, dtype=torch.float64) ** -exponents
+    return values.to(device)
+
 
 PPS_RATIO = 1.03
 _CPU_ENTRIES = 2**20
@@ -262,3 +312,24 @@ def share_remainder(
     num_slots = slot.sum(-1, keepdim=True)
     share = (1 - weight.sum(-1, keepdim=True)).clamp(min=0) / num_slots
     return torch.where(slot, share, weight)
+
+
+class SeededDraws:
+    """Uniform numbers in [0, 1), float32.
+
+    Philox is counter-based, so a sequence's numbers do not depend on the batch that it is encoded in. They
+    are those of `numpy.random.Generator(numpy.random.Philox(key=seed, counter=counter)).random`; setting the
+    counter of one generator takes half the time of making one for each sequence.
+    """
+
+    def __init__(self, seed: int) -> None:
+        """Prepare to draw from a seed."""
+        self._bits = np.random.Philox(key=seed)
+        self._generator = np.random.Generator(self._bits)
+        self._state = self._bits.state
+
+    def fill(self, numbers: npt.NDArray[np.float32], counter: Sequence[int]) -> None:
+        """Fill a contiguous array with the numbers of a counter: four whole numbers, each at most 2**44."""
+        self._state["state"]["counter"][:] = counter
+        self._bits.state = self._state
+        self._generator.random(dtype=np.float32, out=numbers)

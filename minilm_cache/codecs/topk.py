@@ -21,13 +21,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minilm_cache.codecs.base import NOT_OURS, Rows
-from minilm_cache.codecs.draws import SeededDraws
-from minilm_cache.codecs.packed_bytes import byte_sums, has_zero_byte
-from minilm_cache.codecs.quantize import LAST_CODE, LogScale
-from minilm_cache.codecs.rows import RowsCodec
-from minilm_cache.codecs.sampling import PPS_RATIO, Entries, sample_pps, share_remainder, sort_entries
+from minilm_cache.codecs.rows import RowsCodec, byte_sums, has_zero_byte
+from minilm_cache.codecs.sampling import (
+    LAST_CODE,
+    PPS_RATIO,
+    Entries,
+    LogScale,
+    SeededDraws,
+    sample_pps,
+    share_remainder,
+    sort_entries,
+)
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.relations.rows import SparseRows
+from minilm_cache.relations.scores import SparseRows
 from minilm_cache.relations.transfer import send
 from minilm_cache.storage_schema.arrays import MAX_ONE_BYTE_LENGTH
 from minilm_cache.storage_schema.identity import RelationKind, TopKParameters

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from minilm_cache.errors import CorpusError
-from minilm_cache.store.regular_files import regular_bytes
+from minilm_cache.store.durable import regular_bytes
 
 Documents = Literal["paragraphs", "lines"]
 """What is a document in .txt files."""

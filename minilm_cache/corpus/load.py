@@ -1,4 +1,4 @@
-"""Loading a corpus by name: documents of one text each, in the same order on every machine.
+"""Loading a corpus by name: documents of one text each, in the same order on every machine, read once.
 
 The text lies in Arrow files on disk, so a corpus may be larger than memory. A document is a record of
 .jsonl, .csv,
@@ -7,8 +7,14 @@ The text lies in Arrow files on disk, so a corpus may be larger than memory. A d
 docstring or a topic of `pydoc`. Records of pairs give two documents each.
 """
 
+import ast
+import hashlib
+import os
+import pydoc_data.topics
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
@@ -19,16 +25,135 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets.exceptions import DatasetsError
+from pydantic import ValidationError
 
-from minilm_cache.corpus.arrow_cache import arrow_cache, arrow_folder
 from minilm_cache.corpus.formats import TEXT, Documents, corpus_files
-from minilm_cache.corpus.python_docs import python_docs, python_files
 from minilm_cache.corpus.records import COPIES_COLUMN, Record, read_records
-from minilm_cache.corpus.sources import Sources
 from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheError
+from minilm_cache.storage_schema.documents import StoredDocument
 from minilm_cache.storage_schema.identity import CorpusIdentity, canonical_sha256
+from minilm_cache.store.checked import sha256_texts
 from minilm_cache.store.durable import new_file, storage_errors, write_file
-from minilm_cache.store.fingerprint import sha256_texts
+
+SourceFile = tuple[str, int, int, int, int]
+"""Path, size in bytes, inode, and the times of modification and of the last change, ns."""
+
+
+class _Note(StoredDocument):
+    corpus: CorpusIdentity
+    files: tuple[SourceFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """The files of a corpus, as they are now."""
+
+    asked: tuple[str, ...]
+    """Name of the corpus, and the settings that it is read with."""
+    paths: tuple[Path, ...]
+    files: tuple[SourceFile, ...]
+
+    @classmethod
+    def now(cls, asked: Sequence[str], paths: Sequence[Path]) -> "Sources":
+        """Look at files.
+
+        Raises:
+            OSError: a file has gone.
+        """
+        stats = ((_name_of(path.resolve()), path.stat()) for path in paths)
+        files = tuple(
+            (path, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats
+        )
+        return cls(asked=tuple(asked), paths=tuple(paths), files=files)
+
+    def are_unchanged(self) -> bool:
+        """Return whether the files are still as they were."""
+        try:
+            return Sources.now(self.asked, self.paths).files == self.files
+        except OSError:
+            return False
+
+    def known_identity(self, home: Path) -> CorpusIdentity | None:
+        """Return the identity of the text if these very files were read before. None means they were not."""
+        try:
+            note = _Note.model_validate_json(self._note(home).read_bytes())
+        except (OSError, ValidationError):
+            return None
+        return note.corpus if note.files == self.files else None
+
+    def remember(self, home: Path, corpus: CorpusIdentity) -> None:
+        """Note the identity of the text of these files.
+
+        Raises:
+            StorageError: the home cannot be written to.
+        """
+        path = self._note(home)
+        with storage_errors("write", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, _Note(corpus=corpus, files=self.files).to_json(), durable=False)
+
+    def _note(self, home: Path) -> Path:
+        where = [_name_of(path.resolve().parent) for path in self.paths[:1]]
+        return home / "tokens" / "texts" / f"{canonical_sha256([*self.asked, *where])[:32]}.json"
+
+
+def _name_of(path: Path) -> str:
+    """Return a path as text, also where its name is not UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def arrow_cache(source: Path) -> str | None:
+    """Return the folder for the Arrow files of a folder. None means the default of `datasets`.
+
+    `datasets` itself identifies a file by its path and modification time, and a folder by its name and
+    README. A source that was written again, unpacked with the times of its archive, or that has the name of
+    another source would be read as the old content. This folder depends on inodes and times of
+    change, which only the file system sets.
+    """
+    if not source.is_dir():
+        return None
+    return str(arrow_folder([file for file in source.rglob("*") if file.is_file()]))
+
+
+def arrow_folder(files: Sequence[Path]) -> Path:
+    """Return the folder for the Arrow files that are made from files as they are now."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        stat = file.stat()
+        digest.update(os.fsencode(file.resolve()))
+        digest.update(f"\0{stat.st_ino}\0{stat.st_ctime_ns}\0{stat.st_size}\0".encode())
+    return Path(datasets.config.HF_DATASETS_CACHE) / "by-source" / digest.hexdigest()[:32]
+
+
+_NOT_DOCUMENTED: Final = frozenset(
+    {"site-packages", "test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "__pycache__"}
+)
+
+
+def python_files() -> list[Path]:
+    """Return the files that are read."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(root.rglob("*.py"))
+    return [file for file in files if _NOT_DOCUMENTED.isdisjoint(file.relative_to(root).parts)]
+
+
+def python_docs() -> Iterator[str]:
+    """Yield the docstrings of the standard library (parsed, not imported), then the topics of `pydoc`."""
+    for file in python_files():
+        yield from _docstrings(file)
+    topics = pydoc_data.topics.topics
+    for name in sorted(topics):
+        yield topics[name]
+
+
+def _docstrings(file: Path) -> Iterator[str]:
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, documented):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+
 
 PYTHON_DOCS: Final = "python-docs"
 HUB_PREFIX: Final = "hf:"

@@ -1,4 +1,4 @@
-"""In which order documents are read, what is held out, and where sequences begin. Kept next to the tokens.
+"""The order of documents, what is held out with all its copies, and where sequences begin.
 
 Documents are taken in an order drawn from the seed, so that a prefix (`max_tokens`) is a sample of the whole
 corpus, and so are the documents at the end, which are held out together with all their copies and come last.
@@ -21,14 +21,70 @@ import xxhash
 from filelock import FileLock
 from pydantic import Field, ValidationError
 
-from minilm_cache.corpus.copies import with_copies
 from minilm_cache.corpus.tokens import LOCK, Tokens
 from minilm_cache.errors import CorpusError
 from minilm_cache.storage_schema.base import StoredModel
 from minilm_cache.storage_schema.documents import FileDigest, StoredDocument
 from minilm_cache.storage_schema.identity import Packing, canonical_sha256
+from minilm_cache.store.checked import digest_file
 from minilm_cache.store.durable import storage_errors, write_file
-from minilm_cache.store.fingerprint import digest_file
+
+"""Documents that are looked at together."""
+
+Keys = npt.NDArray[np.integer]
+Ids = npt.NDArray[np.int64]
+
+
+def with_copies(keys: Sequence[Keys], numbers: Ids) -> tuple[Ids, Ids]:
+    """Return some documents with all documents that are their copies, and the number of each one's group.
+
+    Documents that share a key, directly or through others, are in one group. All documents are looked at, but
+    only what is returned is held in memory.
+
+    Args:
+        keys: hashes of all documents, `(corpus documents,)` for each kind.
+        numbers: numbers of the documents, `(documents,)`.
+
+    Returns:
+        Numbers of documents, ascending, and of their groups, both `(members,)`.
+    """
+    members = np.unique(numbers)
+    while True:
+        shared = [np.unique(key[members]) for key in keys]
+        more = np.unique(np.concatenate([members, *map(_holders, keys, shared)]))
+        # What was added shares a key; only with two kinds of keys can it share another with others.
+        if len(more) == len(members) or len(keys) == 1:
+            return more, groups([key[more] for key in keys])
+        members = more
+
+
+def _holders(key: Keys, values: Keys) -> Ids:
+    """Return the numbers of all documents whose key is one of some values, which are sorted."""
+    holders = []
+    for first in range(0, len(key), _BLOCK):
+        block = key[first : first + _BLOCK]
+        places = np.minimum(np.searchsorted(values, block), len(values) - 1)
+        holders.append(first + np.flatnonzero(values[places] == block))
+    return np.concatenate(holders)
+
+
+def groups(keys: Sequence[Keys]) -> Ids:
+    """Return group numbers, `(documents,)`: documents that share a key, directly or through others, have one.
+
+    Args:
+        keys: hashes of the documents, `(documents,)` for each kind.
+    """
+    numbered = [np.unique(key, return_inverse=True)[1] for key in keys]
+    numbers = numbered[0].astype(np.int64)
+    while True:
+        before = numbers
+        for key_numbers in numbered:
+            least = np.full(int(key_numbers.max()) + 1, len(numbers), dtype=np.int64)
+            np.minimum.at(least, key_numbers, numbers)
+            numbers = least[key_numbers]
+        if np.array_equal(numbers, before):
+            return numbers
+
 
 HELD_OUT_SHARE: Final = 0.02
 _MAX_HELD_OUT_SHARE: Final = 0.05
@@ -44,7 +100,6 @@ _CANDIDATES: Final = 2**12
 _RECORD: Final = "order.json"
 _SIDES: Final = ("train", "held-out")
 
-Ids = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.integer]
 
 

@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.corpus.config import TokenizeConfig
 from minilm_cache.corpus.load import COPIES_OF, Corpus, load_corpus, text_batches
-from minilm_cache.corpus.shared_tokens import fetched_or_first, send, send_if_missing, shared_tokens
 from minilm_cache.corpus.tokens import (
     COPIES,
     ENDS,
@@ -37,7 +36,11 @@ from minilm_cache.corpus.tokens import (
     Tokens,
     address_of,
     block_sums,
+    fetched_or_first,
     part_name,
+    send,
+    send_if_missing,
+    shared_tokens,
 )
 from minilm_cache.engines.ray_cluster import Engine, import_ray
 from minilm_cache.errors import (
@@ -52,16 +55,16 @@ from minilm_cache.models.load import load_tokenizer, locate_teacher, tokenizer_s
 from minilm_cache.session import ALONE, Session, awaited
 from minilm_cache.settings import CorpusSettings
 from minilm_cache.storage_schema.arrays import token_dtype
-from minilm_cache.store.cores import machine_cores
+from minilm_cache.store.checked import digest_file
 from minilm_cache.store.durable import (
     PARTIAL,
+    machine_cores,
     new_file,
     remove_abandoned,
     storage_errors,
     wait_for,
     write_file,
 )
-from minilm_cache.store.fingerprint import digest_file
 from minilm_cache.store.remote import RemoteFolder
 
 _PART_BYTES: Final = 2**25

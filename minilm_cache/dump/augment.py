@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from minilm_cache.corpus.load import load_corpus
-from minilm_cache.corpus.masking import mask_token
+from minilm_cache.corpus.sequences import mask_token
 from minilm_cache.dump.config import AugmentConfig
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.device import choose_device

@@ -11,9 +11,8 @@ from torch import Tensor
 from minilm_cache.cache import read_codes
 from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.build import layer_codec
-from minilm_cache.codecs.fit_states import Bound, fit_state
-from minilm_cache.codecs.fit_vectors import INTERRUPTED, calibrate, split_sample
-from minilm_cache.codecs.transform import TransformCode
+from minilm_cache.codecs.transform import Bound, TransformCode, fit_state
+from minilm_cache.codecs.vectors import INTERRUPTED, calibrate, split_sample
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError

@@ -7,8 +7,7 @@ from minilm_cache.codecs.rows import ROW_RELATIONS
 from minilm_cache.codecs.sampling import PPS_RATIO
 from minilm_cache.codecs.topk import scale_ratio
 from minilm_cache.corpus.load import Corpus
-from minilm_cache.corpus.masking import SHARE, mask_token
-from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.sequences import SHARE, SequenceTable, mask_token
 from minilm_cache.corpus.template import packing_of
 from minilm_cache.dump.config import (
     DEFAULT_K,
@@ -37,7 +36,8 @@ from minilm_cache.storage_schema.manifest import RANGES, CacheManifest, Calibrat
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.storage_schema.states import Masking, Pooling, SoftLabels, StatesIdentity
 from minilm_cache.storage_schema.versions import RELEASE
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.checked import digest_bytes
+from minilm_cache.store.index import encode_ranges
 from minilm_cache.store.layout import (
     MAX_FILE_BYTES,
     MAX_SEGMENT_BYTES,
@@ -47,7 +47,6 @@ from minilm_cache.store.layout import (
     segment_tokens,
 )
 from minilm_cache.store.ranges import ShardRanges
-from minilm_cache.store.ranges_table import encode_ranges
 from minilm_cache.wording import printable
 
 CALIBRATION_TOKENS = 2**15

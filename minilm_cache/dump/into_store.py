@@ -1,8 +1,8 @@
-"""Dump straight into a store: processes on any machines write one cache, with no file system in common."""
+"""Dump by several machines: straight into a store, with no file system in common, or on a Ray cluster."""
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -10,13 +10,14 @@ from pathlib import Path
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.reading import SequenceReader
-from minilm_cache.dump.run import DumpResult, write_cache
+from minilm_cache.dump.run import DumpResult, dump_cache, write_cache
 from minilm_cache.dump.setup import ResolvedDump, resolve_dump
+from minilm_cache.engines.ray_cluster import RayCluster
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, InvalidConfigError, StorageError
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import RANGES, TEACHER_WEIGHTS, CacheManifest
-from minilm_cache.store.begun import (
+from minilm_cache.store.creation import (
     OtherBeginningError,
     begun_manifest,
     finished_manifest,
@@ -24,10 +25,12 @@ from minilm_cache.store.begun import (
     remove_leftovers,
 )
 from minilm_cache.store.durable import lock_if_free, storage_errors, write_file
+from minilm_cache.store.index import read_ranges
 from minilm_cache.store.layout import below
-from minilm_cache.store.ranges_table import read_ranges
+from minilm_cache.store.reader import read_manifest
 from minilm_cache.store.remote import RemoteFolder, open_store
 from minilm_cache.store.store_writer import StoreWriter, attach_in_store
+from minilm_cache.wording import counted
 
 
 def dump_into_store(config: DumpConfig, url: str, *, session: Session = ALONE) -> DumpResult:
@@ -137,3 +140,73 @@ def _scratch(home: Path, url: str) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             lock.release()
         return
+
+
+def dump_on_ray(
+    config: DumpConfig,
+    *,
+    out: Path | str | None = None,
+    session: Session = ALONE,
+    gpus_per_task: float | None = None,
+) -> DumpResult:
+    """Dump as `config.world_size` tasks of the cluster that RAY_ADDRESS names, or of a local cluster.
+
+    Args:
+        config: what to dump; its rank is ignored.
+        out: folder of the cache, the same on every machine, or the URL of a cache in a store. None means a
+            folder below `home`, named by content.
+        gpus_per_task: GPUs that a rank takes, which may be a fraction. None means one where the cluster has
+            any; ranks take a core where it has none.
+        session: its home is the folder of caches. Its progress shows ranks done. Its `should_stop` is called
+            about once a second; True stops, and keeps what is committed.
+
+    Raises:
+        InvalidConfigError: Ray is not installed.
+        InterruptedRunError: a stop was requested; what is committed is kept.
+        MiniLMCacheError: same as for `dump_cache`.
+    """
+    cluster = RayCluster(gpus_per_task)
+    session = session.with_absolute_home()
+    place = out.absolute() if isinstance(out, Path) else out
+    world_size = config.world_size
+    session.progress.note(
+        f"{world_size} ranks as tasks of Ray, each with {_resources(cluster.gpus_per_task)}"
+    )
+    session.progress.start("dump", world_size, "ranks")
+    with nullcontext() if isinstance(place, str) else cluster.common(place.parent if place else session.home):
+        pending = [
+            cluster.submit(_dump_rank, config.with_changes(rank=rank), place, session.of_worker())
+            for rank in range(world_size)
+        ]
+        results: list[DumpResult] = cluster.results(
+            pending,
+            session,
+            interrupted=f"interrupted with {{}} of {world_size} ranks to do: committed shards are kept. "
+            "Run the same command again to go on.",
+        )
+    manifest = next((result.manifest for result in results if result.manifest.complete), None)
+    written = sum(result.shards_written for result in results)
+    return DumpResult(
+        path=results[0].path,
+        manifest=manifest or read_manifest(results[0].path),
+        shards_written=written,
+        # Ranks write a shard twice if one of them was slower than its lease.
+        shards_kept=max(0, results[0].num_shards - written),
+        num_shards=results[0].num_shards,
+        url=results[0].url,
+    )
+
+
+def _resources(gpus: float) -> str:
+    """Return what a task takes, in words."""
+    if not gpus:
+        return "a core"
+    if gpus < 1:
+        return f"{gpus:g} of a GPU"
+    return counted(int(gpus), "GPU")
+
+
+def _dump_rank(config: DumpConfig, out: Path | str | None, session: Session) -> DumpResult:
+    if isinstance(out, str):
+        return dump_into_store(config, out, session=session)
+    return dump_cache(config, out=out, session=session)

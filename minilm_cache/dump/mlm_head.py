@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.corpus.formats import lines_hint
-from minilm_cache.corpus.masking import SHARE, Masker, mask_token
-from minilm_cache.corpus.sequences import SequenceTable
+from minilm_cache.corpus.sequences import SHARE, Masker, SequenceTable, mask_token
 from minilm_cache.corpus.template import packing_of
 from minilm_cache.corpus.tokenise import tokens_of
 from minilm_cache.dump.config import HeadConfig
@@ -24,9 +23,9 @@ from minilm_cache.errors import CorpusError, DivergedError, InterruptedRunError,
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_tokenizer, load_weights, locate_teacher
-from minilm_cache.models.saving import saving
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
+from minilm_cache.models.truncate import saving
 from minilm_cache.relations.signals import MaskedSequences
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.states import Masking

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from minilm_cache.codecs.fit_vectors import split_sample
+from minilm_cache.codecs.vectors import split_sample
 from minilm_cache.corpus.formats import lines_hint
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.template import packing_of
@@ -31,8 +31,13 @@ from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Progress, Session, Silent
 from minilm_cache.storage_schema.identity import CodecParameters, codec_words
-from minilm_cache.storage_schema.manifest import TEACHER_WEIGHTS, CacheManifest, CutText
-from minilm_cache.storage_schema.measured import LayerFidelity, StateFidelity
+from minilm_cache.storage_schema.manifest import (
+    TEACHER_WEIGHTS,
+    CacheManifest,
+    CutText,
+    LayerFidelity,
+    StateFidelity,
+)
 
 LEAST_SEQUENCES = 16
 """Fewest sequences of full length in a sample: enough to fit codec `vectors`, check it and hold some out."""

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minilm_cache.corpus.masking import Masker
+from minilm_cache.corpus.sequences import Masker
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.tap import Tap

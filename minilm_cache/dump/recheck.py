@@ -18,8 +18,7 @@ from minilm_cache.corpus.load import Corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.template import template_to_store
 from minilm_cache.corpus.tokenise import tokenise
-from minilm_cache.dump.audit import audit
-from minilm_cache.dump.audit_states import audit_states
+from minilm_cache.dump.audit import audit, audit_states
 from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.device import choose_device

@@ -7,31 +7,30 @@ from pathlib import Path
 
 from minilm_cache.cache import Cache, row_checker
 from minilm_cache.corpus.sequences import SequenceTable
-from minilm_cache.dump.add import (
-    layers_to_write,
-    signals_to_write,
-)
-from minilm_cache.dump.audit import audit, audit_sequences
-from minilm_cache.dump.audit_states import audit_states
+from minilm_cache.dump.audit import audit, audit_sequences, audit_states
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.fit import CodecFitter
 from minilm_cache.dump.identity import plan_manifest
-from minilm_cache.dump.preview import PREVIEW_SEQUENCES, preview_table
 from minilm_cache.dump.reading import SequenceReader
-from minilm_cache.dump.setup import ResolvedDump, resolve_dump
+from minilm_cache.dump.setup import (
+    PREVIEW_SEQUENCES,
+    ResolvedDump,
+    layers_to_write,
+    preview_table,
+    resolve_dump,
+    signals_to_write,
+)
 from minilm_cache.dump.shards import ShardJob
 from minilm_cache.errors import CacheCorruptError, ShardBusyError
 from minilm_cache.models.device import enough_memory
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import CacheIdentity
-from minilm_cache.storage_schema.manifest import INDEX, TEACHER_WEIGHTS, CacheManifest
-from minilm_cache.storage_schema.measured import Measured
-from minilm_cache.store.attach import attach
+from minilm_cache.storage_schema.manifest import INDEX, TEACHER_WEIGHTS, CacheManifest, Measured
+from minilm_cache.store.card import attach, seal_with_preview
 from minilm_cache.store.catalogue import find_cache
 from minilm_cache.store.creation import creating
 from minilm_cache.store.index import committed_shards
 from minilm_cache.store.layout import MANIFEST
-from minilm_cache.store.preview import seal_with_preview
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter

@@ -1,13 +1,18 @@
 """Settings of a dump, resolved once: teacher, corpus, identity, folder, and the caches to reuse."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+from transformers import PreTrainedTokenizerFast
+
+from minilm_cache.cache import Cache
+from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.corpus.formats import num_skipped
 from minilm_cache.corpus.load import Corpus, load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
-from minilm_cache.dump.add import open_donor
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.identity import identify, name_labels
 from minilm_cache.dump.reading import batch_size_for
@@ -18,11 +23,73 @@ from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session
-from minilm_cache.storage_schema.identity import CacheIdentity, Precision, Split
+from minilm_cache.signals.codec import SignalsCodec
+from minilm_cache.storage_schema.identity import CacheIdentity, Precision, RelationKind, Split
+from minilm_cache.storage_schema.states import SignalName, StatesIdentity
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.layout import MANIFEST, cache_name
 from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.wording import counted
+
+
+def open_donor(add: Path, identity: CacheIdentity) -> CacheReader:
+    """Open the cache that a dump adds to.
+
+    Args:
+        add: folder of that cache.
+        identity: identity of the new cache, which is to hold everything that the old one holds.
+
+    Raises:
+        MiniLMCacheError: the cache does not exist, is damaged or is not complete.
+        IdentityMismatchError: the cache has another teacher, text or codec, or holds something that the new
+            one does not.
+    """
+    donor = CacheReader(add)
+    donor_identity = donor.manifest.identity
+    free = {"layers", "states"}
+    theirs, ours = donor_identity.model_dump(exclude=free), identity.model_dump(exclude=free)
+    differing = [name for name in ours if ours[name] != theirs[name]]
+    if not set(donor_identity.layers) <= set(identity.layers):
+        differing.append("layers")
+    differing += _states_that_differ(donor_identity.states, identity.states)
+    if differing:
+        raise IdentityMismatchError(
+            f"--add {add}: that cache differs in {', '.join(differing)}, and only layers and states can be "
+            "added to those that it has. Repeat its settings, with more, or dump without --add."
+        )
+    return donor
+
+
+def _states_that_differ(stored: StatesIdentity | None, requested: StatesIdentity | None) -> list[str]:
+    """Return the names of what a cache stores and the new one lacks, or stores with other settings."""
+    if stored is None:
+        return []
+    if requested is None:
+        return ["states"]
+    lacking = [
+        name
+        for name in ("hidden", "masked_hidden", "first")
+        if not set(getattr(stored, name)) <= set(getattr(requested, name))
+    ]
+    same = ("max_error", "calibration_tokens", "masking", "labels", "num_classes", "pooled")
+    lacking += [name for name in same if getattr(stored, name) not in (None, getattr(requested, name))]
+    return lacking + ["others"] * any(other not in requested.others for other in stored.others)
+
+
+def layers_to_write(
+    codecs: Sequence[RelationCodec], identity: CacheIdentity, donor: CacheReader | None
+) -> dict[int, RelationCodec]:
+    """Return the codecs of the layers whose relations are still to be computed."""
+    stored = () if donor is None else donor.manifest.identity.layers
+    return {layer: codec for layer, codec in zip(identity.layers, codecs, strict=True) if layer not in stored}
+
+
+def signals_to_write(codec: SignalsCodec | None, donor: CacheReader | None) -> tuple[SignalName, ...]:
+    """Return the signals that are still to be computed."""
+    if codec is None:
+        return ()
+    stored = set() if donor is None else {spec.path for spec in donor.specs}
+    return tuple(name for name in codec.everything if not stored.issuperset(codec.paths((name,))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,3 +297,26 @@ def _with_shards(config: DumpConfig, path: Path, donor: CacheReader | None) -> D
     if config.shard_tokens is None and (path / MANIFEST).exists():
         return config.with_changes(shard_tokens=read_manifest(path).shard_tokens)
     return config
+
+
+PREVIEW_SEQUENCES = 8
+
+
+def preview_table(cache: Cache, tokenizer: PreTrainedTokenizerFast) -> pa.Table:
+    """Return a table of the first sequences: their text, tokens, and the attention of head 0 from [CLS]."""
+    rows = []
+    for number in range(min(PREVIEW_SEQUENCES, len(cache))):
+        sequence = cache[number]
+        ids = sequence.input_ids.tolist()
+        attention = {}
+        if cache.manifest.identity.has_relations:
+            attention["attention_head0_row0"] = sequence.relation(RelationKind.ATTENTION)[0, 0].tolist()
+        rows.append(
+            {
+                "sequence": number,
+                "text": tokenizer.decode(ids),
+                "tokens": tokenizer.convert_ids_to_tokens(ids),
+            }
+            | attention
+        )
+    return pa.Table.from_pylist(rows)

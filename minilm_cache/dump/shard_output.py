@@ -13,10 +13,10 @@ import pyarrow as pa
 from minilm_cache.corpus.sequences import TokenBatch
 from minilm_cache.dump.claims import Claim
 from minilm_cache.relations.transfer import Arrival
+from minilm_cache.storage_schema.arrays import entropy_column
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.sequences import entropy_column
 from minilm_cache.store.durable import ShardLock, refuse_full_disk
-from minilm_cache.store.shard_writer import ShardWriter
+from minilm_cache.store.shards import ShardWriter
 from minilm_cache.store.writer import CacheWriter
 
 

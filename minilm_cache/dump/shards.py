@@ -24,12 +24,11 @@ from minilm_cache.relations.transfer import Arrival, send
 from minilm_cache.session import Session
 from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.signals.table import masked_part
-from minilm_cache.storage_schema.arrays import array_specs, token_dtype
+from minilm_cache.storage_schema.arrays import array_specs, entropy_column, token_dtype
 from minilm_cache.storage_schema.documents import ShardRange
-from minilm_cache.storage_schema.sequences import entropy_column
 from minilm_cache.storage_schema.states import SignalName
-from minilm_cache.store.cores import own_cores
-from minilm_cache.store.segments import Segments
+from minilm_cache.store.durable import own_cores
+from minilm_cache.store.ranges import Segments
 from minilm_cache.store.writer import CacheWriter
 
 COMPILE: Final = "compile the teacher"

@@ -1,4 +1,4 @@
-"""Run work as tasks of a Ray cluster.
+"""Jobs that need each other's results: run one after the other here, or as tasks of a Ray cluster.
 
 Ray decides what runs where and when, and starts a task again when its worker is lost; dumps and trainings
 resume from what they have kept. The machines of a cluster need a common file system.
@@ -6,15 +6,58 @@ resume from what they have kept. The machines of a cluster need a common file sy
 
 import logging
 import os
+import platform
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
+from uuid import uuid4
 
-from minilm_cache.engines.common_folder import check_common, common_file
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError, StorageError
 from minilm_cache.session import Session
+
+_WAIT_S: Final = 5.0
+_COMMON_FOLDER_POLL_S: Final = 0.1
+
+
+@contextmanager
+def common_file(folder: Path) -> Iterator[Path]:
+    """Write an empty file into a folder, which is made if it is not there, and remove it in the end.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    file = folder / f".common-{uuid4().hex}.partial"  # the suffix of files that may be left over
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    except OSError as error:
+        raise StorageError(f"cannot write in {folder}: {error.strerror}. Choose another --out.") from error
+    try:
+        yield file
+    finally:
+        with suppress(OSError):
+            file.unlink()
+
+
+def check_common(file: Path) -> None:
+    """Raise StorageError if this machine does not see the file that another one has written.
+
+    A network file system may show it some seconds later.
+    """
+    deadline = time.monotonic() + _WAIT_S
+    while not file.exists():
+        if time.monotonic() < deadline and file.parent.exists():
+            time.sleep(_COMMON_FOLDER_POLL_S)
+            continue
+        raise StorageError(
+            f"machine {platform.node()} does not see what another machine writes in {file.parent}. Choose an "
+            "--out on a file system that all of them have."
+        )
+
 
 Engine = Literal["ray"]
 _POLL_S: Final = 1.0
@@ -156,3 +199,50 @@ def _in_folder(surroundings: _Surroundings, call: Callable[..., Any], *arguments
 def _name_of(call: Callable[..., Any]) -> str:
     """Return the name of a function, or of the one that a `partial` calls."""
     return str(getattr(getattr(call, "func", call), "__name__", "call"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One dump, training or comparison."""
+
+    name: str
+    """What is done, for people."""
+    call: Callable[..., Any]
+    """Called with the results of the jobs in `after`, and `session=`."""
+    after: tuple[int, ...] = ()
+    """Numbers of the jobs before this one whose results it needs."""
+
+
+def run_jobs(jobs: Sequence[Job], cluster: RayCluster | None, *, folder: Path, session: Session) -> list[Any]:
+    """Run jobs and return their results.
+
+    Args:
+        jobs: jobs, each after those that it needs.
+        cluster: runs each job as a task, with as many at once as it has room for. None means that jobs run
+            here, one after the other.
+        folder: folder that the jobs write in, an absolute path.
+        session: its progress shows what each job does; with a cluster, jobs done. Its `should_stop` is
+            called; True stops the jobs that run.
+
+    Raises:
+        InterruptedRunError: a stop was requested.
+        MiniLMCacheError: the error of a job; what others have finished is kept.
+    """
+    results: list[Any] = []
+    if cluster is None:
+        for number, job in enumerate(jobs, 1):
+            session.progress.note(f"{number} of {len(jobs)}: {job.name}")
+            needed = [results[other] for other in job.after]
+            results.append(job.call(*needed, session=session))
+        return results
+    session.progress.start("run", len(jobs), "jobs")
+    with cluster.common(folder):
+        for job in jobs:
+            call = partial(job.call, session=session.of_worker())
+            results.append(cluster.submit(call, *(results[other] for other in job.after)))
+        return cluster.results(
+            results,
+            session,
+            interrupted="interrupted with {} of " + f"{len(jobs)} jobs to do: what is complete, and the last "
+            "checkpoint of each run, is kept. Run the same command again to go on.",
+        )

@@ -18,11 +18,10 @@ from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.pooling import load_pooler
-from minilm_cache.models.saving import saving
+from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
-from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
+from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_existing, refuse_file
 from minilm_cache.store.layout import CARD
-from minilm_cache.store.regular_files import bounded_bytes
 
 try:
     from sentence_transformers import SentenceTransformer

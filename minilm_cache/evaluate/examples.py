@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from minilm_cache.store.fingerprint import sha256_texts
+from minilm_cache.store.checked import sha256_texts
 
 T = TypeVar("T")
 

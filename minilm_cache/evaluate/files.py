@@ -8,9 +8,9 @@ from typing import Any, Final
 import datasets
 from datasets.exceptions import DatasetsError
 
-from minilm_cache.corpus.arrow_cache import arrow_cache
+from minilm_cache.corpus.load import arrow_cache
 from minilm_cache.errors import CorpusError, first_line
-from minilm_cache.store.regular_files import bounded_bytes
+from minilm_cache.store.durable import bounded_bytes
 
 HUB: Final = "hf"
 Columns = Mapping[str, Sequence[object]]

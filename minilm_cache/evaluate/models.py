@@ -22,9 +22,8 @@ from minilm_cache.models.load import (
     locate_teacher,
     read_config,
 )
-from minilm_cache.models.pooling import MODULES, load_pooler
-from minilm_cache.models.sentence import SentenceEncoder
-from minilm_cache.store.fingerprint import sha256_file, sha256_texts
+from minilm_cache.models.pooling import MODULES, SentenceEncoder, load_pooler
+from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
 from minilm_cache.train.record import load_record
 

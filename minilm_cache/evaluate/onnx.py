@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import DeviceError, InvalidConfigError, first_line
-from minilm_cache.models.sentence import SentenceEncoder
+from minilm_cache.models.pooling import SentenceEncoder
 
 try:
     import onnx  # noqa: F401 - torch.onnx.export needs it

@@ -14,24 +14,28 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.errors import CorpusError, IdentityMismatchError
-from minilm_cache.evaluate.card import check_cards, write_card
+from minilm_cache.evaluate.card import Summary, check_cards, summarise, write_card
 from minilm_cache.evaluate.examples import Track, is_labelled
 from minilm_cache.evaluate.files import data_source
 from minilm_cache.evaluate.finetune import Predictions, Tuned, Watcher, check_device, fine_tune
 from minilm_cache.evaluate.glue import Source, read_text_task
-from minilm_cache.evaluate.metrics import Scores, headline, span_scores, text_scores
+from minilm_cache.evaluate.metrics import (
+    Scores,
+    headline,
+    predictions_file,
+    span_scores,
+    text_scores,
+    write_predictions,
+)
 from minilm_cache.evaluate.models import Evaluated, find_models
-from minilm_cache.evaluate.predictions import predictions_file, write_predictions
 from minilm_cache.evaluate.settings import TRIAL_FILE, EvaluateConfig, TrialIdentity, TrialRecord
 from minilm_cache.evaluate.squad import read_span_task
-from minilm_cache.evaluate.summary import Summary, summarise
 from minilm_cache.evaluate.tasks import TASKS, SpanTask, Task
 from minilm_cache.models.device import enough_memory
-from minilm_cache.models.saving import saving
+from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.store.durable import new_folder, refuse_file
-from minilm_cache.store.regular_files import bounded_bytes
+from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_file
 
 MODEL: Final = "model"
 PREDICTIONS: Final = "predictions"

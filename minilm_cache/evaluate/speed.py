@@ -15,9 +15,9 @@ from minilm_cache.errors import InterruptedRunError
 from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_teacher
 from minilm_cache.evaluate.settings import SpeedConfig
 from minilm_cache.models.device import choose_device, enough_memory
-from minilm_cache.models.saving import saving
-from minilm_cache.models.sentence import SentenceEncoder
-from minilm_cache.models.size import ModelSize, model_size, seconds_in_turns
+from minilm_cache.models.pooling import SentenceEncoder
+from minilm_cache.models.student import ModelSize, model_size, seconds_in_turns
+from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_folder, refuse_existing, refuse_file
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from minilm_cache.models.load import head_config, load_model
-from minilm_cache.models.pooling import DenseLayer, SentencePooler, load_pooler
-from minilm_cache.models.sentence import SentenceEncoder
+from minilm_cache.models.pooling import DenseLayer, SentenceEncoder, SentencePooler, load_pooler
 from minilm_cache.models.student import build_model
 
 

@@ -9,8 +9,7 @@ from transformers import PreTrainedConfig
 from minilm_cache.errors import MiniLMCacheError
 from minilm_cache.models.files import first_setting_that_differs, weights_sha256
 from minilm_cache.models.load import ALIASES, MINI, locate_teacher, read_config
-from minilm_cache.store.durable import write_file
-from minilm_cache.store.regular_files import bounded_bytes
+from minilm_cache.store.durable import bounded_bytes, write_file
 
 
 def remember_teacher(home: Path, sha256: str, folder: Path) -> None:

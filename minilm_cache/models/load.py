@@ -41,7 +41,7 @@ from minilm_cache.models.files import library_errors, read_config_file, weight_f
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.models.tokenizer_bombs import refuse_bombs
 from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.store.fingerprint import sha256_file
+from minilm_cache.store.checked import sha256_file
 
 TaskHead = Head | Literal["spans"]
 """What a head's logits score: tokens, sequences, or spans of a context."""

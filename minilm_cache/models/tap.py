@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.cpu import attention
+from minilm_cache.models.device import attention
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.relations.scores import Vectors
 

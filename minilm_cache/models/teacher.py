@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.declared import refuse_longer_texts
+from minilm_cache.models.complete import refuse_longer_texts
 from minilm_cache.models.files import VOLATILE, weight_stamps, weights_sha256
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import (
@@ -25,11 +25,10 @@ from minilm_cache.models.load import (
     tokenizer_sha256,
 )
 from minilm_cache.models.pooling import SentencePooler, load_pooler
-from minilm_cache.models.saving import saving
 from minilm_cache.models.tap import Head, Tap, TappedModel
-from minilm_cache.relations.products import products_in
+from minilm_cache.models.truncate import saving
 from minilm_cache.relations.scores import LayerRelations
-from minilm_cache.relations.transfer import send
+from minilm_cache.relations.transfer import products_in, send
 from minilm_cache.storage_schema.identity import MAX_LAYERS, Precision, TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
 from minilm_cache.storage_schema.states import PoolingMode

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.relations.rows import Targets, WantedRelations
-from minilm_cache.relations.scores import Vectors
+from minilm_cache.relations.scores import Targets, Vectors, WantedRelations
 from minilm_cache.relations.signals import Signals
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import SignalName

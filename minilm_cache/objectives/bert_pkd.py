@@ -11,17 +11,18 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import num_layers_of
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.base import (
+    LayerPair,
     ObjectiveKind,
     ObjectiveRequest,
     Parts,
     StudentFacts,
     StudentNeeds,
     StudentObjective,
+    pairs_of,
     same_width,
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
-from minilm_cache.objectives.layers import LayerPair, pairs_of
 from minilm_cache.objectives.tinybert import answer_loss
 from minilm_cache.relations.loss import Method
 from minilm_cache.storage_schema.states import LOGITS, SignalName, StateFamily

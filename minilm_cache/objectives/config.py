@@ -63,14 +63,14 @@ class ObjectiveFields(FrozenSettings):
         Annotated[float, Field(ge=0, allow_inf_nan=False)] | None, Shown("b{:g}", "patience {}")
     ] = None
     """Weight beta of the patient loss of `bert-pkd`. None means 500, or 100 with `--form paper`."""
-    temperature: Annotated[
-        Annotated[float, Field(gt=0, le=100)] | None, Shown("t{:g}", "temperature {}")
-    ] = None
+    temperature: Annotated[Annotated[float, Field(gt=0, le=100)] | None, Shown("t{:g}", "temperature {}")] = (
+        None
+    )
     """What logits are divided by before they are compared, for `bert-pkd` and `tinybert-prediction`. None
     means 10 for `bert-pkd` (1 with `--form paper`) and 1 for `tinybert-prediction`."""
-    ground_truth: Annotated[
-        Annotated[float, Field(ge=0, lt=1)] | None, Shown("g{:g}", "ground truth {}")
-    ] = None
+    ground_truth: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, Shown("g{:g}", "ground truth {}")] = (
+        None
+    )
     """Share of the true tokens in the targets of `mlm-kd`; the teacher's labels are the rest. None means
     0."""
     loss: Annotated[tuple[str, ...], AfterValidator(known_losses), Shown("{}", "{}", " and ")] = ()
@@ -78,7 +78,9 @@ class ObjectiveFields(FrozenSettings):
     the batch's texts with each other); with a weight like similarity=10; repeat it for several. None means
     cosine."""
     matryoshka: Annotated[
-        tuple[Annotated[int, Field(ge=1, le=2**16)], ...], Field(max_length=16), Shown("m{}", "widths {}", ", ")
+        tuple[Annotated[int, Field(ge=1, le=2**16)], ...],
+        Field(max_length=16),
+        Shown("m{}", "widths {}", ", "),
     ] = ()
     """Shorter widths of `embedding`: the first so many dimensions of a vector are to be an embedding, too;
     repeat it for several."""

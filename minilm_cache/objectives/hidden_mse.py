@@ -10,11 +10,11 @@ from minilm_cache.objectives.base import (
     StudentFacts,
     StudentNeeds,
     StudentObjective,
+    mapped_layers,
     token_mse,
     valid_tokens,
 )
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
-from minilm_cache.objectives.layers import mapped_layers
 from minilm_cache.relations.loss import Method, relation_loss
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import SignalName, StateFamily

@@ -210,7 +210,7 @@ for _spec in (
     ),
     ObjectiveSpec(
         name="value-mse",
-        kind=f"{_PACKAGE}.value_mse:ValueMse",
+        kind=f"{_PACKAGE}.relations:ValueMse",
         needs=Needs(vectors=True),
         learns_from="{layers}",
         untrained=_LAST_LAYER_UNTRAINED,

@@ -14,17 +14,19 @@ from torch import Tensor, nn
 
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.base import (
+    LayerPair,
     ObjectiveKind,
     ObjectiveRequest,
     Parts,
     StudentFacts,
     StudentNeeds,
     StudentObjective,
+    mapped_layers,
+    pairs_of,
     token_mse,
     valid_tokens,
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
-from minilm_cache.objectives.layers import LayerPair, mapped_layers, pairs_of
 from minilm_cache.relations.loss import Method
 from minilm_cache.relations.scores import Vectors, key_mask, widened
 from minilm_cache.storage_schema.states import LOGITS, SignalName, StateFamily

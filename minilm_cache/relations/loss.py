@@ -20,23 +20,21 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from minilm_cache.relations.rows import (
+from minilm_cache.relations.scores import (
     DenseRows,
     RowTargets,
     SparseRows,
     Targets,
     VectorRows,
-    densify,
-    to_dense,
-)
-from minilm_cache.relations.scores import (
     Vectors,
+    densify,
     key_mask,
     mean_row_entropy,
     relation_scores,
     row_mask,
     sides,
     softmax_and_lse,
+    to_dense,
 )
 from minilm_cache.storage_schema.identity import RelationKind
 

@@ -1,10 +1,12 @@
-"""Copies between the CPU and a device. The CPU waits for none of them until it needs the values."""
+"""Copies between the CPU and a device, and how products are computed; no copy is waited for too early."""
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+
+from minilm_cache.storage_schema.identity import Precision
 
 _SHARES_MEMORY = frozenset({"cpu", "mps"})
 """Types of devices whose copies are not faster from pinned memory."""
@@ -50,3 +52,14 @@ class Arrival:
         elif self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return self._tensors
+
+
+@contextmanager
+def products_in(precision: Precision) -> Iterator[None]:
+    """Let a GPU compute float32 products in TF32 or not, whatever the process has chosen."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

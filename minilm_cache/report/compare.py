@@ -21,8 +21,13 @@ from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.check import Objective
 from minilm_cache.storage_schema.states import LABELS
 from minilm_cache.train.batches import BatchReader
-from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
-from minilm_cache.train.live import with_live_targets
+from minilm_cache.train.heldout import (
+    MAX_SEQUENCES,
+    HeldOutLosses,
+    batch_size,
+    held_out_losses,
+    with_live_targets,
+)
 from minilm_cache.train.trainer import read
 
 _BATCH_SIZE = 16

@@ -20,9 +20,11 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.device import choose_device
+from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.report.agreement import ComparedStudent, RelationAgreement, relation_agreement
 from minilm_cache.report.compare import check_is_teacher_of
+from minilm_cache.report.config import ReportConfig
 from minilm_cache.report.maps import Example, MapTexts, examples, packed
 from minilm_cache.report.plots import (
     INK,
@@ -33,12 +35,19 @@ from minilm_cache.report.plots import (
     tradeoff_figure,
 )
 from minilm_cache.report.provenance import provenance
-from minilm_cache.report.runs import TrainedRun
-from minilm_cache.report.similarity import LayerSimilarity, layer_similarity
-from minilm_cache.report.tables import KL_COLUMNS, NAMES, measures, row_names, summary_table
+from minilm_cache.report.runs import TrainedRun, open_runs
+from minilm_cache.report.similarity import (
+    ComparedStudent,
+    LayerSimilarity,
+    RelationAgreement,
+    layer_similarity,
+    relation_agreement,
+)
+from minilm_cache.report.tables import KL_COLUMNS, NAMES, measures, row_names, students_table, summary_table
+from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.versions import RELEASE
 from minilm_cache.store.durable import refuse_file, storage_errors, write_file
-from minilm_cache.wording import number_text
+from minilm_cache.wording import counted, number_text
 
 MAX_STUDENTS: Final = 8
 """Most students whose maps and layers are shown; tables and curves show all students."""
@@ -261,3 +270,44 @@ def svg(figure: Figure, name: str) -> Markup:
     text = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", text)
     # The column of the page sets the size; the view box keeps the ratio of width to height.
     return Markup(re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1))  # noqa: S704 - matplotlib escapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportResult:
+    """A page and the table that it shows."""
+
+    report: Report
+    students: pa.Table
+    """A row for each student (`report.tables.students_table`)."""
+
+
+def report_runs(
+    folders: Sequence[Path], config: ReportConfig, *, out: Path, session: Session = ALONE
+) -> ReportResult:
+    """Write one self-contained page about runs.
+
+    Args:
+        folders: folders of runs, chains or studies.
+        config: what the page shows.
+        out: file of the page.
+        session: its home is the folder for local copies of caches at URLs. Its progress shows what is being
+            measured.
+
+    Raises:
+        MiniLMCacheError: see `minilm_cache.errors`.
+    """
+    map_texts = None
+    if config.sequence or config.text:
+        map_texts = MapTexts(sequences=config.sequence, texts=config.text)
+    check_page(out, map_texts, has_teacher=config.teacher is not None)
+    resolved = dict.fromkeys(path.resolve() for path in folders)
+    runs = [run for path in resolved for run in open_runs(path, cache_place=config.cache, home=session.home)]
+    teacher = None
+    if config.teacher is not None:
+        teacher = Teacher(locate_teacher(config.teacher), choose_device(config.device))
+    (session.progress).note(f"measuring {counted(sum(len(run.students) for run in runs), 'student')}")
+    students = students_table(runs, teacher, device=config.device)
+    report = write_report(
+        out, runs, students, teacher=teacher, map_texts=map_texts, title=config.title, paths=config.paths
+    )
+    return ReportResult(report=report, students=students)

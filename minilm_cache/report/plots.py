@@ -16,9 +16,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from minilm_cache.report.agreement import RelationAgreement
 from minilm_cache.report.runs import TrainedRun
-from minilm_cache.report.similarity import LayerSimilarity
+from minilm_cache.report.similarity import LayerSimilarity, RelationAgreement
 from minilm_cache.report.tables import KL_COLUMNS, curves_table
 from minilm_cache.train.record import StudentRecord
 

@@ -16,9 +16,9 @@ from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.relations import split_into
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.urls import is_url, without_secrets
-from minilm_cache.train.first import SUFFIX
 from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
 from minilm_cache.train.record import RunRecord, StudentRecord, load_record
+from minilm_cache.train.resume import SUFFIX
 from minilm_cache.wording import Described, printable
 
 TEACHER_CACHE: Final = "0-teacher"

@@ -17,15 +17,15 @@ from transformers import PreTrainedConfig
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, first_line
 from minilm_cache.models.device import choose_device
-from minilm_cache.models.size import ModelSize, Timed, inference_rates, model_size
+from minilm_cache.models.student import ModelSize, Timed, inference_rates, model_size
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.compare import is_teacher_of, live_held_out_kl
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.storage_schema.base import refuse_costly
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256, codec_words
-from minilm_cache.storage_schema.problems import refuse_costly
-from minilm_cache.store.regular_files import regular_bytes
+from minilm_cache.store.durable import regular_bytes
 from minilm_cache.train.folder import RunFolder
-from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, RunIdentity, StudentRecord
+from minilm_cache.train.record import MAX_LOG_BYTES, LogLine, StudentRecord
 
 _SECONDS_PER_HOUR: Final = 3600
 _SEED: Final = re.compile(r":s\d+")

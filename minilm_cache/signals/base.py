@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from minilm_cache.codecs.base import NOT_OURS
-from minilm_cache.codecs.fit_states import Bound
-from minilm_cache.codecs.transform import TransformCode
+from minilm_cache.codecs.transform import Bound, TransformCode
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.pooling import SentencePooler

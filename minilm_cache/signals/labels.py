@@ -15,9 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from minilm_cache.codecs.base import NOT_OURS
-from minilm_cache.codecs.draws import SeededDraws
-from minilm_cache.codecs.quantize import LAST_CODE, LogScale
-from minilm_cache.codecs.sampling import sample_pps, share_remainder
+from minilm_cache.codecs.sampling import LAST_CODE, LogScale, SeededDraws, sample_pps, share_remainder
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.tap import Tap
 from minilm_cache.relations.scores import key_mask

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.signals.answers import Logits, PooledVectors
 from minilm_cache.signals.base import OwnSignal, Signal, ValueSignal
-from minilm_cache.signals.hidden import FirstStates, HiddenStates, MaskedStates
 from minilm_cache.signals.labels import Labels
+from minilm_cache.signals.values import FirstStates, HiddenStates, Logits, MaskedStates, PooledVectors
 from minilm_cache.storage_schema.states import LABELS, LOGITS, POOLED, SignalName, StateFamily
 
 SIGNALS: Final[dict[str, Signal]] = {

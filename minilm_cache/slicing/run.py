@@ -12,18 +12,16 @@ from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import CPU, enough_memory
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import TeacherSource, load_tokenizer, load_weights, locate_teacher, read_config
-from minilm_cache.models.saving import saving
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
+from minilm_cache.models.truncate import saving
 from minilm_cache.relations.loss import relation_kl
-from minilm_cache.relations.rows import DenseRows, Targets
-from minilm_cache.relations.scores import relation_probs, relation_scores, row_mask
+from minilm_cache.relations.scores import DenseRows, Targets, relation_probs, relation_scores, row_mask
 from minilm_cache.slicing.config import SliceConfig
-from minilm_cache.slicing.forward import Calibration
+from minilm_cache.slicing.forward import Calibration, check_text, num_tokens, of_corpus
 from minilm_cache.slicing.shapes import check_cut, take_layer_types
 from minilm_cache.slicing.slices import cut_weights
-from minilm_cache.slicing.text import check_text, num_tokens, of_corpus
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.store.durable import new_folder, refuse_existing
 

@@ -16,19 +16,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from minilm_cache.cache import Cache
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.device import CPU, enough_memory
-from minilm_cache.models.saving import saving
 from minilm_cache.models.student import build_student
 from minilm_cache.models.tap import Head
-from minilm_cache.slicing.cut import cut
-from minilm_cache.slicing.forward import Calibration
-from minilm_cache.slicing.head import cut_head
-from minilm_cache.slicing.recipe import Recipe
+from minilm_cache.models.truncate import saving
+from minilm_cache.slicing.cut import Recipe, cut, cut_head
+from minilm_cache.slicing.forward import Calibration, num_tokens, of_cache
 from minilm_cache.slicing.source import TeacherWeights
-from minilm_cache.slicing.text import num_tokens, of_cache
 from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.store.durable import new_folder
-from minilm_cache.store.fingerprint import sha256_file
-from minilm_cache.store.regular_files import bounded_bytes
+from minilm_cache.store.checked import sha256_file
+from minilm_cache.store.durable import bounded_bytes, new_folder
 
 _VERSION: Final = 1
 """Version of the recipe: slices of another version are not reused."""

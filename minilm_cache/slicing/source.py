@@ -12,14 +12,14 @@ from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, Teache
 from minilm_cache.models.files import CONFIG, first_setting_that_differs, weights_sha256
 from minilm_cache.models.known import find_teacher
 from minilm_cache.models.load import load_weights, locate_teacher, read_config
-from minilm_cache.models.saving import saving
 from minilm_cache.models.student import num_weights, teacher_config
 from minilm_cache.models.tap import ATTENTION, Head
+from minilm_cache.models.truncate import saving
+from minilm_cache.storage_schema.base import REMEDY
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_WEIGHTS
-from minilm_cache.storage_schema.problems import REMEDY
+from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.durable import new_folder
-from minilm_cache.store.fingerprint import digest_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

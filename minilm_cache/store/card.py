@@ -1,11 +1,45 @@
-"""The card of a finished cache: describes its content for people and hubs, from its manifest alone."""
+"""What goes with a finished cache: a card for people and hubs, a preview, and files that are added later."""
 
+import io
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 from huggingface_hub import DatasetCardData
 
 from minilm_cache.storage_schema.identity import CacheIdentity, codec_words
-from minilm_cache.storage_schema.manifest import PREVIEW, TEACHER_WEIGHTS, CacheManifest
-from minilm_cache.storage_schema.measured import Measured
+from minilm_cache.storage_schema.manifest import PREVIEW, TEACHER_WEIGHTS, CacheManifest, Measured
+from minilm_cache.store.checked import digest_bytes, is_damaged
+from minilm_cache.store.durable import storage_errors, write_file
+from minilm_cache.store.layout import CARD, MANIFEST, below
 from minilm_cache.wording import markdown, printable
+
+
+def attach(root: Path, manifest: CacheManifest, *, path: str, content: bytes) -> CacheManifest:
+    """Add a file to a complete cache, or write it again where it is damaged; the manifest goes last.
+
+    Args:
+        root: folder of the cache.
+        manifest: manifest of the cache.
+        path: path of the file below `root`, one that the format knows.
+        content: content of the file.
+
+    Returns:
+        The manifest as it is now.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    digest = digest_bytes(content)
+    if manifest.files.get(path) == digest and not is_damaged(root, manifest, path):
+        return manifest
+    named = manifest.model_copy(update={"files": manifest.files | {path: digest}})
+    with storage_errors("write", root):
+        write_file(below(root, path), content)
+        write_file(root / CARD, cache_card(named).encode())
+        write_file(root / MANIFEST, named.to_json())
+    return named
+
 
 _PYTHON = {True: 'relation("attention")', False: "states()"}
 """What reads a sequence's content, for caches with relations and for those without."""
@@ -117,3 +151,33 @@ def cache_card(manifest: CacheManifest) -> str:
             "",
         ]
     )
+
+
+def seal_with_preview(root: Path, manifest: CacheManifest, preview: pa.Table) -> CacheManifest:
+    """Write the preview, the card and the manifest of a complete cache; the manifest goes last.
+
+    Args:
+        root: folder of the cache.
+        manifest: manifest of the complete cache.
+        preview: table of the preview.
+
+    Returns:
+        The manifest as it was written, with the preview among its files.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    buffer = io.BytesIO()
+    pq.write_table(preview, buffer, compression="zstd")
+    files = manifest.files | {PREVIEW: digest_bytes(buffer.getvalue())}
+    named = manifest.model_copy(update={"files": files})
+    with storage_errors("seal the cache", root):
+        write_file(below(root, PREVIEW), buffer.getvalue())
+        write_file(root / CARD, cache_card(named).encode())
+        write_file(root / MANIFEST, named.to_json())
+    return named
+
+
+def has_damaged_preview(root: Path, manifest: CacheManifest) -> bool:
+    """Return whether the preview that a manifest names is missing or damaged."""
+    return PREVIEW in manifest.files and is_damaged(root, manifest, PREVIEW)

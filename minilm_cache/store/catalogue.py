@@ -7,13 +7,17 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
-from minilm_cache.errors import CacheIncompleteError, CacheNotFoundError, MiniLMCacheError, StorageError
+from minilm_cache.errors import (
+    CacheIncompleteError,
+    CacheNotFoundError,
+    MiniLMCacheError,
+    StorageError,
+)
+from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
-from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import check_size, read_manifest
-from minilm_cache.store.remote import RemoteFolder, open_store
-from minilm_cache.store.transfer import TRANSFERS
+from minilm_cache.store.remote import TRANSFERS, RemoteFolder, open_store
 
 _URLS_SHOWN: Final = 5
 """Most URLs of caches that an error lists."""

@@ -1,5 +1,6 @@
-"""Lock the creation of a cache, and compare a cache that exists already with the requested one."""
+"""Begin a cache, in a folder or in a store, and compare one that exists with the requested one."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -7,11 +8,16 @@ from typing import Final
 
 from filelock import FileLock, Timeout
 
-from minilm_cache.errors import IdentityMismatchError
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError
 from minilm_cache.session import Session
-from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.store.durable import is_vacant, storage_errors, wait_for
-from minilm_cache.store.layout import CREATE_LOCK, MANIFEST, below
+from minilm_cache.storage_schema.base import parse
+from minilm_cache.storage_schema.documents import FileDigest
+from minilm_cache.storage_schema.identity import CacheIdentity
+from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
+from minilm_cache.store.checked import digest_bytes, read_checked
+from minilm_cache.store.durable import is_vacant, storage_errors, wait_for, write_file
+from minilm_cache.store.layout import COMMITS, CREATE_LOCK, MANIFEST, below
+from minilm_cache.store.remote import AccessDeniedError, RemoteFolder
 
 _LONGEST: Final = 16
 """Most characters of a value in a message."""
@@ -91,3 +97,133 @@ def _shown(value: object) -> str:
         return "some"
     text = str(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+BEGUN: Final = "unfinished.json"
+"""Manifest of a dump that has begun, in a store."""
+STAGING: Final = "staging"
+CLAIMS: Final = "claims"
+
+
+class OtherBeginningError(Exception):
+    """Another process has begun this dump first, perhaps with other codes, or has finished it."""
+
+
+def begun_manifest(target: RemoteFolder) -> CacheManifest | None:
+    """Return the manifest of what a store holds, complete or begun, whatever it is. None means nothing."""
+    for path in (MANIFEST, BEGUN):
+        content = target.read_if_there(path, MAX_MANIFEST_BYTES)
+        if content is not None:
+            return parse(CacheManifest, content, f"{target.url}/{path}")
+    return None
+
+
+def finished_manifest(target: RemoteFolder, identity: CacheIdentity) -> CacheManifest | None:
+    """Return the manifest of a complete cache in a store. None means that it is not complete.
+
+    Raises:
+        IdentityMismatchError: it is another cache.
+    """
+    content = target.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
+    if content is None:
+        return None
+    manifest = _same(content, MANIFEST, target=target, identity=identity)
+    if not manifest.complete:
+        raise IdentityMismatchError(
+            f"{target.url} holds an unfinished dump into a folder. Finish it there by `--out FOLDER`, or "
+            "choose another --out."
+        )
+    return manifest
+
+
+def join(target: RemoteFolder, root: Path, identity: CacheIdentity) -> None:
+    """Make a folder the beginning of the dump that a store holds, if it holds one.
+
+    Args:
+        target: folder of the cache in the store.
+        root: folder on this machine, which may not exist.
+        identity: what is dumped.
+
+    Raises:
+        IdentityMismatchError: the store holds another dump there.
+        CacheCorruptError: a file of the store is damaged.
+        StorageError: the store or the file system refused.
+    """
+    content = target.read_if_there(BEGUN, MAX_MANIFEST_BYTES)
+    if content is None:
+        return
+    manifest = _same(content, BEGUN, target=target, identity=identity)
+    staging = target.below(staging_of(content))
+    for path, digest in manifest.files.items():
+        write_file(below(root, path), read_remote(staging, path, digest), durable=False)
+    write_file(root / MANIFEST, content, durable=False)
+
+
+def begin(target: RemoteFolder, root: Path, manifest: CacheManifest) -> None:
+    """Begin a dump in a store, or find that this very dump has begun.
+
+    Args:
+        target: folder of the cache in the store.
+        root: folder on this machine with the files that the manifest names.
+        manifest: manifest of the unfinished cache.
+
+    Raises:
+        OtherBeginningError: another process was first, with other codes, or has finished the cache.
+    """
+    content = manifest.to_json()
+    if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) is None:
+        staging = target.below(staging_of(content))
+        for path, digest in manifest.files.items():
+            staging.write(path, read_checked(root, path, digest))
+        target.create(BEGUN, content)
+    if finished_manifest(target, manifest.identity) is not None:
+        remove_leftovers(target)
+        raise OtherBeginningError
+    if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) != content:
+        raise OtherBeginningError
+
+
+def remove_leftovers(target: RemoteFolder) -> None:
+    """Remove what only a dump needs from the folder of a finished cache, if this process may write there."""
+    if target.read_if_there(BEGUN, MAX_MANIFEST_BYTES) is None:  # no dump into the store has begun here
+        return
+    with suppress(AccessDeniedError):  # whoever reads the cache needs none of this gone
+        for folder in (STAGING, CLAIMS, COMMITS):
+            target.remove([f"{folder}/{name}" for name in target.below(folder).sizes()])
+        target.remove([BEGUN])
+
+
+def staging_of(content: bytes) -> str:
+    """Return the folder of the files that a record or a beginning names."""
+    return f"{STAGING}/{hashlib.sha256(content).hexdigest()[:32]}"
+
+
+def read_remote(folder: RemoteFolder, path: str, expected: FileDigest) -> bytes:
+    """Return a file of a store.
+
+    Raises:
+        CacheCorruptError: it is not what was committed.
+    """
+    content = folder.read(path, expected.size)
+    if digest_bytes(content) != expected:
+        raise CacheCorruptError(
+            f"{folder.url}/{path} is damaged. Run the same command again with `--check full`: it "
+            "writes damaged shards again."
+        )
+    return content
+
+
+def _same(content: bytes, name: str, *, target: RemoteFolder, identity: CacheIdentity) -> CacheManifest:
+    """Return a manifest of a store.
+
+    Raises:
+        IdentityMismatchError: it is of another cache.
+    """
+    manifest = parse(CacheManifest, content, f"{target.url}/{name}")
+    differing = differing_values(manifest.identity.model_dump(mode="json"), identity.model_dump(mode="json"))
+    if words := ", ".join(differing):
+        raise IdentityMismatchError(
+            f"{target.url} holds another cache, which differs in {words}. Choose another --out, or repeat "
+            "the settings of the first dump."
+        )
+    return manifest

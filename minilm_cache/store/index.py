@@ -5,6 +5,7 @@ them all into one Parquet file, whose hash the manifest holds. A reader opens th
 rows that it needs.
 """
 
+import io
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,22 +16,24 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.arrays import array_specs
+from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.documents import (
     MAX_FILE_BYTES,
     MAX_RECORD_BYTES,
+    MAX_SHARDS,
     CommitRecord,
     FileDigest,
     ShardRange,
 )
-from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, CacheManifest
-from minilm_cache.storage_schema.problems import parse
-from minilm_cache.store.checked import READ_REMEDY, open_table, read_checked
+from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, RANGES, CacheManifest
+from minilm_cache.store.checked import READ_REMEDY, digest_file, open_table, read_checked
 from minilm_cache.store.durable import (
     create_file,
     new_file,
@@ -39,7 +42,6 @@ from minilm_cache.store.durable import (
     sync_directories,
     write_file,
 )
-from minilm_cache.store.fingerprint import digest_file
 from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path, shard_files
 from minilm_cache.store.ranges import ShardRanges
 
@@ -52,6 +54,49 @@ _SEQUENCES: Final = "sequences"
 _SHARD_BYTES: Final = 64
 _FILE_BYTES: Final = 72
 """Most bytes that a shard and a file of it take in the index."""
+_RANGE_COLUMNS = {"num_sequences": pa.int64(), "num_tokens": pa.int64()}
+
+
+def encode_ranges(ranges: ShardRanges) -> bytes:
+    """Return the table as it is stored: a row per shard, in order."""
+    columns = {name: pa.array(getattr(ranges, name), kind) for name, kind in _RANGE_COLUMNS.items()}
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer, compression="zstd", write_page_checksum=True)
+    return buffer.getvalue()
+
+
+def read_ranges(root: Path, manifest: CacheManifest) -> ShardRanges:
+    """Read which sequences each shard of a cache holds.
+
+    Raises:
+        CacheCorruptError: the table is damaged, or its shards are not those of the manifest.
+    """
+    if manifest.shards:
+        sequences = np.asarray([shard.num_sequences for shard in manifest.shards], dtype=np.int64)
+        tokens = np.asarray([shard.num_tokens for shard in manifest.shards], dtype=np.int64)
+        return ShardRanges(sequences, tokens)
+    content = read_checked(root, RANGES, manifest.files.get(RANGES))
+    allowed = range(1, min(manifest.num_sequences, MAX_SHARDS) + 1)
+    file = open_table(content, _RANGE_COLUMNS, num_rows=allowed, where=root / RANGES)
+    table = file.read()
+    if any(column.null_count for column in table.columns):
+        raise CacheCorruptError(f"{root / RANGES} leaves out numbers. {READ_REMEDY}")
+    ranges = ShardRanges(*(column.to_numpy() for column in table.columns))
+    _check_ranges(ranges, manifest, root / RANGES)
+    return ranges
+
+
+def _check_ranges(ranges: ShardRanges, manifest: CacheManifest, where: Path) -> None:
+    sequences, tokens = ranges.num_sequences, ranges.num_tokens
+    fits = (
+        bool((sequences >= 1).all() and (sequences <= tokens).all())
+        and int(tokens.max()) <= manifest.shard_tokens
+        # Neither sum can overflow: tokens are at most 2**26 in each of at most 2**24 shards.
+        and int(sequences.sum()) == manifest.num_sequences
+        and int(tokens.sum()) == manifest.num_tokens
+    )
+    if not fits:
+        raise CacheCorruptError(f"{where} does not describe the shards of the manifest. {READ_REMEDY}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,30 @@ import re
 from pathlib import Path
 from typing import Final
 
-from minilm_cache.errors import CacheCorruptError
+from minilm_cache.errors import (
+    CacheCorruptError,
+)
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.identity import CacheIdentity
 from minilm_cache.storage_schema.manifest import CacheManifest, Calibration, Labels
-from minilm_cache.store.regular_files import linked_part
+from minilm_cache.store.durable import linked_part
+
+
+def described_otherwise(folder: Path) -> str:
+    """Return a sentence on what a folder is, and on the command that takes it; empty where nothing is known.
+
+    The sentence begins with a space, to follow a message that says what the folder is not.
+    """
+    if (folder / MANIFEST).is_file():
+        return " It is a cache: `minilm-cache info` shows it, and `train` takes it."
+    if (folder / "run.json").is_file():
+        students = ", ".join(str(file.parent) for file in sorted(folder.glob("students/*/config.json")))
+        models = f" Its students are models: {students}." if students else " It has no trained student yet."
+        return f" It is a run: `minilm-cache info` shows it.{models}"
+    if (folder / "config.json").is_file():
+        return " It is a model: `dump --teacher`, `evaluate`, `speed` and `embeddings` take it."
+    return ""
+
 
 MANIFEST: Final = "manifest.json"
 CARD: Final = "README.md"

@@ -1,4 +1,4 @@
-"""Leases on work that processes of several machines share, as small files of a store.
+"""Leases on work that processes of several machines share, as small files of a store; ranks of one folder.
 
 A lease is created only if there is none, and its holder writes it again while it works. Who sees a lease
 unchanged for `LEASE_S` seconds takes it over by creating the next one of that name. Clocks are not compared.
@@ -12,14 +12,16 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Final
 
 from pydantic import Field
 
 from minilm_cache.errors import CacheCorruptError, InterruptedRunError, StorageError
-from minilm_cache.storage_schema.base import StoredModel
-from minilm_cache.storage_schema.problems import parse
+from minilm_cache.storage_schema.base import StoredModel, parse
+from minilm_cache.store.durable import NotRegularError, regular_bytes, storage_errors
+from minilm_cache.store.layout import LOCKS, below
 from minilm_cache.store.remote import RemoteFolder
 
 LEASE_S: Final = 60.0
@@ -167,3 +169,46 @@ def _is_alive(process: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
+
+
+_RANKS_MAX_BYTES: Final = 32
+"""Most bytes of an announcement."""
+
+
+def announce_rank(root: Path, rank: int) -> None:
+    """Announce that a rank writes into the folder.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    path = below(root, f"{LOCKS}/rank-{rank:05d}")
+    with storage_errors("write", path):
+        path.parent.mkdir(exist_ok=True)
+        with path.open("w") as file:
+            file.write(str(os.fstat(file.fileno()).st_ino))
+
+
+def announced_ranks(root: Path) -> list[int]:
+    """Return the ranks that have announced themselves in this folder.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    folder = below(root, LOCKS)
+    with storage_errors("list", folder):
+        files = [path for path in folder.glob("rank-[0-9]*") if _was_made_here(path)]
+    return [int(path.name.removeprefix("rank-")) for path in files]
+
+
+def forget_ranks(root: Path) -> None:
+    """Remove all announcements."""
+    for path in below(root, LOCKS).glob("rank-*"):
+        path.unlink(missing_ok=True)
+
+
+def _was_made_here(path: Path) -> bool:
+    """Return whether an announcement was made in this folder, and not copied with it."""
+    try:
+        return regular_bytes(path, _RANKS_MAX_BYTES) == str(path.stat().st_ino).encode()
+    except (FileNotFoundError, NotRegularError):  # the cache has just been sealed, or it is no announcement
+        return False

@@ -18,9 +18,8 @@ from filelock import FileLock
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.session import ALONE
 from minilm_cache.store.catalogue import named_manifest
-from minilm_cache.store.checked import READ_REMEDY, file_state
+from minilm_cache.store.checked import READ_REMEDY, digest_bytes, file_state
 from minilm_cache.store.durable import lock_if_free, storage_errors
-from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import LOCKS, MANIFEST, below, lock_path, sequences_path, shard_files
 from minilm_cache.store.pull import Fetcher
 from minilm_cache.store.reader import CacheReader, Segment

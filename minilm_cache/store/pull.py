@@ -23,7 +23,7 @@ from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, TEACHER_WEIGHTS, CacheManifest
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import named_manifest
-from minilm_cache.store.checked import MAX_WEIGHTS_BYTES, checked_file, is_sound
+from minilm_cache.store.checked import MAX_WEIGHTS_BYTES, Hasher, checked_file, is_sound
 from minilm_cache.store.durable import (
     PARTIAL,
     is_vacant,
@@ -35,14 +35,11 @@ from minilm_cache.store.durable import (
     wait_for,
     write_file,
 )
-from minilm_cache.store.fingerprint import Hasher
-from minilm_cache.store.index import open_shards, parse_record, refuse_large_index
+from minilm_cache.store.index import open_shards, parse_record, read_ranges, refuse_large_index
 from minilm_cache.store.layout import CARD, MANIFEST, below, commit_path
 from minilm_cache.store.ranges import ShardRanges
-from minilm_cache.store.ranges_table import read_ranges
 from minilm_cache.store.reader import CacheReader, read_manifest
-from minilm_cache.store.remote import RemoteFolder, open_store
-from minilm_cache.store.transfer import TransferResult, for_each, num_bytes
+from minilm_cache.store.remote import RemoteFolder, TransferResult, for_each, num_bytes, open_store
 
 _TABLE_ROW_BYTES: Final = 64
 """Most bytes that a row of a sequence table takes."""

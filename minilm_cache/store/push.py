@@ -14,18 +14,16 @@ from minilm_cache.errors import (
     IdentityMismatchError,
 )
 from minilm_cache.session import Session
+from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, CommitRecord, FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, CacheManifest
-from minilm_cache.storage_schema.problems import parse
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import remote_manifest
-from minilm_cache.store.checked import checked_file, read_checked
+from minilm_cache.store.checked import checked_file, digest_bytes, read_checked
 from minilm_cache.store.durable import read_bounded
-from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.layout import CARD, MANIFEST, below, cache_name, commit_path
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.remote import RemoteFolder, open_store
-from minilm_cache.store.transfer import TransferResult, for_each, num_bytes
+from minilm_cache.store.remote import RemoteFolder, TransferResult, for_each, num_bytes, open_store
 
 
 def push(root: Path, store_url: str, *, session: Session, full: bool = False) -> TransferResult:

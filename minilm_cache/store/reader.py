@@ -22,12 +22,17 @@ from minilm_cache.errors import (
     CacheNotFoundError,
     IdentityMismatchError,
 )
-from minilm_cache.storage_schema.arrays import ArraySpec, SmallArray, array_specs
+from minilm_cache.storage_schema.arrays import (
+    ArraySpec,
+    SmallArray,
+    array_specs,
+    entropy_column,
+    sequence_columns,
+)
+from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
 from minilm_cache.storage_schema.metadata import zarr_documents
-from minilm_cache.storage_schema.problems import parse
-from minilm_cache.storage_schema.sequences import entropy_column, sequence_columns
 from minilm_cache.store.checked import (
     READ_REMEDY,
     FileState,
@@ -35,22 +40,20 @@ from minilm_cache.store.checked import (
     open_table,
     read_checked,
 )
-from minilm_cache.store.cores import own_cores
-from minilm_cache.store.durable import read_bounded
-from minilm_cache.store.folders import described_otherwise
-from minilm_cache.store.index import CommittedShard, committed_shards, open_shards
+from minilm_cache.store.durable import own_cores, read_bounded
+from minilm_cache.store.index import CommittedShard, committed_shards, open_shards, read_ranges
 from minilm_cache.store.layout import (
     MANIFEST,
     MAX_FILE_BYTES,
     MAX_SEGMENT_BYTES,
     commit_path,
     decoded_bytes,
+    described_otherwise,
     file_bytes,
     segment_tokens,
     sequences_path,
 )
-from minilm_cache.store.ranges_table import read_ranges
-from minilm_cache.store.segments import Segments
+from minilm_cache.store.ranges import Segments
 from minilm_cache.store.shards import decode_rows
 
 

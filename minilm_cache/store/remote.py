@@ -1,4 +1,4 @@
-"""One interface to folders of stores: object stores through obstore, other stores through fsspec.
+"""One interface to folders of stores, by obstore or fsspec, and transfers of many files.
 
 obstore has its own retries. What it and fsspec raise becomes one line that names the place and a remedy.
 Credentials come from the environment variables that each store's own tools use (AWS_ACCESS_KEY_ID, HF_TOKEN,
@@ -7,11 +7,12 @@ Credentials come from the environment variables that each store's own tools use 
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import fsspec
 import obstore.exceptions
@@ -22,17 +23,79 @@ from obstore.store import from_url
 from minilm_cache.errors import (
     CacheCorruptError,
     CacheNotFoundError,
+    InterruptedRunError,
     InvalidConfigError,
     MiniLMCacheError,
     StorageError,
     first_line,
     is_panic,
 )
-from minilm_cache.store.durable import PARTIAL, create_file, new_file, remove_abandoned, write_file
-from minilm_cache.store.object_store import BucketFiles, request
-from minilm_cache.store.regular_files import NotRegularError, linked_part, regular_bytes
+from minilm_cache.session import ShouldStop
+from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.store.durable import (
+    PARTIAL,
+    NotRegularError,
+    create_file,
+    linked_part,
+    new_file,
+    regular_bytes,
+    remove_abandoned,
+    write_file,
+)
+from minilm_cache.store.index import CommittedShards
+from minilm_cache.store.object_store import BucketFiles, refuse_bad_variables, request, variables_in
 from minilm_cache.store.urls import is_url, without_secrets
-from minilm_cache.store.variables import refuse_bad_variables, variables_in
+
+Result = TypeVar("Result")
+
+
+TRANSFERS: Final = 8
+"""Number of files that are transferred at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferResult:
+    """What a push or a pull did."""
+
+    place: str
+    """URL or folder of the copy, which is complete now."""
+    manifest: CacheManifest
+    shards_copied: int
+    """Shards of which any file was copied."""
+    shards_kept: int
+    """Shards that were there already."""
+
+
+def num_bytes(manifest: CacheManifest, shards: CommittedShards) -> int:
+    """Return the total size, in bytes, of a cache's files that have a hash."""
+    return sum(shards.bytes_by_name().values()) + sum(digest.size for digest in manifest.files.values())
+
+
+def for_each(
+    work: Callable[[int], Result], numbers: range, *, should_stop: ShouldStop, place: str
+) -> list[Result]:
+    """Call `work` with each number, several at once, and return its results in order.
+
+    Args:
+        work: called in a thread. Its first error cancels the rest and is raised.
+        numbers: numbers to call it with.
+        should_stop: called before each number; True stops.
+        place: URL or folder of the copy, for messages.
+
+    Raises:
+        InterruptedRunError: a stop was requested.
+    """
+
+    def guarded(number: int) -> Result:
+        if should_stop():
+            raise InterruptedRunError(
+                f"interrupted: what has been copied from or to {place} is kept. Run the same command again."
+            )
+        return work(number)
+
+    with ThreadPoolExecutor(TRANSFERS) as threads:
+        return list(threads.map(guarded, numbers))  # an error cancels those that have not begun
+
 
 OBJECT_STORES: Final = ("s3", "gs", "az")
 """URL schemes that are opened through obstore."""

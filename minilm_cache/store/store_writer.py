@@ -19,12 +19,12 @@ import pyarrow as pa
 
 from minilm_cache.errors import CacheCorruptError, ShardBusyError, StorageError
 from minilm_cache.session import Session
+from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.documents import MAX_RECORD_BYTES, CommitRecord
-from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest
-from minilm_cache.storage_schema.measured import Measured
-from minilm_cache.storage_schema.problems import parse
-from minilm_cache.store.attach import attach
-from minilm_cache.store.begun import (
+from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES, CacheManifest, Measured
+from minilm_cache.store.card import attach
+from minilm_cache.store.checked import checked_file
+from minilm_cache.store.creation import (
     CLAIMS,
     begin,
     finished_manifest,
@@ -32,14 +32,12 @@ from minilm_cache.store.begun import (
     remove_leftovers,
     staging_of,
 )
-from minilm_cache.store.checked import checked_file
 from minilm_cache.store.durable import write_file
 from minilm_cache.store.layout import CARD, COMMITS, MANIFEST, below, commit_path, shard_files
 from minilm_cache.store.leases import Lease, Leases
 from minilm_cache.store.ranges import ShardRanges
-from minilm_cache.store.remote import RemoteFolder
-from minilm_cache.store.shard_writer import ShardWriter
-from minilm_cache.store.transfer import TRANSFERS
+from minilm_cache.store.remote import TRANSFERS, RemoteFolder
+from minilm_cache.store.shards import ShardWriter
 from minilm_cache.store.verify import CheckRows
 from minilm_cache.store.writer import CacheWriter
 

@@ -16,12 +16,10 @@ from minilm_cache.errors import CacheCorruptError, CacheNotFoundError, MiniLMCac
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.documents import FileDigest
 from minilm_cache.storage_schema.manifest import INDEX, RANGES, CacheManifest
-from minilm_cache.store.cores import own_cores
-from minilm_cache.store.fingerprint import sha256_file
-from minilm_cache.store.index import open_shards
+from minilm_cache.store.checked import sha256_file, tokens_hash
+from minilm_cache.store.durable import own_cores
+from minilm_cache.store.index import open_shards, read_ranges
 from minilm_cache.store.layout import COMMITS, MANIFEST, below, commit_path
-from minilm_cache.store.linking import tokens_hash
-from minilm_cache.store.ranges_table import read_ranges
 from minilm_cache.store.reader import CacheReader, Segment, read_manifest
 
 CheckRows = Callable[[CacheReader], Callable[[Segment], None]]

@@ -14,21 +14,21 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from minilm_cache.errors import IdentityMismatchError, ShardBusyError, StorageError
+from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, ShardBusyError, StorageError
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs
+from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.documents import FileDigest
-from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, RANGES, CacheManifest
-from minilm_cache.storage_schema.measured import Measured
+from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, RANGES, CacheManifest, Measured
 from minilm_cache.storage_schema.metadata import zarr_documents
-from minilm_cache.storage_schema.problems import parse
-from minilm_cache.store.attach import attach, is_damaged
-from minilm_cache.store.checked import read_checked
+from minilm_cache.store.card import attach, has_damaged_preview, seal_with_preview
+from minilm_cache.store.checked import checked_file, digest_bytes, is_damaged, read_checked, tokens_hash
 from minilm_cache.store.creation import differing_fields, prepare_root
 from minilm_cache.store.durable import (
     PARTIAL,
     ShardLock,
     create_file,
+    link_file,
     lock_if_free,
     locked,
     new_file,
@@ -38,12 +38,13 @@ from minilm_cache.store.durable import (
     sync_files,
     write_file,
 )
-from minilm_cache.store.fingerprint import digest_bytes
 from minilm_cache.store.index import (
     CommittedShard,
     RecordedShards,
     commit,
     committed_shards,
+    encode_ranges,
+    read_ranges,
     unseal,
     write_index,
 )
@@ -56,22 +57,74 @@ from minilm_cache.store.layout import (
     sequences_path,
     shard_files,
 )
-from minilm_cache.store.linking import (
-    has_layout_of,
-    link_tokens,
-    refuse_incompatible,
-    refuse_other_tokens,
-    take_over,
-    tokens_hash,
-)
-from minilm_cache.store.preview import has_damaged_preview, seal_with_preview
+from minilm_cache.store.leases import announce_rank, announced_ranks, forget_ranks
 from minilm_cache.store.ranges import ShardRanges
-from minilm_cache.store.ranges_table import encode_ranges, read_ranges
-from minilm_cache.store.ranks import announce_rank, announced_ranks, forget_ranks
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.shard_writer import ShardWriter
-from minilm_cache.store.shards import ShardEncoder, encode_table
+from minilm_cache.store.shards import ShardEncoder, ShardWriter, encode_table
 from minilm_cache.store.verify import CheckRows, shards_of_other_sizes, unsound_shards
+
+_OF_ONE_CACHE = {"zarr.json", RANGES, INDEX}
+"""Files that two caches of the same shards need not share."""
+
+
+def refuse_incompatible(parts: CacheReader, manifest: CacheManifest, ranges: ShardRanges) -> None:
+    """Raise IdentityMismatchError if a new cache cannot use files of `parts`: other codes or shards."""
+    theirs, ours = parts.manifest.files, manifest.files
+    differing = [path for path in theirs.keys() & ours.keys() - _OF_ONE_CACHE if theirs[path] != ours[path]]
+    if parts.ranges != ranges or differing:
+        what = min(differing) if differing else "its shards"
+        raise IdentityMismatchError(
+            f"{parts.root} cannot be added to here: {what} differs, so the two were begun separately. "
+            "Choose another --out, or leave out --add."
+        )
+
+
+def has_layout_of(donor: CacheReader, manifest: CacheManifest, ranges: ShardRanges) -> bool:
+    """Return whether another cache stores its tokens in the same layout as a new one."""
+    metadata = "tokens/zarr.json"
+    return donor.manifest.files.get(metadata) == manifest.files.get(metadata) and donor.ranges == ranges
+
+
+def refuse_other_tokens(parts: CacheReader, shard: int, tokens: npt.NDArray[np.generic]) -> None:
+    """Raise IdentityMismatchError if a shard of `parts` holds other token ids."""
+    if parts.records[shard].tokens_xxh3 != tokens_hash(tokens):
+        raise IdentityMismatchError(
+            f"shard {shard} of {parts.root} holds other tokens than the corpus gives now. Dump without --add."
+        )
+
+
+def take_over(parts: CacheReader, root: Path, *, path: str, shard: int) -> FileDigest:
+    """Link or copy a file of a shard of `parts` into the cache at `root`, and return what it is.
+
+    Raises:
+        CacheCorruptError: the file is damaged in `parts`.
+    """
+    expected = parts.records[shard].files[path]
+    try:
+        link_file(checked_file(parts.root, path, expected), below(root, path))
+    except OSError:  # on another file system, or on one without hard links
+        write_file(below(root, path), read_checked(parts.root, path, expected))
+    return expected
+
+
+def link_tokens(
+    donor: CacheReader, root: Path, *, path: str, shard: int, tokens: npt.NDArray[np.generic]
+) -> FileDigest | None:
+    """Link the file of another cache if it holds the same tokens, and return what it is.
+
+    Files of a cache are replaced, never changed in place, so neither cache can damage the other.
+
+    Returns:
+        Size and hashes of the file. None means that it was not linked.
+    """
+    if shard not in donor.records or donor.records[shard].tokens_xxh3 != tokens_hash(tokens):
+        return None
+    expected = donor.records[shard].files[path]
+    try:
+        link_file(checked_file(donor.root, path, expected), below(root, path))
+    except (CacheCorruptError, OSError):  # damaged, on another file system, or no hard links
+        return None
+    return expected
 
 
 class CacheWriter:

@@ -19,8 +19,16 @@ from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.objectives.batch import UNITS, Counts, StudentBatch, WantedTargets
 from minilm_cache.relations.loss import choose_method
-from minilm_cache.relations.rows import RowTargets, Targets, VectorRows, densify, to_dense
-from minilm_cache.relations.scores import Vectors, key_mask, mean_row_entropy
+from minilm_cache.relations.scores import (
+    RowTargets,
+    Targets,
+    VectorRows,
+    Vectors,
+    densify,
+    key_mask,
+    mean_row_entropy,
+    to_dense,
+)
 from minilm_cache.relations.signals import MaskedSequences, Signals
 from minilm_cache.relations.transfer import pin, send
 from minilm_cache.signals.codec import SignalsCodec

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.load import ALIASES, MINI, MINI_ID, load_tokenizer
-from minilm_cache.models.saving import saving
 from minilm_cache.models.tap import Head
+from minilm_cache.models.truncate import saving
 from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES, CacheManifest
 from minilm_cache.store.durable import new_folder
 from minilm_cache.store.reader import CacheReader

@@ -14,12 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from minilm_cache.errors import IdentityMismatchError, first_line
-from minilm_cache.models.saving import saving
-from minilm_cache.models.tensors import TENSOR_ERRORS, StoredFile, load_tensors, save_tensors
+from minilm_cache.models.files import TENSOR_ERRORS, StoredFile, load_tensors, save_tensors
+from minilm_cache.models.truncate import saving
 from minilm_cache.storage_schema.base import Sha256
 from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.store.durable import PARTIAL, sync_directories, sync_file
-from minilm_cache.store.regular_files import bounded_bytes
+from minilm_cache.store.durable import PARTIAL, bounded_bytes, sync_directories, sync_file
 from minilm_cache.train.folder import arch_slug, state_name
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.trainer import StudentTrainer

@@ -1,11 +1,13 @@
-"""Settings of a training, apart from its cache and the folder of its run."""
+"""Settings of a training, apart from its cache and the folder of its run, and recipes by name."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.config import ObjectiveConfig
-from minilm_cache.objectives.spec import OBJECTIVES
+from minilm_cache.objectives.spec import OBJECTIVES, Preset
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings
 
 DEFAULT_EPOCHS = 5.0
@@ -166,3 +168,46 @@ class CostConfig(FrozenSettings):
         if self.arch and self.preset is None and self.epochs is None:
             raise ValueError("--arch goes with --preset or --epochs, which say how long training is")
         return self
+
+
+def presets() -> dict[str, Preset]:
+    """Return the recipes of all objectives, by name."""
+    return {
+        name: Preset(settings={"objective": spec.name, **preset.settings}, source=preset.source)
+        for spec in OBJECTIVES.values()
+        for name, preset in spec.presets.items()
+    }
+
+
+def with_preset(name: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe, overridden by those that are given and not None.
+
+    Args:
+        name: name of the recipe. None means no recipe.
+        given: settings of `TrainConfig`, by name.
+
+    Raises:
+        InvalidConfigError: there is no recipe of this name.
+    """
+    given = {option: value for option, value in given.items() if value is not None}
+    settings = {} if name is None else dict(_preset(name).settings)
+    if "epochs" in given:
+        settings.pop("steps", None)
+    if given.get("objective", settings.get("objective")) != settings.get("objective"):
+        settings.pop("relation_heads", None)
+    return settings | given
+
+
+def describe_preset(name: str, config: TrainConfig) -> str:
+    """Return one line about a recipe: its settings as `config` has them, and its source."""
+    recipe = _preset(name)
+    shown = {option: getattr(config, option) for option in ("epochs", *recipe.settings)}
+    settings = ", ".join(f"{option} {value}" for option, value in shown.items() if value is not None)
+    return f"preset {name}: {settings} ({recipe.source})"
+
+
+def _preset(name: str) -> Preset:
+    known = presets()
+    if name not in known:
+        raise InvalidConfigError(f"--preset {name}: give one of {', '.join(known)}.")
+    return known[name]

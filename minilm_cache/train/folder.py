@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minilm_cache.errors import IdentityMismatchError
-from minilm_cache.store.regular_files import linked_part
+from minilm_cache.store.durable import linked_part
 
 RUN_FILE = "run.json"
 """File name of the run's record."""

@@ -1,12 +1,16 @@
-"""Measures how close students are to the teacher on sequences that no student was trained on."""
+"""How close students are to the teacher on sequences that no student was trained on, stored or live."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.base import Losses
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.relations.loss import CPU_LIMITS, scores_bytes
+from minilm_cache.relations.scores import DenseRows, LayerRelations, Targets, mean_row_entropy, split_heads
+from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
 
 MAX_SEQUENCES = 256
@@ -46,3 +50,28 @@ def held_out_losses(
         {name: value / max(count[name], 1) for name, value in total.items()}
         for total, count in zip(sums, counts, strict=True)
     ]
+
+
+def with_live_targets(
+    batches: Iterable[StudentBatch], teacher: Teacher, wanted: WantedTargets
+) -> Iterator[StudentBatch]:
+    """Yield the same batches with the teacher's dense relations, from a forward pass for each batch.
+
+    Args:
+        batches: sequences; their targets are replaced.
+        teacher: the teacher.
+        wanted: which relations of which layers, and how many relation heads. Without layers, those that the
+            teacher was loaded with are compared.
+    """
+    for batch in batches:
+        signals = teacher.relations(batch.inputs, wanted.layers or None)
+        yield replace(batch, targets=tuple(_targets(signal, wanted) for signal in signals))
+
+
+def _targets(signal: LayerRelations, wanted: WantedTargets) -> dict[RelationKind, Targets]:
+    if wanted.relation_heads is not None:
+        signal = LayerRelations(split_heads(signal.vectors, wanted.relation_heads), signal.lengths)
+    return {
+        kind: Targets(DenseRows(signal.probs(kind)), mean_row_entropy(signal.probs(kind), signal.lengths))
+        for kind in wanted.kinds
+    }

@@ -15,11 +15,11 @@ from minilm_cache.models.files import first_setting_that_differs, weights_sha256
 from minilm_cache.models.load import keep_layers, load_tokenizer, load_weights, read_config, tokenizer_sha256
 from minilm_cache.models.student import teacher_config
 from minilm_cache.models.tap import Head
-from minilm_cache.slicing.recipe import Recipe
+from minilm_cache.slicing.cut import Recipe
+from minilm_cache.slicing.forward import check_text
 from minilm_cache.slicing.shapes import check_cut, check_sizes, layers_for, take_layer_types
 from minilm_cache.slicing.slices import SlicePlan, has_slice, load_slice
 from minilm_cache.slicing.source import TeacherWeights, teacher_weights
-from minilm_cache.slicing.text import check_text
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.train.card import cached_tokenizer

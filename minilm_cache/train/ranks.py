@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minilm_cache.engines.common_folder import check_common, common_file
+from minilm_cache.engines.ray_cluster import check_common, common_file
 from minilm_cache.errors import (
     DeviceError,
     InvalidConfigError,

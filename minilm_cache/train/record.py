@@ -1,22 +1,20 @@
-"""The record of a run, `run.json`, and its log, `log.jsonl`, with one line per logged step."""
+"""The record of a run, `run.json`, and its log `log.jsonl`, with one line per logged step."""
 
-from minilm_cache.storage_schema.upgrades import OBJECTIVE_OF_RUNS, refuse_lacking
 import json
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InvalidConfigError
 from minilm_cache.objectives.config import ObjectiveFields
-from minilm_cache.storage_schema.base import StoredModel
+from minilm_cache.storage_schema.base import StoredModel, refuse_costly
 from minilm_cache.storage_schema.identity import RelationKind, canonical_sha256
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.storage_schema.problems import refuse_costly
-from minilm_cache.store.durable import storage_errors, write_file
-from minilm_cache.store.folders import described_otherwise
-from minilm_cache.store.regular_files import bounded_bytes, regular_bytes
+from minilm_cache.storage_schema.upgrades import OBJECTIVE_OF_RUNS, refuse_lacking
+from minilm_cache.store.durable import bounded_bytes, regular_bytes, storage_errors, write_file
+from minilm_cache.store.layout import described_otherwise
 from minilm_cache.store.urls import without_secrets
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, arch_slug, is_run
@@ -80,12 +78,17 @@ class RunIdentity(ObjectiveFields, StoredModel):
     """Steps between evaluations on held-out sequences; the best weights become the student. None means an
     evaluation at the end alone."""
 
-    sections: ClassVar[frozenset[str]] = frozenset(ObjectiveFields.model_fields) - OBJECTIVE_OF_RUNS | {"dealing", "dropout", "batches", "frozen"}
+    sections: ClassVar[frozenset[str]] = frozenset(ObjectiveFields.model_fields) - OBJECTIVE_OF_RUNS | {
+        "dealing",
+        "dropout",
+        "batches",
+        "frozen",
+    }
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_whole(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return refuse_lacking(values, OBJECTIVE_OF_RUNS)
+    @model_validator(mode="after")
+    def _is_whole(self) -> "RunIdentity":
+        refuse_lacking(self.model_fields_set, OBJECTIVE_OF_RUNS)
+        return self
 
     @classmethod
     def of(

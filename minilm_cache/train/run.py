@@ -22,20 +22,21 @@ from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
 from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.first import after_first, check_first, first_config, first_folder
 from minilm_cache.train.folder import RunFolder
 from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size, held_out_losses
 from minilm_cache.train.initial import Beginnings, folder_of, initial_weights
 from minilm_cache.train.loop import TrainingLoop
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.record import (
-    RunIdentity,
-    RunRecord,
-    StudentRecord,
-    run_recipe,
-    write_record,
+from minilm_cache.train.record import RunIdentity, RunRecord, StudentRecord, run_recipe, write_record
+from minilm_cache.train.resume import (
+    after_first,
+    check_first,
+    first_config,
+    first_folder,
+    read_record,
+    recorded,
+    refuse_beginning,
 )
-from minilm_cache.train.resume import read_record, recorded, refuse_beginning
 from minilm_cache.train.sampler import StepPlan, plan_steps
 from minilm_cache.train.setup import build_trainers, fit_objectives, num_steps, student_shapes
 from minilm_cache.train.tracking import tracking

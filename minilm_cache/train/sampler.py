@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.store.segments import Segments
+from minilm_cache.store.ranges import Segments
 from minilm_cache.train.config import TrainConfig
 
 _POOL_BATCHES = 32

@@ -1,9 +1,15 @@
-"""What a run begins with: its number of steps, and its students with their initial weights."""
+"""What a run begins with: its steps, the memory it needs, and its students with their initial weights."""
 
 import math
 from collections.abc import Sequence
+from typing import Final
+
+import psutil
+import torch
+from rich.filesize import decimal
 
 from minilm_cache.cache import Cache
+from minilm_cache.errors import DeviceError
 from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.student import build_student, student_config
 from minilm_cache.models.tap import TappedModel
@@ -12,9 +18,67 @@ from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import DEFAULT_EPOCHS, LEAST_STEPS, TrainConfig
 from minilm_cache.train.initial import Beginnings, random_weights
-from minilm_cache.train.memory import refuse_too_large
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.trainer import StudentTrainer, precision_of
+
+_WEIGHT_BYTES: Final = 12
+"""Bytes of a weight and the two moments of AdamW, float32."""
+_GRADIENT_BYTES: Final = 4
+"""Bytes of the gradient of a weight, float32."""
+_VECTORS: Final = 8
+"""Vectors of the hidden size that a layer of BERT keeps of a token for its backward pass, without dropout."""
+
+
+def lower_bounds(shape: StudentShape, *, rows: int, length: int | float, bytes_each: int) -> tuple[int, int]:
+    """Return lower bounds of a student's number of weights, and of the bytes that its forward pass keeps.
+
+    Embeddings, losses, dropout, attention distributions and what libraries keep are not counted, and neither
+    is the last layer, which objectives may stop in.
+
+    Args:
+        shape: shape of the student.
+        rows: sequences that one backward pass is about.
+        length: mean number of tokens of a sequence.
+        bytes_each: bytes of a number that is kept for the backward pass.
+    """
+    width, layers = shape.bottleneck_size or shape.hidden_size, shape.num_layers - 1
+    weights = layers * (4 * width * width + 2 * width * shape.ffn_size)
+    of_token = _VECTORS * width + 2 * shape.ffn_size
+    return weights, int(rows * length * layers * of_token * bytes_each)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes of memory of a device that are not in use. None means that it does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available) if device.type == "cpu" else None
+
+
+def refuse_too_large(
+    shapes: Sequence[StudentShape], *, rows: int, length: int | float, bytes_each: int, device: torch.device
+) -> None:
+    """Raise DeviceError for students that are surely too large for the free memory of a device.
+
+    Args:
+        shapes: shapes of the students of one process; their backward passes follow each other.
+        rows: sequences that one backward pass is about.
+        length: mean number of tokens of a sequence.
+        bytes_each: bytes of a number that is kept for the backward pass; 0 with gradient checkpointing.
+        device: device that computes.
+    """
+    bounds = [lower_bounds(shape, rows=rows, length=length, bytes_each=bytes_each) for shape in shapes]
+    free = free_bytes(device)
+    least = sum(_WEIGHT_BYTES * weights for weights, _ in bounds)
+    # Gradients come while what the forward pass kept is freed, and go before the next student's pass.
+    least += max((max(_GRADIENT_BYTES * weights, step) for weights, step in bounds), default=0)
+    if free is not None and least > free:
+        names = ", ".join(shape.arch for shape in shapes)
+        raise DeviceError(
+            f"{device} has too little memory: training {names} takes more than {decimal(least)}, and "
+            f"{decimal(free)} are free. Take a smaller --arch or --batch-size, --accumulate or "
+            "--gradient-checkpointing."
+        )
+
 
 _FIT_SEQUENCES = 2048
 """Training sequences that objectives' own weights are fitted to."""

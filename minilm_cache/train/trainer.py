@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minilm_cache.models.arch import StudentShape
-from minilm_cache.models.cpu import draw_faster, has_bfloat16
-from minilm_cache.models.device import CPU
+from minilm_cache.models.device import CPU, draw_faster, has_bfloat16
 from minilm_cache.models.tap import Head, Reading, TappedModel
 from minilm_cache.objectives.base import Losses, StudentObjective
 from minilm_cache.objectives.batch import UNITS, StudentBatch, Unit

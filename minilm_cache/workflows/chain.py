@@ -19,18 +19,16 @@ from pydantic import BaseModel, ConfigDict
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.dump.setup import load_teacher
-from minilm_cache.engines.jobs import Job, run_jobs
-from minilm_cache.engines.ray_cluster import RayCluster
+from minilm_cache.engines.ray_cluster import Job, RayCluster, run_jobs
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.report.page import write_report
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.report.tables import held_out_of, students_table
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.store.durable import storage_errors, write_file
+from minilm_cache.store.durable import bounded_bytes, storage_errors, write_file
 from minilm_cache.store.layout import MANIFEST
 from minilm_cache.store.reader import read_manifest
-from minilm_cache.store.regular_files import bounded_bytes
 from minilm_cache.train.ranks import Ranks, refuse_ranks
 from minilm_cache.train.run import train_students
 from minilm_cache.workflows.chain_plan import SETTINGS_FILE, Stage, Way, chain_settings, check_chain, stages

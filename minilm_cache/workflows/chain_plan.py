@@ -1,6 +1,5 @@
 """What a chain consists of: its stages, its folder, and what its settings must be before the first stage."""
 
-from minilm_cache.storage_schema.upgrades import DUMPS_OF_CHAINS, TRAININGS_OF_CHAINS, defaults_of_later, without_defaults
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,17 +20,22 @@ from minilm_cache.objectives.spec import OBJECTIVES, Needs
 from minilm_cache.report.runs import TEACHER_CACHE
 from minilm_cache.settings import FrozenSettings, Settings, validated
 from minilm_cache.storage_schema.identity import canonical_sha256
+from minilm_cache.storage_schema.upgrades import (
+    DUMPS_OF_CHAINS,
+    TRAININGS_OF_CHAINS,
+    defaults_of_later,
+    without_defaults,
+)
 from minilm_cache.store.creation import differing_values
-from minilm_cache.store.regular_files import bounded_bytes
-from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.first import first_config
+from minilm_cache.store.durable import bounded_bytes
+from minilm_cache.train.config import TrainConfig, with_preset
 from minilm_cache.train.folder import RunFolder, arch_slug
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM, check_beginning
-from minilm_cache.train.presets import with_preset
 from minilm_cache.train.ranks import refuse_ranks
+from minilm_cache.train.resume import first_config
 from minilm_cache.train.sampler import check_parts
 from minilm_cache.workflows.config import ChainConfig, naming_settings
-from minilm_cache.workflows.states import cache_state, run_state
+from minilm_cache.workflows.study_preview import cache_state, run_state
 from minilm_cache.workflows.study_source import Source
 
 SETTINGS_FILE = "settings.json"

@@ -1,6 +1,5 @@
 """Settings of workflows that run several dumps and trainings."""
 
-from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Final
 
@@ -8,6 +7,7 @@ from pydantic import Field
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.settings import FrozenSettings
+from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
 from minilm_cache.train.config import TrainConfig
 
 _CHANGES_NO_STUDENT: Final[Mapping[str, Any]] = {

@@ -17,9 +17,9 @@ from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import DumpResult, dump_cache
 from minilm_cache.models.load import MINI, locate_teacher
-from minilm_cache.models.sentence import SentenceModel
+from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.report.config import ReportConfig
-from minilm_cache.report.run import report_runs
+from minilm_cache.report.page import report_runs
 from minilm_cache.session import ALONE, Session
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import TrainResult, train_students

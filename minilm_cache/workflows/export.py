@@ -10,7 +10,7 @@ import torch
 
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
-from minilm_cache.models.saving import saving
+from minilm_cache.models.truncate import saving
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.states import POOLED

@@ -2,15 +2,140 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from minilm_cache.dump.config import DumpConfig, PlanConfig
 from minilm_cache.dump.plan import Plan, PlannedSetting, plan
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.load import locate_teacher, read_config
+from minilm_cache.models.student import model_size, shape_config
+from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
-from minilm_cache.train.config import CostConfig
-from minilm_cache.workflows.cost import Costs, estimate, operations
+from minilm_cache.train.config import CostConfig, with_preset
+
+_FORWARD_PASSES_PER_STEP: Final = 3
+"""Cost of a training step in forward passes: the backward pass costs two (Kaplan et al. 2020, arXiv
+2001.08361)."""
+_SECONDS_PER_HOUR: Final = 3600
+TERA: Final = 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Cost of one part of the work."""
+
+    what: str
+    """The part, for people: `dump`, `train ARCH`, ..."""
+    flops: float
+    """Floating point operations."""
+    hours: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Cost of a dump and of trainings from it."""
+
+    flops_per_s: float
+    """Rate that hours are computed with, operations per second."""
+    is_measured: bool
+    """True: the rate is that of the teacher's forward pass on this machine. False: the rate was given."""
+    train_tokens: int
+    """Tokens that the training of one student reads."""
+    parts: list[Cost]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """Operations per token of a dump and of training, up to where each of them stops; without the loss."""
+
+    teacher: float
+    """Operations per token of the teacher's forward pass."""
+    timed: float
+    """Operations per token of the pass that is timed: up to the teacher's last queries, keys and values."""
+    students: Mapping[str, float]
+    """Operations per token of a training step, by the shape of the student."""
+
+
+def train_tokens(config: CostConfig, num_tokens: int, length: int) -> int:
+    """Return the tokens that one training reads.
+
+    Args:
+        config: length of trainings.
+        num_tokens: tokens of the corpus.
+        length: tokens of a sequence.
+
+    Returns:
+        Tokens; 0 where no training is estimated.
+
+    Raises:
+        InvalidConfigError: there is no recipe of this name.
+    """
+    if not config.arch:
+        return 0
+    if config.epochs is not None:
+        return config.epochs * num_tokens
+    recipe: Mapping[str, int] = with_preset(config.preset, {})
+    return recipe["steps"] * recipe["batch_size"] * length
+
+
+def operations(config: CostConfig, dump: DumpConfig) -> Operations:
+    """Return the operations per token of a dump and of students' training.
+
+    Students are counted whole if one of the objectives that the cache is to serve needs their last outputs.
+
+    Args:
+        config: shapes of students.
+        dump: teacher, length and what is stored; the teacher's weights are not loaded.
+
+    Raises:
+        TeacherError: there is no such teacher.
+        InvalidConfigError: a shape is not valid, or there is no recipe of this name.
+    """
+    length = dump.max_length
+    train_tokens(config, 1, length)
+    teacher_config = read_config(locate_teacher(dump.teacher, dump.revision).folder)
+    served = dump.serve or (("minilm",) if dump.codec != "none" else ())
+    stops_early = bool(served) and all(OBJECTIVES[name].stops_early for name in served)
+    students = {}
+    for arch in config.arch:
+        shape = parse_arch(arch, teacher_config.num_attention_heads)
+        built = shape_config(shape, teacher_config.to_dict(), teacher_config.model_type)
+        one_pass = model_size(built, length).pass_flops(stops_early=stops_early)
+        students[arch] = _FORWARD_PASSES_PER_STEP * one_pass
+    size = model_size(teacher_config, length)
+    teacher = size.pass_flops(stops_early=not dump.has_states)
+    return Operations(teacher=teacher, timed=size.stopped_flops_per_token, students=students)
+
+
+def estimate(
+    config: CostConfig, per_token: Operations, *, num_tokens: int, length: int, teacher_tokens_per_s: float
+) -> Costs:
+    """Return the costs of a dump, of each training, and of each training with the teacher run alongside.
+
+    Args:
+        config: length of trainings, and the rate of the machine.
+        per_token: operations per token.
+        num_tokens: tokens of the corpus.
+        length: tokens of a sequence.
+        teacher_tokens_per_s: tokens per second of the teacher on this machine, up to its last queries, keys
+            and values.
+    """
+    measured_rate = teacher_tokens_per_s * per_token.timed
+    rate = measured_rate if config.tflops is None else config.tflops * TERA
+    num_read = train_tokens(config, num_tokens, length)
+
+    def cost(what: str, flops: float) -> Cost:
+        return Cost(what=what, flops=flops, hours=flops / rate / _SECONDS_PER_HOUR)
+
+    parts = [cost("dump", per_token.teacher * num_tokens)]
+    for arch, step in per_token.students.items():
+        parts += [
+            cost(f"train {arch}", step * num_read),
+            cost(f"train {arch} with the teacher along", (step + per_token.teacher) * num_read),
+        ]
+    return Costs(flops_per_s=rate, is_measured=config.tflops is None, train_tokens=num_read, parts=parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

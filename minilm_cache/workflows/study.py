@@ -18,8 +18,7 @@ from transformers import PreTrainedConfig
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.engines.jobs import Job, run_jobs
-from minilm_cache.engines.ray_cluster import RayCluster
+from minilm_cache.engines.ray_cluster import Job, RayCluster, run_jobs
 from minilm_cache.errors import DivergedError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.device import choose_device

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from minilm_cache.errors import InvalidConfigError, first_line
 from minilm_cache.settings import Settings, first_problem
-from minilm_cache.store.regular_files import regular_bytes
+from minilm_cache.store.durable import regular_bytes
 
 _MAX_BYTES: Final = 2**20
 _MAX_DIGITS: Final = 72

@@ -1,6 +1,5 @@
 """Reads STUDY.yaml, the settings of a study, and reports every mistake with its line and key."""
 
-from minilm_cache.storage_schema.upgrades import TRAININGS_OF_STUDIES
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from minilm_cache.objectives.config import ObjectiveConfig, default_of, slug_for
 from minilm_cache.objectives.spec import Which, known_objective
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
+from minilm_cache.storage_schema.upgrades import TRAININGS_OF_STUDIES
 from minilm_cache.store.urls import is_url
-from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.first import first_config
+from minilm_cache.train.config import TrainConfig, with_preset
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM
-from minilm_cache.train.presets import with_preset
+from minilm_cache.train.resume import first_config
 from minilm_cache.workflows.config import naming_settings
 from minilm_cache.workflows.study_source import Location, Source
 
@@ -38,6 +37,8 @@ _NOT_IN_TRAIN: Final = {
     "objective": "objective",
 }
 """Settings of a training that a study varies, and where the document must give them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveChoice:
     """An objective of a study, with its settings."""

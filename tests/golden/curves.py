@@ -6,7 +6,7 @@ python -m tests.golden.curves        writes them anew, after a change that is me
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Any, Final
 
 from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.session import Session
@@ -25,13 +25,17 @@ OF_CLASSES: Final = ("tinybert-prediction", "embedding")
 
 def make_world(root: Path, *, classes: bool) -> World:
     """Return a world whose cache serves half of the objectives."""
-    head, labels = ("sequences", {"num_labels": 3}) if classes else ("tokens", {})
-    teacher = save_teacher(root / "teacher", head=head, **labels)
+    teacher = root / "teacher"
+    if classes:
+        save_teacher(teacher, head="sequences", num_labels=3)
+    else:
+        save_teacher(teacher, head="tokens")
     world = World(root, teacher, write_corpus(root / "corpus.txt", num_documents=100))
     served = [name for name in OBJECTIVES if (name in OF_CLASSES) == classes and name in TRAINED]
     more = {"packing": "records", "pooling": "mean"} if classes else {}
     bounds = {} if classes else {"codec": "vectors", "max_kl": 0.003, "max_error": 0.02}
-    world.dump(**{"codec": "none", "for": ",".join(served), **bounds, **more})
+    settings: dict[str, Any] = {"for": ",".join(served), **bounds, **more}
+    world.dump(**settings)
     return world
 
 

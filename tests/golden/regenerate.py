@@ -16,11 +16,9 @@ import torch
 
 from minilm_cache import open_cache
 from minilm_cache.cache import CachedSequence
-from minilm_cache.codecs.dense import DenseCodec
-from minilm_cache.codecs.rows import RowsCodec
+from minilm_cache.codecs.rows import DenseCodec, RowsCodec
 from minilm_cache.codecs.topk import TopKCodec
-from minilm_cache.relations.rows import to_dense
-from minilm_cache.relations.scores import key_mask
+from minilm_cache.relations.scores import key_mask, to_dense
 from minilm_cache.relations.signals import SparseLabels
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest

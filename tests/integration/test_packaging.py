@@ -48,7 +48,7 @@ def test_format_and_command_line_load_nothing_heavy() -> None:
     """`--help` answers at once, and the format can be read where there is no torch."""
     code = (
         "import sys; import minilm_cache, minilm_cache.cli.main, minilm_cache.storage_schema.manifest, "
-        "minilm_cache.storage_schema.arrays, minilm_cache.storage_schema.sequences; "
+        "minilm_cache.storage_schema.arrays, minilm_cache.storage_schema.arrays; "
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

@@ -25,7 +25,7 @@ from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.tap import Tap
 from minilm_cache.models.teacher import Teacher, TeacherReading
 from minilm_cache.session import Session
-from minilm_cache.storage_schema.measured import StateFidelity
+from minilm_cache.storage_schema.manifest import StateFidelity
 from minilm_cache.storage_schema.states import SignalName, StateFamily
 from minilm_cache.store.pull import pull
 from minilm_cache.store.push import push

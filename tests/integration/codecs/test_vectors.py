@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import AutoModel
 
 from minilm_cache import open_cache
-from minilm_cache.codecs.fit_vectors import calibrate, measured_kl, split_sample
 from minilm_cache.codecs.transform import TransformCode, quantise
-from minilm_cache.codecs.vectors import VectorsCodec, concatenate
+from minilm_cache.codecs.vectors import VectorsCodec, calibrate, concatenate, measured_kl, split_sample
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError, InvalidConfigError
 from minilm_cache.models.load import locate_teacher

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minilm_cache.corpus import shared_tokens
 from minilm_cache.corpus import tokenise as tokenising
+from minilm_cache.corpus import tokens as token_files
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.corpus.tokens import Tokens, block_sums
@@ -19,7 +19,7 @@ from minilm_cache.errors import CacheCorruptError, InterruptedRunError, StorageE
 from minilm_cache.models.load import load_tokenizer
 from minilm_cache.session import Session
 from minilm_cache.store import leases
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.leases import Leases
 from minilm_cache.store.remote import open_store
 from tests.s3 import tamper
@@ -31,7 +31,7 @@ def shared(store: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let the tokens of machines, which are homes here, be shared in a store; return its URL."""
     monkeypatch.setenv("MINILM_CACHE_TOKENS", f"{store}/tokens")
     monkeypatch.setattr(tokenising, "_PART_BYTES", 1000)
-    monkeypatch.setattr(shared_tokens, "_POLL_S", 0.05)
+    monkeypatch.setattr(token_files, "_POLL_S", 0.05)
     # Processes take seconds to start, and test_tokens.py has them.
     monkeypatch.setattr(tokenising, "_pool", lambda *_, **__: ThreadPool(1))
     return f"{store}/tokens"

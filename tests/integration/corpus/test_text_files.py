@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from minilm_cache.corpus.load import COPIES_OF, load_corpus
 from minilm_cache.errors import CorpusError, MiniLMCacheError
-from minilm_cache.store.fingerprint import sha256_texts
+from minilm_cache.store.checked import sha256_texts
 from tests.conftest import Command
 from tests.mutations import mutations
 from tests.support import World, dump_arguments

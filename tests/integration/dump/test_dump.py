@@ -29,7 +29,7 @@ from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.store.ranks import forget_ranks
+from minilm_cache.store.leases import forget_ranks
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.writer import CacheWriter
 from tests.support import World, save_teacher, write_corpus

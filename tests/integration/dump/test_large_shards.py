@@ -9,11 +9,11 @@ from minilm_cache.cache import open_cache
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.session import Session
-from minilm_cache.store import layout, object_store, segments
+from minilm_cache.store import layout, object_store, ranges
 from minilm_cache.store import pull as pull_module
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.pull import Fetcher
-from minilm_cache.store.shard_writer import ShardWriter
+from minilm_cache.store.shards import ShardWriter
 from minilm_cache.train.run import train_students
 from tests.conftest import Command
 from tests.integration.dump.test_dump import arrays_of
@@ -26,7 +26,7 @@ SHARD, SEGMENT = 1024, 256
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let segments have a quarter of the tokens of the shards here."""
-    monkeypatch.setattr(segments, "segment_tokens", lambda *_: SEGMENT)
+    monkeypatch.setattr(ranges, "segment_tokens", lambda *_: SEGMENT)
 
 
 @pytest.mark.parametrize("codec", ["topk", "vectors"])
@@ -34,7 +34,7 @@ def test_shards_that_are_written_in_segments_are_the_same(
     world: World, command: Command, monkeypatch: pytest.MonkeyPatch, codec: str
 ) -> None:
     whole = world.dump("whole", codec=codec, shard_tokens=SHARD).path
-    monkeypatch.setattr(segments, "segment_tokens", lambda *_: SEGMENT)
+    monkeypatch.setattr(ranges, "segment_tokens", lambda *_: SEGMENT)
     appended: Counter[int] = Counter()
     real = ShardWriter.append
 
@@ -72,7 +72,7 @@ def test_a_training_that_is_interrupted_within_a_shard_goes_on_as_if_it_were_not
 def test_an_epoch_from_a_store_fetches_a_shard_once_though_not_all_are_kept(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "segment_tokens", lambda *_: SHARD // 16)
+    monkeypatch.setattr(ranges, "segment_tokens", lambda *_: SHARD // 16)
     path = world.dump(shard_tokens=SHARD // 4).path
     url = f"file://{pushed(world, str(world.root / 'store'))}"
     fetched: Counter[str] = Counter()
@@ -122,7 +122,7 @@ def test_shards_whose_files_no_store_could_copy_are_refused(world: World) -> Non
 def test_the_default_of_a_large_corpus_is_large_shards(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "GOOD_NUM_SHARDS", 3)
     monkeypatch.setattr(layout, "segment_tokens", lambda *_: SEGMENT)
-    monkeypatch.setattr(segments, "segment_tokens", lambda *_: SEGMENT)
+    monkeypatch.setattr(ranges, "segment_tokens", lambda *_: SEGMENT)
     manifest = world.dump(shard_tokens=None).manifest
 
     assert manifest.shard_tokens > SEGMENT

@@ -14,7 +14,7 @@ from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import load_model, locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students

@@ -19,8 +19,10 @@ from tests.golden.curves import ARCH, FILE, OF_CLASSES, TRAINED, curve, make_wor
 from tests.support import World
 
 CPU = torch.device("cpu")
-BAND = 0.1
-"""Greatest relative distance from a stored curve: processors round otherwise, and Adam makes more of it."""
+BAND = 0.5
+"""Greatest distance from a stored curve, as a share of what was learned: processors round otherwise."""
+LEAST = 1e-3
+"""The same as a share of the loss, for objectives that these random texts teach hardly anything."""
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["words", "classes"])
@@ -31,23 +33,26 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def served(world: World) -> list[str]:
     """Return the objectives that a world serves."""
-    is_classes = open_cache(world.root / "cache").manifest.identity.states.num_classes is not None
-    return sorted(name for name in TRAINED if (name in OF_CLASSES) == is_classes)
+    states = open_cache(world.root / "cache").manifest.identity.states
+    is_of_classes = states is not None and states.num_classes is not None
+    return sorted(name for name in TRAINED if (name in OF_CLASSES) == is_of_classes)
 
 
 def test_every_objective_learns_along_its_stored_curve(world: World) -> None:
     stored = json.loads(FILE.read_text())
     assert sorted(stored) == sorted(TRAINED)
     for objective in served(world):
-        found = curve(world, objective)
-        assert found == pytest.approx(stored[objective], rel=BAND), objective
-        assert found[-1] < found[0], objective
+        found, expected = curve(world, objective), stored[objective]
+        band = BAND * abs(expected[0] - expected[-1]) + LEAST * expected[0]
+        assert found == pytest.approx(expected, abs=band), objective
 
 
 def trainer_of(world: World, objective: str) -> tuple[StudentTrainer, BatchReader]:
     """Return a student at its beginning, and a reader of what it learns from."""
     arch = ARCH.get(objective, "2x16")
-    config = TrainConfig(arch=(arch,), objective=objective, batch_size=4, steps=1, device="cpu", dropout="none")
+    config = TrainConfig(
+        arch=(arch,), objective=objective, batch_size=4, steps=1, device="cpu", dropout="none"
+    )
     cache = open_cache(world.root / "cache")
     chosen = choose_objective(config, cache, arch=config.arch)
     shape = parse_arch(arch, 4, compares_heads=config.spec.compares_heads)

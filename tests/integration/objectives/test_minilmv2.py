@@ -10,8 +10,8 @@ from minilm_cache import open_cache
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.tap import Reading
+from minilm_cache.objectives.base import LayerPair
 from minilm_cache.objectives.check import choose_objective
-from minilm_cache.objectives.layers import LayerPair
 from minilm_cache.objectives.relations import RelationObjective
 from minilm_cache.relations.scores import Vectors
 from minilm_cache.session import Session

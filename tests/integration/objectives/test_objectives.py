@@ -13,14 +13,14 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.load import TeacherSource
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.base import map_layers
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.check import choose_objective
-from minilm_cache.objectives.layers import map_layers
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.live import with_live_targets
+from minilm_cache.train.heldout import with_live_targets
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.setup import build_trainers
 from minilm_cache.train.trainer import StudentTrainer

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from minilm_cache.cache import open_cache
+from minilm_cache.objectives.base import map_layers
 from minilm_cache.objectives.batch import UNITS
 from minilm_cache.objectives.check import choose_objective
-from minilm_cache.objectives.layers import map_layers
 from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.session import Session

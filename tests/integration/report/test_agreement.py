@@ -10,9 +10,9 @@ from transformers import AutoModel
 from minilm_cache.cache import open_cache
 from minilm_cache.models.load import TeacherSource
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.report.agreement import ComparedStudent, relation_agreement
 from minilm_cache.report.page import _compared_students
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.report.similarity import ComparedStudent, relation_agreement
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig

@@ -14,10 +14,10 @@ from matplotlib.axes import Axes
 from minilm_cache.cli.tables import max_kl_in_words
 from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.teacher import Teacher
-from minilm_cache.report.agreement import ComparedStudent, relation_agreement
 from minilm_cache.report.plots import curves_figure, storage_figure, tradeoff_figure
 from minilm_cache.report.provenance import dump_command, train_command
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.report.similarity import ComparedStudent, relation_agreement
 from minilm_cache.report.tables import STUDENTS
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import RelationKind

@@ -13,12 +13,10 @@ from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.load import load_weights
 from minilm_cache.models.student import build_student, shape_config
-from minilm_cache.slicing.cut import cut
-from minilm_cache.slicing.forward import Calibration
-from minilm_cache.slicing.recipe import Recipe
+from minilm_cache.slicing.cut import Recipe, cut
+from minilm_cache.slicing.forward import Calibration, num_tokens, of_corpus
 from minilm_cache.slicing.shapes import check_cut
 from minilm_cache.slicing.slices import cut_weights
-from minilm_cache.slicing.text import num_tokens, of_corpus
 from minilm_cache.storage_schema.identity import RelationKind
 from tests.conftest import Command
 from tests.support import TINY, VOCABULARY, World, save_teacher, tiny_model

@@ -106,7 +106,7 @@ BOMBS = {
 MEASURE = """
 import resource, sys
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.storage_schema.problems import parse
+from minilm_cache.storage_schema.base import parse
 document = open(sys.argv[1], "rb").read()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

@@ -26,10 +26,10 @@ from minilm_cache.errors import (
 )
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import DenseParameters, TopKParameters, VectorsParameters
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.pull import pull
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.shard_writer import ShardWriter
+from minilm_cache.store.shards import ShardWriter
 from minilm_cache.store.writer import CacheWriter
 from minilm_cache.train.config import TrainConfig
 from tests.conftest import Command

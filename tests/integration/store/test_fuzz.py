@@ -15,7 +15,7 @@ import torch
 from minilm_cache import open_cache
 from minilm_cache.errors import MiniLMCacheError
 from minilm_cache.relations.signals import SparseLabels
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.layout import commit_path
 from tests.processes import CONTEXT
 from tests.support import World, save_teacher

@@ -22,7 +22,7 @@ from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store import reader
 from minilm_cache.store.card import cache_card
 from minilm_cache.store.catalogue import newest_cache
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.push import push
 from minilm_cache.store.reader import read_manifest
 from tests.conftest import Command

@@ -16,7 +16,7 @@ from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
 from minilm_cache.session import Session, never_stop
 from minilm_cache.store import leases
-from minilm_cache.store.begun import remove_leftovers
+from minilm_cache.store.creation import remove_leftovers
 from minilm_cache.store.leases import Lease, Leases
 from minilm_cache.store.pull import pull
 from minilm_cache.store.remote import AccessDeniedError, RemoteFolder, open_store

@@ -13,8 +13,8 @@ from minilm_cache.cache import row_checker
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError, ShardBusyError
 from minilm_cache.session import Session
+from minilm_cache.store.leases import announce_rank
 from minilm_cache.store.merge import merge
-from minilm_cache.store.ranks import announce_rank
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.verify import unsound_shards
 from tests.conftest import Command
@@ -74,7 +74,7 @@ def test_what_is_no_part_of_the_same_cache_is_refused(world: World, command: Com
 
 def test_codecs_that_were_fitted_apart_are_not_mixed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     one = world.dump("part0", codec="vectors", rank=0, world_size=2).path
-    monkeypatch.setattr("minilm_cache.codecs.fit_vectors._STEP_ROUNDS", 5)  # stands in for another machine
+    monkeypatch.setattr("minilm_cache.codecs.vectors._STEP_ROUNDS", 5)  # stands in for another machine
     other = world.dump("part1", codec="vectors", rank=1, world_size=2).path
     assert manifest_of(one).files != manifest_of(other).files
     with pytest.raises(IdentityMismatchError, match="their codecs were fitted on each machine"):

@@ -15,7 +15,7 @@ from minilm_cache.errors import (
 )
 from minilm_cache.session import Session
 from minilm_cache.store.catalogue import catalogue
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.layout import cache_name
 from minilm_cache.store.pull import pull
 from minilm_cache.store.push import push

@@ -21,7 +21,7 @@ from minilm_cache.errors import (
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session
 from minilm_cache.store.catalogue import catalogue
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.pull import pull
 from minilm_cache.store.remote import open_store
@@ -252,7 +252,7 @@ def test_equal_fingerprints_are_pulled_instead_of_dumped(
     assert code == 0
     assert f"this cache is not in {store}" in err
     pushed(world, store)
-    monkeypatch.setattr(Teacher, "signals", None)  # whoever runs the teacher now fails
+    monkeypatch.setattr(Teacher, "read", None)  # whoever runs the teacher now fails
     monkeypatch.setattr(Teacher, "check_length", lambda *_: None)
     code, out, err = command(*dump_arguments(world, "--out", world.root / "mine", "--json"))
 

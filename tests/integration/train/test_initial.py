@@ -19,7 +19,7 @@ from minilm_cache.errors import (
 from minilm_cache.models.load import load_model
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_WEIGHTS
-from minilm_cache.store.attach import attach
+from minilm_cache.store.card import attach
 from minilm_cache.store.pull import pull
 from minilm_cache.train.record import load_record
 from minilm_cache.train.run import TrainResult, train_students

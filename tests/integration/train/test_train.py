@@ -22,15 +22,15 @@ from minilm_cache.errors import (
 from minilm_cache.models.load import TeacherSource
 from minilm_cache.models.tap import ATTENTION, Tap, TappedModel
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.base import LayerPair
 from minilm_cache.objectives.batch import WantedTargets
-from minilm_cache.objectives.layers import LayerPair
 from minilm_cache.objectives.relations import RelationObjective
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import LEAST_STEPS, TrainConfig
-from minilm_cache.train.live import with_live_targets
+from minilm_cache.train.heldout import with_live_targets
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.sampler import plan_steps
 from minilm_cache.train.setup import num_steps

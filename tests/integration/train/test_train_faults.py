@@ -116,7 +116,7 @@ def test_a_disk_that_refuses_weights_is_an_error_of_storage(
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("minilm_cache.models.tensors.save_file", full)
+    monkeypatch.setattr("minilm_cache.models.files.save_file", full)
     with pytest.raises(StorageError, match=r"cannot write checkpoint in .*No space left on device"):
         go(world)
 

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from minilm_cache.cache import open_cache
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
-from minilm_cache.models import cpu
+from minilm_cache.models import device as cpu
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.objectives.batch import UNITS
 from minilm_cache.objectives.check import choose_objective
@@ -21,8 +21,7 @@ from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.checkpoint import RunState, load_state
-from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.presets import presets, with_preset
+from minilm_cache.train.config import TrainConfig, presets, with_preset
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.record import load_record
 from minilm_cache.train.resume import read_record

@@ -13,7 +13,7 @@ from filelock import FileLock
 from minilm_cache.corpus import tokenise as tokenising
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.tokenise import tokenise
-from minilm_cache.dump.on_ray import dump_on_ray
+from minilm_cache.dump.into_store import dump_on_ray
 from minilm_cache.dump.run import DumpResult
 from minilm_cache.engines.ray_cluster import RayCluster
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError

@@ -14,13 +14,13 @@ from minilm_cache.dump.plan import TaskClock, _fixed_s, _load_sequences, plan
 from minilm_cache.dump.shards import COMPILE
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.load import locate_teacher
-from minilm_cache.models.size import model_size
+from minilm_cache.models.student import model_size
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session, Silent
 from minilm_cache.settings import validated
 from minilm_cache.store.reader import read_manifest
 from minilm_cache.train.config import CostConfig
-from minilm_cache.workflows.cost import estimate, operations
+from minilm_cache.workflows.plan import estimate, operations
 from tests.conftest import Command
 from tests.support import TINY, VOCABULARY, World, save_teacher, write_corpus
 

@@ -12,14 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minilm_cache.codecs.base import Codec, RelationCodec
-from minilm_cache.codecs.dense import DenseCodec
-from minilm_cache.codecs.fit_states import fit_state, relative_bound
-from minilm_cache.codecs.fit_vectors import calibrate
+from minilm_cache.codecs.rows import DenseCodec
 from minilm_cache.codecs.sampling import PPS_RATIO
 from minilm_cache.codecs.topk import TopKCodec
+from minilm_cache.codecs.transform import fit_state, relative_bound
+from minilm_cache.codecs.vectors import calibrate
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.relations.rows import RowTargets, WantedRelations, to_dense
-from minilm_cache.relations.scores import LayerRelations, Vectors, key_mask
+from minilm_cache.relations.scores import (
+    LayerRelations,
+    RowTargets,
+    Vectors,
+    WantedRelations,
+    key_mask,
+    to_dense,
+)
 from minilm_cache.relations.signals import (
     DenseLabels,
     MaskedSequences,

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minilm_cache.codecs.draws import SeededDraws
+from minilm_cache.codecs.sampling import SeededDraws
 
 COUNTERS = st.lists(st.integers(0, 2**44), min_size=4, max_size=4)
 

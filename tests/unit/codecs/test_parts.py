@@ -9,14 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.codecs.build import build_codec, layer_codec
-from minilm_cache.codecs.fit_states import fit_state, relative_bound, relative_error
-from minilm_cache.codecs.fit_vectors import calibrate, measured_kl, split_sample
-from minilm_cache.codecs.packed_bytes import byte_sums, has_zero_byte
-from minilm_cache.codecs.quantize import FIRST_CODE, LAST_CODE, LogScale
-from minilm_cache.codecs.sampling import PPS_RATIO
+from minilm_cache.codecs.rows import byte_sums, has_zero_byte
+from minilm_cache.codecs.sampling import FIRST_CODE, LAST_CODE, PPS_RATIO, LogScale
 from minilm_cache.codecs.topk import LARGEST_RATIO
-from minilm_cache.codecs.transform import MAX_CODE, ROUNDING, fit_code, quantise, refuse_codes
-from minilm_cache.codecs.vectors import concatenate
+from minilm_cache.codecs.transform import (
+    MAX_CODE,
+    ROUNDING,
+    fit_code,
+    fit_state,
+    quantise,
+    refuse_codes,
+    relative_bound,
+    relative_error,
+)
+from minilm_cache.codecs.vectors import calibrate, concatenate, measured_kl, split_sample
 from minilm_cache.errors import (
     CacheCorruptError,
     InterruptedRunError,

@@ -13,15 +13,11 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from minilm_cache.codecs.build import build_codec
-from minilm_cache.codecs.dense import DenseCodec
-from minilm_cache.codecs.packed_bytes import byte_sums, has_zero_byte
-from minilm_cache.codecs.quantize import LAST_CODE, LogScale
-from minilm_cache.codecs.rows import RowsCodec
-from minilm_cache.codecs.sampling import PPS_RATIO
+from minilm_cache.codecs.rows import DenseCodec, RowsCodec, byte_sums, has_zero_byte
+from minilm_cache.codecs.sampling import LAST_CODE, PPS_RATIO, LogScale
 from minilm_cache.codecs.topk import LARGEST_RATIO, TopKCodec
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
-from minilm_cache.relations.rows import SparseRows, to_dense
-from minilm_cache.relations.scores import key_mask
+from minilm_cache.relations.scores import SparseRows, key_mask, to_dense
 from minilm_cache.storage_schema.identity import (
     DenseParameters,
     RelationKind,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minilm_cache.codecs import sampling
-from minilm_cache.codecs.quantize import FIRST_CODE, LogScale
-from minilm_cache.codecs.sampling import PPS_RATIO, sample_pps
+from minilm_cache.codecs.sampling import FIRST_CODE, PPS_RATIO, LogScale, sample_pps
 from minilm_cache.codecs.topk import LARGEST_RATIO, scale_ratio, select_largest
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minilm_cache.models.cpu import CpuDropout, attention, attention_with_dropout, draw_faster, kept
+from minilm_cache.models.device import CpuDropout, attention, attention_with_dropout, draw_faster, kept
 from minilm_cache.models.tap import ATTENTION
 from tests.support import TINY, VOCABULARY, tiny_model
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModel, BertConfig
 
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.models.size import Timed, inference_rates, model_size
+from minilm_cache.models.student import Timed, inference_rates, model_size
 from tests.support import TINY
 
 

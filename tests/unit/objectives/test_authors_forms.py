@@ -13,16 +13,14 @@ from torch import Tensor
 
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.tap import Reading
-from minilm_cache.objectives.base import StudentFacts, StudentObjective
+from minilm_cache.objectives.base import LayerPair, StudentFacts, StudentObjective
 from minilm_cache.objectives.batch import Counts, StudentBatch, WantedTargets
 from minilm_cache.objectives.bert_pkd import Patience, PatientObjective
 from minilm_cache.objectives.distilbert import DistilBertObjective
-from minilm_cache.objectives.layers import LayerPair
 from minilm_cache.objectives.mlm_kd import MaskedObjective
 from minilm_cache.objectives.mobilebert import MobileBertObjective
 from minilm_cache.objectives.tinybert import PredictionObjective, TinyBertObjective
-from minilm_cache.relations.rows import DenseRows, Targets
-from minilm_cache.relations.scores import Vectors, mean_row_entropy
+from minilm_cache.relations.scores import DenseRows, Targets, Vectors, mean_row_entropy
 from minilm_cache.relations.signals import DenseLabels, MaskedSequences, Signals
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import LOGITS, SignalName, StateFamily

@@ -8,16 +8,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from minilm_cache.relations.loss import CPU_LIMITS, Method, choose_method, relation_loss
-from minilm_cache.relations.rows import (
+from minilm_cache.relations.scores import (
     DenseRows,
     RowTargets,
     SparseRows,
     Targets,
     VectorRows,
+    Vectors,
     densify,
+    mean_row_entropy,
+    split_heads,
     to_dense,
 )
-from minilm_cache.relations.scores import Vectors, mean_row_entropy, split_heads
 from minilm_cache.storage_schema.identity import RelationKind
 
 pytestmark = pytest.mark.slow

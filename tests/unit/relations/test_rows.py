@@ -9,13 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minilm_cache.relations.rows import DenseRows, SparseRows, VectorRows, densify, to_dense
 from minilm_cache.relations.scores import (
+    DenseRows,
     LayerRelations,
+    SparseRows,
+    VectorRows,
+    densify,
     key_mask,
     mean_row_entropy,
     relation_probs,
     split_heads,
+    to_dense,
 )
 from minilm_cache.relations.signals import (
     DenseLabels,

@@ -6,16 +6,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from minilm_cache.relations.loss import relation_kl
-from minilm_cache.relations.rows import (
+from minilm_cache.relations.scores import (
     DenseRows,
     RowTargets,
     SparseRows,
     Targets,
     VectorRows,
+    Vectors,
     densify,
+    key_mask,
+    mean_row_entropy,
+    relation_probs,
+    relation_scores,
     to_dense,
 )
-from minilm_cache.relations.scores import Vectors, key_mask, mean_row_entropy, relation_probs, relation_scores
 from minilm_cache.storage_schema.identity import RelationKind
 
 LENGTHS = torch.tensor([12, 7, 1])

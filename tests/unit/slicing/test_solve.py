@@ -5,8 +5,14 @@ import torch
 from torch import nn
 
 from minilm_cache.slicing.attention import HeadCut, HeadMaps, rotary_dimensions
-from minilm_cache.slicing.basis import principal_directions
-from minilm_cache.slicing.solve import corrected, fit_norm, low_rank, second_moment, with_constant
+from minilm_cache.slicing.solve import (
+    corrected,
+    fit_norm,
+    low_rank,
+    principal_directions,
+    second_moment,
+    with_constant,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
-from minilm_cache.storage_schema.arrays import INNER_CHUNK_BYTES, array_specs
+from minilm_cache.storage_schema.arrays import INNER_CHUNK_BYTES, array_specs, sequence_columns
+from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.documents import CommitRecord
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.metadata import zarr_documents
-from minilm_cache.storage_schema.problems import parse
-from minilm_cache.storage_schema.sequences import sequence_columns
 from tests.support import find_problems
 
 ROOT = Path(__file__).parents[3]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
+from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.documents import (
     MAX_RECORD_BYTES,
     CommitRecord,
@@ -25,10 +26,11 @@ from minilm_cache.storage_schema.manifest import (
     Calibration,
     Labels,
     LayerCalibration,
+    LayerFidelity,
+    Measured,
     StateCalibration,
+    StateFidelity,
 )
-from minilm_cache.storage_schema.measured import LayerFidelity, Measured, StateFidelity
-from minilm_cache.storage_schema.problems import parse
 from tests.unit.storage_schema.test_arrays import CALIBRATED_LAYERS, CALIBRATED_STATES, CALIBRATION
 from tests.unit.storage_schema.test_base import (
     Content,

@@ -12,10 +12,12 @@ from minilm_cache.storage_schema.identity import MAX_LAYERS
 from minilm_cache.storage_schema.manifest import (
     CacheManifest,
     Calibration,
+    Fidelity,
     LayerCalibration,
+    LayerFidelity,
+    StateFidelity,
     layer_folder,
 )
-from minilm_cache.storage_schema.measured import Fidelity, LayerFidelity, StateFidelity
 from minilm_cache.storage_schema.states import StateFamily
 from tests.unit.storage_schema.test_arrays import CALIBRATED_LAYERS, CALIBRATED_STATES, CALIBRATION
 from tests.unit.storage_schema.test_base import (

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError, UnsupportedFormatError
+from minilm_cache.storage_schema.base import Problem, parse, refuse_costly
 from minilm_cache.storage_schema.documents import CommitRecord, ShardRange
 from minilm_cache.storage_schema.manifest import CacheManifest
-from minilm_cache.storage_schema.problems import Problem, parse, refuse_costly
 from minilm_cache.storage_schema.versions import FORMAT_VERSION, READABLE_VERSIONS
 from tests.support import find_problems
 from tests.unit.storage_schema.test_base import as_json

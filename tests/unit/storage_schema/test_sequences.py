@@ -3,8 +3,8 @@
 import pyarrow.parquet as pq
 import pytest
 
+from minilm_cache.storage_schema.arrays import SEQUENCE_COLUMNS, entropy_column, sequence_columns
 from minilm_cache.storage_schema.identity import RelationKind
-from minilm_cache.storage_schema.sequences import SEQUENCE_COLUMNS, entropy_column, sequence_columns
 from tests.unit.storage_schema.test_documents import ROOT
 
 ALWAYS = ["sequence", "offset", "length", "document"]

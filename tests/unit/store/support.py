@@ -20,8 +20,8 @@ import zarr
 
 from minilm_cache.storage_schema.arrays import ArraySpec
 from minilm_cache.storage_schema.manifest import INDEX, PREVIEW, RANGES, CacheManifest
-from minilm_cache.store.fingerprint import digest_bytes
-from minilm_cache.store.ranges_table import read_ranges
+from minilm_cache.store.checked import digest_bytes
+from minilm_cache.store.index import read_ranges
 from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.shards import ShardEncoder, decode_rows
 from minilm_cache.store.writer import CacheWriter

@@ -8,7 +8,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minilm_cache.store.fingerprint import (
+from minilm_cache.store.checked import (
     digest_bytes,
     sha256_file,
     sha256_files,

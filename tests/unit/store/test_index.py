@@ -15,7 +15,7 @@ import pytest
 
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.storage_schema.documents import FileDigest
-from minilm_cache.store.fingerprint import digest_bytes, digest_file
+from minilm_cache.store.checked import digest_bytes, digest_file
 from minilm_cache.store.index import (
     CommittedShard,
     CommittedShards,

@@ -8,8 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from minilm_cache.storage_schema.manifest import PREVIEW
-from minilm_cache.store.card import cache_card
-from minilm_cache.store.preview import has_damaged_preview, seal_with_preview
+from minilm_cache.store.card import cache_card, has_damaged_preview, seal_with_preview
 from minilm_cache.store.reader import read_manifest
 from tests.unit.store.support import GOLDEN, partials
 

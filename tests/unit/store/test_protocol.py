@@ -1,8 +1,8 @@
-"""The commit protocol with several actors, in any order that Hypothesis thinks of: writers that claim, write,
-fail, die and come back, one that withdraws damaged shards, and readers that look at any time.
+"""The commit protocol with several actors, in any order that Hypothesis thinks of.
 
-The model is a set: the shards that were committed and not withdrawn. Whatever happened, exactly these are
-there, whole, and never another content.
+Writers claim, write, fail, die and come back, and withdraw damaged shards; readers look at any time. The
+model is a set: the shards that were committed and not withdrawn. Whatever happened, exactly these are there,
+whole, and never with another content.
 """
 
 import shutil
@@ -14,16 +14,23 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from minilm_cache.cache import row_checker
 from minilm_cache.errors import ShardBusyError, StorageError
+from minilm_cache.session import ALONE
 from minilm_cache.store.durable import remove_abandoned
 from minilm_cache.store.layout import commit_path
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.store.verify import unsound_shards
 from minilm_cache.store.writer import CacheWriter
-from minilm_cache.session import ALONE
 from tests.unit.store.support import begin, failing_sync, partials, plain_shard, plain_table, write_shard
 
 ACTORS = st.integers(0, 2)

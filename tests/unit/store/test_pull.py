@@ -7,7 +7,7 @@ import pytest
 
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, InterruptedRunError
 from minilm_cache.session import Session
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.index import open_shards
 from minilm_cache.store.pull import Fetcher, pull
 from minilm_cache.store.reader import CacheReader, read_manifest

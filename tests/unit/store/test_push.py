@@ -14,8 +14,7 @@ from minilm_cache.store.layout import commit_path
 from minilm_cache.store.pull import pull
 from minilm_cache.store.push import push
 from minilm_cache.store.reader import CacheReader, read_manifest
-from minilm_cache.store.remote import RemoteFolder
-from minilm_cache.store.transfer import num_bytes
+from minilm_cache.store.remote import RemoteFolder, num_bytes
 from tests.support import change_record
 from tests.unit.store.support import GOLDEN, Recorder, files_below, shared_files
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.checked import digest_bytes
+from minilm_cache.store.index import encode_ranges, read_ranges
 from minilm_cache.store.ranges import ShardRanges
-from minilm_cache.store.ranges_table import encode_ranges, read_ranges
 from minilm_cache.store.reader import read_manifest
 from tests.support import write_document
 from tests.unit.store.support import GOLDEN

@@ -25,8 +25,7 @@ from minilm_cache.storage_schema.arrays import all_small_arrays
 from minilm_cache.storage_schema.documents import CommitRecord
 from minilm_cache.storage_schema.identity import DenseParameters, RelationKind
 from minilm_cache.storage_schema.manifest import MAX_MANIFEST_BYTES
-from minilm_cache.store.checked import read_checked
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.checked import digest_bytes, read_checked
 from minilm_cache.store.index import parse_record, read_record
 from minilm_cache.store.layout import commit_path, shard_files
 from minilm_cache.store.reader import CacheReader, check_size, read_manifest, small_array

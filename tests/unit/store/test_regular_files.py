@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minilm_cache.store.regular_files import NotRegularError, regular_bytes
+from minilm_cache.store.durable import NotRegularError, regular_bytes
 
 
 @settings(max_examples=50, deadline=None)

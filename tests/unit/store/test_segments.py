@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from minilm_cache.cache import Cache
 from minilm_cache.store import checked
-from minilm_cache.store import segments as segments_module
-from minilm_cache.store.fingerprint import xxh3_file
-from minilm_cache.store.ranges import ShardRanges
+from minilm_cache.store import ranges as segments_module
+from minilm_cache.store.checked import xxh3_file
+from minilm_cache.store.ranges import Segments, ShardRanges
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.segments import Segments
 from tests.unit.store.support import GOLDEN, plain_shard
 
 pytestmark = pytest.mark.slow

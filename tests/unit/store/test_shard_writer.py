@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minilm_cache.errors import ShardBusyError, StorageError
-from minilm_cache.store import shard_writer as module
+from minilm_cache.store import shards as module
 from minilm_cache.store.layout import commit_path
 from minilm_cache.store.writer import CacheWriter
 from tests.unit.store.support import begin, files_below, partials, plain_shard, plain_table, write_shard

@@ -14,7 +14,7 @@ from minilm_cache.session import never_stop
 from minilm_cache.store.index import RecordedShards
 from minilm_cache.store.layout import commit_path
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.store.transfer import TRANSFERS, for_each, num_bytes
+from minilm_cache.store.remote import TRANSFERS, for_each, num_bytes
 
 
 @settings(max_examples=50, deadline=None)

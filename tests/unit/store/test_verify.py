@@ -10,8 +10,8 @@ import pytest
 
 from minilm_cache.errors import CacheCorruptError, CacheNotFoundError
 from minilm_cache.session import Session
-from minilm_cache.store.cores import own_cores
-from minilm_cache.store.fingerprint import digest_bytes
+from minilm_cache.store.checked import digest_bytes
+from minilm_cache.store.durable import own_cores
 from minilm_cache.store.layout import commit_path
 from minilm_cache.store.reader import CacheReader, Segment
 from minilm_cache.store.verify import Verdict, default_threads, unsound_shards, verify

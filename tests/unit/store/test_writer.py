@@ -19,8 +19,8 @@ from minilm_cache.errors import (
     ShardBusyError,
     StorageError,
 )
+from minilm_cache.store.checked import tokens_hash
 from minilm_cache.store.layout import commit_path, lock_path, shard_files
-from minilm_cache.store.linking import tokens_hash
 from minilm_cache.store.ranges import ShardRanges
 from minilm_cache.store.reader import CacheReader, read_manifest
 from minilm_cache.store.writer import CacheWriter

@@ -8,8 +8,8 @@ from transformers import BertConfig, BertModel
 
 from minilm_cache.errors import DeviceError
 from minilm_cache.models.arch import parse_arch
-from minilm_cache.train import memory
-from minilm_cache.train.memory import lower_bounds, refuse_too_large
+from minilm_cache.train import setup
+from minilm_cache.train.setup import lower_bounds, refuse_too_large
 
 ROWS, LENGTH = 4, 32
 
@@ -51,7 +51,7 @@ def test_the_bound_is_below_what_autograd_keeps(hidden: int, ffn: int) -> None:
 
 def test_what_cannot_fit_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [parse_arch("3x96", 4), parse_arch("99x384", 4)]
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**9)
+    monkeypatch.setattr(setup, "free_bytes", lambda device: 10**9)
     cpu = torch.device("cpu")
     refuse_too_large(shapes[:1], rows=64, length=100, bytes_each=4, device=cpu)
     with pytest.raises(DeviceError, match=r"3x96, 99x384 takes more than 1\d\.\d GB, and 1\.0 GB are free"):
@@ -69,6 +69,6 @@ def test_only_one_student_at_a_time_needs_gradients_or_activations(
     activations = 64 * 100 * 8 * (8 + 2 * 4) * 384 * bytes_each
     least = 3 * 4 * sum(weights) + max(4 * weights[1], activations)
     for free, is_refused in ((least, False), (least - 1, True)):
-        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(setup, "free_bytes", lambda device, free=free: free)
         with pytest.raises(DeviceError) if is_refused else nullcontext():
             refuse_too_large(shapes, rows=64, length=100, bytes_each=bytes_each, device=torch.device("cpu"))

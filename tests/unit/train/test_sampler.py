@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minilm_cache.store.ranges import ShardRanges
-from minilm_cache.store.segments import Segments
+from minilm_cache.store.ranges import Segments, ShardRanges
 from minilm_cache.train.sampler import Buffer, SequenceOrder
 
 
