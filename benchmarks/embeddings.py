@@ -41,14 +41,13 @@ from minilm_cache.dump.imported import import_vectors
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.config import TruncateConfig
 from minilm_cache.models.load import load_tokenizer, locate_teacher
 from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.models.truncate import truncate
 from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.session import Session
-from minilm_cache.settings import validated
+from minilm_cache.settings import TruncateConfig, validated
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.initial import initial_weights
 from minilm_cache.train.ranks import Ranks

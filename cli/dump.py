@@ -23,8 +23,9 @@ from minilm_cache.cli.options import (
     check_engine,
     options,
 )
-from minilm_cache.cli.tables import fidelity_table, kl_infinite_because, max_kl_in_words, verdict
+from minilm_cache.cli.tables import fidelity_table
 from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.fidelity import kl_infinite_because, max_kl_in_words, verdict
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.session import Session
 from minilm_cache.settings import validated

@@ -10,14 +10,8 @@ from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
 from minilm_cache.cli.environment import chosen_cache, quiet_libraries
 from minilm_cache.cli.interrupt import shown_session
 from minilm_cache.cli.options import CacheOrRunArgument, Given, JsonOption, options
-from minilm_cache.cli.tables import (
-    fidelity_table,
-    kl_infinite_because,
-    max_kl_in_words,
-    print_summary,
-    students_table,
-    verdict,
-)
+from minilm_cache.cli.tables import fidelity_table, print_summary, students_table
+from minilm_cache.dump.fidelity import kl_infinite_because, max_kl_in_words, verdict
 from minilm_cache.report.config import ReportConfig
 from minilm_cache.session import Session
 from minilm_cache.settings import validated

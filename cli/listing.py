@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_table
 from minilm_cache.cli.options import JsonOption
-from minilm_cache.cli.tables import kl_infinite_because
+from minilm_cache.dump.fidelity import kl_infinite_because
 from minilm_cache.errors import CacheNotFoundError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.manifest import CacheManifest

@@ -13,11 +13,8 @@ from minilm_cache.cli.console import print_json, print_pairs
 from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import shown_session, stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
-from minilm_cache.corpus.config import TokenizeConfig
 from minilm_cache.dump.config import AugmentConfig, HeadConfig
-from minilm_cache.models.config import TruncateConfig
-from minilm_cache.settings import validated
-from minilm_cache.slicing.config import SliceConfig
+from minilm_cache.settings import SliceConfig, TokenizeConfig, TruncateConfig, validated
 
 OutOption = Annotated[
     Path, typer.Option("--out", "-o", help="Folder of the model, which must not exist yet.")

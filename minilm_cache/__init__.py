@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from minilm_cache.report.runs import Student, TrainedRun
     from minilm_cache.report.tables import students_table
     from minilm_cache.session import Session
-    from minilm_cache.slicing.config import SliceConfig
+    from minilm_cache.settings import SliceConfig
     from minilm_cache.slicing.run import SliceResult, slice_teacher
     from minilm_cache.train.config import TrainConfig
     from minilm_cache.train.run import TrainResult, train_students
@@ -30,7 +30,7 @@ _HOMES = {
     "DumpConfig": "dump.config",
     "DumpResult": "dump.run",
     "Session": "session",
-    "SliceConfig": "slicing.config",
+    "SliceConfig": "settings",
     "SliceResult": "slicing.run",
     "Student": "report.runs",
     "TrainConfig": "train.config",

@@ -185,3 +185,36 @@ def cache_home() -> Path:
             "this user has no home folder: HOME is not set, and passwd has no entry. Set MINILM_CACHE_HOME "
             "to a folder that you may write to."
         ) from error
+
+
+class TokenizeConfig(NamedTeacherSettings, CorpusSettings):
+    """Settings of `minilm-cache tokenize`."""
+
+    group = "Computing"
+    processes: Annotated[int, Field(ge=1)] | None = None
+    """Processes that tokenise at the same time. None means one for each core of the machine, or of the
+    cluster."""
+    engine: Literal["ray"] | None = None
+    """`ray` tokenises on the cluster that RAY_ADDRESS names, or on a local one; its machines need a common
+    file system. None means this machine."""
+
+
+class TruncateConfig(NamedTeacherSettings):
+    """Settings of `truncate`: a teacher and the layers of it to keep."""
+
+    group = "Layers"
+    layers: str
+    """Layers to keep, counted from 0, with commas between them, like 0,1,2."""
+
+
+class SliceConfig(NamedTeacherSettings, CorpusSettings):
+    """Settings of `slice`: a teacher, the shape to cut, and the text that the cut is fitted to."""
+
+    group = "Slice"
+    arch: str
+    """Shape of the student, `LAYERSxHIDDEN[:ffN][:hN][:eN]`, at most as deep and as wide as the teacher."""
+    layers: str | None = None
+    """The teacher's layers that are cut, counted from 0, like 0,2,5. None means evenly spaced ones, the last
+    included."""
+    max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
+    """Most tokens of a sequence of the text, special tokens included."""

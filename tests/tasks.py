@@ -91,35 +91,15 @@ def _write_pairs(
         write_lines(folder / f"{name}.tsv", [(*columns, *([label] if label else [])), *rows])
 
 
-def write_xnli(folder: Path, languages: Sequence[str] = LANGUAGES, *, official: bool = False) -> Path:
-    """Write XNLI as XTREME has it, or as XNLI-1.0 and XNLI-MT-1.0 have it."""
+def write_xnli(folder: Path, languages: Sequence[str] = LANGUAGES, *, test_labels: bool = False) -> Path:
+    """Write XNLI as XTREME has it, with or without the labels of its test sets."""
     generator = random.Random(2)
     labels = ("entailment", "neutral", "contradiction")
-    rows = {
-        name: [
-            (_text(generator, number % 2), _text(generator, 0), labels[number % 3]) for number in range(12)
-        ]
-        for name in ("train", "dev", "test")
-    }
-    if not official:
+    for name in ("train", "dev", "test"):
+        rows = [(_text(generator, at % 2), _text(generator, 0), labels[at % 3]) for at in range(12)]
+        kept = rows if name != "test" or test_labels else [row[:2] for row in rows]
         for language in languages:
-            write_lines(folder / f"train-{language}.tsv", rows["train"])
-            write_lines(folder / f"dev-{language}.tsv", rows["dev"])
-            write_lines(folder / f"test-{language}.tsv", [row[:2] for row in rows["test"]])
-        return folder
-    for language in languages:
-        translated = [
-            (one, other, label.replace("contradiction", "contradictory"))
-            for one, other, label in rows["train"]
-        ]
-        file = folder / "XNLI-MT-1.0" / "multinli" / f"multinli.train.{language}.tsv"
-        write_lines(file, [("premise", "hypo", "label"), *translated])
-    for name in ("dev", "test"):
-        all_rows = [
-            (language, label, one, other) for language in languages for one, other, label in rows[name]
-        ]
-        header = ("language", "gold_label", "sentence1", "sentence2")
-        write_lines(folder / "XNLI-1.0" / f"xnli.{name}.tsv", [header, *all_rows])
+            write_lines(folder / f"{name}-{language}.tsv", kept)
     return folder
 
 

@@ -14,7 +14,6 @@ import psutil
 from benchmarks.scale.memory import peak
 from benchmarks.scale.processes import run
 from minilm_cache import DumpConfig, dump_cache
-from minilm_cache.corpus.config import TokenizeConfig
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
@@ -22,6 +21,7 @@ from minilm_cache.corpus.tokens import ENDS, TEXTS, TokenPart, TokenRecord, Toke
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.load import MINI, load_tokenizer, locate_teacher, tokenizer_sha256
 from minilm_cache.session import Session
+from minilm_cache.settings import TokenizeConfig
 from minilm_cache.storage_schema.identity import CorpusIdentity, Packing
 from minilm_cache.store.checked import digest_bytes, digest_file
 from minilm_cache.store.index import encode_ranges

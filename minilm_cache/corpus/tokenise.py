@@ -22,7 +22,6 @@ from filelock import FileLock
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from minilm_cache.corpus.config import TokenizeConfig
 from minilm_cache.corpus.load import COPIES_OF, Corpus, load_corpus, text_batches
 from minilm_cache.corpus.tokens import (
     COPIES,
@@ -53,7 +52,7 @@ from minilm_cache.errors import (
 from minilm_cache.models.files import library_errors
 from minilm_cache.models.load import load_tokenizer, locate_teacher, tokenizer_sha256
 from minilm_cache.session import ALONE, Session, awaited
-from minilm_cache.settings import CorpusSettings
+from minilm_cache.settings import CorpusSettings, TokenizeConfig
 from minilm_cache.storage_schema.arrays import token_dtype
 from minilm_cache.store.checked import digest_file
 from minilm_cache.store.durable import (

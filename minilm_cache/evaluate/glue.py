@@ -14,10 +14,7 @@ from minilm_cache.evaluate.tasks import SetFile, TextTask
 _ENGLISH: Final = "en"
 _XTREME: Final = ("sentence1", "sentence2", "gold_label")
 _XTREME_UNLABELLED: Final = _XTREME[:2]
-_TRANSLATED_COLUMNS: Final = {"premise": "sentence1", "hypo": "sentence2", "label": "gold_label"}
-"""Columns of multinli.train.LANGUAGE.tsv in XNLI-MT-1.0, and their names in XTREME."""
-_OTHER_LABELS: Final = {"contradictory": "contradiction"}
-"""Labels that XNLI-MT-1.0 spells in another way, and their usual spelling."""
+_LANGUAGES: Final = ["ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh"]
 _XNLI_SPLITS: Final = {"dev": "validation", "test": "test"}
 
 Sets = dict[str, list[TextExample]]
@@ -185,7 +182,7 @@ def read_text(value: object, where: str) -> str:
 
 def _label(task: TextTask, label: object, where: str) -> float:
     if not task.is_regression:
-        word = _OTHER_LABELS.get(str(label), str(label))
+        word = str(label)
         if word not in task.labels:
             raise CorpusError(f"{where}: label {str(label)!r} is not one of {', '.join(task.labels)}.")
         return float(task.labels.index(word))
@@ -201,7 +198,7 @@ def _label(task: TextTask, label: object, where: str) -> float:
 def _xnli_folder(task: TextTask, source: Source) -> tuple[Sets, Sets]:
     """Return training sets by language, and dev and test sets by name, such as `dev-de`.
 
-    The folder has XTREME's files, one for each set and language, or those of XNLI-1.0 and XNLI-MT-1.0.
+    The folder has XTREME's files, one for each set and language.
     """
     assert source.folder is not None
     folder = task_folder(source.folder, task.title)
@@ -209,26 +206,13 @@ def _xnli_folder(task: TextTask, source: Source) -> tuple[Sets, Sets]:
     scored = {
         f"{name}-{language}": examples
         for name in ("dev", "test")
-        for language, examples in (
-            _by_language(task, folder, name) or _from_column(task, folder, name)
-        ).items()
+        for language, examples in _by_language(task, folder, name).items()
         if source.unlabelled or is_labelled(examples)
     }
-    for file in sorted(
-        [*folder.glob("multinli.train.*.tsv"), *folder.glob("*/multinli/multinli.train.*.tsv")]
-    ):
-        columns = read_table(file)
-        named = {_TRANSLATED_COLUMNS.get(name, name): values for name, values in columns.items()}
-        trains.setdefault(
-            file.name.split(".")[2], _examples(task, named, where=str(file), texts=task.texts, labelled=True)
-        )
     if not trains or not any(name.startswith("dev-") for name in scored):
-        lacking = (
-            "dev-LANGUAGE.tsv or xnli.dev.tsv" if trains else "train-LANGUAGE.tsv or multinli.train.*.tsv"
-        )
         raise CorpusError(
-            f"{folder} is not an XNLI folder: {lacking} is not there. Give one in XTREME's layout, or with "
-            "XNLI-1.0 and XNLI-MT-1.0."
+            f"{folder} is not an XNLI folder: {'dev' if trains else 'train'}-LANGUAGE.tsv is not there. Give "
+            "one in XTREME's layout, or --data hf."
         )
     return trains, scored
 
@@ -244,43 +228,11 @@ def _by_language(task: TextTask, folder: Path, name: str) -> Sets:
     return sets
 
 
-def _from_column(task: TextTask, folder: Path, name: str) -> Sets:
-    """Return the examples of a set of XNLI-1.0 by language; its file has a column for the language."""
-    file = find_file(folder, f"xnli.{name}") or find_file(folder / "XNLI-1.0", f"xnli.{name}")
-    if file is None:
-        return {}
-    table = read_table(file)
-    examples = _examples(task, table, where=str(file), texts=task.texts, labelled=True)
-    languages = table.get("language", ())
-    if len(languages) != len(examples):
-        raise CorpusError(f"{file} has no column 'language'. Give xnli.{name}.tsv of XNLI-1.0.")
-    sets: Sets = {}
-    for language, example in zip(languages, examples, strict=True):
-        sets.setdefault(str(language), []).append(example)
-    return sets
-
-
 def _xnli_hub(task: TextTask, source: Source) -> tuple[Sets, Sets]:
     hub = source.hub or task.hub
     trains: Sets = {}
     scored: Sets = {}
-    for language in (
-        "ar",
-        "bg",
-        "de",
-        "el",
-        "en",
-        "es",
-        "fr",
-        "hi",
-        "ru",
-        "sw",
-        "th",
-        "tr",
-        "ur",
-        "vi",
-        "zh",
-    ):
+    for language in _LANGUAGES:
         for name, split in {"train": "train", **_XNLI_SPLITS}.items():
             if name == "train" and task.languages == "cross-lingual" and language != _ENGLISH:
                 continue

@@ -128,13 +128,23 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         problem = "model_type, the model's family, is not there"
     if problem is not None:
         raise TeacherError(f"{folder / CONFIG}: {problem}. Give another model.")
-    other = next((key for key in _OTHER_WEIGHTS if content.get(key)), None)
+    other = next(
+        (key for key in _OTHER_WEIGHTS if content.get(key) and not _is_whole(key, content[key])), None
+    )
     if other is not None:
         raise TeacherError(
             f"{folder / CONFIG} has {other}, which chooses quantised weights or another file of them, and "
             "only whole weights in model.safetensors are loaded here. Give the model that it was made from."
         )
     return {key: value for key, value in content.items() if key not in _OTHER_WEIGHTS}
+
+
+def _is_whole(key: str, value: object) -> bool:
+    """Return whether a key of other weights only says that whole ones were once read from a GGUF file.
+
+    transformers leaves it behind when it saves such a model; the weights that it saves are plain floats.
+    """
+    return key == "quantization_config" and isinstance(value, Mapping) and value.get("quant_method") == "gguf"
 
 
 def model_description(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from minilm_cache.models.teacher import check_length
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.loss import relation_kl
 from minilm_cache.relations.scores import DenseRows, Targets, relation_probs, relation_scores, row_mask
-from minilm_cache.slicing.config import SliceConfig
+from minilm_cache.settings import SliceConfig
 from minilm_cache.slicing.forward import Calibration, check_text, num_tokens, of_corpus
 from minilm_cache.slicing.shapes import check_cut, take_layer_types
 from minilm_cache.slicing.slices import cut_weights

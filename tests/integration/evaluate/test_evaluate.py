@@ -224,9 +224,9 @@ def test_xnli_across_languages(teacher: Path, tmp_path: Path, command: Command) 
     assert set(lines) <= {"entailment", "neutral", "contradiction"}
 
 
-def test_xnli_as_published_with_test_labels(teacher: Path, tmp_path: Path, command: Command) -> None:
+def test_xnli_with_test_labels(teacher: Path, tmp_path: Path, command: Command) -> None:
     """Settings are chosen on dev; labelled test sets are scored, too."""
-    data = write_xnli(tmp_path / "xnli", official=True)
+    data = write_xnli(tmp_path / "xnli", test_labels=True)
     short = ("--epochs", 1, "--out", tmp_path / "out")
     found = evaluated(command, teacher, "--task", "xnli", "--data", data, *short)
     (trial,) = found["trials"]

@@ -69,6 +69,29 @@ def test_pooled_vectors_are_those_of_plain_transformers(tmp_path: Path, family: 
         assert float(F.cosine_similarity(sequence.states()[POOLED][0], vector, dim=0)) >= 0.9995
 
 
+def test_whole_weights_out_of_a_gguf_file_are_a_teacher(tmp_path: Path, command: Command) -> None:
+    teacher = save_other(tmp_path / "teacher", "llama")
+    settings = json.loads((teacher / "config.json").read_text())
+    left = {"quant_method": "gguf", "gguf_file": "model.Q4_1.gguf", "dequantize": False}
+    dump = (
+        "dump",
+        "--teacher",
+        teacher,
+        "--corpus",
+        write_corpus(tmp_path / "corpus.txt"),
+        "--max-length",
+        16,
+    )
+    of_vectors = ("--codec", "none", "--pooled", "--pooling", "lasttoken", "--packing", "records", "--json")
+    prints = []
+    for content in (settings, {**settings, "quantization_config": left}):
+        (teacher / "config.json").write_text(json.dumps(content))
+        code, out, err = command(*dump, *of_vectors)
+        assert code == 0, err
+        prints.append(json.loads(out)["fingerprint"])
+    assert prints[0] == prints[1]
+
+
 def test_a_student_of_a_decoder_is_one_and_learns_its_vectors(tmp_path: Path) -> None:
     world = World(tmp_path, save_other(tmp_path / "teacher", "llama"), write_corpus(tmp_path / "corpus.txt"))
     world.dump(codec="none", pooled=True, packing="records", pooling="lasttoken")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 
-from minilm_cache.cli.tables import max_kl_in_words
+from minilm_cache.dump.fidelity import max_kl_in_words
 from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.plots import curves_figure, storage_figure, tradeoff_figure

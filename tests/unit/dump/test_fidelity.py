@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.report import RESULTS
-from minilm_cache.cli.tables import kl_infinite_because, verdict
+from minilm_cache.dump.fidelity import kl_infinite_because, verdict
 from minilm_cache.storage_schema.manifest import CacheManifest
 
 GOLDEN = Path(__file__).parents[2] / "golden"
