@@ -38,6 +38,35 @@ def markdown(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]()#!|~])", r"\\\1", html.escape(printable(text), quote=False))
 
 
+def rendered(package: str, template: str, **values: object) -> str:
+    """Return a text made from one of this package's own templates.
+
+    `markdown` shows an untrusted text literally; `number` formats a number, or gives a word for None.
+
+    Args:
+        package: package that the template is a file of.
+        template: name of the file, whose syntax is Jinja's.
+        values: what the template names; naming another is an error.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415 - only cards need it
+
+    environment = Environment(
+        loader=PackageLoader(package, ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 - the text is Markdown, and `markdown` escapes what is not ours
+    )
+    environment.filters["markdown"] = markdown
+    environment.filters["number"] = _number_or
+    return environment.get_template(template).render(values)
+
+
+def _number_or(value: float | None, form: str, otherwise: str = "") -> str:
+    return otherwise if value is None else form.format(value)
+
+
 class Described(ABC):
     """Base of objects that print what they are: a line in a terminal, a table in a notebook."""
 

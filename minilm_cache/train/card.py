@@ -21,7 +21,7 @@ from minilm_cache.store.durable import new_folder
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.record import RunIdentity, StudentRecord, measure_in_words
 from minilm_cache.train.trainer import StudentTrainer
-from minilm_cache.wording import markdown, number_text
+from minilm_cache.wording import rendered
 
 
 def save_student(
@@ -139,43 +139,12 @@ _CLASSES: Final[dict[Head | None, tuple[str, str]]] = {
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def _usage(head: Head | None, *, is_sentence_encoder: bool) -> list[str]:
-    """Return how to use a student; `FOLDER` is the folder of the card."""
-    if is_sentence_encoder:
-        code = [
-            "from sentence_transformers import SentenceTransformer",
-            "",
-            'SentenceTransformer("FOLDER").encode(["one text", "another text"])',
-        ]
-    else:
-        name, output = _CLASSES[head]
-        code = [
-            f"from transformers import {name}, AutoTokenizer",
-            "",
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
-            f'model = {name}.from_pretrained("FOLDER")',
-            f'model(**tokenizer("one text", return_tensors="pt")).{output}',
-        ]
-    return ["```python", *code, "```", ""]
-
-
 def _base_model(teacher: str) -> str | None:
     """Return the hub id of a teacher. None means that it is not known to be from the hub."""
     if teacher == MINI:
         return MINI_ID
     name = ALIASES.get(teacher, teacher)
     return name if _HUB_ID.fullmatch(name) else None
-
-
-def _untrained_note(untrained: Sequence[str]) -> list[str]:
-    if not untrained:
-        return []
-    return [
-        f"**Untrained: {', '.join(f'`{name}`' for name in untrained)}.** The loss does not depend on",
-        "them, so they are what they began with. Fine-tune the student before you use outputs that they",
-        "have part in.",
-        "",
-    ]
 
 
 def student_card(
@@ -206,41 +175,18 @@ def student_card(
         base_model=base_model,
         tags=["minilm-cache", "knowledge-distillation"],
     )
-    teacher, name = manifest.identity.teacher, markdown(manifest.labels.teacher)
-    lines = [
-        "---",
-        data.to_yaml(),
-        "---",
-        f"# {record.arch}, distilled from {name}",
-        "",
-        f"A student of {record.num_parameters:,} parameters ({record.arch}), distilled offline with",
-        f"minilm-cache (objective `{identity.objective}`) from {identity.describes_layers()}.",
-        "",
-        f"- teacher: {name} ({markdown(teacher.model_type)}, {teacher.num_layers} layers, hidden "
-        f"{teacher.hidden_size}, weights SHA-256 `{teacher.weights_sha256}`)",
-        f"- corpus: {markdown(manifest.labels.corpus)} ({manifest.num_tokens:,} tokens)",
-        f"- cache fingerprint: `{manifest.fingerprint}`",
-        f"- {identity.steps} steps of {identity.batch_size} sequences, peak learning rate {identity.lr:g}, "
-        f"seed {identity.seed}",
-        *([] if record.begun_with is None else [f"- begun with {markdown(record.begun_with)}"]),
-        *(["- word embeddings kept as they began (`--frozen embeddings`)"] if identity.frozen else []),
-        "",
-        *_usage(head, is_sentence_encoder=is_sentence_encoder),
-        *_untrained_note(untrained),
-        *_held_out_table(identity, record),
-    ]
-    return "\n".join(lines)
-
-
-def _held_out_table(identity: RunIdentity, record: StudentRecord) -> list[str]:
-    before, after = record.held_out_before, record.held_out_after
-    if before is None or after is None:
-        return []
-    return [
-        f"{measure_in_words(identity, record)} on held-out sequences, before and after training:",
-        "",
-        "| part | before | after |",
-        "|---|---|---|",
-        *(f"| {kind} | {number_text(before.get(kind))} | {after[kind]:.4f} |" for kind in after),
-        "",
-    ]
+    auto_class, output = _CLASSES[head]
+    return rendered(
+        "minilm_cache.train",
+        "card.md.jinja",
+        data=data.to_yaml(),
+        manifest=manifest,
+        teacher=manifest.identity.teacher,
+        identity=identity,
+        record=record,
+        untrained=untrained,
+        measure=measure_in_words(identity, record),
+        is_sentence_encoder=is_sentence_encoder,
+        auto_class=auto_class,
+        output=output,
+    )

@@ -34,6 +34,7 @@ def test_the_wheel_holds_exactly_the_modules_of_the_checkout(tmp_path: Path) -> 
         modules |= {f"minilm_cache/{folder}/{file.name}" for file in (ROOT / folder).glob("*.py")}
     data = {"minilm_cache/py.typed"}
     data |= {f"minilm_cache/storage_schema/{name}" for name in ("SPEC.md", "manifest.schema.json")}
+    data |= {f"minilm_cache/{part}/card.md.jinja" for part in ("store", "train")}
     data |= {f"minilm_cache/report/page.{ending}" for ending in ("html", "css", "js")}
 
     assert found == modules | data
