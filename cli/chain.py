@@ -19,12 +19,12 @@ from minilm_cache.cli.options import (
     check_engine,
     options,
 )
-from minilm_cache.dump.config import DumpConfig, StateSettings
+from minilm_cache.dump.config import DumpConfig
 from minilm_cache.settings import cache_home
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig, describe_preset
 from minilm_cache.wording import number_text
-from minilm_cache.workflows.config import ChainConfig
+from minilm_cache.workflows.config import NOT_OF_A_CHAIN, ChainConfig
 
 if TYPE_CHECKING:
     from minilm_cache.workflows.chain import ChainRecord, ChainResult
@@ -37,16 +37,13 @@ DocumentArgument = Annotated[
         help="Settings of the chain, as in docs/chains-and-studies.md; options replace what it says.",
     ),
 ]
-_OF_VECTORS = {"pooling", "min_cosine"}
-_NOT_OF_A_CHAIN = {"rank", "world_size", "serve", *StateSettings.model_fields} - _OF_VECTORS
-"""Settings that a chain does not offer: torchrun sets ranks, and a cache stores what its students learn."""
 
 
 @options(
     ChainConfig,
     DumpConfig,
     TrainConfig,
-    leave_out={ChainConfig: ("dump", "train"), DumpConfig: _NOT_OF_A_CHAIN},
+    leave_out={ChainConfig: ("dump", "train"), DumpConfig: NOT_OF_A_CHAIN},
     rename={DumpConfig: {"batch_size": "dump_batch_size", "precision": "dump_precision"}},
     may_lack=True,
     common=(

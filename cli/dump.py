@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 @options(
     DumpConfig,
+    leave_out={DumpConfig: ("signal",)},  # their code is registered in Python
     common=(
         *("teacher", "corpus", "text_column", "packing", "max_length", "max_tokens"),
         *("serve", "codec", "layers", "pooled", "device", "out", "add", "json"),

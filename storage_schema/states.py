@@ -154,10 +154,16 @@ class Pooling(StoredModel):
         return f"pooled vectors of width {self.width} ({', '.join(parts)})"
 
 
+MAX_OTHERS: Final = 16
+"""Most signals of a cache that are not of this release."""
+OWN_NAME: Final = r"^[a-z][a-z0-9-]{0,47}$"
+"""Pattern of the name of a signal that is not of this release."""
+
+
 class OtherSignal(StoredModel):
     """A signal that is not of this release: numbers of every token, or of every sequence, as they are."""
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9-]{0,47}$")
+    name: str = Field(pattern=OWN_NAME)
     axis: Literal["token", "sequence"]
     """What has a row of numbers."""
     width: int = Field(ge=1, le=2**16)
@@ -192,7 +198,7 @@ class StatesIdentity(StoredModel):
     """Number of logits of a teacher that classifies sequences. None means that no logits are stored."""
     pooled: Pooling | None = None
     """How sequences are pooled into one vector each. None means that no such vectors are stored."""
-    others: Annotated[tuple[OtherSignal, ...], Field(max_length=16)] = ()
+    others: Annotated[tuple[OtherSignal, ...], Field(max_length=MAX_OTHERS)] = ()
     """Signals that are not of this release."""
 
     sections: ClassVar[frozenset[str]] = frozenset(

@@ -2,7 +2,7 @@
 
 The queries, keys and values of a layer are affine in its input, so side by side they lie in a subspace of its
 width (rotary positions widen it). Principal components project them to that subspace, weighted by what
-an error costs in KL (`fit_vectors.py`), rounded with one step, and entropy-coded component by component
+an error costs in KL, rounded with one step, and entropy-coded component by component
 (`transform.py`). Decoding is one matrix product: vectors = mean + (codes * step) @ basis. Error bound: none
 for a row; the mean KLs of attention and value relation are in the manifest (`calibration`,
 `measured.fidelity`).

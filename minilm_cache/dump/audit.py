@@ -17,7 +17,7 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.scores import RowTargets, SparseRows, to_dense
 from minilm_cache.relations.signals import DenseLabels, MaskedSequences, Signals, expected
 from minilm_cache.session import Session
-from minilm_cache.signals.table import masked_part, value_signal
+from minilm_cache.signals.table import SIGNALS, masked_part, value_signal
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import Fidelity, LayerFidelity, StateFidelity
 from minilm_cache.storage_schema.states import LABELS, plain_path
@@ -182,6 +182,8 @@ def audit_states(
 ) -> tuple[StateFidelity, ...]:
     """Run the teacher again on some sequences and compare with the states that were stored.
 
+    Signals that are not registered in this process are left out.
+
     Args:
         cache: cache that is complete except for its seal.
         reader: reader with the teacher.
@@ -196,6 +198,7 @@ def audit_states(
     if codec is None:
         return ()
     batch_size = sequences_at_once(cache.manifest.identity, batch_size)
+    registered = tuple(name for name in codec.everything if name.signal in SIGNALS)
     errors: dict[str, _ErrorSums] = {}
     bias: list[Tensor] = []
     for start in range(0, len(numbers), batch_size):
@@ -204,7 +207,7 @@ def audit_states(
         pad_token = reader.teacher.tokenizer.pad_token_id
         inputs = Inputs.of([sequence.input_ids for sequence in sequences], pad_token)
         for reading in range(codec.parameters.num_readings):
-            wanted = codec.everything if reading == 0 else masked_part(codec.everything)
+            wanted = registered if reading == 0 else masked_part(registered)
             _, output = reader.read(inputs, numbers=batch, layers=(), wanted=wanted, reading=reading)
             for at, sequence in enumerate(sequences):
                 _compare(
@@ -223,7 +226,7 @@ def audit_states(
             cross_entropy_bias=float(torch.cat(bias).mean()) if name == LABELS and bias else None,
             cosine=errors[name.folder].cosine if name != LABELS and value_signal(name).has_cosine else None,
         )
-        for name in codec.everything
+        for name in registered
     )
 
 

@@ -16,7 +16,7 @@ from minilm_cache.settings import (
     TeacherSettings,
 )
 from minilm_cache.storage_schema.identity import MAX_LAYERS, MAX_TOKENS, Precision
-from minilm_cache.storage_schema.states import MAX_READINGS, PoolingMode
+from minilm_cache.storage_schema.states import MAX_OTHERS, MAX_READINGS, PoolingMode
 
 Chosen = Literal["last", "all"] | tuple[int, ...]
 """The teacher's last layer or hidden state, all of them, or those with these numbers."""
@@ -134,8 +134,8 @@ class StateSettings(FrozenSettings):
     distilbert`."""
     logits: bool = False
     """Store the logits of a teacher that classifies sequences."""
-    signal: tuple[str, ...] = ()
-    """A signal of your own to store, by the name that it is registered under; may be repeated."""
+    signal: tuple[str, ...] = Field((), max_length=MAX_OTHERS)
+    """Signals of your own to store, by the names that they are registered under (`register_signal`)."""
     pooled: bool = False
     """Store one vector of each sequence, as the teacher pools its last hidden states."""
     pooling: PoolingMode | None = None
@@ -170,6 +170,8 @@ class StateSettings(FrozenSettings):
             raise ValueError("--maskings goes with --labels and --masked-hidden, and only with them")
         if self.max_error is not None and self.hidden is None and self.masked_hidden is None:
             raise ValueError("--max-error goes with --hidden and --masked-hidden, and only with them")
+        if len(set(self.signal)) < len(self.signal):
+            raise ValueError(f"signal {', '.join(self.signal)}: name each signal once")
         if self.logits and (self.labels or self.masked_hidden is not None):
             raise ValueError(
                 "--logits goes without --labels and --masked-hidden: a teacher that classifies sequences has "
@@ -344,7 +346,9 @@ class AugmentConfig(TeacherSettings, CorpusSettings):
     """Seed of the random replacements."""
 
 
-PLANNED = frozenset({"codec", "k", "max_kl", "select", "tail", "rank", "world_size", "shard_tokens"})
+PLANNED = frozenset(
+    {"codec", "k", "max_kl", "select", "tail", "rank", "world_size", "shard_tokens", "signal"}
+)
 """Settings of a dump that a plan chooses itself."""
 
 

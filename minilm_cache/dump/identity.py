@@ -97,6 +97,8 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
     hidden = _numbers("--hidden", config.hidden, teacher)
     masked = _numbers("--masked-hidden", config.masked_hidden, teacher)
     first = _numbers("--first-hidden", config.first_hidden, teacher)
+    if first:
+        teacher.refuse_first_token("--first-hidden")
     if not config.has_states:
         return None
     is_masked, is_coded = bool(masked) or config.labels, bool(hidden or masked)

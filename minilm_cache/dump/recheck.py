@@ -27,7 +27,7 @@ from minilm_cache.models.load import locate_teacher
 from minilm_cache.models.pooling import MODULES
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import ALONE, Session
-from minilm_cache.signals.table import value_signal
+from minilm_cache.signals.table import SIGNALS, value_signal
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.states import Pooling, StatesIdentity
 
@@ -163,15 +163,18 @@ def recheck(
         identity=tuple(differing),
         tokens=wrong_tokens,
         differences=_differences(cache, teacher, session) if is_alike else (),
-        states=_state_differences(cache, teacher) if is_alike and has_states else (),
+        states=_state_differences(cache, teacher, session) if is_alike and has_states else (),
     )
 
 
-def _state_differences(cache: Cache, teacher: Teacher) -> tuple[StateDifference, ...]:
+def _state_differences(cache: Cache, teacher: Teacher, session: Session) -> tuple[StateDifference, ...]:
     """Return the differences between the stored states and the teacher's, on the sample."""
     states = cache.manifest.identity.states
     if states is None:
         return ()
+    unknown = [other.name for other in states.others if other.name not in SIGNALS]
+    if unknown:
+        session.progress.note(f"signals that are not registered here are not compared: {', '.join(unknown)}")
     numbers = [number for sampled in _sample(cache).values() for number in sampled]
     audited = audit_states(
         cache, SequenceReader.of(teacher, states), numbers=numbers, batch_size=_BATCH_SIZE, session=ALONE

@@ -85,6 +85,9 @@ class Teacher:
             for weight in tapped.parameters():
                 weight.data = weight.data.bfloat16()
         self._tapped = tapped
+        if head == "sequences" and self._is_causal():
+            # Decoders answer at the last token that is not this one; batches have the tokenizer's padding.
+            model.config.pad_token_id = self.tokenizer.pad_token_id
         self.layers: tuple[int, ...] = self._layer_numbers(layers, tapped.num_layers)
         """Layers whose relations are wanted of it, counted from 0, ascending."""
 
@@ -210,7 +213,33 @@ class Teacher:
             .eval()
             .requires_grad_(requires_grad=False)
         )
+        if pooler.mode == "cls":
+            self.refuse_first_token("--pooling cls")
         return pooler.to(self.device)
+
+    def refuse_first_token(self, option: str) -> None:
+        """Refuse the first token's state of a model whose tokens read only those before them.
+
+        Args:
+            option: option that asks for the state, for the message.
+
+        Raises:
+            TeacherError: the state is the same whatever the next token is.
+        """
+        if self._is_causal():
+            raise TeacherError(
+                f"{option}: in teacher {self.name} the first token reads nothing but itself, so its state "
+                "says nothing of the text. Choose --pooled --pooling lasttoken, or mean."
+            )
+
+    @torch.no_grad()
+    def _is_causal(self) -> bool:
+        """Return whether the first token's last hidden state is the same whatever the next token is."""
+        token = some_token(self.tokenizer)
+        other = (token + 1) % self.model.config.vocab_size
+        ids = torch.tensor([[token, token], [token, other]], device=self.device)
+        one, another = self.model.base_model(input_ids=ids).last_hidden_state[:, 0]
+        return torch.equal(one, another)
 
     def half_weights(self) -> bytes:
         """Return the teacher's weights in float16, as the content of a safetensors file.

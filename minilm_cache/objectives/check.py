@@ -11,7 +11,7 @@ from minilm_cache.objectives.base import ObjectiveKind, ObjectiveRequest, Studen
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.relations import relations_of
-from minilm_cache.signals.table import signal_of
+from minilm_cache.signals.table import SIGNALS, signal_of
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.states import LABELS, LOGITS, SignalName, StatesIdentity
@@ -85,6 +85,12 @@ def live_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[str]
         InvalidConfigError: the objective does not go with the teacher or the students.
     """
     request = ObjectiveRequest(config=config, arch=tuple(arch), cache=cache)
+    states = cache.manifest.identity.states
+    if config.temperature is not None and states is not None and states.num_classes == 1:
+        raise InvalidConfigError(
+            f"--temperature {config.temperature:g}: the teacher answers with one number, which is compared "
+            "by its squared error. Leave it out."
+        )
     return Objective(request=request, wanted=_kind(config).wanted(request))
 
 
@@ -157,6 +163,8 @@ def _check_signals(config: ObjectiveConfig, stored: StatesIdentity | None, wante
     kinds = dict.fromkeys(name.signal for name in missing)
     options = [
         signal_of(SignalName(kind)).option_for([name for name in missing if name.signal == kind])
+        if kind in SIGNALS
+        else f"signal {kind} (`DumpConfig.signal`, in Python)"
         for kind in kinds
     ]
     raise InvalidConfigError(

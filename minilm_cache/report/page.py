@@ -305,7 +305,7 @@ def report_runs(
     teacher = None
     if config.teacher is not None:
         teacher = Teacher(locate_teacher(config.teacher), choose_device(config.device))
-    (session.progress).note(f"measuring {counted(sum(len(run.students) for run in runs), 'student')}")
+    session.progress.note(f"measuring {counted(sum(len(run.students) for run in runs), 'student')}")
     students = students_table(runs, teacher, device=config.device)
     report = write_report(
         out, runs, students, teacher=teacher, map_texts=map_texts, title=config.title, paths=config.paths

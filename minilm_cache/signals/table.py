@@ -1,5 +1,6 @@
 """The table of signals: one row and one module each, and those that are registered."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -7,7 +8,7 @@ from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.signals.base import OwnSignal, Signal, ValueSignal
 from minilm_cache.signals.labels import Labels
 from minilm_cache.signals.values import FirstStates, HiddenStates, Logits, MaskedStates, PooledVectors
-from minilm_cache.storage_schema.states import LABELS, LOGITS, POOLED, SignalName, StateFamily
+from minilm_cache.storage_schema.states import LABELS, LOGITS, OWN_NAME, POOLED, SignalName, StateFamily
 
 SIGNALS: Final[dict[str, Signal]] = {
     str(StateFamily.HIDDEN): HiddenStates(),
@@ -24,8 +25,18 @@ def register_signal(signal: OwnSignal) -> None:
     """Add a signal, or replace the added signal of the same name.
 
     Raises:
-        InvalidConfigError: a signal of this release has the name.
+        InvalidConfigError: a signal of this release has the name, the name cannot be stored, or the signal
+            depends on which tokens are masked.
     """
+    if not re.fullmatch(OWN_NAME, signal.name):
+        raise InvalidConfigError(
+            f"signal {signal.name}: a name begins with a letter and has at most 48 characters of a to z, 0 "
+            "to 9 and -. Choose another name."
+        )
+    if signal.is_masked:
+        raise InvalidConfigError(
+            f"signal {signal.name}: a signal of your own is taken of whole texts. Leave out is_masked."
+        )
     if not isinstance(SIGNALS.get(signal.name, signal), OwnSignal):
         raise InvalidConfigError(f"signal {signal.name} is one of this release. Choose another name.")
     SIGNALS[signal.name] = signal
@@ -55,7 +66,7 @@ def own_signal(name: str) -> OwnSignal:
     if not isinstance(signal, OwnSignal):
         known = ", ".join(sorted(each for each, kind in SIGNALS.items() if isinstance(kind, OwnSignal)))
         raise InvalidConfigError(
-            f"--signal {name}: no signal of this name is registered{f'; take {known}' if known else ''}."
+            f"signal {name}: no signal of this name is registered{f'; take {known}' if known else ''}."
         )
     return signal
 

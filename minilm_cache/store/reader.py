@@ -59,7 +59,7 @@ from minilm_cache.store.shards import decode_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One decoded segment of a shard (`store.segments`)."""
+    """One decoded segment of a shard (`store.ranges`)."""
 
     number: int
     first_sequence: int

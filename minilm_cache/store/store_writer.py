@@ -305,7 +305,7 @@ class StoreWriter(CacheWriter):
 def attach_in_store(
     target: RemoteFolder, root: Path, manifest: CacheManifest, *, path: str, content: bytes
 ) -> CacheManifest:
-    """Add a file to a finished cache in a store, and return its manifest; see `store.attach`.
+    """Add a file to a finished cache in a store, and return its manifest; see `store.card.attach`.
 
     Args:
         target: folder of the cache in the store.

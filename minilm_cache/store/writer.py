@@ -260,7 +260,7 @@ class CacheWriter:
         """Have shards and their records below `root`; here they are there already."""
 
     def attach(self, path: str, content: bytes) -> None:
-        """Add a file to the complete cache; see `store.attach`."""
+        """Add a file to the complete cache; see `store.card.attach`."""
         self.manifest = attach(self.root, self.manifest, path=path, content=content)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
@@ -18,7 +18,7 @@ from minilm_cache.objectives.check import check_codec
 from minilm_cache.objectives.relations import split_into
 from minilm_cache.objectives.spec import OBJECTIVES, Needs
 from minilm_cache.report.runs import TEACHER_CACHE
-from minilm_cache.settings import FrozenSettings, Settings, validated
+from minilm_cache.settings import FrozenSettings, Settings, first_problem, validated
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.upgrades import (
     DUMPS_OF_CHAINS,
@@ -34,7 +34,7 @@ from minilm_cache.train.initial import FROM_TEACHER, RANDOM, check_beginning
 from minilm_cache.train.ranks import refuse_ranks
 from minilm_cache.train.resume import first_config
 from minilm_cache.train.sampler import check_parts
-from minilm_cache.workflows.config import ChainConfig, naming_settings
+from minilm_cache.workflows.config import NOT_OF_A_CHAIN, ChainConfig, naming_settings
 from minilm_cache.workflows.study_preview import cache_state, run_state
 from minilm_cache.workflows.study_source import Source
 
@@ -124,23 +124,48 @@ def read_chain(
         if not is_given:
             raise InvalidConfigError(f"{flag} is missing. Give it, or a CHAIN.yaml that says it.")
 
-    def settings(model: type[Settings], section: str, values: Mapping[str, Any]) -> Settings:
-        if source is None:
-            return validated(model, values)
-        return source.check(model, values, {"": (section,)})
-
-    training = settings(TrainConfig, "train", with_preset(named, {**stated, **train}))
+    for key in NOT_OF_A_CHAIN & document.dump.keys():
+        assert source is not None
+        source.fail(("dump", key), "a chain sets this itself; leave it out")
+    training = _settings(source, TrainConfig, "train", stated=with_preset(named, stated), given=train)
     served = {"for": (training.objective, training.first or training.objective)}
-    own = {
-        name: str(source.resolve(value))
-        if source is not None and isinstance(value, str) and source.resolve(value).exists()
-        else value
-        for name, value in document.dump.items()
-    }
-    dumping = settings(DumpConfig, "dump", {**(served if training.spec.needs.pooled else {}), **own, **dump})
+    own = dict(document.dump)
+    for key in ("teacher", "corpus"):
+        if source is not None and isinstance(own.get(key), str) and source.resolve(own[key]).exists():
+            own[key] = str(source.resolve(own[key]))
+    dumping = _settings(
+        source,
+        DumpConfig,
+        "dump",
+        stated={**(served if training.spec.needs.pooled else {}), **own},
+        given=dump,
+    )
     shapes = {"assistants": document.assistants, "compare_direct": document.compare_direct}
     given = {name: value for name, value in shapes.items() if value}
     return validated(ChainConfig, {**given, **chain, "dump": dumping, "train": training}), named
+
+
+def _settings(
+    source: Source | None,
+    model: type[Settings],
+    section: str,
+    *,
+    stated: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> Settings:
+    """Build settings of a document's section and of options, which replace what the document says.
+
+    Raises:
+        InvalidConfigError: a value is invalid; the message names the line of the document, or the option.
+    """
+    values = {**stated, **given}
+    try:
+        return model(**values)
+    except ValidationError as error:
+        place = first_problem(error, model)[0]["loc"]
+        if source is None or (place and place[0] in given):
+            return validated(model, values)
+        return source.check(model, values, {"": (section,)})
 
 
 def chain_folder(config: ChainConfig, home: Path) -> Path:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
 from minilm_cache.train.config import TrainConfig
@@ -30,6 +30,13 @@ def naming_settings(train: Mapping[str, Any], earlier: Collection[str]) -> dict[
     """
     settings = {**train, **_CHANGES_NO_STUDENT, "init": train["init"] or "random"}
     return without_defaults(settings, defaults_of_later(TrainConfig, earlier))
+
+
+NOT_OF_A_CHAIN: Final = frozenset({"rank", "world_size", "serve", "for", *StateSettings.model_fields}) - {
+    "pooling",
+    "min_cosine",
+}
+"""Settings of a dump that a chain sets itself: torchrun sets ranks, a cache stores what students learn."""
 
 
 class ChainConfig(FrozenSettings):

@@ -200,11 +200,7 @@ def plan_dump(
     configs = settings_to_compare(dump, config)
     first = configs[0]
     work = operations(cost, first)
-    measured = plan(
-        configs,
-        config.sample_tokens,
-        session=Session(progress=session.progress, should_stop=session.should_stop),
-    )
+    measured = plan(configs, config.sample_tokens, session=session)
     costs = estimate(
         cost,
         work,

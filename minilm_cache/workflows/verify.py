@@ -9,7 +9,6 @@ from minilm_cache.dump.config import VerifyConfig
 from minilm_cache.dump.recheck import Recheck, recheck
 from minilm_cache.errors import VerificationError
 from minilm_cache.session import ALONE, Session
-from minilm_cache.settings import cache_home
 from minilm_cache.store.verify import Verdict, default_threads, verify
 
 _LISTED = 10
@@ -82,7 +81,7 @@ def verify_cache(path: Path, config: VerifyConfig | None = None, *, session: Ses
     cache, text = open_cache(path), None
     if config.corpus is not None:
         documents = cache.manifest.labels.documents or config.documents
-        text = load_corpus(config.corpus, config.text_column, documents, home=cache_home())
+        text = load_corpus(config.corpus, config.text_column, documents, home=session.home)
     again = recheck(cache, config.teacher, corpus=text, device=config.device, session=session)
     return Verification(path=path, verdict=verdict, again=again)
 

@@ -12,10 +12,12 @@ from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
 )
 
 from minilm_cache.cache import open_cache
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.student import build_student, shape_config
@@ -26,6 +28,14 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
 from tests.conftest import Command
 from tests.support import VOCABULARY, World, save_teacher, tiny_model, tiny_tokenizer, write_corpus
+
+LLAMA = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
 
 
 def decoders_tokenizer() -> PreTrainedTokenizerFast:
@@ -118,6 +128,44 @@ def test_relations_of_such_a_teacher_are_refused_before_anything_is_written(
         assert not out.exists()
 
 
+def test_answers_of_a_decoder_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    """Folders of decoders often name no token for padding, or another than their tokenizer pads with."""
+    for name, config_pad in (("none", None), ("other", 3)):
+        teacher = tmp_path / name
+        config = AutoConfig.for_model(
+            "llama", **LLAMA, vocab_size=len(VOCABULARY), pad_token_id=config_pad, num_labels=3
+        )
+        torch.manual_seed(0)
+        model = LlamaForSequenceClassification(config).eval()
+        model.save_pretrained(teacher)
+        decoders_tokenizer().save_pretrained(teacher)
+        world = World(tmp_path / f"of-{name}", teacher, write_corpus(tmp_path / "corpus.txt"))
+        cache = open_cache(world.dump(codec="none", logits=True, packing="records").path)
+        model.config.pad_token_id = decoders_tokenizer().eos_token_id
+        for number in range(6):
+            with torch.no_grad():
+                answer = model(cache[number].input_ids[None]).logits[0]
+            torch.testing.assert_close(cache[number].states()[LOGITS][0], answer, rtol=1e-4, atol=1e-5)
+
+
+def test_what_reads_no_text_or_only_its_first_token_is_refused(tmp_path: Path, command: Command) -> None:
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64}
+    seq2seq = tmp_path / "bart"
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    config = AutoConfig.for_model("bart", vocab_size=len(VOCABULARY), **sizes, **heads)
+    AutoModel.from_config(config).save_pretrained(seq2seq)
+    tiny_tokenizer().save_pretrained(seq2seq)
+    llama = save_other(tmp_path / "llama", "llama")
+    text = ("--corpus", write_corpus(tmp_path / "corpus.txt"), "--max-length", 16)
+    words = (*text, "--codec", "none", "--packing", "records")
+    for teacher, wanted, says in (
+        (seq2seq, ("--pooled", "--pooling", "mean"), "it is an encoder with a decoder"),
+        (llama, ("--pooled", "--pooling", "cls"), "the first token reads nothing but itself"),
+        (llama, ("--first-hidden", "last"), "the first token reads nothing but itself"),
+    ):
+        command.fails("dump", "--teacher", teacher, *words, *wanted, code=1, says=(says,))
+
+
 def test_a_teacher_that_gives_one_number_is_learned_by_its_square(tmp_path: Path) -> None:
     teacher = save_teacher(tmp_path / "teacher", head="sequences", num_labels=1)
     world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
@@ -128,6 +176,9 @@ def test_a_teacher_that_gives_one_number_is_learned_by_its_square(tmp_path: Path
         number = model(cache[0].input_ids[None]).logits[0]
     stored = cache[0].states()[LOGITS]
     torch.testing.assert_close(stored[0], number, rtol=1e-4, atol=1e-5)
+    warm = TrainConfig(arch=("2x32",), objective="tinybert-prediction", temperature=2.0, device="cpu")
+    with pytest.raises(InvalidConfigError, match="--temperature 2: the teacher answers with one number"):
+        train_students(warm, path, out=world.root / "warm", session=Session(world.home))
     config = TrainConfig(
         arch=("2x32",), objective="tinybert-prediction", init="random", steps=60, batch_size=8, device="cpu"
     )

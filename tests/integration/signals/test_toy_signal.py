@@ -13,7 +13,7 @@ from minilm_cache.objectives.batch import StudentBatch, WantedTargets
 from minilm_cache.objectives.spec import Needs, ObjectiveSpec, register_objective
 from minilm_cache.relations.loss import Method
 from minilm_cache.signals.base import OwnSignal, Taken
-from minilm_cache.signals.table import register_signal
+from minilm_cache.signals.table import SIGNALS, register_signal
 from minilm_cache.storage_schema.identity import TeacherIdentity
 from minilm_cache.storage_schema.states import SignalName
 from minilm_cache.train.record import load_record
@@ -73,3 +73,6 @@ def test_a_signal_of_ones_own_goes_the_whole_way(world: World, command: Command,
     (student,) = load_record(run).students
     assert json.loads(student.model_dump_json())["loss_after"] < (student.loss_before or 0)
     assert command("report", run, "--out", world.root / "page.html")[0] == 0
+    del SIGNALS["norms"]
+    code, _, err = command("verify", cache, "--teacher", world.teacher)
+    assert (code, "signals that are not registered here are not compared: norms" in err) == (0, True)

@@ -5,6 +5,7 @@ import shutil
 import signal
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,7 @@ def arguments(world: World, *more: object) -> list[str]:
 
 def test_a_document_is_the_same_chain_as_its_options(world: World, command: Command) -> None:
     document = world.root / "notes.yaml"
-    text = {
+    text: dict[str, Any] = {
         "dump": {"teacher": "teacher", "corpus": "corpus.txt", "max_length": 32, "shard_tokens": 256, "k": 6},
         "assistants": ["2x32"],
         "train": {"arch": ["1x16"], "steps": 12, "batch_size": 4, "lr": 1.0},
@@ -68,6 +69,13 @@ def test_a_document_is_the_same_chain_as_its_options(world: World, command: Comm
     code, out, err = command("chain", document, *options, *more, world.root / "chain")
     assert code == 0, err
     assert json.loads(out) == json.loads(command(*arguments(world, "--dry-run", "--json"))[1])
+    for place in ("packed", "main"):  # words of a document, and folders beside it
+        (world.root / place).mkdir()
+    document.write_text(json.dumps({**text, "dump": {**text["dump"], "packing": "packed"}}))
+    assert command("chain", document, *options, *more, world.root / "chain")[0] == 0
+    command.fails("chain", document, "--batch-size", 0, code=2, says="--batch-size 0: ")
+    document.write_text("dump:\n  teacher: teacher\n  rank: 1\ntrain: {arch: [1x16]}\nassistants: [2x32]\n")
+    command.fails("chain", document, code=2, says=("notes.yaml, line 3, dump.rank", "leave it out"))
     document.write_text("dump: {teacher: teacher}\ntrain: {arch: [1x16], stepz: 3}\nassistants: [2x32]\n")
     command.fails("chain", document, code=2, says=("notes.yaml, line 2, train.stepz", "did you mean steps?"))
     command.fails(
