@@ -57,7 +57,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
 @pytest.mark.timeout(600)
-def test_commands_do_what_the_page_says(page: Path, folder: Path, command: Command, store: str) -> None:
+def test_commands_do_what_the_page_says(
+    page: Path, folder: Path, command: Command, store: str, soak: int
+) -> None:
+    if soak == 1 and page.stem == "head-start":
+        pytest.skip("the commands of this page are on others, too; tried with --soak")
     words = {"mini": "small", "bert-base": "small", "RUN": "run", "CACHE": "notes.cache", "DIR": "slice"}
     words |= {"300": "4", "400": "6"}  # steps of the tutorial
     commands = [line for block in blocks(page) for line in block]

@@ -17,7 +17,7 @@ from minilm_cache.train.config import CostConfig, TrainConfig
 from tests.conftest import Command
 
 STAGES: dict[str, dict[type[FrozenSettings], set[str]]] = {
-    "dump": {DumpConfig: set()},
+    "dump": {DumpConfig: {"signal"}},
     "train": {TrainConfig: set()},
     "chain": {
         DumpConfig: {"rank", "world_size", "serve", "batch_size", *StateSettings.model_fields}
