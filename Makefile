@@ -16,10 +16,9 @@ BIN := .venv/bin
 demo: .venv/demo
 	$(BIN)/minilm-cache demo
 
-# Compiled modules are kept whatever the shell says: tests start the command often. Three at a time, on two cores:
-# tests wait for processes, stores and deadlines a tenth of the time.
+# Compiled modules are kept whatever the shell says: tests start the command often.
 test: .venv/dev
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # While you work: the tests of one file a room, and of the way from a text to a student.
 quick: .venv/dev
