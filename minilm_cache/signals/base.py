@@ -62,7 +62,7 @@ class Signal(ABC):
 
     is_masked: ClassVar[bool] = False
     """Whether it depends on which tokens of a sequence are masked."""
-    option: ClassVar[str] = "--signal"
+    option: ClassVar[str]
     """Option of `dump` that stores it."""
 
     @abstractmethod
@@ -112,7 +112,7 @@ class AsIs(SignalCodec):
     place: Literal["token", "sequence", "first"]
     """Where the rows of a sequence stand."""
     is_own: bool = False
-    """Whether the numbers come of a user's code, which may give any."""
+    """Whether the numbers come from a user's code, which may give any."""
 
     @property
     def paths(self) -> tuple[str, ...]:

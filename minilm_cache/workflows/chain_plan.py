@@ -129,10 +129,7 @@ def read_chain(
         source.fail(("dump", key), "a chain sets this itself; leave it out")
     training = _settings(source, TrainConfig, "train", stated=with_preset(named, stated), given=train)
     served = {"for": (training.objective, training.first or training.objective)}
-    own = dict(document.dump)
-    for key in ("teacher", "corpus"):
-        if source is not None and isinstance(own.get(key), str) and source.resolve(own[key]).exists():
-            own[key] = str(source.resolve(own[key]))
+    own = {} if source is None else source.with_paths(document.dump)
     dumping = _settings(
         source,
         DumpConfig,

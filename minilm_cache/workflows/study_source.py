@@ -72,6 +72,12 @@ class Source:
                 f"{self.path}: {path}: {first_line(error)}. Give the whole path."
             ) from error
 
+    def with_paths(self, dump: Mapping[str, Any]) -> dict[str, Any]:
+        """Return settings of a dump whose teacher and corpus are resolved where they are paths that exist."""
+        texts = {key: dump[key] for key in ("teacher", "corpus") if isinstance(dump.get(key), str)}
+        paths = {key: self.resolve(value) for key, value in texts.items()}
+        return {**dump, **{key: str(path) for key, path in paths.items() if path.exists()}}
+
     def fail(self, location: Location, problem: str) -> NoReturn:
         """Raise InvalidConfigError that names the file, the line and the key."""
         line, node = self._root.start_mark.line, self._root

@@ -252,10 +252,7 @@ def _cache(source: Source, document: StudyDocument, name: str) -> DumpConfig | s
                 source.fail(
                     (*base, key), "a study dumps in one process; dump by hand, then give {cache: FOLDER}"
                 )
-    values = {**document.dump, **settings}
-    for key in ("teacher", "corpus"):
-        if isinstance(values.get(key), str) and source.resolve(values[key]).exists():
-            values[key] = str(source.resolve(values[key]))
+    values = source.with_paths({**document.dump, **settings})
     locate: dict[str, Location] = dict.fromkeys(document.dump, ("dump",))
     locate |= dict.fromkeys(settings, location)
     return source.check(DumpConfig, values, {"teacher": ("dump",), **locate, "": location})
