@@ -17,13 +17,20 @@ demo: .venv/demo
 	$(BIN)/minilm-cache demo
 
 # Compiled modules are kept whatever the shell says: tests start the command often.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Shapes and types of all arguments are checked in the tests of units. Tests of whole commands make the same
+# calls many thousand times, and took a fifth longer with these checks, those of trainings three times as long.
+SHAPES := --jaxtyping-packages=minilm_cache,beartype.beartype
+
 test: .venv/dev
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) $(SHAPES) tests/unit
+	$(PYTEST) --no-loadscope-reorder tests/integration
 
 # While you work: the tests of one file a room, and of the way from a text to a student.
 quick: .venv/dev
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile \
-		-m "not slow" tests/unit tests/integration/signals tests/integration/store/test_golden_cache.py
+	$(PYTEST) $(SHAPES) -q -m "not slow" tests/unit tests/integration/signals \
+		tests/integration/store/test_golden_cache.py
 
 check: .venv/dev
 	$(BIN)/python tests/style.py

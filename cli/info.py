@@ -80,6 +80,8 @@ def _show_run(path: Path, *, json: bool) -> None:
         for student in record.students
         if student.begun_with is not None
     }
+    if record.vocabulary is not None:
+        pairs["vocabulary"] = record.vocabulary.in_words
     print_pairs(pairs | begun)
     if record.complete:
         students_table(record.students, identity)

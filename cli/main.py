@@ -20,7 +20,7 @@ from minilm_cache.cli.environment import settle_process
 from minilm_cache.cli.evaluate import embeddings, evaluate, speed
 from minilm_cache.cli.info import info, report
 from minilm_cache.cli.listing import ls, rm
-from minilm_cache.cli.models import augment, cut, head, tokenize, truncate
+from minilm_cache.cli.models import augment, cut, head, tokenize, trim, truncate
 from minilm_cache.cli.options import GroupedCommand
 from minilm_cache.cli.plan import plan
 from minilm_cache.cli.share import export, import_file, merge, pull, push
@@ -51,7 +51,7 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
     *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, rm, merge),
-    *(evaluate, speed, embeddings, export, import_file, head, cut, truncate, augment, tokenize, demo),
+    *(evaluate, speed, embeddings, export, import_file, head, cut, truncate, trim, augment, tokenize, demo),
 )
 _OTHERWISE_NAMED: dict[Callable[..., None], str] = {cut: "slice", import_file: "import"}
 """Commands whose names are words of Python's own."""

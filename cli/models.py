@@ -1,4 +1,4 @@
-"""`minilm-cache head`, `slice`, `truncate`, `augment`, `tokenize`: make models, text and tokens."""
+"""`minilm-cache head`, `slice`, `truncate`, `trim`, `augment`, `tokenize`: make models, text and tokens."""
 
 import shlex
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import shown_session, stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
 from minilm_cache.dump.config import AugmentConfig, HeadConfig
-from minilm_cache.settings import SliceConfig, TokenizeConfig, TruncateConfig, validated
+from minilm_cache.settings import SliceConfig, TokenizeConfig, TrimConfig, TruncateConfig, validated
 
 OutOption = Annotated[
     Path, typer.Option("--out", "-o", help="Folder of the model, which must not exist yet.")
@@ -131,6 +131,40 @@ def truncate(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
         print_json({"model": str(out), "layers": kept})
         return
     print_pairs({"model": out, "layers": ", ".join(map(str, kept))})
+
+
+@options(TrimConfig, leave_out={TrimConfig: ("model",)})
+def trim(
+    given: Given,
+    *,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="mini, a hub id, or a folder like RUN/students/3x384.")
+    ],
+    out: OutOption,
+    json: JsonOption = False,
+) -> None:
+    """Write a model with a smaller vocabulary: the pieces that a text needs.
+
+    Example: minilm-cache trim RUN/students/3x192 --corpus notes.txt --vocab 8k --out small
+    """
+    from minilm_cache.workflows.trim import trim as run_trim  # noqa: PLC0415 - importing it takes seconds
+
+    config = validated(TrimConfig, {**given, "model": model})
+    quiet_libraries()
+    with stoppable_session() as session:
+        note_default_corpus(given, config.corpus, session)
+        trimmed = run_trim(config, out, session=session)
+    if json:
+        print_json({**asdict(trimmed), "path": str(trimmed.path)})
+        return
+    pairs: dict[str, object] = {
+        "model": trimmed.path,
+        "pieces": f"{trimmed.num_pieces:,} of {trimmed.pieces_before:,}",
+        "parameters": f"{trimmed.num_parameters:,} of {trimmed.parameters_before:,}",
+    }
+    if trimmed.coverage is not None:
+        pairs["text that was set aside"] = trimmed.coverage.in_words
+    print_pairs(pairs)
 
 
 @options(TokenizeConfig)

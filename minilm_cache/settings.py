@@ -207,6 +207,17 @@ class TruncateConfig(NamedTeacherSettings):
     """Layers to keep, counted from 0, with commas between them, like 0,1,2."""
 
 
+class TrimConfig(RevisionSettings, CorpusSettings):
+    """Settings of `trim`: a model, and the text whose pieces it keeps."""
+
+    group = "Vocabulary"
+    model: str
+    """The model: `mini`, a folder such as RUN/students/3x384, or a hub id."""
+    vocab: str = "texts"
+    """Pieces to keep: all that the text has (`texts`), a number of them like 8k, the most frequent ones, or a
+    file that lists one a line."""
+
+
 class SliceConfig(NamedTeacherSettings, CorpusSettings):
     """Settings of `slice`: a teacher, the shape to cut, and the text that the cut is fitted to."""
 

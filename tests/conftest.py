@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import jaxtyping
 import pytest
 
 from minilm_cache.session import Session
@@ -22,15 +21,11 @@ from tests.s3 import BUCKET, CREDENTIALS, s3_server
 from tests.support import World, save_teacher, write_corpus
 
 SLOW = (
+    "test_on_ray.py",
     *("test_fuzz.py", "test_kills.py", "test_many_machines.py", "test_distributed.py", "test_trials.py"),
     "test_pages.py",
 )
 """Files with few tests that take minutes: they begin first, so that no process waits for one at the end."""
-
-
-SHAPES_MATTER = ("unit", "models", "objectives")
-"""Folders whose tests check the shape and the type of every argument. Tests of whole commands, which make the
-same calls, go without: it would cost a fifth of their time."""
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - pytest makes a folder of its own in it
 """A file system in memory, where the system has one: stores sync every file they write, and a disk takes
@@ -47,12 +42,6 @@ def pytest_configure() -> None:
     accelerator.register()
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2**33:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
-
-
-@pytest.fixture(autouse=True)
-def _shapes_are_checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not set(SHAPES_MATTER) & set(request.path.parts):
-        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(scope="session")

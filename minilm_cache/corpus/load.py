@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Final
 
@@ -137,13 +137,15 @@ def python_files() -> list[Path]:
     return [file for file in files if _NOT_DOCUMENTED.isdisjoint(file.relative_to(root).parts)]
 
 
-def python_docs() -> Iterator[str]:
-    """Yield the docstrings of the standard library (parsed, not imported), then the topics of `pydoc`."""
-    for file in python_files():
-        yield from _docstrings(file)
+@cache
+def python_docs() -> tuple[str, ...]:
+    """Return the docstrings of the standard library (parsed, not imported), then the topics of `pydoc`.
+
+    Two million characters, which take seconds to find: they are kept for the next one who asks.
+    """
     topics = pydoc_data.topics.topics
-    for name in sorted(topics):
-        yield topics[name]
+    found = (text for file in python_files() for text in _docstrings(file))
+    return (*found, *(topics[name] for name in sorted(topics)))
 
 
 def _docstrings(file: Path) -> Iterator[str]:

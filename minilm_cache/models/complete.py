@@ -6,6 +6,7 @@ keeps settings that its code never reads. Each of these gives another model than
 
 import copy
 import inspect
+import math
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -281,7 +282,8 @@ def _head_names(config: PreTrainedConfig) -> set[str]:
     return names
 
 
-_PROMPTS: Final = "config_sentence_transformers.json"
+PROMPTS: Final = "config_sentence_transformers.json"
+"""File of the prompts of a folder in the format of sentence-transformers."""
 _READING: Final = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -310,19 +312,19 @@ def refuse_other_reading(folder: Path, *, lower_cases: bool) -> None:
         would give
             other vectors.
     """
-    prompts = _settings(folder / _PROMPTS)
+    prompts = _settings(folder / PROMPTS)
     name = prompts.get("default_prompt_name")
     listed = prompts.get("prompts")
     prompt = listed.get(name) if isinstance(listed, dict) and isinstance(name, str) else None
     if name is not None and prompt != "":
         raise TeacherError(
-            f"{folder / _PROMPTS} puts a prompt before every text ({str(name)[:40]}: {str(prompt)[:60]!r}), "
+            f"{folder / PROMPTS} puts a prompt before every text ({str(name)[:40]}: {str(prompt)[:60]!r}), "
             "which is not done here. Put the prompt into your texts, and give a copy of the folder without "
             "default_prompt_name."
         )
     if prompts.get("truncate_dim") is not None:
         raise TeacherError(
-            f"{folder / _PROMPTS} cuts vectors to {prompts['truncate_dim']} dimensions, which is not done "
+            f"{folder / PROMPTS} cuts vectors to {prompts['truncate_dim']} dimensions, which is not done "
             "here. Remove truncate_dim in a copy of the folder; students learn shorter vectors by "
             "--matryoshka."
         )
@@ -350,15 +352,20 @@ def refuse_longer_texts(
         config: its configuration.
         max_length: most tokens of a sequence, special tokens included.
     """
-    if not (folder / "modules.json").is_file():
-        return
-    own = _settings(_reading_file(folder)).get("max_seq_length")
-    limit = own or min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", max_length))
-    if isinstance(limit, int) and max_length > limit:
+    limit = text_length(folder, tokenizer, config) if (folder / "modules.json").is_file() else max_length
+    if max_length > limit:
         raise InvalidConfigError(
             f"--max-length {max_length}: {folder} reads {limit} tokens of a text (max_seq_length), so its "
             f"own vectors are of no more. Use --max-length {limit} at most."
         )
+
+
+def text_length(folder: Path, tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig) -> int:
+    """Return the most tokens that a sentence encoder reads of a text, special tokens included."""
+    own = _settings(_reading_file(folder)).get("max_seq_length")
+    if isinstance(own, int) and own > 0:
+        return own
+    return int(min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", math.inf)))
 
 
 def _reading_file(folder: Path) -> Path:

@@ -117,7 +117,7 @@ def write_report(
     page = _render(
         {
             "title": title,
-            "remarks": remarks,
+            "remarks": [*remarks, *_fewer_pieces(runs)],
             "version": RELEASE,
             "teacher": cache.manifest.labels.teacher,
             "is_live": teacher is not None,
@@ -225,6 +225,17 @@ def check_page(path: Path, map_texts: MapTexts | None, *, has_teacher: bool) -> 
         raise InvalidConfigError("--text needs --teacher, because the teacher must read the text. Give both.")
 
 
+def _fewer_pieces(runs: Sequence[TrainedRun]) -> list[str]:
+    """Return what to say of students that cannot read the token ids of their cache."""
+    labels = [run.label for run in runs if not run.has_teachers_pieces]
+    if not labels:
+        return []
+    return [
+        f"{', '.join(labels)}: these students have fewer word pieces than the teacher, so there are no maps "
+        "of them, and their figures are those that their training recorded"
+    ]
+
+
 def _shown_students(runs: Sequence[TrainedRun]) -> list[tuple[str, Path]]:
     """Return names and folders of students that can read the first run's sequences, at most 8, by seed."""
     first = runs[0].reference.manifest.identity
@@ -232,7 +243,11 @@ def _shown_students(runs: Sequence[TrainedRun]) -> list[tuple[str, Path]]:
     for run in sorted(runs, key=lambda run: run.record.identity.seed):
         identity = run.reference.manifest.identity
         has_tokenizer = identity.tokenizer_sha256 == first.tokenizer_sha256
-        if has_tokenizer and identity.packing.max_length >= first.packing.max_length:
+        if (
+            has_tokenizer
+            and run.has_teachers_pieces
+            and identity.packing.max_length >= first.packing.max_length
+        ):
             suffix = "" if len(runs) == 1 else f", {run.label}"
             shown += [(f"{student.arch}{suffix}", run.folder(student)) for student in run.students]
     return shown[:MAX_STUDENTS]

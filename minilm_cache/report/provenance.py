@@ -133,6 +133,7 @@ def train_command(run: TrainedRun, *, paths: bool = True) -> str:
         "dropout": identity.dropout or "teacher",
         "batches": identity.batches or "shuffled",
         "frozen": identity.frozen or "none",
+        "vocab": None if record.vocabulary is None else _place(record.vocabulary.asked, paths=paths),
     }
     words += ["--layer-map", given.pop("layer_map")]
     words += _begun_with(run, paths=paths)

@@ -208,7 +208,15 @@ class TrainedRun(Described):
         identity, heads = self.record.identity, manifest.identity.relation_heads
         split = split_into(identity.objective, identity.relation_heads, heads)
         shape = parse_arch(student.arch, heads, split_into=split, compares_heads=identity.spec.compares_heads)
-        return student_config(shape, self.cache.reader.attachment(TEACHER_CONFIG), manifest)
+        config = student_config(shape, self.cache.reader.attachment(TEACHER_CONFIG), manifest)
+        if self.record.vocabulary is not None:
+            config.vocab_size = self.record.vocabulary.pieces
+        return config
+
+    @property
+    def has_teachers_pieces(self) -> bool:
+        """Whether students read token ids of the cache: they have every piece of the teacher's vocabulary."""
+        return self.record.identity.vocab is None
 
     def has_teachers_heads(self, student: StudentRecord) -> bool:
         """Return whether a student's relations can be compared with the teacher's, head by head."""

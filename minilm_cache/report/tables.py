@@ -183,7 +183,7 @@ def _held_out(
     run: TrainedRun, teacher: Teacher | None
 ) -> tuple[Mapping[str, Mapping[str, float] | None], str]:
     """Return KLs by student, and the name of the model that they are to."""
-    if teacher is not None and is_teacher_of(teacher, run.reference):
+    if teacher is not None and is_teacher_of(teacher, run.reference) and run.has_teachers_pieces:
         comparable = [student for student in run.students if run.has_teachers_heads(student)]
         folders = [run.folder(student) for student in comparable]
         kls = live_held_out_kl(run.reference, teacher, objective=run.objective, students=folders)

@@ -17,6 +17,7 @@ from minilm_cache.cache import Cache
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.inputs import Inputs
+from minilm_cache.models.vocabulary import Vocabulary
 from minilm_cache.objectives.batch import UNITS, Counts, StudentBatch, WantedTargets
 from minilm_cache.relations.loss import choose_method
 from minilm_cache.relations.scores import (
@@ -92,6 +93,7 @@ class BatchReader:
         *,
         pad_token: int,
         device: torch.device,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         """Prepare to read what students need, and nothing else.
 
@@ -100,6 +102,7 @@ class BatchReader:
             wanted: what is read of each sequence in addition to its token ids.
             pad_token: token id that fills positions beyond a sequence's end.
             device: device on which batches are decoded and returned.
+            vocabulary: the pieces that students have. None means all.
         """
         self._cache = cache
         self._wanted = wanted
@@ -121,6 +124,10 @@ class BatchReader:
         self._num_heads = wanted.relation_heads or cache.manifest.identity.relation_heads
         self._pad_token = pad_token
         self._device = device
+        self._vocabulary = vocabulary
+        by_token = [spec.path for spec in cache.reader.specs if not spec.by_sequence and spec.path in paths]
+        # A lost piece may become several where nothing that is learned belongs to a token.
+        self._most = None if by_token or wanted.kinds else cache.manifest.identity.packing.max_length
 
     def train_batches(self, plan: StepPlan, first_step: int) -> Generator[StudentBatch]:
         """Yield this process's parts of steps without end; segments and the next step are read ahead.
@@ -233,6 +240,8 @@ class BatchReader:
         if codec is not None and LABELS in self._wanted.signals:
             masked = codec.masked(rows, lengths).pinned_for(self._device)
         inputs = Inputs(ids, lengths, is_full=gathered.counts["tokens"] == ids.numel())
+        if self._vocabulary is not None:
+            inputs = self._vocabulary.read(inputs, self._most)
         on_device = rows.keys() - {"tokens", READ_PATH, INDEX_PATH, WEIGHT_PATH}
         return _StoredBatch(
             inputs=inputs.pinned_for(self._device),

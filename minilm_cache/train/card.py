@@ -16,10 +16,17 @@ from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.load import ALIASES, MINI, MINI_ID, load_tokenizer
 from minilm_cache.models.tap import Head
 from minilm_cache.models.truncate import saving
+from minilm_cache.models.vocabulary import Vocabulary
 from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES, CacheManifest
 from minilm_cache.store.durable import new_folder
 from minilm_cache.store.reader import CacheReader
-from minilm_cache.train.record import RunIdentity, StudentRecord, measure_in_words
+from minilm_cache.train.record import (
+    RunIdentity,
+    RunRecord,
+    StudentRecord,
+    VocabularyRecord,
+    measure_in_words,
+)
 from minilm_cache.train.trainer import StudentTrainer
 from minilm_cache.wording import rendered
 
@@ -29,10 +36,19 @@ def save_student(
     trainer: StudentTrainer,
     *,
     reader: CacheReader,
-    identity: RunIdentity,
+    run: RunRecord,
     record: StudentRecord,
+    vocabulary: Vocabulary | None = None,
 ) -> None:
     """Write a folder of a student that `AutoModel.from_pretrained` and `AutoTokenizer.from_pretrained` open.
+
+    Args:
+        folder: folder of the student.
+        trainer: the student.
+        reader: reader of the cache, whose tokenizer the student gets.
+        run: record of the run.
+        record: record of the student.
+        vocabulary: the pieces of the tokenizer that the student has. None means all.
 
     Raises:
         StorageError: the file system refused.
@@ -40,20 +56,28 @@ def save_student(
     """
     model = trainer.model.model
     with saving("write student", folder), new_folder(folder) as new:
-        for name in TOKENIZER_FILES:
-            path = f"{TEACHER_FOLDER}/{name}"
-            if path in reader.manifest.files:
-                (new / name).write_bytes(safe_tokenizer_file(name, reader.attachment(path)))
+        if vocabulary is None:
+            _write_tokenizer(reader, new)
+        else:
+            vocabulary.tokenizer.save_pretrained(new)
         model.save_pretrained(new)
         pooler = trainer.learner.objective.sentence_pooler
         if pooler is not None:
             config = model.config
             length = reader.manifest.identity.packing.max_length
             pooler.save(new, hidden_size=config.hidden_size, max_length=length)
-        untrained = untrained_modules(model, kept=model.get_input_embeddings() if identity.frozen else None)
+        frozen = model.get_input_embeddings() if run.identity.frozen else None
+        untrained = untrained_modules(model, kept=frozen)
         head = trainer.learner.objective.needs.head
         (new / "README.md").write_text(
-            student_card(reader.manifest, identity, record=record, untrained=untrained, head=head)
+            student_card(
+                reader.manifest,
+                run.identity,
+                record=record,
+                untrained=untrained,
+                head=head,
+                vocabulary=run.vocabulary,
+            )
         )
 
 
@@ -64,11 +88,16 @@ def cached_tokenizer(reader: CacheReader) -> PreTrainedTokenizerFast:
         TeacherError: the cache holds no usable tokenizer.
     """
     with TemporaryDirectory() as folder:
-        for name in TOKENIZER_FILES:
-            path = f"{TEACHER_FOLDER}/{name}"
-            if path in reader.manifest.files:
-                Path(folder, name).write_bytes(safe_tokenizer_file(name, reader.attachment(path)))
+        _write_tokenizer(reader, Path(folder))
         return load_tokenizer(Path(folder), has_ends=False)
+
+
+def _write_tokenizer(reader: CacheReader, folder: Path) -> None:
+    """Write the files of the tokenizer that a cache holds."""
+    for name in TOKENIZER_FILES:
+        path = f"{TEACHER_FOLDER}/{name}"
+        if path in reader.manifest.files:
+            (folder / name).write_bytes(safe_tokenizer_file(name, reader.attachment(path)))
 
 
 def safe_tokenizer_file(name: str, content: bytes) -> bytes:
@@ -154,6 +183,7 @@ def student_card(
     record: StudentRecord,
     untrained: Sequence[str],
     head: Head | None,
+    vocabulary: VocabularyRecord | None = None,
 ) -> str:
     """Return the model card.
 
@@ -163,6 +193,7 @@ def student_card(
         record: record of the student.
         untrained: names of modules that keep their initial values.
         head: head of the student. None means no head.
+        vocabulary: the pieces that the student has. None means all of the teacher's.
     """
     is_sentence_encoder = identity.spec.needs.pooled
     base_model = _base_model(manifest.labels.teacher)
@@ -185,6 +216,7 @@ def student_card(
         identity=identity,
         record=record,
         untrained=untrained,
+        vocabulary=vocabulary,
         measure=measure_in_words(identity, record),
         is_sentence_encoder=is_sentence_encoder,
         auto_class=auto_class,

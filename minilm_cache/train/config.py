@@ -70,6 +70,11 @@ class RecipeSettings(FrozenSettings):
     """The teacher's layers that students begin with, counted from 0, like 0,2,5. None means evenly spaced
     ones, the last included."""
 
+    vocab: str | None = None
+    """Pieces of the teacher's vocabulary that students have: those of the cache's training sequences
+    (`cache`), a number of them like 8k, the most frequent ones, or a file that lists one a line. None means
+    all of them."""
+
 
 class ComputeSettings(DeviceSettings):
     """Where and how steps are computed."""

@@ -31,6 +31,7 @@ Arch = Annotated[str, Field(max_length=96, pattern=r"^[0-9]+x[0-9]+(:[a-z]+[0-9]
 _Place = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
 """A folder or URL."""
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
+_Share = Annotated[float, Field(ge=0, le=1)]
 _Figures = dict[str, Annotated[float, Field(allow_inf_nan=False)]]
 
 
@@ -57,6 +58,8 @@ class RunIdentity(ObjectiveFields, StoredModel):
     """`none`: students are trained without dropout. None means with that of the teacher's configuration."""
     frozen: Literal["embeddings"] | None = None
     """`embeddings`: word embeddings are not trained. None means that all weights are."""
+    vocab: Annotated[str, Field(pattern="^[0-9a-f]{12}$")] | None = None
+    """Hash of the pieces of the teacher's vocabulary that students have. None means that they have all."""
     batches: Literal["by-length"] | None = None
     """`by-length`: sequences of about the same length share a batch. None means that they come at random."""
     weight_decay: float
@@ -83,6 +86,7 @@ class RunIdentity(ObjectiveFields, StoredModel):
         "dropout",
         "batches",
         "frozen",
+        "vocab",
     }
 
     @model_validator(mode="after")
@@ -101,6 +105,7 @@ class RunIdentity(ObjectiveFields, StoredModel):
         plan: StepPlan,
         precision: Literal["float32", "bfloat16"],
         init: str,
+        vocab: str | None = None,
     ) -> "RunIdentity":
         """Return the identity of a run with these settings on this cache.
 
@@ -112,6 +117,7 @@ class RunIdentity(ObjectiveFields, StoredModel):
             plan: parts and streams of a step.
             precision: precision of matrix products.
             init: name of the initial weights.
+            vocab: hash of the pieces that students have. None means all.
         """
         shared = {
             name: getattr(config, name) for name in cls.model_fields if name in TrainConfig.model_fields
@@ -130,6 +136,7 @@ class RunIdentity(ObjectiveFields, StoredModel):
             "num_parts": plan.num_parts,
             "precision": precision,
             "init": init,
+            "vocab": vocab,
         }
         return cls(**{**shared, **derived})
 
@@ -184,6 +191,33 @@ class StudentRecord(_Record):
         return after > _WORSE * before
 
 
+class VocabularyRecord(_Record):
+    """The pieces that the students of a run have, and what they cover of its held-out sequences."""
+
+    asked: _Place
+    """Value of `--vocab`."""
+    pieces: _Count
+    of_pieces: _Count
+    """Pieces of the teacher's tokenizer."""
+    texts: _Share | None = None
+    """Share of sequences all of whose pieces are kept. None means that nothing is held out."""
+    tokens: _Share | None = None
+    """Share of tokens whose pieces are kept. None means that nothing is held out."""
+    unknown: _Share | None = None
+    """Share of tokens that are unknown to students. None means that nothing is held out."""
+
+    @property
+    def in_words(self) -> str:
+        """What is kept, for people."""
+        kept = f"{self.pieces:,} of {self.of_pieces:,} pieces"
+        if self.texts is None or self.tokens is None or self.unknown is None:
+            return kept
+        return (
+            f"{kept}; of held-out sequences, {self.texts:.1%} are cut as before, {self.tokens:.2%} of tokens "
+            f"are kept, {self.unknown:.2%} are unknown"
+        )
+
+
 class RunRecord(_Record):
     """The record of one run."""
 
@@ -209,6 +243,8 @@ class RunRecord(_Record):
     bytes_read: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Bytes of shard files read by all processes, up to the last step. None means that the run is not
     complete."""
+    vocabulary: VocabularyRecord | None = None
+    """The pieces that students have. None means all of the teacher's."""
     students: Annotated[tuple[StudentRecord, ...], FailFast(), Field(min_length=1)]
 
     @property

@@ -158,7 +158,7 @@ def first_config(config: TrainConfig) -> TrainConfig:
     """Return the settings of what students learn first: its own objective and recipe, batches as they are."""
     own = ObjectiveConfig.model_fields
     shared = {name: value for name, value in dict(config).items() if name not in own and name != "lr"}
-    shared |= {"objective": config.first, "steps": config.first_steps or config.steps}
+    shared |= {"vocab": None, "objective": config.first, "steps": config.first_steps or config.steps}
     if config.first_steps is not None:
         shared["epochs"] = None
     return validated(TrainConfig, shared)

@@ -4,7 +4,7 @@ import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -13,6 +13,7 @@ from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import InvalidConfigError, StorageError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.student import student_config
+from minilm_cache.models.vocabulary import Vocabulary
 from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
@@ -27,7 +28,14 @@ from minilm_cache.train.heldout import MAX_SEQUENCES, HeldOutLosses, batch_size,
 from minilm_cache.train.initial import Beginnings, folder_of, initial_weights
 from minilm_cache.train.loop import TrainingLoop
 from minilm_cache.train.ranks import Ranks
-from minilm_cache.train.record import RunIdentity, RunRecord, StudentRecord, run_recipe, write_record
+from minilm_cache.train.record import (
+    RunIdentity,
+    RunRecord,
+    StudentRecord,
+    VocabularyRecord,
+    run_recipe,
+    write_record,
+)
 from minilm_cache.train.resume import (
     after_first,
     check_first,
@@ -41,6 +49,7 @@ from minilm_cache.train.sampler import StepPlan, plan_steps
 from minilm_cache.train.setup import build_trainers, fit_objectives, num_steps, student_shapes
 from minilm_cache.train.tracking import tracking
 from minilm_cache.train.trainer import StudentTrainer, faster_option, precision_of
+from minilm_cache.train.vocabulary import held_out_coverage, student_vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +137,7 @@ def _train(
         )
     plan = plan_steps(config, cache.reader, num_ranks=ranks.num_data, rank=ranks.data_number)
     beginnings = initial_weights(config, cache, shapes=shapes, head=objective.head, home=session.home)
+    vocabulary = student_vocabulary(config, cache)
     identity = RunIdentity.of(
         config,
         manifest,
@@ -136,6 +146,7 @@ def _train(
         plan=plan,
         precision=precision_of(config, ranks.device),
         init=beginnings.name,
+        vocab=None if vocabulary is None else vocabulary.name,
     )
     path, identity, beginnings = recorded(
         config, out, identity=identity, beginnings=beginnings, home=session.home
@@ -157,6 +168,7 @@ def _train(
         ranks=ranks,
         shapes=shapes,
         pad_token=first.pad_token_id or 0,
+        vocabulary=vocabulary,
     )
     ranks.check_common(path)
     with _locked(path, ranks):
@@ -223,6 +235,8 @@ class _Run:
     shapes: Sequence[StudentShape]
     """Shapes of all students, those of other processes included."""
     pad_token: int
+    vocabulary: Vocabulary | None
+    """The pieces that students have. None means all."""
 
     def train(self, plan: StepPlan, session: Session) -> TrainResult:
         """Train from the beginning, or from the last checkpoint."""
@@ -286,12 +300,17 @@ class _Run:
             beginnings=self.beginnings,
             steps=self.identity.steps,
             ranks=ranks,
+            vocabulary=self.vocabulary,
         )
 
     def batches(self) -> BatchReader:
         """Return a reader of batches for the students."""
         return BatchReader(
-            self.cache, self.objective.wanted, pad_token=self.pad_token, device=self.ranks.device
+            self.cache,
+            self.objective.wanted,
+            pad_token=self.pad_token,
+            device=self.ranks.device,
+            vocabulary=self.vocabulary,
         )
 
     def held_out(self, trainers: Sequence[StudentTrainer]) -> list[HeldOutLosses] | list[None]:
@@ -325,10 +344,23 @@ class _Run:
             init_teacher=self.config.init_teacher,
             init_layers=self.config.init_layers,
             complete=False,
+            vocabulary=self._vocabulary_of_run(),
             students=self._in_order(records),
         )
         self._write(record)
         return record
+
+    def _vocabulary_of_run(self) -> VocabularyRecord | None:
+        """Return what the record says of the pieces that students have. None means that they have all."""
+        if self.vocabulary is None:
+            return None
+        coverage = held_out_coverage(self.vocabulary, self.cache)
+        return VocabularyRecord(
+            asked=str(self.config.vocab),
+            pieces=len(self.vocabulary.kept),
+            of_pieces=self.vocabulary.pieces.size,
+            **({} if coverage is None else asdict(coverage)),
+        )
 
     def finish(self, record: RunRecord, trainers: Sequence[StudentTrainer], state: RunState) -> RunRecord:
         """Evaluate the trained students, write their folders, and mark the run as complete."""
@@ -358,7 +390,12 @@ class _Run:
                     trainer = trainer_of.get(student.arch) or self._load_trained(student.arch, state)
                     folder = self.folder.student(student.arch)
                     save_student(
-                        folder, trainer, reader=self.cache.reader, identity=self.identity, record=student
+                        folder,
+                        trainer,
+                        reader=self.cache.reader,
+                        run=record,
+                        record=student,
+                        vocabulary=self.vocabulary,
                     )
         totals = {"complete": True, "train_s": state.train_s, "bytes_read": state.bytes_read}
         complete = record.model_copy(update={**totals, "students": students})

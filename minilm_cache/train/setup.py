@@ -13,6 +13,7 @@ from minilm_cache.errors import DeviceError
 from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.student import build_student, student_config
 from minilm_cache.models.tap import TappedModel
+from minilm_cache.models.vocabulary import Vocabulary, trim_model
 from minilm_cache.objectives.check import Objective
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.train.batches import BatchReader
@@ -121,6 +122,7 @@ def build_trainers(
     steps: int,
     ranks: Ranks,
     beginnings: Beginnings | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> list[StudentTrainer]:
     """Return students with their initial weights, which do not depend on the other students of the run.
 
@@ -132,6 +134,7 @@ def build_trainers(
         steps: optimizer steps of the whole run.
         ranks: the processes of the run.
         beginnings: initial weights of the students. None means random weights.
+        vocabulary: the pieces that students have. None means all.
 
     Raises:
         InvalidConfigError: the objective or the initial weights do not fit the shape of a student.
@@ -157,6 +160,8 @@ def build_trainers(
         initial.adapt(model_config)
         model = build_student(model_config, seed, objective.head)
         initial.begin(model, objective.head)
+        if vocabulary is not None:
+            model = trim_model(model.eval(), vocabulary.kept)
         tapped = TappedModel(model).to(ranks.device)
         trainers.append(
             StudentTrainer(shape, tapped, config=config, objective=objective, steps=steps, ranks=ranks)

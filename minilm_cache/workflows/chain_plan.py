@@ -287,6 +287,11 @@ def _check_init(config: TrainConfig) -> None:
         raise InvalidConfigError(
             "--frozen embeddings goes with weights of the teacher, not with --init random. Leave one out."
         )
+    if config.vocab is not None:
+        raise InvalidConfigError(
+            "--vocab: students of a chain are teachers, too, and need the pieces of the first one. Leave it "
+            "out, and trim the last students with `minilm-cache trim`."
+        )
     for name in ("init_layers", "init_teacher"):
         if getattr(config, name) is not None:
             raise InvalidConfigError(

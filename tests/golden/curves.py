@@ -21,6 +21,13 @@ ARCH: Final = {"distilbert": "2x32", "bert-pkd": "2x32", "mobilebert": "3x32:b16
 """Shapes that an objective asks for; others learn at any width."""
 OF_CLASSES: Final = ("tinybert-prediction", "embedding")
 """Objectives that learn answers or vectors of whole texts."""
+TRAINED: Final = frozenset(OBJECTIVES)
+"""Objectives of this release; tests register others."""
+
+
+def served(*, classes: bool) -> list[str]:
+    """Return the objectives that a world serves."""
+    return sorted(name for name in TRAINED if (name in OF_CLASSES) == classes)
 
 
 def make_world(root: Path, *, classes: bool) -> World:
@@ -31,10 +38,9 @@ def make_world(root: Path, *, classes: bool) -> World:
     else:
         save_teacher(teacher, head="tokens")
     world = World(root, teacher, write_corpus(root / "corpus.txt", num_documents=100))
-    served = [name for name in OBJECTIVES if (name in OF_CLASSES) == classes and name in TRAINED]
     more = {"packing": "records", "pooling": "mean"} if classes else {}
     bounds = {} if classes else {"codec": "vectors", "max_kl": 0.003, "max_error": 0.02}
-    settings: dict[str, Any] = {"for": ",".join(served), **bounds, **more}
+    settings: dict[str, Any] = {"for": ",".join(served(classes=classes)), **bounds, **more}
     world.dump(**settings)
     return world
 
@@ -58,19 +64,13 @@ def curve(world: World, objective: str) -> list[float]:
     return [student["loss"] for line in lines for student in line.get("held_out", {}).values()]
 
 
-TRAINED: Final = frozenset(OBJECTIVES)
-"""Objectives of this release; tests register others."""
-
-
 def main() -> None:
     """Write the curves of all objectives."""
     curves: dict[str, list[float]] = {}
     for classes in (False, True):
         with TemporaryDirectory() as folder:
             world = make_world(Path(folder), classes=classes)
-            curves |= {
-                name: curve(world, name) for name in sorted(TRAINED) if (name in OF_CLASSES) == classes
-            }
+            curves |= {name: curve(world, name) for name in served(classes=classes)}
     FILE.write_text(json.dumps(dict(sorted(curves.items())), indent=1) + "\n")
 
 

@@ -1,0 +1,421 @@
+"""A smaller vocabulary: the pieces that a text needs, of a tokenizer that cuts this text as it did before.
+
+In small encoders the table of word pieces is most of the weights. A piece that no text uses can go, if what
+the tokenizer needs to find the others stays: see `Pieces.always` and `Pieces.with_parts`.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
+from minilm_cache.models.inputs import Inputs
+from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.truncate import saving
+from minilm_cache.storage_schema.identity import canonical_sha256
+
+_TOKEN_SETTINGS: Final = (
+    *("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id"),
+    *("unk_token_id", "decoder_start_token_id"),
+)
+"""Settings of a model that are ids of tokens."""
+_OLDER_FILES: Final = ("vocab.txt", "vocab.json", "merges.txt", "added_tokens.json")
+"""Files of a tokenizer that tokenizer.json replaces, and that would bring all pieces back."""
+OF_TEXTS: Final = "texts"
+OF_CACHE: Final = "cache"
+"""Values of `--vocab`: all pieces of the texts that are given, or of a cache's training sequences."""
+_LARGEST_DIFFERENCE: Final = 1e-4
+"""Greatest difference of hidden states, of a length of about 10, that rounding explains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """How much of a text a smaller vocabulary covers."""
+
+    texts: float
+    """Share of texts all of whose pieces are kept, which are cut as before."""
+    tokens: float
+    """Share of tokens whose pieces are kept."""
+    unknown: float
+    """Share of the smaller tokenizer's tokens that are its unknown token."""
+
+    @property
+    def in_words(self) -> str:
+        """What is covered, for people."""
+        return (
+            f"{self.texts:.1%} of texts are cut as before, {self.tokens:.2%} of tokens are kept, "
+            f"{self.unknown:.2%} are unknown"
+        )
+
+
+class Asked(NamedTuple):
+    """What `--vocab` asks for."""
+
+    most: int | None
+    """Most pieces that are kept. None means no limit."""
+    file: Path | None
+    """File of pieces, one a line. None means that a text says which ones are kept."""
+
+
+def asked_vocabulary(value: str) -> Asked:
+    """Return what a value of `--vocab` asks for: a number like 8000 or 8k, a file, or another word.
+
+    Raises:
+        InvalidConfigError: there is no such file.
+    """
+    number = re.fullmatch(r"(\d+)(k?)", value)
+    if number is not None:
+        return Asked(int(number[1]) * (1000 if number[2] else 1), None)
+    if value in (OF_TEXTS, OF_CACHE):
+        return Asked(None, None)
+    file = Path(value)
+    if not file.is_file():
+        raise InvalidConfigError(
+            f"--vocab {value}: there is no such file. Give a number of pieces like 8k, or a file that lists "
+            "one a line."
+        )
+    return Asked(None, file)
+
+
+class Pieces:
+    """The pieces of a tokenizer's vocabulary, and what it needs to find each of them in a text.
+
+    - WordPiece takes the longest piece that a word begins with. A word of pieces that are all kept is cut as
+      before; one of others is spelled, so single characters stay, at the beginning of a word and within it.
+    - BPE joins two pieces at a time. Whatever is joined to a piece on its way stays, and what is not joined
+      of others: characters, or bytes.
+    - Unigram looks for the likeliest pieces. An unknown character is as likely as the least likely piece,
+      less a constant (10), so that piece stays. Each kept piece keeps its characters.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Read a tokenizer of one of these kinds, or of whole words."""
+        self.tokenizer = tokenizer
+        self._document: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+        self._model: dict[str, Any] = self._document["model"]
+        self.kind = str(self._model["type"])
+        if self.kind == "Unigram":
+            self._ids = {piece: number for number, (piece, _) in enumerate(self._model["vocab"])}
+        else:
+            self._ids = dict(self._model["vocab"])
+        self._parts = self._characters() if self.kind == "Unigram" else self._joined()
+        special = {int(added["id"]) for added in self._document["added_tokens"]}
+        unknown = self._model.get("unk_token")
+        special |= {self._ids[unknown]} if unknown in self._ids else set()
+        self.always = frozenset(special | self._never_left_out())
+        """Numbers of the pieces that every vocabulary keeps: special tokens, and those named above."""
+        self.size = 1 + max((*self._ids.values(), *special))
+        """Number of pieces, those of added tokens included."""
+
+    def _merges(self) -> list[tuple[str, str]]:
+        """Return the pairs that BPE joins, in order; older files have them as one text with a space."""
+        pairs = self._model.get("merges", ())
+        return [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ", 1)) for pair in pairs]
+
+    def _characters(self) -> dict[int, set[int]]:
+        """Return the characters of each piece of Unigram: words whose pieces are lost are spelled by them."""
+        return {
+            number: {self._ids[character] for character in piece if character in self._ids}
+            for piece, number in self._ids.items()
+        }
+
+    def _joined(self) -> dict[int, set[int]]:
+        """Return the pieces that each piece of BPE is joined of, in whatever way."""
+        prefix = self._model.get("continuing_subword_prefix") or ""
+        joined: dict[int, set[int]] = {}
+        for left, right in self._merges():
+            whole = left + right.removeprefix(prefix)
+            joined.setdefault(self._ids[whole], set()).update((self._ids[left], self._ids[right]))
+        return joined
+
+    def _never_left_out(self) -> set[int]:
+        """Return the numbers of the pieces that a kind of tokenizer needs whatever the text is."""
+        if self.kind == "WordPiece":
+            prefix = self._model["continuing_subword_prefix"]
+            return {number for piece, number in self._ids.items() if len(piece.removeprefix(prefix)) == 1}
+        if self.kind == "BPE":
+            return set(self._ids.values()) - self._parts.keys()
+        if self.kind == "Unigram":
+            scores = [score for _, score in self._model["vocab"]]
+            of_bytes = [f"<0x{byte:02X}>" for byte in range(256)] if self._model.get("byte_fallback") else []
+            kept = {self._ids[piece] for piece in of_bytes if piece in self._ids}
+            return kept | {scores.index(min(scores)), *({self._model["unk_id"]} - {None})}
+        return set()
+
+    def with_parts(self, number: int) -> set[int]:
+        """Return a piece and the pieces that stay with it."""
+        found, todo = set(), [number]
+        while todo:
+            piece = todo.pop()
+            if piece not in found:
+                found.add(piece)
+                todo += self._parts.get(piece, ())
+        return found
+
+    def listed(self, file: Path) -> list[int]:
+        """Return the numbers of the pieces that a file lists, and of those that stay in any case.
+
+        Raises:
+            InvalidConfigError: it cannot be read as text, or a line is no piece of this tokenizer.
+        """
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeError) as error:
+            raise InvalidConfigError(f"--vocab {file}: {first_line(error)}. Give a text in UTF-8.") from error
+        known, kept = self.tokenizer.get_vocab(), set(self.always)
+        for number, piece in enumerate(lines, 1):
+            if piece and piece not in known:
+                raise InvalidConfigError(
+                    f"--vocab {file}, line {number}: {piece[:40]!r} is not a piece of this tokenizer, which "
+                    f"is of the kind {self.kind}. Give pieces as they stand in its vocabulary."
+                )
+            kept |= self.with_parts(known[piece]) if piece else set()
+        return sorted(kept)
+
+    def chosen(self, counts: npt.NDArray[np.int64], most: int | None = None) -> list[int]:
+        """Return the numbers of the pieces to keep, ascending: the place of one is its new number.
+
+        Args:
+            counts: how often a text has each piece, `(pieces,)`.
+            most: most pieces that are kept, the most frequent ones; those that stay in any case are counted.
+                None means all that the text has.
+
+        Raises:
+            InvalidConfigError: fewer pieces are asked for than stay in any case.
+        """
+        kept = set(self.always)
+        if most is not None and most < len(kept):
+            raise InvalidConfigError(
+                f"--vocab {most}: {len(kept)} pieces of this tokenizer stay in any case (special tokens, "
+                "single characters). Give more."
+            )
+        order = np.argsort(-counts, kind="stable")
+        for number in order[: int((counts > 0).sum())].tolist():
+            more = self.with_parts(number)
+            if most is None or len(kept | more) <= most:
+                kept |= more
+        return sorted(kept)
+
+    def counts(self, rows: Iterable[npt.NDArray[np.integer]]) -> npt.NDArray[np.int64]:
+        """Return how often token ids have each piece, `(pieces,)`."""
+        total = np.zeros(self.size, np.int64)
+        for ids in rows:
+            total += np.bincount(ids, minlength=self.size)
+        return total
+
+    def coverage(self, kept: Sequence[int], rows: Iterable[npt.NDArray[np.integer]]) -> Coverage | None:
+        """Return how much of a text a vocabulary covers. None means that there is no token.
+
+        Args:
+            kept: numbers of its pieces, ascending.
+            rows: token ids of each text, by this tokenizer.
+        """
+        is_kept = np.zeros(self.size, np.bool_)
+        is_kept[list(kept)] = True
+        texts = [(ids, is_kept[ids]) for ids in rows if len(ids)]
+        if not texts:
+            return None
+        smaller = self.trimmed(kept)
+        written = self.tokenizer.batch_decode([ids.tolist() for ids, found in texts if not found.all()])
+        num_tokens = [sum(len(found) for _, found in texts if found.all())]
+        num_unknown = 0
+        for ids in smaller(written, add_special_tokens=False)["input_ids"] if written else ():
+            num_tokens.append(len(ids))
+            num_unknown += ids.count(smaller.unk_token_id)
+        return Coverage(
+            texts=sum(bool(found.all()) for _, found in texts) / len(texts),
+            tokens=float(np.concatenate([found for _, found in texts]).mean()),
+            unknown=num_unknown / sum(num_tokens),
+        )
+
+    def trimmed(self, kept: Sequence[int]) -> PreTrainedTokenizerFast:
+        """Return a tokenizer of some of the pieces, whose new numbers are their places in `kept`."""
+        place = {number: new for new, number in enumerate(kept)}
+        document = copy.deepcopy(self._document)
+        document["truncation"] = document["padding"] = None
+        for added in document["added_tokens"]:
+            added["id"] = place[added["id"]]
+        _renumber(document["post_processor"], place)
+        model = document["model"]
+        if self.kind == "Unigram":
+            vocab = self._model["vocab"]
+            model["vocab"] = [vocab[number] for number in kept if number < len(vocab)]
+            model["unk_id"] = place.get(self._model["unk_id"])
+        else:
+            left = {piece: place[number] for piece, number in self._ids.items() if number in place}
+            model["vocab"] = dict(sorted(left.items(), key=lambda item: item[1]))
+        if self.kind == "BPE":
+            prefix = model.get("continuing_subword_prefix") or ""
+            model["merges"] = [
+                [left, right]
+                for left, right in self._merges()
+                if {left, right, left + right.removeprefix(prefix)} <= model["vocab"].keys()
+            ]
+        return self._saved_with(json.dumps(document, ensure_ascii=False))
+
+    def _saved_with(self, document: str) -> PreTrainedTokenizerFast:
+        """Return this tokenizer with other content, as its files would give it."""
+        with TemporaryDirectory() as place:
+            folder = Path(place)
+            with saving("write", folder):
+                self.tokenizer.save_pretrained(folder)
+            for name in _OLDER_FILES:
+                (folder / name).unlink(missing_ok=True)
+            settings = json.loads((folder / "tokenizer_config.json").read_text())
+            settings.pop("added_tokens_decoder", None)  # by number; tokenizer.json has them
+            (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+            (folder / "tokenizer.json").write_text(document)
+            return load_tokenizer(folder, has_ends=False)
+
+    def spelled(self, kept: Sequence[int], lost: Iterable[int]) -> dict[int, list[int]]:
+        """Return new numbers of pieces that stand for lost ones: as a tokenizer of kept pieces spells them.
+
+        Args:
+            kept: numbers of the kept pieces, ascending.
+            lost: numbers of other pieces.
+        """
+        smaller = self.trimmed(kept)
+        vocab, unknown = smaller.get_vocab(), smaller.unk_token_id
+        piece_of = {number: piece for piece, number in self._ids.items()}
+        prefix = self._model.get("continuing_subword_prefix") or ""
+        spelled = {}
+        for number in lost:
+            piece = piece_of[number]
+            if prefix and piece.startswith(prefix):
+                ids = _longest_first(piece, prefix, vocab)
+            else:
+                ids = [token.id for token in smaller.backend_tokenizer.model.tokenize(piece)]
+            spelled[number] = ids or [unknown]
+        return spelled
+
+
+def _longest_first(piece: str, prefix: str, vocab: Mapping[str, int]) -> list[int]:
+    """Return the longest pieces that the rest of a word is made of, as WordPiece finds them; [] if none."""
+    rest, found = piece.removeprefix(prefix), []
+    while rest:
+        end = next((end for end in range(len(rest), 0, -1) if prefix + rest[:end] in vocab), None)
+        if end is None:
+            return []
+        found.append(vocab[prefix + rest[:end]])
+        rest = rest[end:]
+    return found
+
+
+def _renumber(processor: dict[str, Any] | None, place: Mapping[int, int]) -> None:
+    """Give what stands around texts its new numbers."""
+    if processor is None:
+        return
+    for part in processor.get("processors", ()):
+        _renumber(part, place)
+    for special in processor.get("special_tokens", {}).values():
+        special["ids"] = [place[number] for number in special["ids"]]
+    for name in ("cls", "sep"):
+        if name in processor:
+            token, number = processor[name]
+            processor[name] = [token, place[number]]
+
+
+def trim_model(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
+    """Return a copy of a model, with or without a head, that knows only some pieces.
+
+    Args:
+        model: a model in evaluation mode.
+        kept: numbers of the pieces, ascending; the place of one is its new number.
+
+    Raises:
+        TeacherError: the copy would not compute the same, because its positions depend on a number.
+    """
+    size, rows = model.config.vocab_size, torch.tensor(kept)
+    place = {number: new for new, number in enumerate(kept)}
+    config = copy.deepcopy(model.config)
+    config.vocab_size = len(kept)
+    for name in _TOKEN_SETTINGS:
+        number = getattr(config, name, None)
+        if isinstance(number, int):
+            setattr(config, name, place.get(number))
+    smaller: PreTrainedModel = type(model)(config).eval()
+    shapes = {name: weight.shape for name, weight in smaller.state_dict().items()}
+    weights = {
+        name: weight if weight.shape == shapes[name] else _rows(weight, rows, size)
+        for name, weight in model.state_dict().items()
+    }
+    smaller.load_state_dict(weights)
+    _refuse_other_states(model, smaller, rows)
+    return smaller
+
+
+def _rows(weight: torch.Tensor, rows: torch.Tensor, size: int) -> torch.Tensor:
+    assert weight.shape[0] == size, "only tables of the vocabulary become smaller"
+    return weight[rows]
+
+
+@torch.no_grad()
+def _refuse_other_states(model: PreTrainedModel, smaller: PreTrainedModel, rows: torch.Tensor) -> None:
+    """Raise TeacherError if a smaller model computes other hidden states of the pieces that it has."""
+    places = torch.linspace(0, len(rows) - 1, 2 * 12).long().view(2, 12)
+    whole: nn.Module = model.base_model
+    before, after = (
+        encoder(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+        for encoder, ids in ((whole, rows[places]), (smaller.base_model, places))
+    )
+    if float((before - after).norm(dim=-1).max()) > _LARGEST_DIFFERENCE * float(before.norm(dim=-1).max()):
+        raise TeacherError(
+            f"a model of the family {model.config.model_type} with fewer pieces computes other hidden "
+            "states, so the number of its padding token matters. Give one whose padding token is among its "
+            "first."
+        )
+
+
+class Vocabulary:
+    """The pieces that students have of a cache's tokenizer, and how they read the sequences of the cache."""
+
+    def __init__(self, pieces: Pieces, counts: npt.NDArray[np.int64], kept: Sequence[int]) -> None:
+        """Prepare to read sequences.
+
+        Args:
+            pieces: the pieces of the cache's tokenizer.
+            counts: how often the cache has each piece, `(pieces,)`: others are not looked at.
+            kept: numbers of the pieces that students have, ascending.
+        """
+        self.pieces, self.kept = pieces, tuple(kept)
+        self.tokenizer = pieces.trimmed(kept)
+        self.name = canonical_sha256(list(kept))[:12]
+        """What identifies the vocabulary: a hash of the kept numbers."""
+        self._new = torch.full((pieces.size,), int(self.tokenizer.unk_token_id or 0))
+        self._new[torch.tensor(kept)] = torch.arange(len(kept))
+        lost = sorted(set(np.flatnonzero(counts).tolist()) - set(kept))
+        spelled = pieces.spelled(kept, lost) if lost else {}
+        self._spelled = {number: torch.tensor(ids) for number, ids in spelled.items()}
+
+    def read(self, inputs: Inputs, most: int | None) -> Inputs:
+        """Return sequences as students read them.
+
+        Args:
+            inputs: sequences of the cache, on the CPU, without segments.
+            most: most tokens of a sequence; lost pieces are spelled by others, and what becomes too long is
+                cut before its last token. None means that tokens have to keep their places, so a lost piece
+                is an unknown one.
+        """
+        ids = self._new[inputs.ids]
+        if most is None or not self._spelled:
+            return inputs.with_ids(ids)
+        rows = []
+        for old, new, length in zip(inputs.ids, ids, inputs.lengths.tolist(), strict=True):
+            parts = [
+                self._spelled.get(number, new[place : place + 1])
+                for place, number in enumerate(old[:length].tolist())
+            ]
+            row = torch.cat(parts)
+            rows.append(row if len(row) <= most else torch.cat([row[: most - 1], row[-1:]]))
+        return Inputs.of(rows, int(self._new[self.pieces.tokenizer.pad_token_id]))

@@ -1,0 +1,66 @@
+"""Which pieces students have of a cache's tokenizer: all, or those of `--vocab`."""
+
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from minilm_cache.cache import Cache
+from minilm_cache.errors import CacheCorruptError, InvalidConfigError
+from minilm_cache.models.vocabulary import OF_TEXTS, Coverage, Pieces, Vocabulary, asked_vocabulary
+from minilm_cache.storage_schema.base import REMEDY
+from minilm_cache.train.card import cached_tokenizer
+from minilm_cache.train.config import TrainConfig
+
+
+def student_vocabulary(config: TrainConfig, cache: Cache) -> Vocabulary | None:
+    """Return the pieces that students have of a cache's tokenizer. None means all.
+
+    The token ids of the whole cache are read for it, and nothing else.
+
+    Raises:
+        InvalidConfigError: the pieces do not exist, or the objective predicts those of the teacher.
+        CacheCorruptError: the cache is damaged.
+    """
+    if config.vocab is None:
+        return None
+    needs = config.spec.needs
+    if needs.labels or needs.masked_hidden is not None:
+        raise InvalidConfigError(
+            f"--vocab: objective {config.objective} learns of masked tokens, which are pieces of the "
+            "teacher's. Leave it out, and trim the student afterwards with `minilm-cache trim`."
+        )
+    if config.vocab == OF_TEXTS:
+        raise InvalidConfigError(
+            f"--vocab {OF_TEXTS} goes with trim. A cache has its own text: give --vocab cache."
+        )
+    asked, pieces = asked_vocabulary(config.vocab), Pieces(cached_tokenizer(cache.reader))
+    num_bytes = cache.reader.bytes_read
+    counts, of_held_out = (
+        pieces.counts(_sequences(cache, pieces, are_held_out=held_out)) for held_out in (False, True)
+    )
+    kept = pieces.chosen(counts, asked.most) if asked.file is None else pieces.listed(asked.file)
+    vocabulary = Vocabulary(pieces, counts + of_held_out, kept)
+    cache.reader.bytes_read = num_bytes  # those of the training are counted
+    return vocabulary
+
+
+def held_out_coverage(vocabulary: Vocabulary, cache: Cache) -> Coverage | None:
+    """Return what a vocabulary covers of held-out sequences. None means that there are none."""
+    held_out = _sequences(cache, vocabulary.pieces, are_held_out=True)
+    return vocabulary.pieces.coverage(vocabulary.kept, held_out)
+
+
+def _sequences(cache: Cache, pieces: Pieces, *, are_held_out: bool) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the token ids of a cache's training or held-out sequences, without anything else."""
+    num_train, shards = cache.manifest.num_train, range(len(cache.reader.ranges))
+    for segment in chain.from_iterable(cache.reader.segments_of(shard, paths=()) for shard in shards):
+        tokens = segment.rows["tokens"]
+        if tokens.max(initial=0) >= pieces.size:
+            raise CacheCorruptError(
+                f"{cache.reader.root} holds tokens that its tokenizer does not have. {REMEDY}"
+            )
+        for number in range(segment.first_sequence, segment.first_sequence + len(segment.lengths)):
+            if (number >= num_train) == are_held_out:
+                yield segment.rows_of("tokens", number).astype(np.int64)

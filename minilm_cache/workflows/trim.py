@@ -1,0 +1,132 @@
+"""A model with a smaller vocabulary: the pieces that a text needs, and a tokenizer that cuts it as before."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedModel
+
+from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.tokenise import tokenise
+from minilm_cache.corpus.tokens import Tokens
+from minilm_cache.errors import InterruptedRunError
+from minilm_cache.models.complete import PROMPTS, text_length
+from minilm_cache.models.files import read_json
+from minilm_cache.models.load import TeacherSource, load_tokenizer, load_weights, locate_teacher, read_config
+from minilm_cache.models.pooling import MODULES, load_pooler
+from minilm_cache.models.tap import Head
+from minilm_cache.models.truncate import saving
+from minilm_cache.models.vocabulary import Coverage, Pieces, asked_vocabulary, trim_model
+from minilm_cache.session import ALONE, Session
+from minilm_cache.settings import TrimConfig
+from minilm_cache.store.durable import new_folder, refuse_existing
+from minilm_cache.wording import rendered
+
+_ASIDE: Final = 10
+"""Every so manieth document is looked at to measure coverage, by pieces that are chosen from the others."""
+_BATCH: Final = 1000
+_HEADS: Final[dict[str, Head]] = {"ForMaskedLM": "tokens", "ForSequenceClassification": "sequences"}
+"""Head of a model by the end of the name of its class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trimmed:
+    """A model with a smaller vocabulary."""
+
+    path: Path
+    num_pieces: int
+    pieces_before: int
+    num_parameters: int
+    parameters_before: int
+    coverage: Coverage | None
+    """What pieces that are chosen from nine tenths of the text cover of the rest. None means that a file
+    listed them, or that the text is one document."""
+
+
+def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
+    """Write a model, its tokenizer and its pooling with a smaller vocabulary.
+
+    Args:
+        config: the model, the text, and which pieces are kept.
+        out: new folder for the model; it must not exist.
+        session: its home keeps the tokens of the text. Its progress shows documents done, and its
+            `should_stop` is called between them.
+
+    Raises:
+        InvalidConfigError: the pieces that are asked for do not exist, or the folder does.
+        TeacherError: the model does not exist, or its vocabulary cannot be trimmed.
+        CorpusError: the text cannot be read.
+        InterruptedRunError: a stop was requested.
+        StorageError: the folder cannot be written.
+    """
+    refuse_existing(out)
+    asked = asked_vocabulary(config.vocab)
+    source = locate_teacher(config.model, config.revision)
+    pieces = Pieces(load_tokenizer(source.folder, has_ends=False))
+    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
+    tokens = tokenise(corpus, pieces.tokenizer, session=session)
+    numbers = np.arange(len(tokens.ends))
+    coverage = None
+    if asked.file is not None:
+        kept = pieces.listed(asked.file)
+    else:
+        aside = numbers % _ASIDE == _ASIDE - 1
+        counts, of_aside = (
+            pieces.counts(_documents(tokens, numbers[chosen], session)) for chosen in (~aside, aside)
+        )
+        kept = pieces.chosen(counts + of_aside, asked.most)
+        of_others = pieces.chosen(counts, asked.most)
+        coverage = pieces.coverage(of_others, _documents(tokens, numbers[aside], session))
+    model = _load(source)
+    smaller = trim_model(model, kept)
+    result = Trimmed(
+        path=out,
+        num_pieces=len(kept),
+        pieces_before=pieces.size,
+        num_parameters=smaller.num_parameters(),
+        parameters_before=model.num_parameters(),
+        coverage=coverage,
+    )
+    with saving("write", out), new_folder(out) as folder:
+        smaller.save_pretrained(folder)
+        pieces.trimmed(kept).save_pretrained(folder)
+        _save_pooling(source.folder, folder, smaller)
+        card = rendered("minilm_cache.workflows", "trim.md.jinja", source=source.name, trimmed=result)
+        (folder / "README.md").write_text(card)
+    return result
+
+
+def _load(source: TeacherSource) -> PreTrainedModel:
+    """Return a model with the head that its folder names."""
+    names = read_config(source.folder).architectures or [""]
+    head = next((head for end, head in _HEADS.items() if names[0].endswith(end)), None)
+    model, _ = load_weights(source.folder, head, attention="sdpa")
+    model.eval()
+    return model
+
+
+def _documents(
+    tokens: Tokens, numbers: npt.NDArray[np.int64], session: Session
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the token ids of documents."""
+    session.progress.start("count", len(numbers), "documents")
+    for first in range(0, len(numbers), _BATCH):
+        if session.should_stop():
+            raise InterruptedRunError("interrupted before a model was written. Run the same command again.")
+        yield from tokens.read(numbers[first : first + _BATCH])
+        session.progress.advance(min(_BATCH, len(numbers) - first))
+
+
+def _save_pooling(source: Path, folder: Path, model: PreTrainedModel) -> None:
+    """Add what sentence-transformers reads, where the source has it."""
+    if not (source / MODULES).is_file():
+        return
+    width, tokenizer = model.config.hidden_size, load_tokenizer(source, has_ends=False)
+    length = text_length(source, tokenizer, model.config)
+    load_pooler(source, None, width).save(folder, hidden_size=width, max_length=length)
+    if (source / PROMPTS).is_file():
+        (folder / PROMPTS).write_text(json.dumps(read_json(source / PROMPTS), indent=2) + "\n")

@@ -1,0 +1,85 @@
+"""`minilm-cache trim`: a model with fewer pieces answers texts of these pieces as the whole one does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+
+from minilm_cache.models.pooling import SentencePooler
+from minilm_cache.session import Session
+from minilm_cache.settings import TrimConfig, validated
+from minilm_cache.workflows.trim import trim
+from tests.conftest import Command
+from tests.support import SPECIAL, World, save_teacher
+
+KEPT = "ba be bi do du"
+TEXTS = ["ba be do", "du", "bi bi bi be"]
+
+
+def write_text(folder: Path) -> Path:
+    """Return a file of some of the words that the tokenizer knows."""
+    file = folder / "few.txt"
+    file.write_text("\n".join([KEPT, *TEXTS, "ba", "be", "do", "do bi", "ba ba", "du be"]))
+    return file
+
+
+def test_a_sentence_encoder_keeps_its_vectors(world: World, tmp_path: Path, command: Command) -> None:
+    SentencePooler("mean", normalize=True).save(world.teacher, hidden_size=32, max_length=32)
+    prompts = {"prompts": {"query": "ba ", "document": ""}, "default_prompt_name": None}
+    (world.teacher / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    text, out = write_text(tmp_path), tmp_path / "small"
+    words = ("trim", world.teacher, "--corpus", text, "--documents", "lines")
+    code, printed, err = command(*words, "--out", out, "--json")
+    assert code == 0, err
+    found = json.loads(printed)
+
+    num_kept = len(KEPT.split()) + len(SPECIAL)
+    whole = AutoModel.from_pretrained(world.teacher)
+    assert (found["num_pieces"], found["pieces_before"]) == (num_kept, whole.config.vocab_size)
+    assert found["parameters_before"] - found["num_parameters"] == 32 * (whole.config.vocab_size - num_kept)
+    assert found["coverage"] == {"texts": 1.0, "tokens": 1.0, "unknown": 0.0}
+    teacher, small = (SentenceTransformer(str(folder), device="cpu") for folder in (world.teacher, out))
+    assert small.prompts == prompts["prompts"]
+    for name in (None, "query"):
+        vectors: Any = small.encode(TEXTS, prompt_name=name)
+        torch.testing.assert_close(vectors, teacher.encode(TEXTS, prompt_name=name), atol=1e-6, rtol=1e-5)
+    assert f"{num_kept} pieces" in (out / "README.md").read_text()
+    assert "100.0% of texts are cut as before" in (out / "README.md").read_text()
+    command.fails(*words, "--out", out, code=2, says="exists")
+    command.fails(*words, "--vocab", "3", "--out", tmp_path / "x", code=2, says="5 pieces")
+    command.fails(*words, "--vocab", "none.txt", "--out", tmp_path / "x", code=2, says="no such file")
+    command.fails(
+        "trim", tmp_path / "no", *words[2:], "--out", tmp_path / "x", code=1, says="unknown teacher"
+    )
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_trimmed_teacher_is_a_teacher(world: World, tmp_path: Path, command: Command) -> None:
+    text = write_text(tmp_path)
+    assert command("trim", world.teacher, "--corpus", text, "--out", tmp_path / "small")[0] == 0
+    small = World(tmp_path / "own", tmp_path / "small", text)
+    assert small.dump().manifest.identity.teacher.vocab_size == len(KEPT.split()) + len(SPECIAL)
+
+
+@pytest.mark.parametrize("vocab", ["file", "8"])
+def test_a_head_for_masked_tokens_becomes_smaller_too(tmp_path: Path, vocab: str) -> None:
+    teacher = save_teacher(tmp_path / "teacher", head="tokens")
+    text, pieces = write_text(tmp_path), tmp_path / "pieces.txt"
+    pieces.write_text("ba\nbe\nbi\n")
+    settings = {"model": str(teacher), "corpus": str(text), "documents": "lines"}
+    settings["vocab"] = str(pieces) if vocab == "file" else vocab
+    result = trim(validated(TrimConfig, settings), tmp_path / "small", session=Session(tmp_path / "home"))
+    assert result.num_pieces == len(SPECIAL) + 3
+    assert (result.coverage is None) == (vocab == "file")
+
+    whole, small = (AutoModelForMaskedLM.from_pretrained(folder) for folder in (teacher, result.path))
+    old, new = (AutoTokenizer.from_pretrained(folder) for folder in (teacher, result.path))
+    kept = [old.get_vocab()[piece] for piece in sorted(new.get_vocab(), key=new.get_vocab().__getitem__)]
+    before = whole(**old("be ba be", return_tensors="pt")).logits[..., kept]
+    after = small(**new("be ba be", return_tensors="pt")).logits
+    torch.testing.assert_close(after, before)
+    assert new("zz", add_special_tokens=False)["input_ids"] == [new.unk_token_id]

@@ -1,0 +1,125 @@
+"""`train --vocab`: students with fewer pieces learn what those with all pieces learn."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel, AutoTokenizer
+
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.models.pooling import SentencePooler
+from minilm_cache.session import Session
+from minilm_cache.settings import validated
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.folder import state_name
+from minilm_cache.train.run import TrainResult, train_students
+from tests.conftest import Command
+from tests.support import SPECIAL, WORDS, World, save_teacher
+
+FEW = WORDS[:12]
+
+
+@pytest.fixture
+def few(world: World) -> World:
+    """Return a world with a text of few words, whose cache holds relations and vectors."""
+    draw = random.Random(0)
+    lines = [" ".join(draw.choices(FEW, k=2 + n % 7)) for n in range(80)]
+    world.corpus.write_text("\n\n".join(lines))
+    SentencePooler("mean", normalize=True).save(world.teacher, hidden_size=32, max_length=32)
+    world.dump(**{"for": "minilm,embedding"})
+    return world
+
+
+def train(world: World, name: str, *, session: Session | None = None, **settings: Any) -> TrainResult:
+    """Train one student for some steps."""
+    values: dict[str, Any] = {"arch": ("1x32",), "init": "slice", "steps": 6, "batch_size": 4, "lr": 1e-3}
+    config = validated(TrainConfig, {**values, "dropout": "none", "device": "cpu", **settings})
+    session = session or Session(world.home)
+    return train_students(config, world.root / "cache", out=world.root / name, session=session)
+
+
+@pytest.mark.parametrize("objective", ["minilm", "embedding"])
+def test_students_learn_the_same_where_all_pieces_are_kept(few: World, objective: str) -> None:
+    whole, small = (
+        train(few, name, objective=objective, vocab=vocab) for name, vocab in (("a", None), ("b", "cache"))
+    )
+    (before,), (after,) = whole.record.students, small.record.students
+    for name in ("held_out_before", "held_out_after"):
+        assert getattr(after, name) == pytest.approx(getattr(before, name), abs=1e-5)
+    vocabulary = small.record.vocabulary
+    assert vocabulary is not None
+    assert (vocabulary.asked, vocabulary.pieces) == ("cache", len(SPECIAL) + len(FEW))
+    assert (vocabulary.texts, vocabulary.tokens, vocabulary.unknown) == (1, 1, 0)
+
+    folders = [result.student_path("1x32") for result in (whole, small)]
+    models, tokenizers = (
+        [kind.from_pretrained(folder) for folder in folders] for kind in (AutoModel, AutoTokenizer)
+    )
+    texts = [" ".join(FEW[:5]), FEW[-1]]
+    states = [
+        model(**tokenizer(texts, padding=True, return_tensors="pt")).last_hidden_state[:, 0]
+        for model, tokenizer in zip(models, tokenizers, strict=True)
+    ]
+    torch.testing.assert_close(states[1], states[0], rtol=1e-3, atol=1e-4)
+    assert models[1].config.vocab_size == len(tokenizers[1]) == len(SPECIAL) + len(FEW)
+    assert after.num_parameters == models[1].num_parameters()
+    card = (folders[1] / "README.md").read_text()
+    assert f"vocabulary: {len(SPECIAL) + len(FEW)} of" in card
+
+
+def test_lost_words_are_unknown_or_spelled(few: World, command: Command) -> None:
+    """This tokenizer is of whole words, so that a lost word is unknown."""
+    small = train(few, "small", objective="embedding", vocab="9", arch=("1x16",))
+    vocabulary = small.record.vocabulary
+    assert vocabulary is not None
+    assert vocabulary.pieces == 9
+    assert vocabulary.tokens is not None
+    assert vocabulary.unknown == pytest.approx(1 - vocabulary.tokens)
+    vectors: Any = SentenceTransformer(str(small.student_path("1x16")), device="cpu").encode([FEW[0]])
+    assert vectors.shape == (1, 32)
+
+    code, printed, _ = command("info", small.path)
+    assert code == 0
+    assert "vocabulary" in printed
+    assert "9 of" in printed
+    report = few.root / "page.html"
+    code, _, err = command("report", small.path, "--teacher", few.teacher, "--out", report)
+    assert code == 0, err
+    assert "fewer word pieces than the teacher" in report.read_text()
+    assert "--vocab 9" in report.read_text()
+
+
+def test_a_stopped_run_ends_as_one_that_was_not(few: World) -> None:
+    settings: dict[str, Any] = {"objective": "embedding", "vocab": "cache", "checkpoint_steps": 2}
+    expected = train(few, "whole", **settings)
+    stops = (few.root / "parts/checkpoints" / state_name(2)).exists
+    with pytest.raises(InterruptedRunError):
+        train(few, "parts", session=Session(few.home, should_stop=stops), **settings)
+    found = train(few, "parts", **settings)
+    first, second = (
+        load_file(result.student_path("1x32") / "model.safetensors") for result in (expected, found)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert json.loads((found.path / "run.json").read_text())["identity"]["vocab"]
+
+
+def test_what_cannot_be_asked_for(few: World, tmp_path: Path, command: Command) -> None:
+    for vocab, says in (("texts", "goes with trim"), ("none.txt", "no such file"), ("2", "5 pieces")):
+        with pytest.raises(InvalidConfigError, match=says):
+            train(few, "x", vocab=vocab)
+    assert not (few.root / "x").exists()
+    words = ("chain", "--teacher", few.teacher, "--corpus", few.corpus, "--assistant", "2x32")
+    more = ("--vocab", "cache", "--arch", "1x16", "--out", tmp_path / "chain")
+    command.fails(*words, *more, code=2, says="trim the last students")
+
+
+def test_objectives_in_the_teachers_pieces_are_refused(world: World) -> None:
+    save_teacher(world.teacher, head="tokens")
+    world.dump(**{"for": "mlm-kd"})
+    with pytest.raises(InvalidConfigError, match=r"--vocab: objective mlm-kd .* trim the student"):
+        train(world, "x", objective="mlm-kd", vocab="cache", init="random")

@@ -1,0 +1,216 @@
+"""A tokenizer with fewer pieces cuts a text as the whole one does, where all pieces of the text are kept."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerFast
+
+from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.models.vocabulary import Pieces, asked_vocabulary, trim_model
+
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+NAMES = {
+    "cls_token": "<s>",
+    "pad_token": "<pad>",
+    "sep_token": "</s>",
+    "unk_token": "<unk>",
+    "mask_token": "<mask>",
+}
+WORDS = [
+    a + b + c for a in ("un", "re", "", "in") for b in ("look", "tok", "form", "ü") for c in ("er", "s", "")
+]
+
+
+def texts(number: int) -> list[str]:
+    """Return lines of words that share their parts."""
+    draw = random.Random(3)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(1, 9))) for _ in range(number)]
+
+
+def wordpiece() -> Tokenizer:
+    """Return a tokenizer as BERT's, with a post-processor of the older kind."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=90, special_tokens=SPECIAL, show_progress=False)
+    tokenizer.train_from_iterator(texts(400), trainer)
+    tokenizer.post_processor = processors.BertProcessing(("</s>", 2), ("<s>", 0))
+    return tokenizer
+
+
+def bpe() -> Tokenizer:
+    """Return a tokenizer of bytes as RoBERTa's."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=SPECIAL,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts(400), trainer)
+    tokenizer.post_processor = processors.Sequence(
+        [processors.ByteLevel(), processors.RobertaProcessing(("</s>", 2), ("<s>", 0))]
+    )
+    return tokenizer
+
+
+def words() -> Tokenizer:
+    """Return a tokenizer of whole words."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.WordLevelTrainer(vocab_size=60, special_tokens=SPECIAL, show_progress=False)
+    tokenizer.train_from_iterator(texts(400), trainer)
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    """Return a tokenizer as XLM-R's."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=90, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(texts(400), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    return tokenizer
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "WordPiece": wordpiece,
+    "BPE": bpe,
+    "Unigram": unigram,
+    "WordLevel": words,
+}
+
+
+def fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with the names of its special tokens."""
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **NAMES)
+
+
+PIECES = {kind: Pieces(fast(build())) for kind, build in KINDS.items()}
+
+
+def counts(pieces: Pieces, lines: Sequence[str]) -> np.ndarray:
+    """Return how often lines have each piece."""
+    return pieces.counts(np.asarray(pieces.tokenizer(line)["input_ids"]) for line in lines)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(
+    chosen=st.lists(st.sampled_from(texts(60)), min_size=1, max_size=8), most=st.none() | st.integers(0, 40)
+)
+def test_texts_whose_pieces_are_kept_are_cut_as_before(
+    kind: str, chosen: list[str], most: int | None
+) -> None:
+    pieces = PIECES[kind]
+    limit = None if most is None else len(pieces.always) + most
+    kept = pieces.chosen(counts(pieces, chosen), limit)
+    smaller = pieces.trimmed(kept)
+    place = {number: new for new, number in enumerate(kept)}
+
+    assert kept == sorted(set(kept))
+    assert limit is None or len(kept) <= limit
+    assert len(smaller) == len(kept)
+    num_same = 0
+    for line in [*texts(60), *chosen, "never seen: ÿ 漢"]:
+        ids = pieces.tokenizer(line)["input_ids"]
+        if all(number in place for number in ids):
+            num_same += 1
+            assert smaller(line)["input_ids"] == [place[number] for number in ids]
+            assert smaller.decode(smaller(line)["input_ids"]) == pieces.tokenizer.decode(ids)
+    assert most is not None or num_same >= len(chosen)
+    assert {name: getattr(smaller, name) for name in NAMES} == NAMES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_coverage_is_what_counting_gives(kind: str) -> None:
+    pieces = PIECES[kind]
+    lines = texts(60)
+    kept = pieces.chosen(counts(pieces, lines[:5]), len(pieces.always) + 6)
+    rows = [np.asarray(pieces.tokenizer(line, add_special_tokens=False)["input_ids"]) for line in lines]
+    coverage = pieces.coverage(kept, rows)
+    assert coverage is not None
+
+    found = [[number in kept for number in row.tolist()] for row in rows]
+    assert coverage.texts == pytest.approx(np.mean([all(row) for row in found]))
+    assert coverage.tokens == pytest.approx(np.mean([each for row in found for each in row]))
+    assert coverage.unknown == 0 or kind in {"Unigram", "WordLevel"}  # others can spell every text
+    assert pieces.coverage(kept, []) is None
+
+
+def test_a_file_lists_pieces(tmp_path: Path) -> None:
+    pieces = PIECES["WordPiece"]
+    file = tmp_path / "pieces.txt"
+    piece = next(piece for piece in pieces.tokenizer.get_vocab() if len(piece.removeprefix("##")) > 2)
+    file.write_text(f"{piece}\n\n")
+    assert asked_vocabulary(str(file)) == (None, file)
+    kept = pieces.listed(file)
+    assert set(kept) == pieces.always | {pieces.tokenizer.get_vocab()[piece]}
+
+    file.write_text(f"{piece}\nnowhere\n")
+    with pytest.raises(InvalidConfigError, match=r"line 2: 'nowhere' is not a piece"):
+        pieces.listed(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidConfigError, match="UTF-8"):
+        pieces.listed(file)
+
+
+@pytest.mark.parametrize(("value", "most"), [("8k", 8000), ("31", 31), ("texts", None), ("cache", None)])
+def test_what_is_asked_for(value: str, most: int | None) -> None:
+    assert asked_vocabulary(value) == (most, None)
+
+
+def test_what_cannot_be_asked_for() -> None:
+    with pytest.raises(InvalidConfigError, match="there is no such file"):
+        asked_vocabulary("nowhere.txt")
+    pieces = PIECES["WordPiece"]
+    with pytest.raises(InvalidConfigError, match="stay in any case"):
+        pieces.chosen(counts(pieces, []), 3)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta", "electra", "distilbert", "modernbert"])
+def test_models_compute_the_same_of_kept_pieces(family: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
+    config = AutoConfig.for_model(family, vocab_size=90, max_position_embeddings=40, **sizes, **ids)
+    model = AutoModelForMaskedLM.from_config(config).eval()
+    kept = [0, 1, 2, 3, *range(10, 60, 3)]
+    smaller = trim_model(model, kept)
+
+    places = torch.arange(len(kept))[None]
+    before, after = model(input_ids=torch.tensor(kept)[None]).logits, smaller(input_ids=places).logits
+    torch.testing.assert_close(after, before[..., kept], rtol=1e-5, atol=1e-5)
+    assert smaller.config.vocab_size == len(kept)
+    assert smaller.config.pad_token_id == 1
+
+
+def test_a_padding_token_that_counts_positions_must_keep_its_number() -> None:
+    config = AutoConfig.for_model(
+        "roberta",
+        vocab_size=90,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=80,
+        pad_token_id=40,
+    )
+    model = AutoModelForMaskedLM.from_config(config).eval()
+    with pytest.raises(TeacherError, match="the number of its padding token matters"):
+        trim_model(model, list(range(20, 60)))
