@@ -113,7 +113,10 @@ class Packing(StoredModel):
     """Special tokens around each sequence. None means that they are the tokenizer's `cls_token` before and
     its `sep_token` after, and between documents (all caches of the first releases)."""
 
-    sections: ClassVar[frozenset[str]] = frozenset({"split", "template"})
+    prompt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Words that stand before every text, in the hash of the corpus, too. None means none."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"split", "template", "prompt"})
 
     @property
     def num_special(self) -> int:

@@ -112,6 +112,8 @@ TEACHER_FOLDER: Final = "teacher"
 TEACHER_CONFIG: Final = "teacher/config.json"
 TEACHER_WEIGHTS: Final = "teacher/model.safetensors"
 """Weights of the teacher in float16, if a cache keeps them (`dump --keep-weights`)."""
+PROMPTS_FILE: Final = "config_sentence_transformers.json"
+"""File of a teacher's prompts, in a folder of sentence-transformers and in `TEACHER_FOLDER`."""
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -300,7 +302,7 @@ class CacheManifest(StoredDocument):
     @model_validator(mode="after")
     def _names_no_other_file(self) -> "CacheManifest":
         known = {TEACHER_CONFIG, TEACHER_WEIGHTS, PREVIEW, RANGES, INDEX}
-        known |= {f"{TEACHER_FOLDER}/{name}" for name in TOKENIZER_FILES}
+        known |= {f"{TEACHER_FOLDER}/{name}" for name in (*TOKENIZER_FILES, PROMPTS_FILE)}
         if self.calibration is not None:
             folders = [layer_folder(fitted.layer) for fitted in self.calibration.layers]
             folders += [state.name.folder for state in self.calibration.states]

@@ -175,9 +175,31 @@ _CHANGED: Final = "corpus {name} changed while it was read. Run the same command
 class Corpus:
     """Documents of a corpus, without those that hold no text."""
 
-    def __init__(self, name: str, identity: CorpusIdentity, load: Callable[[], datasets.Dataset]) -> None:
-        """Describe a corpus; `load` reads its documents when they are first asked for."""
-        self.name, self.identity, self._load = name, identity, load
+    def __init__(
+        self,
+        name: str,
+        identity: CorpusIdentity,
+        load: Callable[[], datasets.Dataset],
+        *,
+        prompt: str | None = None,
+    ) -> None:
+        """Describe a corpus.
+
+        Args:
+            name: its name, for messages.
+            identity: what identifies its texts, the prompt included.
+            load: reads its documents, without the prompt, when they are first asked for.
+            prompt: words that stand before every text. None means none.
+        """
+        self.name, self.identity, self._load, self.prompt = name, identity, load, prompt
+
+    def with_prompt(self, prompt: str | None) -> "Corpus":
+        """Return the same texts with words before each of them. None means that nothing is added."""
+        if prompt is None:
+            return self
+        digest = sha256_texts(prompt + text for text in self.texts())
+        identity = self.identity.model_copy(update={"sha256": digest})
+        return Corpus(self.name, identity, lambda: self.documents, prompt=prompt)
 
     @cached_property
     def documents(self) -> datasets.Dataset:
@@ -189,7 +211,7 @@ class Corpus:
         return self.identity if split else self.identity.model_copy(update={"copies_sha256": None})
 
     def texts(self) -> Iterator[str]:
-        """Yield the documents, in order."""
+        """Yield the documents, in order, without the prompt."""
         return _texts(self.documents)
 
 

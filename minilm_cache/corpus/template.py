@@ -85,6 +85,7 @@ def packing_of(
     max_tokens: int | None,
     seed: int,
     split: Split | None = "tokens",
+    prompt: str | None = None,
 ) -> Packing:
     """Return how text becomes the sequences that a tokenizer's own template makes of it; see `Packing`.
 
@@ -114,6 +115,7 @@ def packing_of(
         seed=seed,
         split=split,
         template=template_to_store(tokenizer),
+        prompt=prompt,
     )
 
 

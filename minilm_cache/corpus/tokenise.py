@@ -88,6 +88,8 @@ class _PartJob:
     """The documents of this part."""
     tokenizer: PreTrainedTokenizerFast
     dtype: str
+    prompt: str
+    """Words before every document; mostly none."""
 
     @property
     def path(self) -> Path:
@@ -232,6 +234,7 @@ def _write(
             documents=documents.select(range(first, last)),
             tokenizer=tokenizer,
             dtype=dtype,
+            prompt=corpus.prompt or "",
         )
         for number, (first, last) in enumerate(pairwise(bounds))
     ]
@@ -301,7 +304,7 @@ def _write_part(job: _PartJob, session: Session = ALONE) -> int:
                 raise _interrupted()
             # A pattern of the tokenizer may take for ever, and no signal handler runs meanwhile.
             tokenised = awaited(
-                partial(_token_ids, batch["text"].to_pylist(), job.tokenizer),
+                partial(_token_ids, [job.prompt + text for text in batch["text"].to_pylist()], job.tokenizer),
                 should_stop=session.should_stop,
                 interrupted=_INTERRUPTED,
             )
@@ -410,7 +413,7 @@ def _refuse_other_tokens(
     drawn = np.random.default_rng().choice(num_documents, min(num_documents, _SAMPLE), replace=False)
     chosen = np.sort(drawn)
     texts = [str(text) for text in corpus.documents.select(chosen)["text"]]
-    expected = _token_ids(texts, tokenizer)
+    expected = _token_ids([(corpus.prompt or "") + text for text in texts], tokenizer)
     hashes = [xxhash.xxh3_64_intdigest(text.encode()) for text in texts]
     is_same = tokens.keys[0][chosen].tolist() == hashes and all(
         ids.tolist() == own for ids, own in zip(tokens.read(chosen), expected, strict=True)

@@ -56,6 +56,21 @@ class TextSettings(SequenceSettings):
     packing: Literal["packed", "records"] = "packed"
     """Join documents to full length (`packed`), or make one sequence of each document (`records`, the default
     with `--for embedding`)."""
+    prompt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Words to put before every text, like "query: ". None means `--prompt-name`."""
+    prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Prompt of the teacher's own to put before every text, such as `query` or `document`. None means its
+    default, which most teachers do not have."""
+
+    @model_validator(mode="after")
+    def _prompt_is_of_documents(self) -> "TextSettings":
+        if self.prompt is not None and self.prompt_name is not None:
+            raise ValueError("--prompt and --prompt-name both say what stands before texts: give one of them")
+        for name in ("prompt", "prompt_name"):
+            if getattr(self, name) is not None and self.packing != "records":
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} goes with --packing records: a prompt is about one document")
+        return self
 
 
 class CodecSettings(FrozenSettings):

@@ -82,6 +82,7 @@ def identify(
             max_tokens=config.max_tokens,
             seed=config.seed,
             split=split,
+            prompt=corpus.prompt,
         ),
         layers=teacher.layers,
         relation_heads=teacher.identity.num_heads,

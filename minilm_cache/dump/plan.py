@@ -15,9 +15,10 @@ import torch
 
 from minilm_cache.codecs.vectors import split_sample
 from minilm_cache.corpus.formats import lines_hint
+from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.template import packing_of
-from minilm_cache.corpus.tokenise import tokens_of
+from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.audit import MAX_SEQUENCES
 from minilm_cache.dump.config import MIN_SHARD_TOKENS, DumpConfig
 from minilm_cache.dump.fit import MIN_SEQUENCES
@@ -28,6 +29,7 @@ from minilm_cache.dump.setup import load_teacher
 from minilm_cache.dump.shards import COMPILE
 from minilm_cache.errors import CorpusError, InterruptedRunError
 from minilm_cache.models.inputs import Inputs
+from minilm_cache.models.prompts import chosen_prompt
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Progress, Session, Silent
 from minilm_cache.storage_schema.identity import CodecParameters, codec_words
@@ -160,13 +162,16 @@ def plan(configs: Sequence[DumpConfig], sample_tokens: int, *, session: Session)
 
 def _load_sequences(config: DumpConfig, teacher: Teacher, *, session: Session) -> SequenceTable:
     """Return the whole corpus as the sequences of a dump."""
-    tokens = tokens_of(config, teacher.tokenizer, session=session)
+    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
+    corpus = corpus.with_prompt(chosen_prompt(teacher.folder, name=config.prompt_name, text=config.prompt))
+    tokens = tokenise(corpus, teacher.tokenizer, session=session)
     packing = packing_of(
         teacher.tokenizer,
         mode=config.packing,
         max_length=config.max_length,
         max_tokens=config.max_tokens,
         seed=config.seed,
+        prompt=corpus.prompt,
     )
     return SequenceTable(tokens, packing)
 

@@ -18,6 +18,7 @@ from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.pooling import load_pooler
+from minilm_cache.models.prompts import read_prompts
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_existing, refuse_file
@@ -155,7 +156,7 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         config_kwargs=safely,
     )
     width = transformer.get_embedding_dimension()
-    pooler = load_pooler(model.folder, None if model.pools else "mean", width)
+    pooler = load_pooler(model.folder, None if model.pools else "mean", width, adds_prompts=True)
     pooling = Pooling(width, pooling_mode=pooler.mode)
     dense = [
         Dense(
@@ -168,7 +169,13 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         )
         for layer in pooler.dense
     ]
-    return SentenceTransformer(modules=[transformer, pooling, *dense, Normalize()], device=device)
+    prompts = read_prompts(model.folder)
+    return SentenceTransformer(
+        modules=[transformer, pooling, *dense, Normalize()],
+        device=device,
+        prompts=prompts.by_name,
+        default_prompt_name=prompts.default,
+    )
 
 
 def _pairs(config: EmbeddingsConfig, note: Callable[[str], None]) -> Sequence[TextExample]:

@@ -27,6 +27,8 @@ from transformers.models.auto import modeling_auto
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.files import computes_nothing, read_json
+from minilm_cache.models.prompts import read_prompts
+from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 
 _POOLER: Final = "pooler."
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
@@ -282,8 +284,6 @@ def _head_names(config: PreTrainedConfig) -> set[str]:
     return names
 
 
-PROMPTS: Final = "config_sentence_transformers.json"
-"""File of the prompts of a folder in the format of sentence-transformers."""
 _READING: Final = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -300,32 +300,30 @@ _ANY_VALUE: Final = frozenset({"max_seq_length", "unpad_inputs"})
 """Settings that have no effect on a text's vector, or that are read elsewhere."""
 
 
-def refuse_other_reading(folder: Path, *, lower_cases: bool) -> None:
+def refuse_other_reading(folder: Path, *, lower_cases: bool, adds_prompts: bool) -> None:
     """Raise TeacherError if a folder says that texts are read as they cannot be read here.
 
     Args:
         folder: folder of the model, in the format of sentence-transformers.
         lower_cases: whether its tokenizer makes lower case of texts anyway.
+        adds_prompts: whether the caller puts the prompt of every text before texts.
 
     Raises:
         TeacherError: it names a prompt that every text gets, or settings of its Transformer module that
         would give
             other vectors.
     """
-    prompts = _settings(folder / PROMPTS)
-    name = prompts.get("default_prompt_name")
-    listed = prompts.get("prompts")
-    prompt = listed.get(name) if isinstance(listed, dict) and isinstance(name, str) else None
-    if name is not None and prompt != "":
+    prompts = _settings(folder / PROMPTS_FILE)
+    prompt = read_prompts(folder).of_every_text
+    if prompt and not adds_prompts:
         raise TeacherError(
-            f"{folder / PROMPTS} puts a prompt before every text ({str(name)[:40]}: {str(prompt)[:60]!r}), "
-            "which is not done here. Put the prompt into your texts, and give a copy of the folder without "
-            "default_prompt_name."
+            f"{folder / PROMPTS_FILE} puts a prompt before every text ({prompt[:60]!r}), which is not done "
+            "here. Put the prompt into your texts, and give a copy of the folder without default_prompt_name."
         )
     if prompts.get("truncate_dim") is not None:
         raise TeacherError(
-            f"{folder / PROMPTS} cuts vectors to {prompts['truncate_dim']} dimensions, which is not done "
-            "here. Remove truncate_dim in a copy of the folder; students learn shorter vectors by "
+            f"{folder / PROMPTS_FILE} cuts vectors to {prompts['truncate_dim']} dimensions, which is not "
+            "done here. Remove truncate_dim in a copy of the folder; students learn shorter vectors by "
             "--matryoshka."
         )
     file = _reading_file(folder)

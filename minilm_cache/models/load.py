@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import huggingface_hub
 import torch
@@ -24,11 +24,13 @@ from huggingface_hub.errors import (
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_TEXT_ENCODING_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -65,6 +67,14 @@ HEADS: Final = {
     "spans": AutoModelForQuestionAnswering,
 }
 """Class of a model, by its head. None means that it has no head."""
+
+
+def _class_for(head: TaskHead | None, config: PreTrainedConfig) -> Any:  # noqa: ANN401 - has no common class
+    """Return the class of a model; of an encoder with a decoder it is the encoder, where it has one alone."""
+    is_encoder = config.is_encoder_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
+    return AutoModelForTextEncoding if head is None and is_encoder else HEADS[head]
+
+
 _ONE_AT_A_TIME: Final = threading.Lock()
 """Held while transformers makes a model. It replaces functions of its classes until the model is made, so two
 threads at once would leave tied weights without memory, in every later model too."""
@@ -231,7 +241,7 @@ def load_weights(
     files = weight_files(folder)  # refuses an index that points elsewhere
     reads_pooler = head == "sequences"
     with library_errors(f"cannot load a model from {folder}"), _ONE_AT_A_TIME:
-        model, loaded = HEADS[head].from_pretrained(
+        model, loaded = _class_for(head, config).from_pretrained(
             folder,
             output_loading_info=True,
             config=config,
@@ -285,7 +295,7 @@ def draw_weights(config: PreTrainedConfig, head: TaskHead | None, *, attention: 
         attention: name of an implementation of attention, as transformers knows it.
     """
     with _ONE_AT_A_TIME:
-        model = HEADS[head].from_config(
+        model = _class_for(head, config).from_config(
             config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
         )
     assert isinstance(model, PreTrainedModel)

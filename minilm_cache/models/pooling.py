@@ -24,6 +24,7 @@ from minilm_cache.models.complete import refuse_other_reading
 from minilm_cache.models.files import read_json
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_model, load_tokenizer
+from minilm_cache.models.prompts import read_prompts
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.storage_schema.states import POOLING_MODES, Pooling, PoolingMode
 
@@ -62,15 +63,24 @@ class DenseLayer(nn.Module):
 class SentencePooler(nn.Module):
     """Pools the last hidden states of sequences: a mode, linear maps, and a division by the length."""
 
-    def __init__(self, mode: PoolingMode, dense: Sequence[DenseLayer] = (), *, normalize: bool) -> None:
+    def __init__(
+        self,
+        mode: PoolingMode,
+        dense: Sequence[DenseLayer] = (),
+        *,
+        normalize: bool,
+        includes_prompt: bool = True,
+    ) -> None:
         """Join the steps.
 
         Args:
             mode: how hidden states become one vector.
             dense: linear maps that follow.
             normalize: whether vectors are divided by their length.
+            includes_prompt: whether the tokens of a prompt are pooled, too; others are not computed here.
         """
         super().__init__()
+        self.includes_prompt = includes_prompt
         self.mode: PoolingMode = mode
         self._dense = nn.ModuleList(dense)
         self.normalize = normalize
@@ -184,13 +194,17 @@ def projection_to(width: int, hidden_size: int) -> list[DenseLayer]:
     return [DenseLayer(nn.Linear(hidden_size, width), nn.Identity())]
 
 
-def load_pooler(folder: Path, mode: PoolingMode | None, hidden_size: int) -> SentencePooler:
+def load_pooler(
+    folder: Path, mode: PoolingMode | None, hidden_size: int, *, adds_prompts: bool = False
+) -> SentencePooler:
     """Return the pooling of a teacher: that of its `modules.json`, or the mean, the first token, ... alone.
 
     Args:
         folder: folder of the teacher.
         mode: mode for a folder without `modules.json`. None means that there must be one.
         hidden_size: number of dimensions of the teacher's hidden states.
+        adds_prompts: whether the caller puts the prompt of every text before texts; else a folder that wants
+            one is refused.
 
     Raises:
         InvalidConfigError: neither or both say how to pool, and differently.
@@ -204,7 +218,7 @@ def load_pooler(folder: Path, mode: PoolingMode | None, hidden_size: int) -> Sen
                 f"{', '.join(POOLING_MODES)}."
             )
         return SentencePooler(mode, normalize=True)
-    pooler = _read_modules(folder, file)
+    pooler = _read_modules(folder, file, adds_prompts=adds_prompts)
     _check_widths(pooler, hidden_size, file)
     if mode not in (None, pooler.mode):
         raise InvalidConfigError(
@@ -213,7 +227,7 @@ def load_pooler(folder: Path, mode: PoolingMode | None, hidden_size: int) -> Sen
     return pooler
 
 
-def _read_modules(folder: Path, file: Path) -> SentencePooler:
+def _read_modules(folder: Path, file: Path, *, adds_prompts: bool) -> SentencePooler:
     listed = read_json(file, kind=list)
     try:
         paths = [PurePosixPath(str(module["path"])) for module in listed]
@@ -228,7 +242,7 @@ def _read_modules(folder: Path, file: Path) -> SentencePooler:
         raise TeacherError(
             f"{file} names {outside}, which is outside the model's folder. Do not use this model."
         )
-    refuse_other_reading(folder, lower_cases=_lower_cases(folder))
+    refuse_other_reading(folder, lower_cases=_lower_cases(folder), adds_prompts=adds_prompts)
     kinds = [kind for kind, _ in modules]
     dense = [path for kind, path in modules if kind == "Dense"]
     expected = [
@@ -261,10 +275,12 @@ def _read_modules(folder: Path, file: Path) -> SentencePooler:
             f"{file} has its Transformer in folder {paths[0]}, and it is read from {folder} itself. Move its "
             "files there, and set the path to an empty one."
         )
+    pooling = modules[1][1] / "config.json"
     return SentencePooler(
-        _read_mode(modules[1][1] / "config.json"),
+        _read_mode(pooling),
         [_read_dense(path) for path in dense],
         normalize="Normalize" in kinds,
+        includes_prompt=read_json(pooling).get("include_prompt") is not False,
     )
 
 
@@ -369,7 +385,7 @@ class SentenceEncoder(nn.Module):
             InvalidConfigError: the folder does not say how it pools.
         """
         model = load_model(folder, attention="sdpa")
-        return cls(model, load_pooler(folder, None, model.config.hidden_size)).eval()
+        return cls(model, load_pooler(folder, None, model.config.hidden_size, adds_prompts=True)).eval()
 
     @property
     def num_parameters(self) -> int:
@@ -412,7 +428,7 @@ class SentenceModel:
         """
         self._encoder = SentenceEncoder.load(folder)
         self._tokenizer = load_tokenizer(folder, has_ends=False)
-        self._max_length = max_length
+        self._max_length, self._prompt = max_length, read_prompts(folder).of_every_text
 
     @property
     def num_parameters(self) -> int:
@@ -422,7 +438,8 @@ class SentenceModel:
     @torch.no_grad()
     def encode(self, texts: Sequence[str], batch_size: int = 64) -> Float[Tensor, "texts width"]:
         """Return the vectors of texts, in their order; texts of about the same length share a batch."""
-        ids = self._tokenizer(list(texts), truncation=True, max_length=self._max_length)["input_ids"]
+        prompted = [self._prompt + text for text in texts]
+        ids = self._tokenizer(prompted, truncation=True, max_length=self._max_length)["input_ids"]
         order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
         vectors: list[Tensor] = []
         for first in range(0, len(order), batch_size):

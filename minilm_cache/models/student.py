@@ -98,7 +98,10 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
         kept["layer_types"] = _last_layer_types(kept["layer_types"], shape)
     fields = [name for name in _FFN_FIELDS if name in kept]
     if not fields:
-        raise InvalidConfigError(f"--arch {shape.arch}: family {family!r} has no size of the FFN to set.")
+        raise InvalidConfigError(
+            f"--arch {shape.arch}: students of the family {family!r} are not made here (it has no size of "
+            "the FFN to set). Cut them from an encoder of another: --init slice --init-teacher ENCODER."
+        )
     sizes = {
         "num_hidden_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -179,7 +182,7 @@ def _last_layer_types(types: list[str], shape: StudentShape) -> list[str]:
 
 def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, Any]:
     """Read the teacher's configuration, without the keys that would choose code or attention."""
-    teacher = manifest.identity.teacher
+    teacher, longest = manifest.identity.teacher, manifest.identity.packing.max_length
     try:
         content = json.loads(document)
         problem = out_of_bounds(content)
@@ -192,7 +195,7 @@ def _read_teacher_config(document: bytes, manifest: CacheManifest) -> dict[str, 
             and config.num_attention_heads == teacher.num_heads
             and config.hidden_size == teacher.hidden_size
             and getattr(config, "num_hidden_layers", teacher.num_layers) == teacher.num_layers
-            and config.max_position_embeddings >= manifest.identity.packing.max_length
+            and getattr(config, "max_position_embeddings", longest) >= longest
             and 0 <= (config.pad_token_id or 0) < teacher.vocab_size
         )
     except _BAD_CONFIG as error:

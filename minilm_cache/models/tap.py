@@ -334,7 +334,7 @@ def _num_layers(model: PreTrainedModel) -> int:
     recorder, has_tap = _Recorder(None), _is_tapped(model)
     device = next(model.parameters()).device
     ids = torch.zeros((1, 4), dtype=torch.int64, device=device)
-    if model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder and hasattr(model.base_model, "decoder"):
         raise _not_a_text_encoder(model, "it is an encoder with a decoder")
     was_training = model.training
     model.eval()

@@ -25,12 +25,13 @@ from minilm_cache.models.load import (
     tokenizer_sha256,
 )
 from minilm_cache.models.pooling import SentencePooler, load_pooler
+from minilm_cache.models.prompts import read_prompts
 from minilm_cache.models.tap import Head, Tap, TappedModel
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.scores import LayerRelations
 from minilm_cache.relations.transfer import products_in, send
 from minilm_cache.storage_schema.identity import MAX_LAYERS, Precision, TeacherIdentity, canonical_sha256
-from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
+from minilm_cache.storage_schema.manifest import PROMPTS_FILE, TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
 from minilm_cache.storage_schema.states import PoolingMode
 
 _SAME: Final = 1e-2
@@ -164,6 +165,9 @@ class Teacher:
                 file = Path(folder, name)
                 if file.is_file():
                     files[f"{TEACHER_FOLDER}/{name}"] = file.read_bytes()
+        prompts = read_prompts(self.folder)
+        if prompts.by_name:
+            files[f"{TEACHER_FOLDER}/{PROMPTS_FILE}"] = prompts.to_json()
         return files
 
     def refuse_other_texts(self, max_length: int) -> None:
@@ -209,7 +213,7 @@ class Teacher:
             TeacherError: its `modules.json` is damaged, or names a module that cannot be computed here.
         """
         pooler = (
-            load_pooler(self.folder, mode, self.identity.hidden_size)
+            load_pooler(self.folder, mode, self.identity.hidden_size, adds_prompts=True)
             .eval()
             .requires_grad_(requires_grad=False)
         )

@@ -7,6 +7,7 @@ the tokenizer needs to find the others stays: see `Pieces.always` and `Pieces.wi
 import copy
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.load import load_tokenizer, tokenizer_sha256
 from minilm_cache.models.truncate import saving
 from minilm_cache.storage_schema.identity import canonical_sha256
 
@@ -377,8 +379,55 @@ def _refuse_other_states(model: PreTrainedModel, smaller: PreTrainedModel, rows:
         )
 
 
-class Vocabulary:
-    """The pieces that students have of a cache's tokenizer, and how they read the sequences of the cache."""
+class StudentTokens(ABC):
+    """How students read the sequences of a cache, where they have another vocabulary than its teacher."""
+
+    tokenizer: PreTrainedTokenizerFast
+    """The students' tokenizer, which is saved with them."""
+    name: str
+    """What identifies it: 12 hexadecimal digits of a hash."""
+
+    @abstractmethod
+    def read(self, inputs: Inputs, most: int | None) -> Inputs:
+        """Return sequences as students read them.
+
+        Args:
+            inputs: sequences of the cache, on the CPU, without segments.
+            most: most tokens of a sequence. None means that tokens have to keep their places, because what
+                is learned belongs to tokens.
+        """
+
+    def row(self, ids: Int[Tensor, " length"], most: int) -> Int[Tensor, " other_length"]:
+        """Return one sequence as students read it, cut to `most` tokens."""
+        inputs = self.read(Inputs.full(ids[None]), most)
+        return inputs.ids[0, : int(inputs.lengths[0])]
+
+
+class OtherTokenizer(StudentTokens):
+    """Another model's tokenizer: texts are written from the cache's token ids, and read anew."""
+
+    def __init__(self, cached: PreTrainedTokenizerFast, own: PreTrainedTokenizerFast) -> None:
+        """Read texts that one tokenizer writes by another one."""
+        self._cached, self.tokenizer = cached, own
+        self.name = tokenizer_sha256(own)[:12]
+
+    def read(self, inputs: Inputs, most: int | None) -> Inputs:
+        """Return sequences as students read them."""
+        assert most is not None, "what is learned of tokens was refused before"
+        rows = [
+            row[:length].tolist() for row, length in zip(inputs.ids, inputs.lengths.tolist(), strict=True)
+        ]
+        texts = self._cached.batch_decode(rows, skip_special_tokens=True)
+        encoded = self.tokenizer(texts, truncation=True, max_length=most, verbose=False)
+        return Inputs.of(list(map(torch.tensor, encoded["input_ids"])), int(self.tokenizer.pad_token_id))
+
+
+class Vocabulary(StudentTokens):
+    """The pieces that students have of a cache's tokenizer.
+
+    Lost pieces are spelled by others, and what becomes too long is cut before its last token; where tokens
+    have to keep their places, a lost piece is an unknown one.
+    """
 
     def __init__(self, pieces: Pieces, counts: npt.NDArray[np.int64], kept: Sequence[int]) -> None:
         """Prepare to read sequences.
@@ -391,7 +440,6 @@ class Vocabulary:
         self.pieces, self.kept = pieces, tuple(kept)
         self.tokenizer = pieces.trimmed(kept)
         self.name = canonical_sha256(list(kept))[:12]
-        """What identifies the vocabulary: a hash of the kept numbers."""
         self._new = torch.full((pieces.size,), int(self.tokenizer.unk_token_id or 0))
         self._new[torch.tensor(kept)] = torch.arange(len(kept))
         lost = sorted(set(np.flatnonzero(counts).tolist()) - set(kept))
@@ -399,14 +447,7 @@ class Vocabulary:
         self._spelled = {number: torch.tensor(ids) for number, ids in spelled.items()}
 
     def read(self, inputs: Inputs, most: int | None) -> Inputs:
-        """Return sequences as students read them.
-
-        Args:
-            inputs: sequences of the cache, on the CPU, without segments.
-            most: most tokens of a sequence; lost pieces are spelled by others, and what becomes too long is
-                cut before its last token. None means that tokens have to keep their places, so a lost piece
-                is an unknown one.
-        """
+        """Return sequences as students read them."""
         ids = self._new[inputs.ids]
         if most is None or not self._spelled:
             return inputs.with_ids(ids)

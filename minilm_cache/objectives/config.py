@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from minilm_cache.objectives.spec import OBJECTIVES, Form, LayerMap, ObjectiveName, ObjectiveSpec
 from minilm_cache.settings import FrozenSettings
 
-EMBEDDING_LOSSES: Final = ("cosine", "mse", "similarity")
+EMBEDDING_LOSSES: Final = ("cosine", "mse", "similarity", "centred", "neighbours")
 """What objective `embedding` can compare."""
 
 
@@ -66,17 +66,19 @@ class ObjectiveFields(FrozenSettings):
     temperature: Annotated[Annotated[float, Field(gt=0, le=100)] | None, Shown("t{:g}", "temperature {}")] = (
         None
     )
-    """What logits are divided by before they are compared, for `bert-pkd` and `tinybert-prediction`. None
-    means 10 for `bert-pkd` (1 with `--form paper`) and 1 for `tinybert-prediction`."""
+    """What logits are divided by before they are compared, for `bert-pkd` and `tinybert-prediction`, and
+    cosines for `--loss neighbours`. None means 10 for `bert-pkd` (1 with `--form paper`), 1 for
+    `tinybert-prediction`, and as the teacher's cosines are spread for `neighbours`."""
     ground_truth: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, Shown("g{:g}", "ground truth {}")] = (
         None
     )
     """Share of the true tokens in the targets of `mlm-kd`; the teacher's labels are the rest. None means
     0."""
     loss: Annotated[tuple[str, ...], AfterValidator(known_losses), Shown("{}", "{}", " and ")] = ()
-    """What `embedding` compares: `cosine` of a vector with the teacher's, `mse` or `similarity` (cosines of
-    the batch's texts with each other); with a weight like similarity=10; repeat it for several. None means
-    cosine."""
+    """What `embedding` compares: `cosine` of a vector with the teacher's, `centred` (the same less the mean
+    of the teacher's vectors), `mse`, `similarity` (cosines of the batch's texts with each other) or
+    `neighbours` (which of the cache's texts are near); with a weight like similarity=10; repeat it for
+    several. None means cosine."""
     matryoshka: Annotated[
         tuple[Annotated[int, Field(ge=1, le=2**16)], ...],
         Field(max_length=16),

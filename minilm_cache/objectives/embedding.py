@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.pooling import SentencePooler, projection_to
 from minilm_cache.models.tap import Reading
@@ -27,15 +29,27 @@ from minilm_cache.storage_schema.states import POOLED, Pooling
 _RIDGE = 1e-3
 """Ridge of the fit of a linear map, relative to the mean square of the student's dimensions."""
 COSINE, MSE, SIMILARITY = "cosine", "mse", "similarity"
+CENTRED, NEIGHBOURS = "centred", "neighbours"
+_NUM_REFERENCES = 2048
+"""Training texts whose vectors say where the teacher's lie, and that are the neighbours of others."""
+_LEAST_TEMPERATURE = 1e-3
+_SPREAD = 1 / 3
+"""Default temperature of `neighbours`, relative to the standard deviation of the teacher's cosines."""
 
 
 class EmbeddingObjective(StudentObjective):
-    """Compares pooled vectors of a student with the teacher's, in up to three ways.
+    """Compares pooled vectors of a student with the teacher's, in one or several ways.
 
     - `cosine`: 1 less the cosine of both vectors of a sequence.
     - `mse`: their squared difference, mean over dimensions (Reimers and Gurevych 2020, arXiv 2004.09813).
     - `similarity`: squared difference of the cosines of the batch's sequences with each other, mean over
       pairs (after Tung and Mori 2019, arXiv 1907.09682, who compare products of activations).
+
+    - `centred`: the cosine of both after the mean of the teacher's vectors is taken from them. Some teachers'
+      vectors crowd together, so that their cosines say little else than this mean.
+    - `neighbours`: KL(teacher || student), nats, of the distributions over 2,048 of the cache's texts that
+      the softmax of the cosines with their vectors gives, divided by a temperature (after Fang et al. 2021,
+      arXiv 2101.04731, equation 5, with the cache for a queue).
 
     A student of another width than the vectors learns a linear map to them, which is saved with it. Each
     shorter width of `matryoshka` adds `similarity` of the first so many dimensions with the teacher's whole
@@ -50,6 +64,8 @@ class EmbeddingObjective(StudentObjective):
         *,
         losses: Mapping[str, float],
         widths: Sequence[int],
+        references: Float[Tensor, "texts width"] | None = None,
+        temperature: float | None = None,
     ) -> None:
         """Compare vectors.
 
@@ -59,13 +75,25 @@ class EmbeddingObjective(StudentObjective):
             num_layers: layers of the student.
             losses: weight of each comparison, by its name.
             widths: shorter widths whose first dimensions are to be vectors, too.
+            references: the teacher's vectors of some texts, which `centred` and `neighbours` need. None means
+                that neither is compared.
+            temperature: what `neighbours` divides cosines by. None means a third of their standard deviation
+                over pairs of references.
         """
         super().__init__()
+        self._references: Tensor
+        self._mean: Tensor
         self.pooler = SentencePooler(
             pooling.mode, projection_to(pooling.width, hidden_size), normalize=pooling.normalize
         )
         self.needs = StudentNeeds(hidden=(num_layers,))
         self._last, self._losses, self._widths = num_layers, tuple(losses), tuple(widths)
+        if references is not None:
+            unit = F.normalize(references.float(), dim=-1)
+            cosines = (unit @ unit.T)[~torch.eye(len(unit), dtype=torch.bool)]
+            self._temperature = temperature or max(float(cosines.std()) * _SPREAD, _LEAST_TEMPERATURE)
+            self.register_buffer("_references", unit, persistent=False)
+            self.register_buffer("_mean", references.float().mean(0), persistent=False)
         shorter = {self._shorter(width): losses.get(SIMILARITY, 1.0) for width in widths}
         self.weights = {**losses, **shorter}
         self.units: Mapping[str, Unit] = MappingProxyType(dict.fromkeys(self.weights, "sequences"))
@@ -95,6 +123,14 @@ class EmbeddingObjective(StudentObjective):
         layer.linear.weight.copy_(weight)
         layer.linear.bias.copy_(target_mean - weight @ mean)
 
+    def _neighbours(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """Return KL(teacher || student) of the distributions over the references, mean over texts, nats."""
+        theirs, mine = (
+            torch.log_softmax(F.normalize(vectors, dim=-1) @ self._references.T / self._temperature, -1)
+            for vectors in (teacher, student)
+        )
+        return F.kl_div(mine, theirs, reduction="batchmean", log_target=True)
+
     @property
     def sentence_pooler(self) -> SentencePooler:
         """What makes one vector of a student's hidden states."""
@@ -117,9 +153,43 @@ class EmbeddingObjective(StudentObjective):
                 parts[MSE] = (student - teacher).square().mean()
             if SIMILARITY in self._losses:
                 parts[SIMILARITY] = similarity_difference(student, teacher)
+            if CENTRED in self._losses:
+                parts[CENTRED] = (
+                    1 - F.cosine_similarity(student - self._mean, teacher - self._mean, dim=-1).mean()
+                )
+            if NEIGHBOURS in self._losses:
+                parts[NEIGHBOURS] = self._neighbours(student, teacher)
             for width in self._widths:
                 parts[self._shorter(width)] = similarity_difference(student[:, :width], teacher)
         return parts
+
+
+def reference_vectors(cache: Cache) -> Float[Tensor, "texts width"]:
+    """Return the teacher's vectors of the first training texts of a cache, 2,048 at most.
+
+    Raises:
+        CacheCorruptError: its first shards are damaged.
+    """
+    codec, manifest = cache.signals_codec, cache.manifest
+    assert codec is not None
+    paths, found = codec.paths((POOLED,)), list[Tensor]()
+    num_bytes, most = cache.reader.bytes_read, min(_NUM_REFERENCES, manifest.num_train)
+    for shard in range(len(cache.reader.ranges)):
+        for segment in cache.reader.segments_of(shard, paths):
+            first, last = segment.first_sequence, min(segment.first_sequence + len(segment.lengths), most)
+            if first < last:
+                numbers = range(first, last)
+                rows = {
+                    path: torch.from_numpy(np.stack([segment.rows_of(path, number) for number in numbers]))
+                    for path in paths
+                }
+                lengths = torch.from_numpy(segment.lengths[: last - first])
+                codec.check({path: row.flatten(0, 1) for path, row in rows.items()}, lengths)
+                found.append(codec.decode(rows, (POOLED,), lengths=lengths).values[POOLED])
+            if last >= most:
+                cache.reader.bytes_read = num_bytes  # those of the training are counted
+                return torch.cat(found)
+    raise AssertionError("a cache has its training texts")
 
 
 def similarity_difference(
@@ -154,12 +224,15 @@ class Embedding(ObjectiveKind):
         states = request.cache.manifest.identity.states
         assert states is not None
         assert states.pooled is not None, "checked before"
+        losses = _weights(request.config)
         return EmbeddingObjective(
             states.pooled,
             student.hidden_size,
             student.num_layers,
-            losses=_weights(request.config),
+            losses=losses,
             widths=_shorter_widths(request.config, states.pooled.width),
+            references=reference_vectors(request.cache) if {CENTRED, NEIGHBOURS} & losses.keys() else None,
+            temperature=request.config.temperature,
         )
 
 

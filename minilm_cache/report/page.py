@@ -231,7 +231,7 @@ def _fewer_pieces(runs: Sequence[TrainedRun]) -> list[str]:
     if not labels:
         return []
     return [
-        f"{', '.join(labels)}: these students have fewer word pieces than the teacher, so there are no maps "
+        f"{', '.join(labels)}: these students have another vocabulary than the teacher, so there are no maps "
         "of them, and their figures are those that their training recorded"
     ]
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.load import read_config
 from minilm_cache.models.student import student_config, teacher_config
 from minilm_cache.objectives.check import Objective, choose_objective, live_objective
 from minilm_cache.objectives.config import ObjectiveConfig
@@ -17,6 +18,7 @@ from minilm_cache.objectives.relations import split_into
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
+from minilm_cache.train.initial import ANOTHER_MODEL
 from minilm_cache.train.record import RunRecord, StudentRecord, load_record
 from minilm_cache.train.resume import SUFFIX
 from minilm_cache.wording import Described, printable
@@ -203,15 +205,17 @@ class TrainedRun(Described):
         return RunFolder(path=self.path).student(student.arch)
 
     def config(self, student: StudentRecord) -> PreTrainedConfig:
-        """Return the configuration of a student, built from its shape and the teacher's configuration."""
+        """Return the configuration of a student, built from its shape and the teacher's configuration.
+
+        A student with another vocabulary, or cut from another model, has its own.
+        """
+        if not self.has_teachers_pieces or student.init == ANOTHER_MODEL:
+            return read_config(self.folder(student))
         manifest = self.cache.manifest
         identity, heads = self.record.identity, manifest.identity.relation_heads
         split = split_into(identity.objective, identity.relation_heads, heads)
         shape = parse_arch(student.arch, heads, split_into=split, compares_heads=identity.spec.compares_heads)
-        config = student_config(shape, self.cache.reader.attachment(TEACHER_CONFIG), manifest)
-        if self.record.vocabulary is not None:
-            config.vocab_size = self.record.vocabulary.pieces
-        return config
+        return student_config(shape, self.cache.reader.attachment(TEACHER_CONFIG), manifest)
 
     @property
     def has_teachers_pieces(self) -> bool:

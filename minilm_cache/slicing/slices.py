@@ -19,6 +19,7 @@ from minilm_cache.models.device import CPU, enough_memory
 from minilm_cache.models.student import build_student
 from minilm_cache.models.tap import Head
 from minilm_cache.models.truncate import saving
+from minilm_cache.models.vocabulary import StudentTokens
 from minilm_cache.slicing.cut import Recipe, cut, cut_head
 from minilm_cache.slicing.forward import Calibration, num_tokens, of_cache
 from minilm_cache.slicing.source import TeacherWeights
@@ -45,6 +46,8 @@ class SlicePlan:
     recipe: Recipe
     cache: Cache
     head: Head | None
+    tokens: StudentTokens | None = None
+    """How a donor reads the sequences of the cache. None means that it has the tokenizer of the cache."""
 
     @property
     def key(self) -> str:
@@ -54,6 +57,10 @@ class SlicePlan:
         sizes = (shape.num_layers, shape.hidden_size, shape.ffn_size, shape.num_heads, shape.embedding_size)
         recipe = [getattr(self.recipe, name) for name in Recipe.__slots__]
         teacher = [self.weights.sha256, identity.teacher.config_sha256]
+        if self.weights.is_donor:
+            teacher[1] = canonical_sha256(self.weights.config.to_dict())
+        if self.tokens is not None:
+            text["tokenizer_sha256"] = self.tokens.name
         return canonical_sha256(
             [_VERSION, teacher, sizes, self.layers, recipe, self.head, self.num_tokens, text]
         )
@@ -61,7 +68,9 @@ class SlicePlan:
     @property
     def num_tokens(self) -> int:
         """Number of tokens that the slice is fitted to."""
-        return num_tokens(self.cache.manifest.identity.teacher.hidden_size)
+        identity = self.cache.manifest.identity
+        is_donor = self.weights.is_donor
+        return num_tokens(self.weights.config.hidden_size if is_donor else identity.teacher.hidden_size)
 
     @property
     def in_words(self) -> str:
@@ -134,7 +143,11 @@ def _document(plan: SlicePlan, errors: Sequence[float], sha256: str) -> str:
 def _make(plan: SlicePlan, config: PreTrainedConfig) -> tuple[dict[str, Tensor], list[float]]:
     """Cut a slice, and return the weights that come from the teacher, and the errors of its states."""
     teacher, lacking = plan.weights.load(plan.head)
-    text = Calibration.of(of_cache(plan.cache, plan.num_tokens), config.pad_token_id or 0)
+    sequences = of_cache(plan.cache, plan.num_tokens)
+    if plan.tokens is not None:
+        most = plan.cache.manifest.identity.packing.max_length
+        sequences = [plan.tokens.row(ids, most) for ids in sequences]
+    text = Calibration.of(sequences, config.pad_token_id or 0)
     student = build_student(config, _SEED, plan.head).eval()
     with enough_memory(CPU, "Use --init random"):
         return cut_weights(

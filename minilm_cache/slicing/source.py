@@ -31,6 +31,8 @@ class TeacherWeights:
     """Hash of these weights, hexadecimal: those kept in a cache are rounded to float16."""
     in_words: str
     """Where they come from, for people."""
+    is_donor: bool = False
+    """Whether this is another model than the teacher of the cache."""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -50,7 +52,9 @@ class TeacherWeights:
         return model.eval(), lacking
 
 
-def teacher_weights(cache: Cache, home: Path, given: str | None) -> TeacherWeights | None:
+def teacher_weights(
+    cache: Cache, home: Path, given: str | None, *, may_be_donor: bool = False
+) -> TeacherWeights | None:
     """Return the weights of a cache's teacher. None means that they are not at hand.
 
     Args:
@@ -58,6 +62,7 @@ def teacher_weights(cache: Cache, home: Path, given: str | None) -> TeacherWeigh
         home: folder of caches and runs.
         given: the teacher as the user named it. None means that it is looked for on this machine, and then in
             the cache.
+        may_be_donor: whether the given model may be another one, which students are cut from instead.
 
     Raises:
         TeacherError: there is no teacher of the given name.
@@ -70,10 +75,13 @@ def teacher_weights(cache: Cache, home: Path, given: str | None) -> TeacherWeigh
     if given is not None:
         folder = locate_teacher(given).folder
         sha256 = weights_sha256(folder)
+        if sha256 != expected and may_be_donor:
+            return TeacherWeights(folder=folder, sha256=sha256, in_words=f"donor {given}", is_donor=True)
         if sha256 != expected:
             raise IdentityMismatchError(
                 f"--init-teacher {given} (weights {sha256[:12]}) is not the teacher of this cache "
-                f"({label}, weights {expected[:12]}). Give that teacher."
+                f"({label}, weights {expected[:12]}). Give that teacher, or add --init slice to cut students "
+                "from another model nevertheless."
             )
         setting = first_setting_that_differs(read_config(folder), config)
         if setting is not None:

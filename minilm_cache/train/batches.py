@@ -17,7 +17,7 @@ from minilm_cache.cache import Cache
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.vocabulary import Vocabulary
+from minilm_cache.models.vocabulary import StudentTokens
 from minilm_cache.objectives.batch import UNITS, Counts, StudentBatch, WantedTargets
 from minilm_cache.relations.loss import choose_method
 from minilm_cache.relations.scores import (
@@ -93,7 +93,7 @@ class BatchReader:
         *,
         pad_token: int,
         device: torch.device,
-        vocabulary: Vocabulary | None = None,
+        tokens: StudentTokens | None = None,
     ) -> None:
         """Prepare to read what students need, and nothing else.
 
@@ -102,7 +102,7 @@ class BatchReader:
             wanted: what is read of each sequence in addition to its token ids.
             pad_token: token id that fills positions beyond a sequence's end.
             device: device on which batches are decoded and returned.
-            vocabulary: the pieces that students have. None means all.
+            tokens: how students read the sequences of the cache. None means that they read its token ids.
         """
         self._cache = cache
         self._wanted = wanted
@@ -124,9 +124,9 @@ class BatchReader:
         self._num_heads = wanted.relation_heads or cache.manifest.identity.relation_heads
         self._pad_token = pad_token
         self._device = device
-        self._vocabulary = vocabulary
+        self._tokens = tokens
         by_token = [spec.path for spec in cache.reader.specs if not spec.by_sequence and spec.path in paths]
-        # A lost piece may become several where nothing that is learned belongs to a token.
+        # Texts may get other numbers of tokens where nothing that is learned belongs to a token.
         self._most = None if by_token or wanted.kinds else cache.manifest.identity.packing.max_length
 
     def train_batches(self, plan: StepPlan, first_step: int) -> Generator[StudentBatch]:
@@ -240,8 +240,8 @@ class BatchReader:
         if codec is not None and LABELS in self._wanted.signals:
             masked = codec.masked(rows, lengths).pinned_for(self._device)
         inputs = Inputs(ids, lengths, is_full=gathered.counts["tokens"] == ids.numel())
-        if self._vocabulary is not None:
-            inputs = self._vocabulary.read(inputs, self._most)
+        if self._tokens is not None:
+            inputs = self._tokens.read(inputs, self._most)
         on_device = rows.keys() - {"tokens", READ_PATH, INDEX_PATH, WEIGHT_PATH}
         return _StoredBatch(
             inputs=inputs.pinned_for(self._device),

@@ -12,12 +12,14 @@ from huggingface_hub import ModelCardData
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from minilm_cache.errors import CacheCorruptError
+from minilm_cache.errors import CacheCorruptError, TeacherError, first_line
 from minilm_cache.models.load import ALIASES, MINI, MINI_ID, load_tokenizer
+from minilm_cache.models.prompts import GIVEN, Prompts, prompts_of
 from minilm_cache.models.tap import Head
 from minilm_cache.models.truncate import saving
-from minilm_cache.models.vocabulary import Vocabulary
-from minilm_cache.storage_schema.manifest import TEACHER_FOLDER, TOKENIZER_FILES, CacheManifest
+from minilm_cache.models.vocabulary import StudentTokens
+from minilm_cache.storage_schema.base import REMEDY
+from minilm_cache.storage_schema.manifest import PROMPTS_FILE, TEACHER_FOLDER, TOKENIZER_FILES, CacheManifest
 from minilm_cache.store.durable import new_folder
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.record import (
@@ -38,7 +40,7 @@ def save_student(
     reader: CacheReader,
     run: RunRecord,
     record: StudentRecord,
-    vocabulary: Vocabulary | None = None,
+    tokens: StudentTokens | None = None,
 ) -> None:
     """Write a folder of a student that `AutoModel.from_pretrained` and `AutoTokenizer.from_pretrained` open.
 
@@ -48,7 +50,7 @@ def save_student(
         reader: reader of the cache, whose tokenizer the student gets.
         run: record of the run.
         record: record of the student.
-        vocabulary: the pieces of the tokenizer that the student has. None means all.
+        tokens: how the student reads the sequences of the cache. None means that it reads its token ids.
 
     Raises:
         StorageError: the file system refused.
@@ -56,16 +58,19 @@ def save_student(
     """
     model = trainer.model.model
     with saving("write student", folder), new_folder(folder) as new:
-        if vocabulary is None:
+        if tokens is None:
             _write_tokenizer(reader, new)
         else:
-            vocabulary.tokenizer.save_pretrained(new)
+            tokens.tokenizer.save_pretrained(new)
         model.save_pretrained(new)
         pooler = trainer.learner.objective.sentence_pooler
         if pooler is not None:
             config = model.config
             length = reader.manifest.identity.packing.max_length
             pooler.save(new, hidden_size=config.hidden_size, max_length=length)
+            prompts = student_prompts(reader)
+            if prompts.by_name:
+                (new / PROMPTS_FILE).write_bytes(prompts.to_json())
         frozen = model.get_input_embeddings() if run.identity.frozen else None
         untrained = untrained_modules(model, kept=frozen)
         head = trainer.learner.objective.needs.head
@@ -79,6 +84,24 @@ def save_student(
                 vocabulary=run.vocabulary,
             )
         )
+
+
+def student_prompts(reader: CacheReader) -> Prompts:
+    """Return the prompts that students get: the teacher's, and what every text of the cache begins with.
+
+    Raises:
+        CacheCorruptError: the prompts in the cache are damaged.
+    """
+    path, prompts = f"{TEACHER_FOLDER}/{PROMPTS_FILE}", Prompts({}, None)
+    if path in reader.manifest.files:
+        try:
+            prompts = prompts_of(json.loads(reader.attachment(path)), path)
+        except (ValueError, RecursionError, TeacherError) as error:
+            raise CacheCorruptError(f"{path} of the cache: {first_line(error)} {REMEDY}") from error
+    words = reader.manifest.identity.packing.prompt
+    if words is None or words in prompts.by_name.values():
+        return prompts
+    return prompts._replace(by_name={**prompts.by_name, GIVEN: words})
 
 
 def cached_tokenizer(reader: CacheReader) -> PreTrainedTokenizerFast:

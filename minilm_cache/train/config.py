@@ -64,8 +64,9 @@ class RecipeSettings(FrozenSettings):
     (`teacher-layers`), its embeddings alone (`embeddings`), `random` weights, or the folder of a model or of
     a run. None means slice where the teacher's weights are at hand and the shape can be cut, else random."""
     init_teacher: str | None = None
-    """The teacher that students are cut from: a name, a folder or a hub id. None means that it is looked for
-    on this machine, and then in the cache."""
+    """The teacher that students are cut from: a name, a folder or a hub id. With `--init slice` or
+    `teacher-layers` it may be another model, a donor, whose tokenizer students then have. None means that the
+    cache's teacher is looked for on this machine, and then in the cache."""
     init_layers: str | None = None
     """The teacher's layers that students begin with, counted from 0, like 0,2,5. None means evenly spaced
     ones, the last included."""

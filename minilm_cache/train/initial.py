@@ -6,15 +6,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.files import first_setting_that_differs, weights_sha256
-from minilm_cache.models.load import keep_layers, load_tokenizer, load_weights, read_config, tokenizer_sha256
+from minilm_cache.models.load import (
+    check_positions,
+    keep_layers,
+    load_tokenizer,
+    load_weights,
+    read_config,
+    some_token,
+    tokenizer_sha256,
+)
 from minilm_cache.models.student import teacher_config
 from minilm_cache.models.tap import Head
+from minilm_cache.models.vocabulary import OtherTokenizer, StudentTokens
 from minilm_cache.slicing.cut import Recipe
 from minilm_cache.slicing.forward import check_text
 from minilm_cache.slicing.shapes import check_cut, check_sizes, layers_for, take_layer_types
@@ -30,6 +40,8 @@ RANDOM: Final = "random"
 EMBEDDINGS: Final = "embeddings"
 TEACHER_LAYERS: Final = "teacher-layers"
 SLICE: Final = "slice"
+ANOTHER_MODEL: Final = "another model"
+"""Kind of initial weights that are not those of the cache's teacher."""
 FROM_TEACHER: Final = (SLICE, TEACHER_LAYERS, EMBEDDINGS)
 """Values of `--init` that need the weights of the teacher."""
 
@@ -49,6 +61,14 @@ class InitialWeights(ABC):
     def takes_time(self) -> bool:
         """Whether the weights have to be fitted first."""
         return False
+
+    @property
+    def donor(self) -> PreTrainedConfig | None:
+        """Configuration of another model than the cache's teacher whose family students are of.
+
+        None means that students are of the teacher's family.
+        """
+        return None
 
     def adapt(self, config: PreTrainedConfig) -> None:  # noqa: B027 - most need no other configuration
         """Change the student's configuration where these weights need it."""
@@ -108,6 +128,11 @@ class LayerWeights(InitialWeights):
     layers: tuple[int, ...]
     """The teacher's layer for each layer of the student, counted from 0."""
 
+    @property
+    def donor(self) -> PreTrainedConfig | None:
+        """Configuration of the donor, if it is one."""
+        return self.weights.config if self.weights.is_donor else None
+
     def adapt(self, config: PreTrainedConfig) -> None:
         """Give layers the kinds of attention that the teacher's layers have."""
         take_layer_types(config, self.weights.config, self.layers)
@@ -136,6 +161,11 @@ class SlicedWeights(InitialWeights):
     def takes_time(self) -> bool:
         """Whether this machine does not have the slice yet."""
         return not has_slice(self.plan, self.home)
+
+    @property
+    def donor(self) -> PreTrainedConfig | None:
+        """Configuration of the donor, if it is one."""
+        return self.plan.weights.config if self.plan.weights.is_donor else None
 
     def adapt(self, config: PreTrainedConfig) -> None:
         """Give layers the kinds of attention that the teacher's layers have."""
@@ -184,6 +214,8 @@ class Beginnings:
 
     of: Mapping[str, InitialWeights]
     """Initial weights of each student, by shape."""
+    tokens: StudentTokens | None = None
+    """How students of a donor read the sequences of the cache. None means that they read its token ids."""
     of_record: str | None = None
     """Name in the record of a run whose checkpoint replaces the weights. None means a run that begins."""
 
@@ -256,9 +288,13 @@ def initial_weights(
     if config.init == RANDOM:
         return Beginnings(of={shape.arch: random_weights() for shape in shapes})
     if config.init is None or config.init in FROM_TEACHER:
-        weights = teacher_weights(cache, home, config.init_teacher)
-        cutter = _FromTeacher(config=config, cache=cache, weights=weights, head=head, home=home)
-        return Beginnings(of={shape.arch: cutter.begin(shape) for shape in shapes})
+        may_be_donor = config.init in (SLICE, TEACHER_LAYERS)
+        weights = teacher_weights(cache, home, config.init_teacher, may_be_donor=may_be_donor)
+        tokens = None if weights is None or not weights.is_donor else donor_tokens(config, cache, weights)
+        cutter = _FromTeacher(
+            config=config, cache=cache, weights=weights, head=head, home=home, tokens=tokens
+        )
+        return Beginnings(of={shape.arch: cutter.begin(shape) for shape in shapes}, tokens=tokens)
     folder = Path(config.init)
     if not folder.is_dir():
         raise InvalidConfigError(
@@ -272,7 +308,7 @@ def initial_weights(
     return Beginnings(
         of={
             arch: FolderWeights(
-                kind="another model",
+                kind=ANOTHER_MODEL,
                 name=name,
                 in_words=f"the weights in {folder.name}",
                 arch=arch,
@@ -297,6 +333,41 @@ def _check_tokenizer(folder: Path, cache: Cache) -> None:
             f"--init {folder}: its tokenizer is not the one of this cache, so its embeddings belong to other "
             "tokens. Take a model with the tokenizer of the cache's teacher."
         )
+
+
+def donor_tokens(config: TrainConfig, cache: Cache, donor: TeacherWeights) -> StudentTokens | None:
+    """Return how students of a donor read a cache's sequences. None means that it has the same tokenizer.
+
+    Raises:
+        InvalidConfigError: the objective learns of single tokens, and the donor has others; or it reads
+            shorter texts.
+    """
+    cached, own = cached_tokenizer(cache.reader), load_tokenizer(donor.folder, has_ends=False)
+    longest = cache.manifest.identity.packing.max_length
+    check_positions(
+        lambda ids: load_weights(donor.folder, attention="sdpa")[0](input_ids=ids),
+        donor.config,
+        name=donor.in_words,
+        ids=torch.full((1, longest), some_token(own)),
+    )
+    if (
+        tokenizer_sha256(own) == cache.manifest.identity.tokenizer_sha256
+        or own.get_vocab() == cached.get_vocab()
+    ):
+        return None
+    needs = config.spec.needs
+    if not (needs.pooled or needs.logits):
+        raise InvalidConfigError(
+            f"--init-teacher {config.init_teacher}: its tokenizer is not the one of this cache, and "
+            f"objective {config.objective} learns of single tokens. Take a donor with that tokenizer, or "
+            "objective embedding, which learns of whole texts."
+        )
+    if config.vocab is not None:
+        raise InvalidConfigError(
+            f"--vocab is about the tokenizer of the cache, and {donor.in_words} has another. Trim the donor "
+            "first: minilm-cache trim."
+        )
+    return OtherTokenizer(cached, own)
 
 
 def check_beginning(config: TrainConfig, shape: StudentShape, teacher: PreTrainedConfig) -> None:
@@ -342,6 +413,8 @@ class _FromTeacher:
     """Weights of the teacher. None means that they are not at hand."""
     head: Head | None
     home: Path
+    tokens: StudentTokens | None = None
+    """How a donor reads the sequences of the cache. None means that it has the tokenizer of the cache."""
 
     def begin(self, shape: StudentShape) -> InitialWeights:
         """Return what one student begins with; without `--init`, random weights where it cannot be cut."""
@@ -362,10 +435,12 @@ class _FromTeacher:
                 f"{RANDOM}"
             )
         teacher = teacher_config(self.cache.reader.attachment(TEACHER_CONFIG), self.cache.manifest)
+        if self.weights.is_donor:
+            teacher = self.weights.config
         if init == TEACHER_LAYERS:
             layers = layers_for(shape, teacher, self.config.init_layers)
             return LayerWeights(
-                kind=init,
+                kind=ANOTHER_MODEL if self.weights.is_donor else init,
                 name=f"{TEACHER_LAYERS}-{canonical_sha256([self.weights.sha256, layers])}",
                 in_words=f"layers {', '.join(map(str, layers))}, unchanged, of {self.weights.in_words}",
                 arch=shape.arch,
@@ -379,11 +454,13 @@ class _FromTeacher:
             recipe=Recipe(cuts_layers=init == SLICE),
             cache=self.cache,
             head=self.head,
+            tokens=self.tokens,
         )
         manifest = self.cache.manifest
         check_text(manifest.num_tokens * manifest.num_train // manifest.num_sequences, shape.hidden_size)
+        kind = ANOTHER_MODEL if self.weights.is_donor else init
         return SlicedWeights(
-            kind=init, name=f"{init}-{plan.key}", in_words=plan.in_words, plan=plan, home=self.home
+            kind=kind, name=f"{init}-{plan.key}", in_words=plan.in_words, plan=plan, home=self.home
         )
 
     def _layers(self, shape: StudentShape, teacher: PreTrainedConfig, init: str) -> tuple[int, ...]:

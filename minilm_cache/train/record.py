@@ -59,7 +59,8 @@ class RunIdentity(ObjectiveFields, StoredModel):
     frozen: Literal["embeddings"] | None = None
     """`embeddings`: word embeddings are not trained. None means that all weights are."""
     vocab: Annotated[str, Field(pattern="^[0-9a-f]{12}$")] | None = None
-    """Hash of the pieces of the teacher's vocabulary that students have. None means that they have all."""
+    """Hash of the students' vocabulary: of some of the teacher's pieces, or of a donor's tokenizer. None
+    means that they have the teacher's tokenizer."""
     batches: Literal["by-length"] | None = None
     """`by-length`: sequences of about the same length share a batch. None means that they come at random."""
     weight_decay: float

@@ -12,8 +12,8 @@ from filelock import FileLock, Timeout
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import InvalidConfigError, StorageError
 from minilm_cache.models.arch import StudentShape
-from minilm_cache.models.student import student_config
-from minilm_cache.models.vocabulary import Vocabulary
+from minilm_cache.models.student import teacher_config
+from minilm_cache.models.vocabulary import StudentTokens, Vocabulary
 from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
@@ -137,7 +137,7 @@ def _train(
         )
     plan = plan_steps(config, cache.reader, num_ranks=ranks.num_data, rank=ranks.data_number)
     beginnings = initial_weights(config, cache, shapes=shapes, head=objective.head, home=session.home)
-    vocabulary = student_vocabulary(config, cache)
+    tokens = beginnings.tokens or student_vocabulary(config, cache)
     identity = RunIdentity.of(
         config,
         manifest,
@@ -146,7 +146,7 @@ def _train(
         plan=plan,
         precision=precision_of(config, ranks.device),
         init=beginnings.name,
-        vocab=None if vocabulary is None else vocabulary.name,
+        vocab=None if tokens is None else tokens.name,
     )
     path, identity, beginnings = recorded(
         config, out, identity=identity, beginnings=beginnings, home=session.home
@@ -156,7 +156,7 @@ def _train(
     for line in beginnings.in_words:
         session.progress.note(line)
     ranks.refuse_difference("what students begin with", beginnings.name)
-    first = student_config(shapes[0], cache.reader.attachment(TEACHER_CONFIG), manifest)
+    teacher = teacher_config(cache.reader.attachment(TEACHER_CONFIG), manifest)
     run = _Run(
         config=config,
         cache=cache,
@@ -167,8 +167,8 @@ def _train(
         beginnings=beginnings,
         ranks=ranks,
         shapes=shapes,
-        pad_token=first.pad_token_id or 0,
-        vocabulary=vocabulary,
+        pad_token=teacher.pad_token_id or 0,
+        tokens=tokens,
     )
     ranks.check_common(path)
     with _locked(path, ranks):
@@ -235,8 +235,8 @@ class _Run:
     shapes: Sequence[StudentShape]
     """Shapes of all students, those of other processes included."""
     pad_token: int
-    vocabulary: Vocabulary | None
-    """The pieces that students have. None means all."""
+    tokens: StudentTokens | None
+    """How students read the sequences of the cache. None means that they read its token ids."""
 
     def train(self, plan: StepPlan, session: Session) -> TrainResult:
         """Train from the beginning, or from the last checkpoint."""
@@ -300,7 +300,7 @@ class _Run:
             beginnings=self.beginnings,
             steps=self.identity.steps,
             ranks=ranks,
-            vocabulary=self.vocabulary,
+            tokens=self.tokens,
         )
 
     def batches(self) -> BatchReader:
@@ -310,7 +310,7 @@ class _Run:
             self.objective.wanted,
             pad_token=self.pad_token,
             device=self.ranks.device,
-            vocabulary=self.vocabulary,
+            tokens=self.tokens,
         )
 
     def held_out(self, trainers: Sequence[StudentTrainer]) -> list[HeldOutLosses] | list[None]:
@@ -352,13 +352,13 @@ class _Run:
 
     def _vocabulary_of_run(self) -> VocabularyRecord | None:
         """Return what the record says of the pieces that students have. None means that they have all."""
-        if self.vocabulary is None:
+        if not isinstance(self.tokens, Vocabulary):
             return None
-        coverage = held_out_coverage(self.vocabulary, self.cache)
+        coverage = held_out_coverage(self.tokens, self.cache)
         return VocabularyRecord(
             asked=str(self.config.vocab),
-            pieces=len(self.vocabulary.kept),
-            of_pieces=self.vocabulary.pieces.size,
+            pieces=len(self.tokens.kept),
+            of_pieces=self.tokens.pieces.size,
             **({} if coverage is None else asdict(coverage)),
         )
 
@@ -395,7 +395,7 @@ class _Run:
                         reader=self.cache.reader,
                         run=record,
                         record=student,
-                        vocabulary=self.vocabulary,
+                        tokens=self.tokens,
                     )
         totals = {"complete": True, "train_s": state.train_s, "bytes_read": state.bytes_read}
         complete = record.model_copy(update={**totals, "students": students})

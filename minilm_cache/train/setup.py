@@ -11,9 +11,9 @@ from rich.filesize import decimal
 from minilm_cache.cache import Cache
 from minilm_cache.errors import DeviceError
 from minilm_cache.models.arch import StudentShape, parse_arch
-from minilm_cache.models.student import build_student, student_config
+from minilm_cache.models.student import build_student, shape_config, student_config
 from minilm_cache.models.tap import TappedModel
-from minilm_cache.models.vocabulary import Vocabulary, trim_model
+from minilm_cache.models.vocabulary import StudentTokens, Vocabulary, trim_model
 from minilm_cache.objectives.check import Objective
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.train.batches import BatchReader
@@ -122,7 +122,7 @@ def build_trainers(
     steps: int,
     ranks: Ranks,
     beginnings: Beginnings | None = None,
-    vocabulary: Vocabulary | None = None,
+    tokens: StudentTokens | None = None,
 ) -> list[StudentTrainer]:
     """Return students with their initial weights, which do not depend on the other students of the run.
 
@@ -134,7 +134,7 @@ def build_trainers(
         steps: optimizer steps of the whole run.
         ranks: the processes of the run.
         beginnings: initial weights of the students. None means random weights.
-        vocabulary: the pieces that students have. None means all.
+        tokens: how students read the sequences of the cache. None means that they read its token ids.
 
     Raises:
         InvalidConfigError: the objective or the initial weights do not fit the shape of a student.
@@ -153,15 +153,20 @@ def build_trainers(
     trainers = []
     for shape in shapes:
         seed = config.seed if shape.seed is None else shape.seed
-        model_config = student_config(shape, teacher_config, manifest)
+        initial = random_weights() if beginnings is None else beginnings.of[shape.arch]
+        donor = initial.donor
+        model_config = (
+            student_config(shape, teacher_config, manifest)
+            if donor is None
+            else shape_config(shape, donor.to_dict(), donor.model_type)
+        )
         if objective.num_classes is not None:
             model_config.num_labels = objective.num_classes
-        initial = random_weights() if beginnings is None else beginnings.of[shape.arch]
         initial.adapt(model_config)
         model = build_student(model_config, seed, objective.head)
         initial.begin(model, objective.head)
-        if vocabulary is not None:
-            model = trim_model(model.eval(), vocabulary.kept)
+        if isinstance(tokens, Vocabulary):
+            model = trim_model(model.eval(), tokens.kept)
         tapped = TappedModel(model).to(ranks.device)
         trainers.append(
             StudentTrainer(shape, tapped, config=config, objective=objective, steps=steps, ranks=ranks)

@@ -1,6 +1,5 @@
 """A model with a smaller vocabulary: the pieces that a text needs, and a tokenizer that cuts it as before."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +13,16 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.corpus.tokens import Tokens
 from minilm_cache.errors import InterruptedRunError
-from minilm_cache.models.complete import PROMPTS, text_length
-from minilm_cache.models.files import read_json
+from minilm_cache.models.complete import text_length
 from minilm_cache.models.load import TeacherSource, load_tokenizer, load_weights, locate_teacher, read_config
 from minilm_cache.models.pooling import MODULES, load_pooler
+from minilm_cache.models.prompts import read_prompts
 from minilm_cache.models.tap import Head
 from minilm_cache.models.truncate import saving
 from minilm_cache.models.vocabulary import Coverage, Pieces, asked_vocabulary, trim_model
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import TrimConfig
+from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 from minilm_cache.store.durable import new_folder, refuse_existing
 from minilm_cache.wording import rendered
 
@@ -127,6 +127,6 @@ def _save_pooling(source: Path, folder: Path, model: PreTrainedModel) -> None:
         return
     width, tokenizer = model.config.hidden_size, load_tokenizer(source, has_ends=False)
     length = text_length(source, tokenizer, model.config)
-    load_pooler(source, None, width).save(folder, hidden_size=width, max_length=length)
-    if (source / PROMPTS).is_file():
-        (folder / PROMPTS).write_text(json.dumps(read_json(source / PROMPTS), indent=2) + "\n")
+    pooler = load_pooler(source, None, width, adds_prompts=True)
+    pooler.save(folder, hidden_size=width, max_length=length)
+    (folder / PROMPTS_FILE).write_bytes(read_prompts(source).to_json())

@@ -82,6 +82,7 @@ def verify_cache(path: Path, config: VerifyConfig | None = None, *, session: Ses
     if config.corpus is not None:
         documents = cache.manifest.labels.documents or config.documents
         text = load_corpus(config.corpus, config.text_column, documents, home=session.home)
+        text = text.with_prompt(cache.manifest.identity.packing.prompt)
     again = recheck(cache, config.teacher, corpus=text, device=config.device, session=session)
     return Verification(path=path, verdict=verdict, again=again)
 

@@ -13,11 +13,17 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.corpus.template import template_of
 from minilm_cache.errors import InvalidConfigError, MiniLMCacheError
+from minilm_cache.evaluate.embeddings import sentence_encoder
+from minilm_cache.evaluate.models import Evaluated
 from minilm_cache.models.load import load_tokenizer
+from minilm_cache.session import Session
+from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import POOLED
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import train_students
 from tests.conftest import Command
 from tests.encoders import save_encoder
-from tests.support import SPECIAL, World, save_teacher
+from tests.support import SPECIAL, World, dump_arguments, save_teacher
 
 POOLED_ONLY: dict[str, Any] = {"codec": "none", "pooled": True, "packing": "records", "min_cosine": 0.9999}
 TEMPLATES = {
@@ -123,15 +129,10 @@ PROMPTS = {"prompts": {"query": "ba be ", "document": "", "plain": "bo "}}
     [
         (
             "config_sentence_transformers.json",
-            PROMPTS | {"default_prompt_name": "query"},
-            "before every text",
-        ),
-        (
-            "config_sentence_transformers.json",
             PROMPTS | {"default_prompt_name": "missing"},
-            "before every text",
+            "not among its prompts",
         ),
-        ("config_sentence_transformers.json", {"default_prompt_name": "own"}, "before every text"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "own"}, "not among its prompts"),
         ("sentence_bert_config.json", {"max_seq_length": 16}, "--max-length 16 at most"),
         ("sentence_roberta_config.json", {"max_seq_length": 16}, "--max-length 16 at most"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
@@ -196,3 +197,77 @@ def test_the_usual_template_leaves_documents_as_they_were(world: World) -> None:
     tokenizer = load_tokenizer(world.teacher)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     assert template_of(tokenizer).before == (2,)
+
+
+ROLES: dict[str, Any] = {"prompts": {"query": "ba be ", "document": ""}, "default_prompt_name": None}
+
+
+@pytest.mark.parametrize(
+    ("settings", "default", "prompt"),
+    [
+        ({"prompt_name": "query"}, None, "ba be "),
+        ({"prompt": "du "}, None, "du "),
+        ({"prompt_name": "document"}, "query", ""),
+        ({}, "query", "ba be "),
+    ],
+)
+def test_prompts_stand_before_texts_and_students_have_them(
+    world: World, settings: dict[str, str], default: str | None, prompt: str
+) -> None:
+    save_encoder(world.teacher, "mean", max_length=32)
+    own = ROLES | {"default_prompt_name": default}
+    (world.teacher / "config_sentence_transformers.json").write_text(json.dumps(own))
+    path = world.dump(**POOLED_ONLY, **settings).path
+    cache, teacher = open_cache(path), SentenceTransformer(str(world.teacher), device="cpu")
+    documents = sorted(world.corpus.read_text().strip().split("\n\n"))
+    expected: Any = teacher.encode(documents, prompt=prompt)
+    ids = [
+        teacher.tokenizer(prompt + text, truncation=True, max_length=32)["input_ids"] for text in documents
+    ]
+    for sequence in cache:
+        place = ids.index(sequence.input_ids.tolist())
+        stored = sequence.states()[POOLED][0]
+        assert float(torch.cosine_similarity(stored, torch.from_numpy(expected[place]), 0)) >= 0.9995
+    assert cache.manifest.identity.packing.prompt == (prompt or None)
+
+    config = validated(
+        TrainConfig, {"objective": "embedding", "arch": ("1x16",), "steps": 2, "device": "cpu"}
+    )
+    student = train_students(config, path, session=Session(world.home)).student_path("1x16")
+    opened = SentenceTransformer(str(student), device="cpu")
+    given = {"prompt": prompt} if "prompt" in settings else {}
+    assert opened.prompts == ROLES["prompts"] | given
+    assert opened.default_prompt_name == default
+    ours = sentence_encoder(Evaluated(name="student", folder=student), 32, "cpu")
+    torch.testing.assert_close(ours.encode(documents[:4]), opened.encode(documents[:4]))
+
+
+def test_prompts_that_are_not_there_are_refused(world: World, command: Command) -> None:
+    save_encoder(world.teacher, "mean", max_length=32)
+    words = (*dump_arguments(world), "--for", "embedding")
+    file = world.teacher / "config_sentence_transformers.json"
+    file.unlink()
+    command.fails(*words, "--prompt-name", "query", code=2, says=("no such prompt", "none at all"))
+    file.write_text(json.dumps(ROLES))
+    command.fails(*words, "--prompt-name", "passage", code=2, says=("no such prompt", "query, document"))
+    command.fails(*words, "--prompt", "a", "--prompt-name", "query", code=2, says="give one of them")
+    command.fails(*dump_arguments(world), "--prompt", "a ", code=2, says="--packing records")
+    damaged: list[object] = [[], {"prompts": ["a"]}, {"prompts": {"a": 3}}, {"prompts": {"a": "b" * 9999}}]
+    for content in damaged:
+        file.write_text(json.dumps(content))
+        command.fails(*words, code=1, says="config_sentence_transformers.json")
+    file.write_text(json.dumps(ROLES))
+    pooling = next(world.teacher.glob("1_Pooling/config.json"))
+    pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"include_prompt": False}))
+    command.fails(*words, "--prompt-name", "query", code=1, says="include_prompt")
+
+
+def test_a_cache_with_prompts_is_verified_with_its_text(world: World, command: Command) -> None:
+    save_encoder(world.teacher, "mean", max_length=32)
+    path = world.dump(**POOLED_ONLY, prompt="ba ").path
+    words = ("verify", path, "--teacher", world.teacher, "--corpus", world.corpus)
+    code, _, err = command(*words)
+    assert code == 0, err
+    code, printed, _ = command("info", path)
+    assert code == 0
+    assert "'ba ' before every text" in printed

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
     AutoTokenizer,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
@@ -51,23 +53,52 @@ def save_other(folder: Path, family: str) -> Path:
         tiny_model("llama", attention="sdpa").save_pretrained(folder)
         decoders_tokenizer().save_pretrained(folder)
         return folder
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config = AutoConfig.for_model(
-        family, vocab_size=len(VOCABULARY), max_position_embeddings=66, pad_token_id=1, **sizes
-    )
+    sizes = SIZES | {"vocab_size": len(VOCABULARY), "pad_token_id": 0} | OF_FAMILY.get(family, {})
+    sizes = OF_FAMILY[family] | {"vocab_size": len(VOCABULARY)} if family.endswith("t5") else sizes
     torch.manual_seed(0)
-    AutoModel.from_config(config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    model = AutoModel.from_config(AutoConfig.for_model(family, **sizes))
+    model.save_pretrained(folder)
+    (decoders_tokenizer() if family in DECODERS else tiny_tokenizer()).save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize(("family", "pooling"), [("llama", "lasttoken"), ("mpnet", "mean")])
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 66,
+}
+T5 = {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 64}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "mpnet": {"pad_token_id": 1},
+    "t5": T5,
+    "mt5": T5,
+    "umt5": T5,
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "gemma3_text": {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8},
+    "mistral": {"num_key_value_heads": 2, "head_dim": 8},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+}
+"""Sizes of families that differ from those of others."""
+DECODERS = ("llama", "qwen3", "gemma3_text", "mistral")
+
+
+@pytest.mark.parametrize(
+    ("family", "pooling"),
+    [
+        *((family, "lasttoken") for family in DECODERS),
+        *((family, "mean") for family in ("mpnet", "deberta", "deberta-v2", "t5", "mt5", "umt5", "eurobert")),
+        ("nomic_bert", "mean"),
+    ],
+)
 def test_pooled_vectors_are_those_of_plain_transformers(tmp_path: Path, family: str, pooling: str) -> None:
     teacher = save_other(tmp_path / "teacher", family)
     world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
     path = world.dump(codec="none", pooled=True, packing="records", pooling=pooling, min_cosine=0.9999).path
     cache, tokenizer = open_cache(path), AutoTokenizer.from_pretrained(teacher)
-    model = AutoModel.from_pretrained(teacher).eval()
+    kind = AutoModelForTextEncoding if family.endswith("t5") else AutoModel
+    model = kind.from_pretrained(teacher).eval()
     for number in range(6):
         sequence = cache[number]
         text = tokenizer.decode(sequence.input_ids, skip_special_tokens=True)

@@ -19,9 +19,10 @@ from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.tap import Reading
+from minilm_cache.objectives.base import StudentFacts
 from minilm_cache.objectives.batch import StudentBatch
 from minilm_cache.objectives.check import choose_objective
-from minilm_cache.objectives.embedding import EmbeddingObjective, similarity_difference
+from minilm_cache.objectives.embedding import Embedding, EmbeddingObjective, similarity_difference
 from minilm_cache.relations.signals import Signals
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
@@ -186,6 +187,54 @@ def test_parts_of_the_loss_are_what_they_say(world: World) -> None:
     total = parts["cosine"] + 3 * parts["mse"] + 0.5 * (parts["similarity"] + parts["similarity of 8"])
     torch.testing.assert_close(objective.losses(parts).total, total)
     assert similarity_difference(student[:1], teacher[:1]) == 0
+
+
+@pytest.mark.parametrize("temperature", [None, 0.2])
+def test_vectors_that_crowd_together_are_compared_without_their_mean(
+    world: World, temperature: float | None
+) -> None:
+    save_encoder(world.teacher, "mean")
+    world.dump(**WORDS_OF_EMBEDDING)
+    values = {
+        "arch": ("2x32",),
+        "objective": "embedding",
+        "loss": ("centred", "neighbours=2"),
+        "device": "cpu",
+    }
+    config = validated(TrainConfig, {**values, "temperature": temperature})
+    cache = open_cache(world.root / "cache")
+    chosen = choose_objective(config, cache, arch=config.arch)
+    facts = StudentFacts(num_layers=2, hidden_size=32, vector_width=32)
+    objective = Embedding().build(chosen.request, chosen.wanted, facts)
+    hidden, teacher = torch.randn(5, 7, 32), torch.nn.functional.normalize(torch.randn(5, 32))
+    parts = objective(Reading(vectors=[], hidden={2: hidden}, logits=None), batch_of(hidden, teacher))
+    student = torch.nn.functional.normalize(hidden.mean(1))
+    cached = torch.cat([cache[n].states()[POOLED] for n in range(cache.manifest.num_train)])
+    assert len(cached) < 2048
+
+    mean = cached.mean(0)
+    cosines = torch.stack(
+        [
+            torch.dot(s - mean, t - mean) / ((s - mean).norm() * (t - mean).norm())
+            for s, t in zip(student, teacher, strict=True)
+        ]
+    )
+    torch.testing.assert_close(parts["centred"], 1 - cosines.mean())
+    unit = cached / cached.norm(dim=-1, keepdim=True)
+    pairs = torch.stack([unit[i] @ unit[j] for i in range(len(unit)) for j in range(len(unit)) if i != j])
+    divided_by = temperature or float(pairs.std()) / 3
+    theirs, mine = (torch.softmax(vectors @ unit.T / divided_by, -1) for vectors in (teacher, student))
+    expected = (theirs * (theirs / mine).log()).sum(-1).mean()
+    torch.testing.assert_close(parts["neighbours"], expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(objective.losses(parts).total, parts["centred"] + 2 * parts["neighbours"])
+    assert float(
+        objective.losses(
+            objective(
+                Reading(vectors=[], hidden={2: teacher[:, None].expand(5, 7, 32)}, logits=None),
+                batch_of(hidden, teacher),
+            )
+        ).total
+    ) == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize("stop_after", [2, 4])

@@ -86,7 +86,7 @@ def test_students_begin_with_the_teachers_layers(words: World, command: Command,
     say = ("train", words.root / "cache", "--objective", "distilbert", "--steps", 1, "--arch")
     teacher_of = ("--init", "teacher-layers", "--init-teacher")
     other = save_teacher(tmp_path / "other", head="tokens", seed=3)
-    command.fails(*say, "2x32", *teacher_of, other, code=1, says="is not the teacher of this cache")
+    command.fails(*say, "2x32", "--init-teacher", other, code=1, says="is not the teacher of this cache")
     command.fails(
         *say, "4x32:ff64", *teacher_of, words.teacher, code=2, says="more layers than the teacher's 3"
     )

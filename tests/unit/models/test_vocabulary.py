@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.models.vocabulary import Pieces, asked_vocabulary, trim_model
+from minilm_cache.models.inputs import Inputs
+from minilm_cache.models.vocabulary import Pieces, Vocabulary, asked_vocabulary, trim_model
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 NAMES = {
@@ -151,6 +152,45 @@ def test_coverage_is_what_counting_gives(kind: str) -> None:
     assert coverage.tokens == pytest.approx(np.mean([each for row in found for each in row]))
     assert coverage.unknown == 0 or kind in {"Unigram", "WordLevel"}  # others can spell every text
     assert pieces.coverage(kept, []) is None
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "BPE", "Unigram"])
+def test_lost_pieces_are_spelled_by_kept_ones(kind: str) -> None:
+    pieces = PIECES[kind]
+    kept = pieces.chosen(counts(pieces, texts(8)), len(pieces.always) + 12)
+    lost = sorted(set(pieces.tokenizer.get_vocab().values()) - set(kept))
+    smaller = pieces.trimmed(kept)
+    spelled = pieces.spelled(kept, lost)
+
+    assert spelled.keys() == set(lost)
+    for number, ids in spelled.items():
+        assert all(0 <= new < len(kept) for new in ids)
+        if smaller.unk_token_id not in ids:
+            assert smaller.decode(ids) == pieces.tokenizer.decode([number])
+    assert sum(smaller.unk_token_id in ids for ids in spelled.values()) < len(spelled)
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "BPE", "Unigram"])
+def test_sequences_are_read_with_fewer_pieces(kind: str) -> None:
+    pieces = PIECES[kind]
+    lines = texts(20)
+    counted = counts(pieces, lines)
+    vocabulary = Vocabulary(pieces, counted, pieces.chosen(counted, len(pieces.always) + 30))
+    rows = [torch.tensor(pieces.tokenizer(line)["input_ids"]) for line in lines]
+    inputs = Inputs.of(rows, pieces.tokenizer.pad_token_id)
+    longest = int(inputs.lengths.max())
+    as_long, spelled = vocabulary.read(inputs, None), vocabulary.read(inputs, longest)
+
+    assert as_long.ids.shape == inputs.ids.shape
+    for place, row in enumerate(rows):
+        own = spelled.ids[place, : spelled.lengths[place]]
+        assert len(own) <= longest
+        assert own[[0, -1]].tolist() == [0, 2]  # as the template has them
+        is_same = torch.isin(row, torch.tensor(vocabulary.kept)).all()
+        if is_same:
+            assert own.tolist() == vocabulary.tokenizer(lines[place])["input_ids"]
+            assert as_long.ids[place, : len(row)].tolist() == own.tolist()
+    assert (spelled.ids[~spelled.valid] == vocabulary.tokenizer.pad_token_id).all()
 
 
 def test_a_file_lists_pieces(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""Prompts of sentence encoders: words before every text, which say what the text is for."""
+
+import json
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.models.files import read_json
+from minilm_cache.storage_schema.manifest import PROMPTS_FILE
+
+GIVEN: Final = "prompt"
+"""Name that a student has for a prompt that was given as `--prompt TEXT`."""
+_MAX_PROMPTS: Final = 256
+_MAX_CHARACTERS: Final = 4096
+
+
+class Prompts(NamedTuple):
+    """The prompts of a sentence encoder."""
+
+    by_name: dict[str, str]
+    """Prompts by their names, such as `query` and `document`."""
+    default: str | None
+    """Name of the prompt that every text gets. None means that texts get none."""
+
+    @property
+    def of_every_text(self) -> str:
+        """The prompt that every text gets, or an empty text."""
+        return "" if self.default is None else self.by_name[self.default]
+
+    def to_json(self) -> bytes:
+        """Return the prompts as the content of a file of sentence-transformers."""
+        content = {"prompts": self.by_name, "default_prompt_name": self.default}
+        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def read_prompts(folder: Path) -> Prompts:
+    """Return the prompts that a folder declares; a folder without the file has none.
+
+    Raises:
+        TeacherError: the file is damaged, or its default is no prompt of its own.
+    """
+    file = folder / PROMPTS_FILE
+    content = read_json(file) if file.exists() else {}
+    return prompts_of(content, str(file))
+
+
+def prompts_of(content: object, where: str) -> Prompts:
+    """Return the prompts in the content of a file, which may be a stranger's.
+
+    Args:
+        content: what the file holds.
+        where: the file, for messages.
+
+    Raises:
+        TeacherError: the content does not describe prompts.
+    """
+    document = content if isinstance(content, dict) else {}
+    listed, default = document.get("prompts", {}) or {}, document.get("default_prompt_name")
+    texts = [*listed, *listed.values()] if isinstance(listed, dict) else [None]
+    are_texts = all(isinstance(text, str) and len(text) <= _MAX_CHARACTERS for text in texts)
+    if not isinstance(content, dict) or not are_texts or len(texts) > 2 * _MAX_PROMPTS:
+        raise TeacherError(
+            f"{where}: its prompts are not a mapping of names to texts. Save the model again, or remove the "
+            "file from a copy of its folder."
+        )
+    if default is not None and default not in listed:
+        raise TeacherError(
+            f"{where}: its default_prompt_name {str(default)[:40]!r} is not among its prompts "
+            f"({', '.join(listed) or 'none'}). Correct it."
+        )
+    return Prompts(dict(listed), default)
+
+
+def chosen_prompt(folder: Path, *, name: str | None, text: str | None) -> str | None:
+    """Return the prompt that a teacher's texts get. None means none.
+
+    Args:
+        folder: folder of the teacher.
+        name: name of one of its prompts. None means its default.
+        text: the prompt itself. None means that it is one of the teacher's own.
+
+    Raises:
+        InvalidConfigError: the teacher has no prompt of this name.
+        TeacherError: what it declares is damaged.
+    """
+    if text is not None:
+        return text
+    prompts = read_prompts(folder)
+    if name is not None and name not in prompts.by_name:
+        listed = ", ".join(prompts.by_name) or "none at all"
+        raise InvalidConfigError(
+            f"--prompt-name {name}: teacher {folder} has no such prompt ({listed}). Give one of them, or its "
+            "words with --prompt."
+        )
+    return (prompts.of_every_text if name is None else prompts.by_name[name]) or None

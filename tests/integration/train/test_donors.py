@@ -1,0 +1,143 @@
+"""Students cut from another model than the cache's teacher: `--init slice --init-teacher DONOR`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoModel, PreTrainedTokenizerFast
+
+from minilm_cache.cache import open_cache
+from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
+from minilm_cache.models.load import load_tokenizer
+from minilm_cache.objectives.batch import WantedTargets
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.session import Session
+from minilm_cache.settings import validated
+from minilm_cache.storage_schema.states import POOLED
+from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.folder import state_name
+from minilm_cache.train.initial import initial_weights
+from minilm_cache.train.run import TrainResult, train_students
+from minilm_cache.train.setup import student_shapes
+from tests.conftest import Command
+from tests.support import SPECIAL, World, save_teacher, tiny_model
+
+LETTERS = [*SPECIAL, *"abcdefghiklmnoprstu"]
+
+
+def save_donor(folder: Path, family: str = "electra", **changes: Any) -> Path:
+    """Save a model of another family, whose tokenizer reads letters."""
+    vocab = {letter: number for number, letter in enumerate(LETTERS)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    tiny_model(family, vocab_size=len(LETTERS), seed=5, **changes).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in names.items()}
+    ).save_pretrained(folder)
+    return folder
+
+
+def train(world: World, name: str, *, session: Session | None = None, **settings: Any) -> TrainResult:
+    """Train one student that is cut from a donor."""
+    values: dict[str, Any] = {"arch": ("1x32",), "init": "slice", "steps": 4, "batch_size": 4, "lr": 1e-3}
+    config = validated(TrainConfig, {**values, "device": "cpu", **settings})
+    session = session or Session(world.home)
+    return train_students(config, world.root / "cache", out=world.root / name, session=session)
+
+
+@pytest.mark.parametrize("init", ["slice", "teacher-layers"])
+def test_a_donor_with_the_tokenizer_of_the_cache_serves_every_objective(
+    world: World, tmp_path: Path, command: Command, init: str
+) -> None:
+    world.dump(codec="vectors")
+    donor = save_teacher(tmp_path / "donor", "roberta", seed=3)
+    arch = "1x32:ff64"
+    result = train(world, "run", init=init, init_teacher=str(donor), arch=(arch,))
+    (student,) = result.record.students
+    assert student.init == "another model"
+    assert student.begun_with is not None
+    assert "donor" in student.begun_with
+    model = AutoModel.from_pretrained(result.student_path(arch))
+    assert model.config.model_type == "roberta"
+    assert result.record.identity.vocab is None
+    code, _, err = command("report", result.path, "--out", tmp_path / "page.html", "--teacher", world.teacher)
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_students_read_texts_by_the_tokenizer_of_their_donor(
+    world: World, tmp_path: Path, command: Command, family: str
+) -> None:
+    """The teacher may be a decoder: its vectors are all that students learn."""
+    save_teacher(world.teacher, family)
+    pooling = "lasttoken" if family == "llama" else "mean"
+    world.dump(**{"for": "embedding", "pooling": pooling, "codec": "none"})
+    donor = save_donor(tmp_path / "donor")
+    settings: dict[str, Any] = {"objective": "embedding", "init_teacher": str(donor)}
+    result = train(world, "run", **settings)
+    folder = result.student_path("1x32")
+    assert load_tokenizer(folder).get_vocab() == load_tokenizer(donor).get_vocab()
+    vectors: Any = SentenceTransformer(str(folder), device="cpu").encode(["ba be"])
+    assert vectors.shape == (1, 32)
+    assert result.record.identity.vocab is not None
+
+    config = validated(TrainConfig, {"arch": ("1x32",), "init": "slice", "device": "cpu", **settings})
+    cache = open_cache(world.root / "cache")
+    objective = choose_objective(config, cache, arch=config.arch)
+    shapes = student_shapes(config, objective)
+    beginnings = initial_weights(config, cache, shapes=shapes, head=None, home=world.home)
+    wanted = WantedTargets(kinds=(), signals=(POOLED,))
+    reader = BatchReader(cache, wanted, pad_token=0, device=torch.device("cpu"), tokens=beginnings.tokens)
+    (batch,) = reader.batches_of(range(4), 4)
+    own, cached = load_tokenizer(donor), load_tokenizer(world.teacher, has_ends=False)
+    for row, length, sequence in zip(batch.inputs.ids, batch.inputs.lengths, cache[:4], strict=True):
+        text = str(cached.decode(sequence.input_ids, skip_special_tokens=True))
+        longest = cache.manifest.identity.packing.max_length
+        assert row[:length].tolist() == own(text, truncation=True, max_length=longest)["input_ids"]
+    code, _, err = command("report", result.path, "--out", tmp_path / "page.html")
+    assert code == 0, err
+    assert "another vocabulary" in (tmp_path / "page.html").read_text()
+
+
+def test_a_stopped_run_ends_as_one_that_was_not(world: World, tmp_path: Path) -> None:
+    world.dump(**{"for": "embedding", "pooling": "mean"})
+    donor = save_donor(tmp_path / "donor")
+    settings: dict[str, Any] = {"objective": "embedding", "init_teacher": str(donor), "checkpoint_steps": 2}
+    expected = train(world, "whole", **settings)
+    stops = (world.root / "parts/checkpoints" / state_name(2)).exists
+    with pytest.raises(InterruptedRunError):
+        train(world, "parts", session=Session(world.home, should_stop=stops), **settings)
+    found = train(world, "parts", **settings)
+    first, second = (
+        load_file(result.student_path("1x32") / "model.safetensors") for result in (expected, found)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_donors_that_cannot_serve_are_refused(world: World, tmp_path: Path) -> None:
+    world.dump(**{"for": "minilm,embedding", "pooling": "mean"})
+    donor, same = save_donor(tmp_path / "donor"), save_teacher(tmp_path / "same", seed=4)
+    with pytest.raises(IdentityMismatchError, match="add --init slice"):
+        train(world, "x", init=None, init_teacher=str(same))
+    with pytest.raises(IdentityMismatchError, match="is not the teacher of this cache"):
+        train(world, "x", init="embeddings", init_teacher=str(same))
+    with pytest.raises(InvalidConfigError, match="objective minilm learns of single tokens"):
+        train(world, "x", init_teacher=str(donor))
+    with pytest.raises(InvalidConfigError, match="Trim the donor first"):
+        train(world, "x", init_teacher=str(donor), objective="embedding", vocab="cache")
+    with pytest.raises(InvalidConfigError, match="layers"):
+        train(world, "x", init_teacher=str(donor), objective="embedding", arch=("9x32",))
+    short = save_donor(tmp_path / "short", max_position_embeddings=8)
+    with pytest.raises(InvalidConfigError, match="positions"):
+        train(world, "x", init_teacher=str(short), objective="embedding")
+    assert not (world.root / "x").exists()
