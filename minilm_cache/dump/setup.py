@@ -225,6 +225,8 @@ def load_teacher(
         precision=config.precision or precision or ("bfloat16" if device.type == "cuda" else "float32"),
     )
     teacher.check_length(config.max_length)
+    if config.codec == "vectors":
+        teacher.refuse_bias()
     if config.compiled:
         teacher.compile_forward()
     return teacher

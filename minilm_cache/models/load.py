@@ -40,7 +40,7 @@ from transformers import (
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.models.complete import refuse_ignored_settings, refuse_incomplete, refuse_other_family
 from minilm_cache.models.files import library_errors, read_config_file, weight_files
-from minilm_cache.models.tap import ATTENTION, Head
+from minilm_cache.models.tap import ATTENTION, Head, is_served
 from minilm_cache.models.tokenizer_bombs import refuse_bombs
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.checked import sha256_file
@@ -67,6 +67,19 @@ HEADS: Final = {
     "spans": AutoModelForQuestionAnswering,
 }
 """Class of a model, by its head. None means that it has no head."""
+
+
+def _usable_attention(head: TaskHead | None, config: PreTrainedConfig, attention: str) -> str | None:
+    """Return an implementation of attention that a family can use. None means transformers' choice."""
+    classes = _class_for(head, config)._model_mapping.get(type(config), None)  # noqa: SLF001 - nothing public
+    model_class = classes[0] if isinstance(classes, tuple) else classes
+    if model_class is None:
+        return attention
+    is_usable = {
+        ATTENTION: is_served(model_class, config),
+        "sdpa": model_class._supports_sdpa,  # noqa: SLF001 - no public attribute has it
+    }
+    return attention if is_usable.get(attention, True) else None
 
 
 def _class_for(head: TaskHead | None, config: PreTrainedConfig) -> Any:  # noqa: ANN401 - has no common class
@@ -245,7 +258,7 @@ def load_weights(
             folder,
             output_loading_info=True,
             config=config,
-            attn_implementation=attention,
+            attn_implementation=_usable_attention(head, config, attention),
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
@@ -295,8 +308,9 @@ def draw_weights(config: PreTrainedConfig, head: TaskHead | None, *, attention: 
         attention: name of an implementation of attention, as transformers knows it.
     """
     with _ONE_AT_A_TIME:
+        usable = _usable_attention(head, config, attention)
         model = _class_for(head, config).from_config(
-            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+            config, attn_implementation=usable, dtype=torch.float32, trust_remote_code=False
         )
     assert isinstance(model, PreTrainedModel)
     return model

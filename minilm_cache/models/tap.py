@@ -8,6 +8,7 @@ layer an exception ends the forward pass, unless hidden states or logits are req
 families name and share their modules differently.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -36,6 +37,11 @@ without. After eight in all, torch would leave the passes of all further student
 """
 
 _USE = "Use an encoder such as BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT or ModernBERT."
+_SERVED: Final = frozenset({"t5", "mt5", "umt5"})
+"""Families that use the attention interface and do not say so."""
+_HOOKED: Final = {"mpnet": ("MPNetSelfAttention", ("q", "k", "v"))}
+"""Families without the attention interface: the class of their attention, and its linear maps to queries,
+keys and values. Scores are divided by the root of the head size, and `position_bias` is added to them."""
 _OTHER_SIGNALS = (
     "Of any other model, pooled vectors and logits can be dumped: --codec none with --pooled or --logits."
 )
@@ -124,9 +130,9 @@ def _tapped_attention(  # noqa: PLR0917 - the signature is transformers'
     if minilm_tap is not None and minilm_tap.counts():
         _refuse_inexact(module, kwargs)
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-        heads = query.shape[1]
+        heads, bias = query.shape[1], kwargs.get("position_bias")
         minilm_tap.record(
-            Vectors(query, _for_heads(key, heads), _for_heads(value, heads), attention_mask, factor)
+            Vectors(query, _for_heads(key, heads), _for_heads(value, heads), attention_mask, factor, bias)
         )
     return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
@@ -138,9 +144,7 @@ def _for_heads(part: Tensor, num_heads: int) -> Tensor:
 
 def _refuse_inexact(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Raise TeacherError for attention that is not softmax(QK^T), or that sees no later token."""
-    if kwargs.get("position_bias") is not None:
-        reason = "it adds a position bias to its scores"
-    elif kwargs.get("softcap") is not None:
+    if kwargs.get("softcap") is not None:
         reason = "it caps its scores"
     elif getattr(module, "is_causal", False):
         reason = "it is a decoder: its attention is causal"
@@ -165,19 +169,26 @@ AttentionInterface.register(ATTENTION, _tapped_attention)
 AttentionMaskInterface.register(ATTENTION, _attention_mask)
 
 
-def _is_tapped(model: PreTrainedModel) -> bool:
-    """Return whether a model's attention comes by the tap.
+def is_served(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+    """Return whether a family's attention may come by the tap.
 
-    transformers accepts the name of an implementation for families that do not use the attention interface,
-    too, but does not use it.
+    transformers accepts the name of an implementation for any family. One that does not use the attention
+    interface would get a mask that it cannot read, and so would see padding.
     """
-    served = type(model)._supports_attention_backend  # noqa: SLF001 - no public attribute has it
-    return bool(served) and model.config._attn_implementation == ATTENTION  # noqa: SLF001 - same
+    serves = model_class._supports_attention_backend  # noqa: SLF001 - no public attribute has it
+    caps = getattr(config, "attn_logit_softcapping", None) is not None
+    return bool(serves or config.model_type in _SERVED) and not caps
+
+
+def _is_tapped(model: PreTrainedModel) -> bool:
+    """Return whether a model's attention comes by the tap."""
+    is_loaded_so = model.config._attn_implementation == ATTENTION  # noqa: SLF001 - no public attribute has it
+    return is_loaded_so and is_served(type(model), model.config)
 
 
 def _refuse_untapped(model: PreTrainedModel) -> None:
     """Raise TeacherError for a family that does not use the attention interface."""
-    if not _is_tapped(model):
+    if not _is_tapped(model) and model.config.model_type not in _HOOKED:
         raise TeacherError(
             f"model family {model.config.model_type!r} does not use transformers' attention interface, "
             f"so its Q, K, V cannot be tapped exactly. {_USE} {_OTHER_SIGNALS}"
@@ -208,6 +219,7 @@ class TappedModel(nn.Module):
         places = torch.arange(ids.numel(), device=ids.device)
         outputs = self(Inputs.full(ids), tap, places)
         parts = [part for layer in outputs.vectors for part in (layer.query, layer.key, layer.value)]
+        parts += [layer.bias for layer in outputs.vectors if layer.bias is not None]
         parts += [*outputs.hidden.values(), *(() if outputs.logits is None else (outputs.logits,))]
         total = torch.stack([part.sum() for part in parts]).sum()
         for weight, gradient in zip(
@@ -249,6 +261,12 @@ class TappedModel(nn.Module):
             replays: let a GPU replay the whole graph with one launch. Outputs and gradients are then valid
                 until the next forward pass of any model that is replayed.
         """
+        family = self.model.config.model_type
+        if family in _HOOKED:
+            raise InvalidConfigError(
+                f"--compile: the queries and keys of the family {family} are taken by hooks, which are not "
+                "compiled. Leave it out."
+            )
         settings = torch._dynamo.config  # noqa: SLF001 - torch's messages name it
         settings.recompile_limit = max(settings.recompile_limit, _COMPILATIONS)
         settings.specialize_int = True  # numbers of layers are constants of a form, not inputs of its graph
@@ -288,21 +306,51 @@ class TappedModel(nn.Module):
     def _outputs(self, tap: Tap, ids: Tensor, *, mask: Tensor | None, segments: Tensor | None) -> Reading:
         needs_end = bool(tap.hidden or tap.head or torch.compiler.is_compiling())
         recorder = _Recorder(tap.layers, stops=not needs_end)
+        is_hooked = self.model.config.model_type in _HOOKED
         # Heads cost more than layers where a vocabulary is large.
         model = self.model if tap.head else self.model.base_model
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            output_hidden_states=bool(tap.hidden),
-            return_dict=True,
-            **({"minilm_tap": recorder} if tap.layers else {}),
-            **({} if segments is None else {"token_type_ids": segments}),
-        )
+        with _hooked(self.model, recorder if tap.layers and is_hooked else None):
+            output = model(
+                input_ids=ids,
+                attention_mask=mask,
+                output_hidden_states=bool(tap.hidden),
+                return_dict=True,
+                **({"minilm_tap": recorder} if tap.layers and not is_hooked else {}),
+                **({} if segments is None else {"token_type_ids": segments}),
+            )
         return Reading(
             vectors=[recorder.vectors[layer] for layer in tap.layers],
             hidden={number: output.hidden_states[number] for number in tap.hidden},
             logits=output.logits.flatten(0, -2) if tap.head else None,
         )
+
+
+@contextmanager
+def _hooked(model: PreTrainedModel, recorder: _Recorder | None) -> Iterator[None]:
+    """Record the vectors of a family without the attention interface, before each attention call."""
+    if recorder is None:
+        yield
+        return
+    class_name, names = _HOOKED[model.config.model_type]
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if recorder.counts():
+            given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            hidden, heads = given["hidden_states"], model.config.num_attention_heads
+            query, key, value = (
+                module.get_submodule(name)(hidden).unflatten(-1, (heads, -1)).transpose(1, 2)
+                for name in names
+            )
+            bias = given.get("position_bias")
+            recorder.record(Vectors(query, key, value, None, query.shape[-1] ** -0.5, bias))
+
+    found = [module for module in model.modules() if type(module).__name__ == class_name]
+    hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in found]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -237,6 +237,21 @@ class Teacher:
             )
 
     @torch.no_grad()
+    def refuse_bias(self) -> None:
+        """Refuse a teacher whose attention distributions are not those of its queries and keys alone.
+
+        Raises:
+            TeacherError: it adds a bias to the scores of one of its layers.
+        """
+        ids = torch.full((1, 4), some_token(self.tokenizer), device=self.device)
+        vectors = self._tapped(Inputs.full(ids), Tap(self.layers)).vectors if self.layers else []
+        if any(layer.bias is not None for layer in vectors):
+            raise TeacherError(
+                f"--codec vectors: teacher {self.name} adds a position bias to the scores of its attention, "
+                "which its queries and keys do not hold. Choose --codec topk or dense."
+            )
+
+    @torch.no_grad()
     def _is_causal(self) -> bool:
         """Return whether the first token's last hidden state is the same whatever the next token is."""
         token = some_token(self.tokenizer)

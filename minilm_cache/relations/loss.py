@@ -91,10 +91,12 @@ def relation_loss(
         kind: which relation.
         targets: the same relation of the teacher.
         lengths: valid positions of each sequence.
-        method: form of the computation. None means the form that suits the size (`choose_method`).
+        method: form of the computation. None means the form that suits the size (`choose_method`). Where the
+            student adds a bias to its scores, it is `dense`.
     """
     batch, heads, length, _ = vectors.query.shape
-    if (method or choose_method(batch, heads, length, device=lengths.device)) == "dense":
+    is_dense = (method or choose_method(batch, heads, length, device=lengths.device)) == "dense"
+    if is_dense or (kind is RelationKind.ATTENTION and vectors.bias is not None):
         mask = key_mask(lengths, length)[:, None, None, :]
         return relation_kl(relation_scores(vectors, kind, mask), targets, lengths)
     with torch.autocast(vectors.query.device.type, enabled=False):

@@ -24,6 +24,8 @@ class Vectors(NamedTuple):
     """The model's own attention mask, True where a key may be seen. None means that nothing is masked."""
     scaling: float
     """Factor on query-key products, 1/sqrt(d_k)."""
+    bias: Float[Tensor, "_ heads length length"] | None = None
+    """What the model adds to its attention's scores for each pair of positions. None means nothing."""
 
 
 def split_heads(vectors: Vectors, num_heads: int) -> Vectors:
@@ -97,6 +99,8 @@ def relation_scores(
     left, right, scaling = sides(vectors, kind)
     with torch.autocast(left.device.type, enabled=False):
         scores = torch.matmul(left * scaling, right.transpose(-1, -2))
+    if kind is RelationKind.ATTENTION and vectors.bias is not None:
+        scores = scores + widened(vectors.bias)
     if mask.device.type == "cpu" and bool(mask.all()):
         return scores  # This saves a pass over memory. On a GPU, the question itself would cost a wait.
     # Finite, so that a row without any valid column is uniform instead of NaN.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -150,13 +151,58 @@ def test_a_student_of_a_decoder_is_one_and_learns_its_vectors(tmp_path: Path) ->
 def test_relations_of_such_a_teacher_are_refused_before_anything_is_written(
     tmp_path: Path, command: Command
 ) -> None:
-    for family, says in (("llama", "its attention is causal"), ("mpnet", "does not use transformers'")):
+    for family, says in (("llama", "its attention is causal"), ("deberta", "does not use transformers'")):
         teacher = save_other(tmp_path / family, family)
         corpus = write_corpus(tmp_path / "corpus.txt")
         out = tmp_path / "cache"
         words = ("dump", "--teacher", teacher, "--corpus", corpus, "--out", out, "--max-length", 32)
         command.fails(*words, code=1, says=(says, "--codec none with --pooled or --logits"))
         assert not out.exists()
+
+
+@pytest.mark.parametrize("codec", ["topk", "dense"])
+@pytest.mark.parametrize("family", ["mpnet", "t5"])
+def test_relations_with_a_position_bias_are_cached_as_rows(
+    tmp_path: Path, command: Command, family: str, codec: str
+) -> None:
+    teacher = save_other(tmp_path / "teacher", family)
+    weights = load_file(teacher / "model.safetensors")
+    wide = {name: 5 * weight if weight.ndim > 1 else weight for name, weight in weights.items()}
+    save_file(wide, teacher / "model.safetensors", metadata={"format": "pt"})
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+    path = world.dump(codec=codec).path
+    code, _, err = command("verify", path, "--full", "--teacher", teacher)
+    assert code == 0, err
+    words = (
+        "dump",
+        "--teacher",
+        teacher,
+        "--corpus",
+        world.corpus,
+        "--max-length",
+        32,
+        "--out",
+        tmp_path / "x",
+    )
+    command.fails(*words, code=1, says=("--codec vectors", "adds a position bias", "topk or dense"))
+    assert not (tmp_path / "x").exists()
+    if family == "t5":
+        says = ("students of the family 't5'", "--init-teacher ENCODER")
+        command.fails("train", path, "--arch", "1x32", "--init", "random", code=2, says=says)
+        return
+    config = TrainConfig(arch=("1x32",), init="random", steps=30, batch_size=8, lr=5e-3, device="cpu")
+    run = train_students(config, path, out=world.root / "run", session=Session(world.home))
+    (student,) = run.record.students
+    assert student.loss_before is not None
+    assert student.loss_after is not None
+    assert student.loss_after < student.loss_before
+    weights = load_file(run.student_path("1x32") / "model.safetensors")
+    drawn = AutoModel.from_pretrained(run.student_path("1x32")).encoder.relative_attention_bias.weight
+    assert torch.equal(weights["encoder.relative_attention_bias.weight"], drawn)
+    assert (
+        "relative_attention_bias" not in (run.student_path("1x32") / "README.md").read_text()
+    )  # it is trained
+    command.fails("train", path, "--arch", "1x32", "--compile", code=2, says="taken by hooks")
 
 
 def test_answers_of_a_decoder_do_not_depend_on_the_batch(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_model, locate_teacher
+from minilm_cache.models.load import draw_weights, load_model, locate_teacher
 from minilm_cache.models.tap import ATTENTION, Tap, TappedModel
 from minilm_cache.relations.scores import key_mask, relation_probs
 from minilm_cache.storage_schema.identity import RelationKind
@@ -25,6 +25,16 @@ VALUE_PROJECTIONS = {
     "distilbert": "transformer.layer.{}.attention.v_lin",
     "modernbert": "layers.{}.attn.Wqkv",
 }
+
+
+BERT: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 66,
+}
+T5: dict[str, Any] = {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 64}
 
 
 def padded_ids() -> Tensor:
@@ -57,6 +67,35 @@ def assert_attention_is_eagers(eager: PreTrainedModel, layer: int) -> None:
 @pytest.mark.parametrize("family", TINY)
 def test_attention_is_that_of_the_eager_model(family: str, layer: int) -> None:
     assert_attention_is_eagers(tiny_model(family), layer)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("family", ["mpnet", "t5", "mt5", "umt5"])
+def test_attention_with_a_position_bias_is_that_of_the_eager_model(family: str, layer: int) -> None:
+    """T5 does not scale its products; MPNet is served by hooks, and its padding token is 1."""
+    sizes = BERT | {"pad_token_id": 1} if family == "mpnet" else T5
+    config = AutoConfig.for_model(family, vocab_size=len(VOCABULARY), **sizes)
+    eager, tapped = (
+        draw_weights(copy.deepcopy(config), None, attention=name).eval() for name in ("eager", ATTENTION)
+    )
+    with torch.no_grad():
+        for weight in eager.parameters():
+            weight.mul_(3 if weight.ndim > 1 else 1)
+    tapped.load_state_dict(eager.state_dict())
+    ids, valid = padded_ids(), key_mask(LENGTHS, 20)
+    ids[~valid] = 1
+    with torch.no_grad():
+        outputs = eager(ids, attention_mask=valid.long(), output_attentions=True)
+        reading = TappedModel(tapped)(Inputs(ids, LENGTHS), Tap((layer,), (2,)))
+        (alone,) = TappedModel(tapped)(Inputs(ids, LENGTHS), Tap((layer,))).vectors
+    rows = valid[:, None, :, None].expand_as(outputs.attentions[layer])
+    for vectors in (reading.vectors[0], alone):
+        assert vectors.bias is not None
+        found = relation_probs(vectors, RelationKind.ATTENTION, LENGTHS)
+        torch.testing.assert_close(found[rows], outputs.attentions[layer][rows], atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        reading.hidden[2][valid], outputs.last_hidden_state[valid], atol=1e-4, rtol=1e-4
+    )
 
 
 def test_attention_of_mini_is_that_of_the_eager_model() -> None:
@@ -120,7 +159,55 @@ def test_gradients_are_those_of_the_untapped_model() -> None:
         torch.testing.assert_close(found[name], weight.grad)
 
 
-@pytest.mark.parametrize("family", ["deberta", "deberta-v2", "mpnet"])
+FAMILIES = (
+    *("albert", "bert", "big_bird", "bloom", "camembert", "cohere", "convbert", "data2vec-text", "deberta"),
+    *(
+        "deberta-v2",
+        "distilbert",
+        "electra",
+        "ernie",
+        "gpt2",
+        "gpt_neox",
+        "gte",
+        "ibert",
+        "jina_embeddings_v3",
+    ),
+    *(
+        "layoutlm",
+        "llama",
+        "luke",
+        "megatron-bert",
+        "mobilebert",
+        "mpnet",
+        "nomic_bert",
+        "nystromformer",
+        "olmo",
+    ),
+    *("opt", "phi", "rembert", "roberta", "roc_bert", "roformer", "splinter", "starcoder2", "xlm"),
+    *("mt5", "t5", "umt5"),
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_is_not_seen_whatever_the_family_knows_of_attention(family: str) -> None:
+    """Families that do not use the attention interface would get a mask that they cannot read."""
+    sizes = T5 if family.endswith("t5") else {**BERT, "pad_token_id": 1}
+    config = AutoConfig.for_model(family, vocab_size=512, **sizes)
+    eager, ours, plain = (
+        draw_weights(copy.deepcopy(config), None, attention=name).eval()
+        for name in ("eager", ATTENTION, "sdpa")
+    )
+    inputs = Inputs(padded_ids(), LENGTHS)
+    valid = inputs.valid
+    for other in (ours, plain):
+        other.load_state_dict(eager.state_dict())
+        with torch.no_grad():
+            expected = eager(inputs.ids, attention_mask=inputs.mask).last_hidden_state
+            found = TappedModel(other)(inputs, Tap(hidden=(2,))).hidden[2]
+        torch.testing.assert_close(found[valid], expected[valid], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["deberta", "deberta-v2", "roformer"])
 def test_families_with_attention_of_their_own_are_refused_by_name(family: str) -> None:
     sizes: dict[str, Any] = {
         "hidden_size": 32,
