@@ -253,7 +253,7 @@ def _refuse_unused(folder: Path, model: PreTrainedModel, unexpected: Sequence[st
     if not unexpected:
         return
     parts = {name for name, _ in model.base_model.named_children()}
-    heads: set[str] | None = None
+    heads: frozenset[str] | None = None
     for name in unexpected:
         bare = name.removeprefix(prefix)
         if bare.startswith(_POOLER) or bare.endswith(("position_ids", "token_type_ids")):
@@ -270,8 +270,14 @@ def _refuse_unused(folder: Path, model: PreTrainedModel, unexpected: Sequence[st
         )
 
 
-def _head_names(config: PreTrainedConfig) -> set[str]:
+_KNOWN_HEADS: Final[dict[type[PreTrainedConfig], frozenset[str]]] = {}
+"""Names of the parts of all heads, by the configuration of the family: to make the heads takes a while."""
+
+
+def _head_names(config: PreTrainedConfig) -> frozenset[str]:
     """Return the names of the parts of all heads that transformers has for a family."""
+    if type(config) in _KNOWN_HEADS:
+        return _KNOWN_HEADS[type(config)]
     names: set[str] = set()
     config = copy.deepcopy(config)
     config.num_labels = 2  # some heads have no other number
@@ -281,7 +287,7 @@ def _head_names(config: PreTrainedConfig) -> set[str]:
             if each is not None:
                 with torch.device("meta"):
                     names |= {name for name, _ in each(config).named_children()}
-    return names
+    return _KNOWN_HEADS.setdefault(type(config), frozenset(names))
 
 
 _READING: Final = tuple(

@@ -171,7 +171,7 @@ def test_a_missing_record_is_repaired_with_the_same_codec(world: World) -> None:
 def test_the_pretrained_encoder_keeps_to_the_kl_and_to_50_bytes(tmp_path: Path) -> None:
     """On some pages of documentation; what is the same for all tokens is left out of the count."""
     world = World(tmp_path, Path("mini"), Path(__file__).parents[3] / "docs")
-    result = world.dump(codec="vectors", max_kl=0.02, max_length=128, max_tokens=2**14, shard_tokens=2**14)
+    result = world.dump(codec="vectors", max_kl=0.02, max_length=128, max_tokens=2**13, shard_tokens=2**13)
     measured = result.manifest.measured
     assert measured is not None
     folder = locate_teacher("mini").folder

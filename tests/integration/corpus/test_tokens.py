@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunEr
 from minilm_cache.session import Session, ShouldStop, never_stop
 from minilm_cache.storage_schema.identity import Packing
 from tests.conftest import Command
+from tests.processes import CONTEXT
 from tests.support import World, tiny_tokenizer, write_corpus
 
 PACKING = Packing(mode="packed", max_length=16, seed=1, split="documents")
@@ -49,6 +51,12 @@ def expected_ids(corpus: Corpus) -> list[list[int]]:
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
     return load_corpus(str(write_corpus(tmp_path / "text.txt")))
+
+
+@pytest.fixture(autouse=True)
+def _start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes be forked by a server that has imported everything; one test runs a whole script."""
+    monkeypatch.setattr(tokenise, "get_context", lambda _: CONTEXT)
 
 
 @pytest.fixture
@@ -217,10 +225,20 @@ def test_an_interrupted_run_keeps_the_parts_that_are_done(
     }
 
 
+def take_long(job: object) -> None:
+    del job
+    time.sleep(600)
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.usefixtures("in_parts")
-def test_a_stop_while_processes_are_at_work(corpus: Corpus, tmp_path: Path) -> None:
-    with pytest.raises(InterruptedRunError, match="finished parts are kept"):
-        tokens_of(corpus, tmp_path, num_processes=1, should_stop=stop_after(1))
+def test_a_stop_while_processes_are_at_work(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenise, "_write_part", take_long)
+        with pytest.raises(InterruptedRunError, match="finished parts are kept"):
+            tokens_of(corpus, tmp_path, num_processes=1, should_stop=stop_after(1))
     assert ids_of(tokens_of(corpus, tmp_path)) == expected_ids(corpus)
 
 
