@@ -1,9 +1,8 @@
 """Ctrl-C or SIGTERM stops a run after its current step and keeps its state; a second one stops it at once.
 
 Python runs a signal handler between two of its own instructions, so a call of a library that does not end
-holds it
-up. A thread of its own therefore sees the signals, too, and ends the process where a second one changes
-nothing.
+holds it up. A thread of its own therefore sees the signals, too, and ends the process where a second one
+changes nothing.
 """
 
 import os

@@ -168,8 +168,7 @@ def cache_home() -> Path:
 
     Raises:
         InvalidConfigError: MINILM_CACHE_HOME is a URL or names a home that does not exist, or is not set and
-        the user
-            has no home.
+            the user has no home.
     """
     given = os.environ.get("MINILM_CACHE_HOME")
     if given and "://" in given:

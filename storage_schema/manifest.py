@@ -69,8 +69,7 @@ class StateFidelity(StoredModel):
     relative_error: Finite | None = None
     """Square root of the squared error over the variance of the teacher's values. For first tokens and
     logits, which hardly differ from sequence to sequence, and for pooled vectors the squared values replace
-    the variance. None for
-    labels."""
+    the variance. None for labels."""
     cross_entropy_bias: Finite | None = None
     """Mean of sum_j (stored_j - teacher_j) log teacher_j over labels, nats; 0 in expectation. None for
     everything but labels."""

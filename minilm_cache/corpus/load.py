@@ -1,10 +1,8 @@
 """Loading a corpus by name: documents of one text each, in the same order on every machine, read once.
 
-The text lies in Arrow files on disk, so a corpus may be larger than memory. A document is a record of
-.jsonl, .csv,
-.parquet or a hub data set; in .txt the text between empty lines, which may hold spaces, or a line; in
-`python-docs` a
-docstring or a topic of `pydoc`. Records of pairs give two documents each.
+The text lies in Arrow files on disk, so a corpus may be larger than memory. A document is a record of .jsonl,
+.csv, .parquet or a hub data set; in .txt the text between empty lines, which may hold spaces, or a line; in
+`python-docs` a docstring or a topic of `pydoc`. Records of pairs give two documents each.
 """
 
 import ast

@@ -1,12 +1,10 @@
 """From documents to sequences of token ids, in a fixed order, and with tokens masked.
 
-Each sequence stands between the special tokens that the tokenizer itself puts around a text: `[CLS] ...
-[SEP]`
-with BERT.
+Each sequence stands between the special tokens that the tokenizer itself puts around a text, as BERT's puts
+`[CLS] ... [SEP]`.
 
 - `packed`: tokens of documents are joined, with the separator between two documents, and cut to full length.
-The last sequence is shorter; where whole
-  documents are held out, so is the last training sequence.
+  The last sequence is shorter; where whole documents are held out, so is the last training sequence.
 - `records`: one sequence per document, cut where it is too long.
 
 Token ids and the order of documents lie on disk (`tokens`, `order`); a range of sequences is built when it is

@@ -92,8 +92,7 @@ def packing_of(
     Raises:
         TeacherError: same as for `template_of`.
         InvalidConfigError: sequences have no room beside special tokens, or the tokenizer cuts long texts at
-        their
-            beginning, which records do not.
+            their beginning, which records do not.
     """
     if mode == "records" and tokenizer.truncation_side == "left":
         raise InvalidConfigError(

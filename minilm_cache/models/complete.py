@@ -315,9 +315,8 @@ def refuse_other_reading(folder: Path, *, lower_cases: bool, adds_prompts: bool)
         adds_prompts: whether the caller puts the prompt of every text before texts.
 
     Raises:
-        TeacherError: it names a prompt that every text gets, or settings of its Transformer module that
-        would give
-            other vectors.
+        TeacherError: it names a prompt that every text gets and the caller does not add, or settings of its
+            Transformer module that would give other vectors.
     """
     prompts = _settings(folder / PROMPTS_FILE)
     prompt = read_prompts(folder).of_every_text

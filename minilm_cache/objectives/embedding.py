@@ -91,7 +91,8 @@ class EmbeddingObjective(StudentObjective):
         if references is not None:
             unit = F.normalize(references.float(), dim=-1)
             cosines = (unit @ unit.T)[~torch.eye(len(unit), dtype=torch.bool)]
-            self._temperature = temperature or max(float(cosines.std()) * _SPREAD, _LEAST_TEMPERATURE)
+            spread = float(cosines.std()) if len(cosines) > 1 else 0.0
+            self._temperature = temperature or max(spread * _SPREAD, _LEAST_TEMPERATURE)
             self.register_buffer("_references", unit, persistent=False)
             self.register_buffer("_mean", references.float().mean(0), persistent=False)
         shorter = {self._shorter(width): losses.get(SIMILARITY, 1.0) for width in widths}
