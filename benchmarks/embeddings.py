@@ -60,7 +60,7 @@ MAX_LENGTH = 256
 SHORT_LENGTH = 128
 LAYERS = "1,3,5"
 _Learner = tuple[StudentTrainer, Generator[StudentBatch], TrainConfig]
-_Encode = Callable[[list[str]], np.ndarray]
+Encode = Callable[[list[str]], np.ndarray]
 CPU = torch.device("cpu")
 KEYS = (
     "arch",
@@ -201,14 +201,14 @@ def _scores(folder: Path, data: Path) -> dict[str, float]:
 
     Retrieval is scored twice: with texts cut at `MAX_LENGTH` tokens and at `SHORT_LENGTH`.
     """
-    similarity = _similarity(_encode(folder, MAX_LENGTH), data)
-    scores = {"stsb_spearman": similarity}
+    scores = {"stsb_spearman": similarity(encoder_of(folder, MAX_LENGTH), data)}
     for name, length in (("squad_ndcg", MAX_LENGTH), ("squad_ndcg_128", SHORT_LENGTH)):
-        scores[name] = _retrieval(_encode(folder, length), data)
+        scores[name] = retrieval(encoder_of(folder, length), data)
     return scores
 
 
-def _encode(folder: Path, max_length: int) -> _Encode:
+def encoder_of(folder: Path, max_length: int) -> Encode:
+    """Return a function that makes vectors of texts, which are cut at `max_length` tokens."""
     encoder: Any = sentence_encoder(Evaluated(name=folder.name, folder=folder), max_length, "cpu")
 
     def encode(texts: list[str]) -> np.ndarray:
@@ -217,7 +217,8 @@ def _encode(folder: Path, max_length: int) -> _Encode:
     return encode
 
 
-def _similarity(encode: _Encode, data: Path) -> float:
+def similarity(encode: Encode, data: Path) -> float:
+    """Return the Spearman correlation on STS-B's dev set, times 100."""
     header, *lines = (data / "glue/STS-B/dev.tsv").read_text().rstrip("\n").split("\n")
     columns = header.split("\t")
     rows = [dict(zip(columns, line.split("\t"), strict=False)) for line in lines]
@@ -226,7 +227,8 @@ def _similarity(encode: _Encode, data: Path) -> float:
     return round(100 * float(spearman), 2)
 
 
-def _retrieval(encode: _Encode, data: Path) -> float:
+def retrieval(encode: Encode, data: Path) -> float:
+    """Return nDCG@10 of the first question of each of SQuAD's paragraphs over all of them, times 100."""
     document = json.loads((data / "squad/dev-v1.1.reconstructed.json").read_text())
     paragraphs = [paragraph for article in document["data"] for paragraph in article["paragraphs"]]
     questions = encode([paragraph["qas"][0]["question"] for paragraph in paragraphs])

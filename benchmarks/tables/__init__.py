@@ -26,6 +26,7 @@ from benchmarks.tables.device import (
 )
 from benchmarks.tables.embeddings import (
     embedding_bytes,
+    embedding_crowded,
     embedding_first,
     embedding_imported,
     embedding_peer,
@@ -76,6 +77,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "embedding_trials": embedding_trials,
     "embedding_untrained": embedding_untrained,
     "embedding_peer": embedding_peer,
+    "embedding_crowded": embedding_crowded,
     "embedding_first": embedding_first,
     "embedding_imported": embedding_imported,
 }

@@ -161,6 +161,31 @@ def embedding_first() -> str:
     return table_of(head, table)
 
 
+def embedding_crowded() -> str:
+    """Return scores of students of a teacher whose vectors crowd together."""
+    names = {
+        "teacher": ("the teacher", "-"),
+        "cosine": ("`3x384`, slice 1,10,11", "`cosine`, 5e-4"),
+        "centred": ("`3x384`, slice 1,10,11", "`centred`, 5e-4"),
+        "neighbours": ("`3x384`, slice 1,10,11", "`neighbours`, 5e-4"),
+        "both": ("`3x384`, slice 1,10,11", "`centred`, `neighbours=0.3`, 5e-4"),
+        "rate": ("`3x384`, slice 1,10,11", "`cosine`, 1e-3"),
+        "six": ("`6x384`, slice 0,2,4,8,10,11, 300 steps", "`cosine`, 1e-3"),
+        "of six": ("`3x384`, slice 1,4,5 of that student", "`cosine`, 1e-3"),
+        **{size: (f"the first `3x384`, trimmed to {size} pieces", "-") for size in ("20k", "10k", "5k")},
+    }
+    rows = [
+        [model, how, f"{row['num_parameters']:,}", *(f"{row[name]:.1f}" for name in _CROWDED)]
+        for name, row in read("crowded")["rows"].items()
+        for model, how in [names[name]]
+    ]
+    head = ["model", "loss, rate", "parameters", "STS-B dev", "STS-B test", "retrieval, 128 tokens"]
+    return table_of(head, rows)
+
+
+_CROWDED = ("stsb_dev", "stsb_test", "squad_ndcg_128")
+
+
 def embedding_imported() -> str:
     """Return scores of a student of imported vectors, and of one from the cache that they came from."""
     result = read("embeddings")["imported"]

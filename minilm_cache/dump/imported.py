@@ -164,7 +164,7 @@ def read_vectors(config: ImportConfig, session: Session = ALONE) -> TextVectors:
                 width = blocks[0].shape[1] if blocks else None
                 vectors = batch.column(config.vector_column)
                 blocks.append(_matrix(vectors, file, first=len(texts) - len(batch), width=width))
-    except (OSError, HeaderError, pa.ArrowException) as error:
+    except (OSError, HeaderError, ValueError, pa.ArrowException) as error:  # names of columns may be no UTF-8
         reason = first_line(error)
         raise CorpusError(
             f"cannot read {file}: {reason}. Give a Parquet file of texts and vectors."

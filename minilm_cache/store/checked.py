@@ -262,7 +262,7 @@ class Table:
             for number in numbers:
                 self._refuse_pages(number, columns)
             return self._file.read_row_groups(list(numbers), columns)
-        except (HeaderError, pa.ArrowException, OSError) as error:
+        except (HeaderError, pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise not_a_table(self.where, error) from error
 
     @cached_property

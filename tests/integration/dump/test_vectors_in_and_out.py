@@ -195,6 +195,15 @@ def test_bad_files_and_options(world: World, command: Command) -> None:
     command.fails("import", file, "--tokenizer", world.root / "nowhere", code=1, says="nowhere")
 
 
+@pytest.mark.parametrize("name", [b"text", b"embedding"])
+def test_names_of_columns_that_are_no_text_are_one_line(world: World, name: bytes) -> None:
+    file = write_vectors(world)
+    file.write_bytes(file.read_bytes().replace(name, b"\xf1" + name[1:]))
+    config = ImportConfig(vectors=str(file), tokenizer=str(world.teacher), max_length=32)
+    with pytest.raises(CorpusError, match=r"cannot read .*\.parquet"):
+        read_vectors(config)
+
+
 @pytest.mark.timeout(900)
 def test_mutated_vectors_are_read_or_one_line(world: World) -> None:
     """No other error, and no signal."""
