@@ -113,6 +113,7 @@ TEACHER_WEIGHTS: Final = "teacher/model.safetensors"
 """Weights of the teacher in float16, if a cache keeps them (`dump --keep-weights`)."""
 PROMPTS_FILE: Final = "config_sentence_transformers.json"
 """File of a teacher's prompts, in a folder of sentence-transformers and in `TEACHER_FOLDER`."""
+TEACHER_PROMPTS: Final = f"{TEACHER_FOLDER}/{PROMPTS_FILE}"
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -300,8 +301,8 @@ class CacheManifest(StoredDocument):
 
     @model_validator(mode="after")
     def _names_no_other_file(self) -> "CacheManifest":
-        known = {TEACHER_CONFIG, TEACHER_WEIGHTS, PREVIEW, RANGES, INDEX}
-        known |= {f"{TEACHER_FOLDER}/{name}" for name in (*TOKENIZER_FILES, PROMPTS_FILE)}
+        known = {TEACHER_CONFIG, TEACHER_WEIGHTS, TEACHER_PROMPTS, PREVIEW, RANGES, INDEX}
+        known |= {f"{TEACHER_FOLDER}/{name}" for name in TOKENIZER_FILES}
         if self.calibration is not None:
             folders = [layer_folder(fitted.layer) for fitted in self.calibration.layers]
             folders += [state.name.folder for state in self.calibration.states]

@@ -302,16 +302,18 @@ def _write_part(job: _PartJob, session: Session = ALONE) -> int:
         for first, batch in text_batches(job.documents):
             if session.should_stop():
                 raise _interrupted()
+            prompted = [job.prompt + text for text in batch["text"].to_pylist()]
             # A pattern of the tokenizer may take for ever, and no signal handler runs meanwhile.
             tokenised = awaited(
-                partial(_token_ids, [job.prompt + text for text in batch["text"].to_pylist()], job.tokenizer),
+                partial(_token_ids, prompted, job.tokenizer),
                 should_stop=session.should_stop,
                 interrupted=_INTERRUPTED,
             )
             counts.append(np.asarray([len(row) for row in tokenised], dtype="<i8"))
             ids.write(np.concatenate([np.asarray(row, dtype=job.dtype) for row in tokenised]).tobytes())
             for file, hashes in keys.items():
-                hashes.append(_hashes(batch[_KEYS[file]].to_pylist(), job.number, first))
+                values = batch[_KEYS[file]].to_pylist()
+                hashes.append(_hashes(prompted if file == TEXTS else values, job.number, first))
             session.progress.advance(len(tokenised))
     columns = {ENDS: np.cumsum(np.concatenate(counts)), **{f: np.concatenate(h) for f, h in keys.items()}}
     content = np.fromfile(job.path.with_suffix(".ids"), dtype=np.uint8)
@@ -413,8 +415,9 @@ def _refuse_other_tokens(
     drawn = np.random.default_rng().choice(num_documents, min(num_documents, _SAMPLE), replace=False)
     chosen = np.sort(drawn)
     texts = [str(text) for text in corpus.documents.select(chosen)["text"]]
-    expected = _token_ids([(corpus.prompt or "") + text for text in texts], tokenizer)
-    hashes = [xxhash.xxh3_64_intdigest(text.encode()) for text in texts]
+    prompted = [(corpus.prompt or "") + text for text in texts]
+    expected = _token_ids(prompted, tokenizer)
+    hashes = [xxhash.xxh3_64_intdigest(text.encode()) for text in prompted]
     is_same = tokens.keys[0][chosen].tolist() == hashes and all(
         ids.tolist() == own for ids, own in zip(tokens.read(chosen), expected, strict=True)
     )

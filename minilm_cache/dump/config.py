@@ -59,8 +59,8 @@ class TextSettings(SequenceSettings):
     prompt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """Words to put before every text, like "query: ". None means `--prompt-name`."""
     prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Prompt of the teacher's own to put before every text, such as `query` or `document`. None means its
-    default, which most teachers do not have."""
+    """Prompt of the teacher's own to put before every text, such as `query` or `document`; `none` leaves its
+    default out. None means its default, which most teachers do not have."""
 
     @model_validator(mode="after")
     def _prompt_is_of_documents(self) -> "TextSettings":

@@ -19,6 +19,7 @@ from minilm_cache.dump.config import (
     DumpConfig,
 )
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.prompts import chosen_prompt
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.signals.table import own_signal
 from minilm_cache.storage_schema.arrays import array_specs
@@ -57,6 +58,17 @@ CALIBRATION_SEQUENCES = 2**12
 """Sequences that the code of pooled vectors is fitted to."""
 _RECORD_FILE_BYTES = 240
 """Most bytes that the path and digest of a file take in a commit record."""
+
+
+def prompt_for(config: DumpConfig, teacher: Teacher) -> str | None:
+    """Return the words that stand before every text. None means none.
+
+    Raises:
+        InvalidConfigError: the teacher has no such prompt.
+        TeacherError: what it declares of its prompts is damaged.
+    """
+    has_default = config.packing == "records"
+    return chosen_prompt(teacher.folder, name=config.prompt_name, text=config.prompt, has_default=has_default)
 
 
 def identify(

@@ -22,14 +22,18 @@ from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.audit import MAX_SEQUENCES
 from minilm_cache.dump.config import MIN_SHARD_TOKENS, DumpConfig
 from minilm_cache.dump.fit import MIN_SEQUENCES
-from minilm_cache.dump.identity import CALIBRATION_TOKENS, STATE_CALIBRATION_TOKENS, codec_parameters
+from minilm_cache.dump.identity import (
+    CALIBRATION_TOKENS,
+    STATE_CALIBRATION_TOKENS,
+    codec_parameters,
+    prompt_for,
+)
 from minilm_cache.dump.reading import batch_size_for
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.dump.setup import load_teacher
 from minilm_cache.dump.shards import COMPILE
 from minilm_cache.errors import CorpusError, InterruptedRunError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.prompts import chosen_prompt
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Progress, Session, Silent
 from minilm_cache.storage_schema.identity import CodecParameters, codec_words
@@ -163,7 +167,7 @@ def plan(configs: Sequence[DumpConfig], sample_tokens: int, *, session: Session)
 def _load_sequences(config: DumpConfig, teacher: Teacher, *, session: Session) -> SequenceTable:
     """Return the whole corpus as the sequences of a dump."""
     corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
-    corpus = corpus.with_prompt(chosen_prompt(teacher.folder, name=config.prompt_name, text=config.prompt))
+    corpus = corpus.with_prompt(prompt_for(config, teacher))
     tokens = tokenise(corpus, teacher.tokenizer, session=session)
     packing = packing_of(
         teacher.tokenizer,

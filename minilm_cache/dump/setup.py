@@ -14,13 +14,12 @@ from minilm_cache.corpus.load import Corpus, load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.config import DumpConfig
-from minilm_cache.dump.identity import identify, name_labels
+from minilm_cache.dump.identity import identify, name_labels, prompt_for
 from minilm_cache.dump.reading import batch_size_for
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, TeacherError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.known import remember_teacher
 from minilm_cache.models.load import locate_teacher
-from minilm_cache.models.prompts import chosen_prompt
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session
@@ -242,7 +241,7 @@ def _precision_of(cache: Path | None) -> Precision | None:
 def _load(config: DumpConfig, session: Session, *, like: Path | None) -> tuple[Teacher, Corpus]:
     teacher = load_teacher(config, head=head_for(config), precision=_precision_of(like))
     corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
-    prompt = chosen_prompt(teacher.folder, name=config.prompt_name, text=config.prompt)
+    prompt = prompt_for(config, teacher)
     if prompt is not None:
         if config.pooled and not teacher.pooler(config.pooling).includes_prompt:
             raise TeacherError(

@@ -47,7 +47,8 @@ class Evaluated:
         """Return the SHA-256 (hex) of its weights, configuration and pooling."""
         texts = [sha256_file(self.folder / "config.json"), weights_sha256(self.folder)]
         if self.pools:
-            pooler = load_pooler(self.folder, None, read_config(self.folder).hidden_size)
+            width = read_config(self.folder).hidden_size
+            pooler = load_pooler(self.folder, None, width, adds_prompts=True)
             texts += [pooler.mode, pooler.dense_sha256() or ""]
         return sha256_texts(texts)
 

@@ -32,7 +32,7 @@ class PooledClassifier(nn.Module):
     ) -> "PooledClassifier":
         """Return the model of a folder with a `modules.json`, with a new layer of random weights.
 
-        Vectors are not divided by their length.
+        Vectors are not divided by their length, and texts of tasks get no prompt, which is for other uses.
 
         Args:
             folder: folder of the model.
@@ -45,7 +45,7 @@ class PooledClassifier(nn.Module):
         """
         model = load_model(folder, attention="sdpa")
         model.config.update(head_config("sequences", labels))
-        pooler = load_pooler(folder, None, model.config.hidden_size)
+        pooler = load_pooler(folder, None, model.config.hidden_size, adds_prompts=True)
         if untrained:
             model = build_model(model.config, "sdpa")
             for earlier in pooler.dense:

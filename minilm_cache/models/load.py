@@ -84,7 +84,9 @@ def _usable_attention(head: TaskHead | None, config: PreTrainedConfig, attention
 
 def _class_for(head: TaskHead | None, config: PreTrainedConfig) -> Any:  # noqa: ANN401 - has no common class
     """Return the class of a model; of an encoder with a decoder it is the encoder, where it has one alone."""
-    is_encoder = config.is_encoder_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
+    # The encoders of T5 and mT5 write configurations that say nothing of a decoder.
+    has_decoder = config.is_encoder_decoder or config.model_type in {"t5", "mt5"}
+    is_encoder = has_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
     return AutoModelForTextEncoding if head is None and is_encoder else HEADS[head]
 
 

@@ -165,7 +165,9 @@ class SentencePooler(nn.Module):
         modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
         _write(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
         switches = {name: mode == self.mode for name, mode in _LEGACY_MODES.items()}
-        _write(folder / "1_Pooling/config.json", {"word_embedding_dimension": hidden_size, **switches})
+        left_out = {} if self.includes_prompt else {"include_prompt": False}
+        pooling = {"word_embedding_dimension": hidden_size, **switches, **left_out}
+        _write(folder / "1_Pooling/config.json", pooling)
         for number, layer in enumerate(self.dense, len(modules)):
             path, linear, kind = f"{number}_Dense", layer.linear, type(layer.activation)
             description = {
@@ -429,6 +431,11 @@ class SentenceModel:
         self._encoder = SentenceEncoder.load(folder)
         self._tokenizer = load_tokenizer(folder, has_ends=False)
         self._max_length, self._prompt = max_length, read_prompts(folder).of_every_text
+        if self._prompt and not self._encoder.pooler.includes_prompt:
+            raise TeacherError(
+                f"{folder} leaves the tokens of its prompt out of its pooling (include_prompt), which is not "
+                "done here. Take another model."
+            )
 
     @property
     def num_parameters(self) -> int:

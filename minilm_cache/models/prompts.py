@@ -10,6 +10,8 @@ from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 
 GIVEN: Final = "prompt"
 """Name that a student has for a prompt that was given as `--prompt TEXT`."""
+NO_PROMPT: Final = "none"
+"""Value of `--prompt-name` that leaves a teacher's default prompt out."""
 _MAX_PROMPTS: Final = 256
 _MAX_CHARACTERS: Final = 4096
 
@@ -63,7 +65,7 @@ def prompts_of(content: object, where: str) -> Prompts:
             f"{where}: its prompts are not a mapping of names to texts. Save the model again, or remove the "
             "file from a copy of its folder."
         )
-    if default is not None and default not in listed:
+    if default is not None and (not isinstance(default, str) or default not in listed):
         raise TeacherError(
             f"{where}: its default_prompt_name {str(default)[:40]!r} is not among its prompts "
             f"({', '.join(listed) or 'none'}). Correct it."
@@ -71,13 +73,14 @@ def prompts_of(content: object, where: str) -> Prompts:
     return Prompts(dict(listed), default)
 
 
-def chosen_prompt(folder: Path, *, name: str | None, text: str | None) -> str | None:
+def chosen_prompt(folder: Path, *, name: str | None, text: str | None, has_default: bool) -> str | None:
     """Return the prompt that a teacher's texts get. None means none.
 
     Args:
         folder: folder of the teacher.
-        name: name of one of its prompts. None means its default.
+        name: name of one of its prompts, or `none`. None means its default.
         text: the prompt itself. None means that it is one of the teacher's own.
+        has_default: whether texts get the teacher's default prompt, which parts of joined documents do not.
 
     Raises:
         InvalidConfigError: the teacher has no prompt of this name.
@@ -85,7 +88,11 @@ def chosen_prompt(folder: Path, *, name: str | None, text: str | None) -> str | 
     """
     if text is not None:
         return text
+    if name is None and not has_default:
+        return None
     prompts = read_prompts(folder)
+    if name == NO_PROMPT and name not in prompts.by_name:
+        return None
     if name is not None and name not in prompts.by_name:
         listed = ", ".join(prompts.by_name) or "none at all"
         raise InvalidConfigError(

@@ -249,7 +249,7 @@ class TappedModel(nn.Module):
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True
 
-    def compile_forward(self, head: Head | None, *, replays: bool = False) -> None:
+    def compile_forward(self, head: Head | None, *, taps_layers: bool, replays: bool = False) -> None:
         """Compile the forward pass, up to the last chosen output, with torch.compile on its first call.
 
         It is one graph. Nothing ends it early: the compiler leaves out what no output depends on. A head for
@@ -258,11 +258,12 @@ class TappedModel(nn.Module):
 
         Args:
             head: head that the model will be tapped with.
+            taps_layers: whether it will be tapped for vectors of layers.
             replays: let a GPU replay the whole graph with one launch. Outputs and gradients are then valid
                 until the next forward pass of any model that is replayed.
         """
         family = self.model.config.model_type
-        if family in _HOOKED:
+        if taps_layers and family in _HOOKED:
             raise InvalidConfigError(
                 f"--compile: the queries and keys of the family {family} are taken by hooks, which are not "
                 "compiled. Leave it out."

@@ -281,7 +281,7 @@ class Teacher:
 
     def compile_forward(self) -> None:
         """Compile the forward pass with torch.compile on its first call."""
-        self._tapped.compile_forward(self._head)
+        self._tapped.compile_forward(self._head, taps_layers=bool(self.layers))
 
     def check_length(self, max_length: int) -> None:
         """Run the teacher on a sequence of the greatest length.

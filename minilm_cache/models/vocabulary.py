@@ -101,8 +101,13 @@ class Pieces:
       less a constant (10), so that piece stays. Each kept piece keeps its characters.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Read a tokenizer of one of these kinds, or of whole words."""
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: Iterable[str] = ()) -> None:
+        """Read a tokenizer of one of these kinds, or of whole words.
+
+        Args:
+            tokenizer: the tokenizer.
+            texts: texts whose pieces stay in any case, such as a model's prompts.
+        """
         self.tokenizer = tokenizer
         self._document: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
         self._model: dict[str, Any] = self._document["model"]
@@ -115,8 +120,15 @@ class Pieces:
         special = {int(added["id"]) for added in self._document["added_tokens"]}
         unknown = self._model.get("unk_token")
         special |= {self._ids[unknown]} if unknown in self._ids else set()
-        self.always = frozenset(special | self._never_left_out())
+        special |= _numbers_in(self._document["post_processor"])
+        special |= {
+            number for text in texts for number in tokenizer(text, add_special_tokens=False)["input_ids"]
+        }
+        stays = special | self._never_left_out()
+        self.always = frozenset(part for number in stays for part in self.with_parts(number))
         """Numbers of the pieces that every vocabulary keeps: special tokens, and those named above."""
+        self.known = frozenset(self._ids.values()) | special
+        """Numbers that are pieces; a stranger's vocabulary may have gaps."""
         self.size = 1 + max((*self._ids.values(), *special))
         """Number of pieces, those of added tokens included."""
 
@@ -172,7 +184,7 @@ class Pieces:
             InvalidConfigError: it cannot be read as text, or a line is no piece of this tokenizer.
         """
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8").replace("\r\n", "\n").split("\n")
         except (OSError, UnicodeError) as error:
             raise InvalidConfigError(f"--vocab {file}: {first_line(error)}. Give a text in UTF-8.") from error
         known, kept = self.tokenizer.get_vocab(), set(self.always)
@@ -312,6 +324,16 @@ def _longest_first(piece: str, prefix: str, vocab: Mapping[str, int]) -> list[in
         found.append(vocab[prefix + rest[:end]])
         rest = rest[end:]
     return found
+
+
+def _numbers_in(processor: dict[str, Any] | None) -> set[int]:
+    """Return the numbers of the tokens that stand around texts."""
+    if processor is None:
+        return set()
+    parts = processor.get("processors", ())
+    found = {number for part in parts for number in _numbers_in(part)}
+    found |= {number for special in processor.get("special_tokens", {}).values() for number in special["ids"]}
+    return found | {processor[name][1] for name in ("cls", "sep") if name in processor}
 
 
 def _renumber(processor: dict[str, Any] | None, place: Mapping[int, int]) -> None:

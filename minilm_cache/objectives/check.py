@@ -86,7 +86,12 @@ def live_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[str]
     """
     request = ObjectiveRequest(config=config, arch=tuple(arch), cache=cache)
     states = cache.manifest.identity.states
-    if config.temperature is not None and states is not None and states.num_classes == 1:
+    if (
+        config.temperature is not None
+        and config.spec.needs.logits
+        and states is not None
+        and states.num_classes == 1
+    ):
         raise InvalidConfigError(
             f"--temperature {config.temperature:g}: the teacher answers with one number, which is compared "
             "by its squared error. Leave it out."

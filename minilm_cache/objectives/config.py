@@ -176,6 +176,9 @@ class ObjectiveConfig(ObjectiveFields):
                 flag = "--no-value-relation" if name == "value_relation" else f"--{name.replace('_', '-')}"
                 only = "them" if " and " in having else "it"
                 raise ValueError(f"{flag} goes with --objective {having}, and only with {only}")
+        names = [text.partition("=")[0] for text in self.loss]
+        if self.objective == "embedding" and self.temperature is not None and "neighbours" not in names:
+            raise ValueError("--temperature goes with --loss neighbours, and only with it")
         if self.first_steps is not None and self.first is None:
             raise ValueError("--first-steps goes with --first, and only with it")
         if self.first == self.objective:

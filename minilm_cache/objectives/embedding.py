@@ -44,7 +44,6 @@ class EmbeddingObjective(StudentObjective):
     - `mse`: their squared difference, mean over dimensions (Reimers and Gurevych 2020, arXiv 2004.09813).
     - `similarity`: squared difference of the cosines of the batch's sequences with each other, mean over
       pairs (after Tung and Mori 2019, arXiv 1907.09682, who compare products of activations).
-
     - `centred`: the cosine of both after the mean of the teacher's vectors is taken from them. Some teachers'
       vectors crowd together, so that their cosines say little else than this mean.
     - `neighbours`: KL(teacher || student), nats, of the distributions over 2,048 of the cache's texts that

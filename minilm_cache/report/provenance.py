@@ -57,6 +57,7 @@ def dump_command(manifest: CacheManifest) -> str:
         **_states(identity.states),
         "precision": identity.precision or "float32",
         "packing": identity.packing.mode,
+        "prompt": identity.packing.prompt,
         "max_length": identity.packing.max_length,
         "max_tokens": identity.packing.max_tokens,
         "shard_tokens": manifest.shard_tokens,

@@ -18,8 +18,7 @@ from minilm_cache.objectives.relations import split_into
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.urls import is_url, without_secrets
 from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run
-from minilm_cache.train.initial import ANOTHER_MODEL
-from minilm_cache.train.record import RunRecord, StudentRecord, load_record
+from minilm_cache.train.record import ANOTHER_MODEL, RunRecord, StudentRecord, load_record
 from minilm_cache.train.resume import SUFFIX
 from minilm_cache.wording import Described, printable
 
@@ -209,7 +208,8 @@ class TrainedRun(Described):
 
         A student with another vocabulary, or cut from another model, has its own.
         """
-        if not self.has_teachers_pieces or student.init == ANOTHER_MODEL:
+        is_of_donor = student.init == ANOTHER_MODEL and self.record.init is None
+        if student.diverged_at is None and (is_of_donor or not self.has_teachers_pieces):
             return read_config(self.folder(student))
         manifest = self.cache.manifest
         identity, heads = self.record.identity, manifest.identity.relation_heads

@@ -58,9 +58,9 @@ class SlicePlan:
         recipe = [getattr(self.recipe, name) for name in Recipe.__slots__]
         teacher = [self.weights.sha256, identity.teacher.config_sha256]
         if self.weights.is_donor:
-            teacher[1] = canonical_sha256(self.weights.config.to_dict())
+            teacher[1] = self.weights.config_sha256
         if self.tokens is not None:
-            text["tokenizer_sha256"] = self.tokens.name
+            text["read_by"] = self.tokens.name
         return canonical_sha256(
             [_VERSION, teacher, sizes, self.layers, recipe, self.head, self.num_tokens, text]
         )

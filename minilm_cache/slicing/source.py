@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, TeacherError
-from minilm_cache.models.files import CONFIG, first_setting_that_differs, weights_sha256
+from minilm_cache.models.files import CONFIG, VOLATILE, first_setting_that_differs, weights_sha256
 from minilm_cache.models.known import find_teacher
 from minilm_cache.models.load import load_weights, locate_teacher, read_config
 from minilm_cache.models.student import num_weights, teacher_config
@@ -38,6 +38,12 @@ class TeacherWeights:
     def config(self) -> PreTrainedConfig:
         """Configuration of the teacher."""
         return read_config(self.folder)
+
+    @property
+    def config_sha256(self) -> str:
+        """Hash of the configuration, without what a release of transformers adds to it."""
+        content = self.config.to_dict()
+        return canonical_sha256({name: value for name, value in content.items() if name not in VOLATILE})
 
     def load(self, head: Head | None) -> tuple[PreTrainedModel, frozenset[str]]:
         """Return the teacher in evaluation mode, and the names of weights that the folder lacks.

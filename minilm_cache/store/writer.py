@@ -19,7 +19,14 @@ from minilm_cache.session import Session
 from minilm_cache.storage_schema.arrays import ArraySpec, array_specs
 from minilm_cache.storage_schema.base import parse
 from minilm_cache.storage_schema.documents import FileDigest
-from minilm_cache.storage_schema.manifest import INDEX, MAX_MANIFEST_BYTES, RANGES, CacheManifest, Measured
+from minilm_cache.storage_schema.manifest import (
+    INDEX,
+    MAX_MANIFEST_BYTES,
+    RANGES,
+    TEACHER_PROMPTS,
+    CacheManifest,
+    Measured,
+)
 from minilm_cache.storage_schema.metadata import zarr_documents
 from minilm_cache.store.card import attach, has_damaged_preview, seal_with_preview
 from minilm_cache.store.checked import checked_file, digest_bytes, is_damaged, read_checked, tokens_hash
@@ -177,7 +184,8 @@ class CacheWriter:
                 shard_tokens=manifest.shard_tokens,
             )
             for path, content in (metadata | dict(attachments)).items():
-                self._put(path, content)
+                if path != TEACHER_PROMPTS or self.manifest.files.get(path) == digest_bytes(content):
+                    self._put(path, content)  # prompts are not in the identity, and earlier caches lack them
             if RANGES in self.manifest.files and is_damaged(root, self.manifest, RANGES):
                 self._put(RANGES, encode_ranges(ranges))
 

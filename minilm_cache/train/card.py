@@ -23,6 +23,7 @@ from minilm_cache.storage_schema.manifest import PROMPTS_FILE, TEACHER_FOLDER, T
 from minilm_cache.store.durable import new_folder
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.record import (
+    ANOTHER_MODEL,
     RunIdentity,
     RunRecord,
     StudentRecord,
@@ -47,7 +48,7 @@ def save_student(
     Args:
         folder: folder of the student.
         trainer: the student.
-        reader: reader of the cache, whose tokenizer the student gets.
+        reader: reader of the cache, whose tokenizer the student gets where `tokens` is None.
         run: record of the run.
         record: record of the student.
         tokens: how the student reads the sequences of the cache. None means that it reads its token ids.
@@ -219,7 +220,8 @@ def student_card(
         vocabulary: the pieces that the student has. None means all of the teacher's.
     """
     is_sentence_encoder = identity.spec.needs.pooled
-    base_model = _base_model(manifest.labels.teacher)
+    is_of_donor = record.init == ANOTHER_MODEL  # whose licence is not known here
+    base_model = None if is_of_donor else _base_model(manifest.labels.teacher)
     licence, language = _TERMS.get(base_model or "", (None, None))
     data = ModelCardData(
         license=licence,

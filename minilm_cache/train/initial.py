@@ -35,13 +35,12 @@ from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.train.card import cached_tokenizer
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, is_run
+from minilm_cache.train.record import ANOTHER_MODEL
 
 RANDOM: Final = "random"
 EMBEDDINGS: Final = "embeddings"
 TEACHER_LAYERS: Final = "teacher-layers"
 SLICE: Final = "slice"
-ANOTHER_MODEL: Final = "another model"
-"""Kind of initial weights that are not those of the cache's teacher."""
 FROM_TEACHER: Final = (SLICE, TEACHER_LAYERS, EMBEDDINGS)
 """Values of `--init` that need the weights of the teacher."""
 
@@ -439,9 +438,10 @@ class _FromTeacher:
             teacher = self.weights.config
         if init == TEACHER_LAYERS:
             layers = layers_for(shape, teacher, self.config.init_layers)
+            source = [self.weights.sha256, *([self.weights.config_sha256] if self.weights.is_donor else [])]
             return LayerWeights(
                 kind=ANOTHER_MODEL if self.weights.is_donor else init,
-                name=f"{TEACHER_LAYERS}-{canonical_sha256([self.weights.sha256, layers])}",
+                name=f"{TEACHER_LAYERS}-{canonical_sha256([*source, layers])}",
                 in_words=f"layers {', '.join(map(str, layers))}, unchanged, of {self.weights.in_words}",
                 arch=shape.arch,
                 weights=self.weights,

@@ -20,6 +20,8 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, arch_slug, is_run
 from minilm_cache.train.sampler import StepPlan
 
+ANOTHER_MODEL: Final = "another model"
+"""What a student began with that was not cut from the cache's teacher."""
 _MAX_RECORD_BYTES: Final = 2**20
 _WORSE: Final = 1.05
 MAX_LOG_BYTES: Final = 2**28

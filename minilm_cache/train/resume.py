@@ -14,7 +14,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder, is_run, state_name
 from minilm_cache.train.initial import RANDOM, SLICE, Beginnings
 from minilm_cache.train.ranks import refuse_ranks
-from minilm_cache.train.record import RunIdentity, RunRecord, load_record
+from minilm_cache.train.record import ANOTHER_MODEL, RunIdentity, RunRecord, load_record
 from minilm_cache.train.sampler import check_parts
 from minilm_cache.train.setup import num_steps
 
@@ -38,6 +38,11 @@ def recorded(
     if not is_run(path):
         return path, identity, beginnings
     record, folder = load_record(path), RunFolder(path=path)
+    if record.init_teacher is not None and record.students[0].init == ANOTHER_MODEL:
+        raise IdentityMismatchError(
+            f"{path} holds students that were cut from another model. Repeat --init and --init-teacher "
+            f"{record.init_teacher}, or choose another --out."
+        )
     began_by_default = record.identity.init.startswith(f"{SLICE}-")
     is_unfinished = record.identity.init == RANDOM or load_state(folder.checkpoints).step > 0
     if not (began_by_default if record.complete else is_unfinished):

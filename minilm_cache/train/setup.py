@@ -11,6 +11,7 @@ from rich.filesize import decimal
 from minilm_cache.cache import Cache
 from minilm_cache.errors import DeviceError
 from minilm_cache.models.arch import StudentShape, parse_arch
+from minilm_cache.models.load import locate_teacher, read_config
 from minilm_cache.models.student import build_student, shape_config, student_config
 from minilm_cache.models.tap import TappedModel
 from minilm_cache.models.vocabulary import StudentTokens, Vocabulary, trim_model
@@ -102,6 +103,8 @@ def student_shapes(config: TrainConfig, objective: Objective) -> list[StudentSha
         InvalidConfigError: a shape is not valid, or does not fit the objective.
     """
     heads = objective.request.cache.manifest.identity.relation_heads
+    if config.init_teacher is not None and not config.spec.compares_heads:
+        heads = read_config(locate_teacher(config.init_teacher).folder).num_attention_heads  # a donor's
     return [
         parse_arch(
             arch,

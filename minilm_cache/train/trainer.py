@@ -57,7 +57,8 @@ class StudentTrainer:
         if config.gradient_checkpointing:
             self.model.checkpoint_layers()
         if config.compiled:
-            self.model.compile_forward(needs.head, replays=replays_graphs(config, ranks.device))
+            replays = replays_graphs(config, ranks.device)
+            self.model.compile_forward(needs.head, taps_layers=bool(needs.layers), replays=replays)
         else:
             draw_faster(self.model)
         self.model.eval()  # new modules included, so that the model's own mode is that of all of them

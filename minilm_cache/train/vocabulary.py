@@ -10,7 +10,7 @@ from minilm_cache.cache import Cache
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.models.vocabulary import OF_TEXTS, Coverage, Pieces, Vocabulary, asked_vocabulary
 from minilm_cache.storage_schema.base import REMEDY
-from minilm_cache.train.card import cached_tokenizer
+from minilm_cache.train.card import cached_tokenizer, student_prompts
 from minilm_cache.train.config import TrainConfig
 
 
@@ -35,7 +35,8 @@ def student_vocabulary(config: TrainConfig, cache: Cache) -> Vocabulary | None:
         raise InvalidConfigError(
             f"--vocab {OF_TEXTS} goes with trim. A cache has its own text: give --vocab cache."
         )
-    asked, pieces = asked_vocabulary(config.vocab), Pieces(cached_tokenizer(cache.reader))
+    asked, prompts = asked_vocabulary(config.vocab), student_prompts(cache.reader)
+    pieces = Pieces(cached_tokenizer(cache.reader), prompts.by_name.values())
     num_bytes = cache.reader.bytes_read
     counts, of_held_out = (
         pieces.counts(_sequences(cache, pieces, are_held_out=held_out)) for held_out in (False, True)
@@ -48,8 +49,10 @@ def student_vocabulary(config: TrainConfig, cache: Cache) -> Vocabulary | None:
 
 def held_out_coverage(vocabulary: Vocabulary, cache: Cache) -> Coverage | None:
     """Return what a vocabulary covers of held-out sequences. None means that there are none."""
-    held_out = _sequences(cache, vocabulary.pieces, are_held_out=True)
-    return vocabulary.pieces.coverage(vocabulary.kept, held_out)
+    num_bytes, held_out = cache.reader.bytes_read, _sequences(cache, vocabulary.pieces, are_held_out=True)
+    coverage = vocabulary.pieces.coverage(vocabulary.kept, held_out)
+    cache.reader.bytes_read = num_bytes  # those of the training are counted
+    return coverage
 
 
 def _sequences(cache: Cache, pieces: Pieces, *, are_held_out: bool) -> Iterator[npt.NDArray[np.int64]]:
@@ -57,7 +60,7 @@ def _sequences(cache: Cache, pieces: Pieces, *, are_held_out: bool) -> Iterator[
     num_train, shards = cache.manifest.num_train, range(len(cache.reader.ranges))
     for segment in chain.from_iterable(cache.reader.segments_of(shard, paths=()) for shard in shards):
         tokens = segment.rows["tokens"]
-        if tokens.max(initial=0) >= pieces.size:
+        if not pieces.known.issuperset(np.unique(tokens).tolist()):
             raise CacheCorruptError(
                 f"{cache.reader.root} holds tokens that its tokenizer does not have. {REMEDY}"
             )

@@ -1,5 +1,6 @@
 """A model with a smaller vocabulary: the pieces that a text needs, and a tokenizer that cuts it as before."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,20 @@ from transformers import PreTrainedModel
 from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.corpus.tokens import Tokens
-from minilm_cache.errors import InterruptedRunError
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.models.complete import text_length
-from minilm_cache.models.load import TeacherSource, load_tokenizer, load_weights, locate_teacher, read_config
+from minilm_cache.models.load import (
+    TaskHead,
+    TeacherSource,
+    load_tokenizer,
+    load_weights,
+    locate_teacher,
+    read_config,
+)
 from minilm_cache.models.pooling import MODULES, load_pooler
 from minilm_cache.models.prompts import read_prompts
-from minilm_cache.models.tap import Head
 from minilm_cache.models.truncate import saving
-from minilm_cache.models.vocabulary import Coverage, Pieces, asked_vocabulary, trim_model
+from minilm_cache.models.vocabulary import OF_CACHE, Coverage, Pieces, asked_vocabulary, trim_model
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import TrimConfig
 from minilm_cache.storage_schema.manifest import PROMPTS_FILE
@@ -27,9 +34,13 @@ from minilm_cache.store.durable import new_folder, refuse_existing
 from minilm_cache.wording import rendered
 
 _ASIDE: Final = 10
-"""Every so manieth document is looked at to measure coverage, by pieces that are chosen from the others."""
+"""Every tenth document is set aside to measure coverage, by pieces that are chosen from the others."""
 _BATCH: Final = 1000
-_HEADS: Final[dict[str, Head]] = {"ForMaskedLM": "tokens", "ForSequenceClassification": "sequences"}
+_HEADS: Final[dict[str, TaskHead]] = {
+    "ForMaskedLM": "tokens",
+    "ForSequenceClassification": "sequences",
+    "ForQuestionAnswering": "spans",
+}
 """Head of a model by the end of the name of its class."""
 
 
@@ -66,14 +77,16 @@ def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
     refuse_existing(out)
     asked = asked_vocabulary(config.vocab)
     source = locate_teacher(config.model, config.revision)
-    pieces = Pieces(load_tokenizer(source.folder, has_ends=False))
-    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
-    tokens = tokenise(corpus, pieces.tokenizer, session=session)
-    numbers = np.arange(len(tokens.ends))
-    coverage = None
+    if config.vocab == OF_CACHE:
+        raise InvalidConfigError("--vocab cache goes with train. Give texts, a number of pieces, or a file.")
+    prompts = read_prompts(source.folder).by_name.values()
+    pieces, coverage = Pieces(load_tokenizer(source.folder, has_ends=False), prompts), None
     if asked.file is not None:
         kept = pieces.listed(asked.file)
     else:
+        corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
+        tokens = tokenise(corpus, pieces.tokenizer, session=session)
+        numbers = np.arange(len(tokens.ends))
         aside = numbers % _ASIDE == _ASIDE - 1
         counts, of_aside = (
             pieces.counts(_documents(tokens, numbers[chosen], session)) for chosen in (~aside, aside)
@@ -102,9 +115,16 @@ def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
 
 def _load(source: TeacherSource) -> PreTrainedModel:
     """Return a model with the head that its folder names."""
-    names = read_config(source.folder).architectures or [""]
-    head = next((head for end, head in _HEADS.items() if names[0].endswith(end)), None)
-    model, _ = load_weights(source.folder, head, attention="sdpa")
+    name = (read_config(source.folder).architectures or [""])[0]
+    head = next((head for end, head in _HEADS.items() if name.endswith(end)), None)
+    if head is None and re.search(r"For[A-Z]|LMHead", name):
+        raise InvalidConfigError(
+            f"{source.name} is a {name}, whose head would be lost. Save the model without it: "
+            "AutoModel.from_pretrained(OLD).save_pretrained(NEW)."
+        )
+    model, lacking = load_weights(source.folder, head, attention="sdpa")
+    if head is not None and lacking:  # folders name a head that they do not have
+        model, _ = load_weights(source.folder, attention="sdpa")
     model.eval()
     return model
 

@@ -262,6 +262,34 @@ def test_prompts_that_are_not_there_are_refused(world: World, command: Command) 
     command.fails(*words, "--prompt-name", "query", code=1, says="include_prompt")
 
 
+def test_prompts_do_not_stand_in_the_way_of_caches_that_lack_them(world: World, command: Command) -> None:
+    """A dump of an earlier release names no such file; prompts that no text got may change, too."""
+    save_encoder(world.teacher, "mean", max_length=32)
+    file = world.teacher / "config_sentence_transformers.json"
+    file.unlink()
+    path = world.dump(**POOLED_ONLY).path
+    for prompts in ({"query": "ba "}, {"query": "du "}):
+        file.write_text(json.dumps({"prompts": prompts, "default_prompt_name": None}))
+        assert world.dump(**POOLED_ONLY).manifest.complete
+        assert not (path / "teacher/config_sentence_transformers.json").exists()
+    assert world.dump("other", **POOLED_ONLY).manifest.complete
+    file.write_text(json.dumps({"prompts": {"query": "bo "}, "default_prompt_name": None}))
+    assert world.dump("other", **POOLED_ONLY).manifest.complete
+
+    file.write_text(json.dumps(ROLES | {"default_prompt_name": "query"}))
+    assert world.dump("packed").manifest.identity.packing.prompt is None
+    off = world.dump("off", **POOLED_ONLY, prompt_name="none").manifest
+    assert off.identity.packing.prompt is None
+    words = ("dump", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32)
+    assert command(*words, "--for", "embedding", "--out", world.root / "on")[0] == 0
+    settings = {"objective": "embedding", "arch": ("1x16",), "steps": 2, "device": "cpu"}
+    config = validated(TrainConfig, settings)
+    result = train_students(config, world.root / "on", out=world.root / "run", session=Session(world.home))
+    code, _, err = command("report", result.path, "--out", world.root / "page.html")
+    assert code == 0, err
+    assert "--prompt &#39;ba be &#39;" in (world.root / "page.html").read_text()
+
+
 def test_a_cache_with_prompts_is_verified_with_its_text(world: World, command: Command) -> None:
     save_encoder(world.teacher, "mean", max_length=32)
     path = world.dump(**POOLED_ONLY, prompt="ba ").path

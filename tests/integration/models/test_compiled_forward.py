@@ -26,7 +26,7 @@ for family, (hidden, inputs) in itertools.product(("bert", "modernbert", "distil
     plain = TappedModel(tiny_model(family, attention=ATTENTION))
     compiled = TappedModel(plain.model)
     tap = Tap((plain.num_layers - 1,), hidden)
-    compiled.compile_forward(None)
+    compiled.compile_forward(None, taps_layers=True)
     expected, found = plain(inputs, tap), compiled(inputs, tap)
     for side in ("query", "key", "value"):
         values = (getattr(reading.vectors[0], side) for reading in (found, expected))
@@ -50,7 +50,7 @@ models = [
     for width in range(1, 4)
 ]
 for model in models:
-    model.compile_forward(None)
+    model.compile_forward(None, taps_layers=True)
 for length in (7, 9, 12):
     inputs = Inputs.full(torch.randint(5, 100, (2, length)))
     for model in models:
@@ -94,7 +94,9 @@ def test_students_with_whole_steps_are_replayed_on_a_gpu(monkeypatch: pytest.Mon
         ({"arch": ("1x16", "1x32")}, gpu),
     ):
         replays = replays_graphs(settings(**{"arch": ("1x16",), **changes}), device)
-        TappedModel(tiny_model("bert", attention=ATTENTION)).compile_forward(None, replays=replays)
+        TappedModel(tiny_model("bert", attention=ATTENTION)).compile_forward(
+            None, taps_layers=True, replays=replays
+        )
 
     assert modes == ["reduce-overhead", None, None, "reduce-overhead"]
 

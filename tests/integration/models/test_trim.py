@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.session import Session
@@ -50,7 +57,7 @@ def test_a_sentence_encoder_keeps_its_vectors(world: World, tmp_path: Path, comm
     assert f"{num_kept} pieces" in (out / "README.md").read_text()
     assert "100.0% of texts are cut as before" in (out / "README.md").read_text()
     command.fails(*words, "--out", out, code=2, says="exists")
-    command.fails(*words, "--vocab", "3", "--out", tmp_path / "x", code=2, says="5 pieces")
+    command.fails(*words, "--vocab", "3", "--out", tmp_path / "x", code=2, says="6 pieces")
     command.fails(*words, "--vocab", "none.txt", "--out", tmp_path / "x", code=2, says="no such file")
     command.fails(
         "trim", tmp_path / "no", *words[2:], "--out", tmp_path / "x", code=1, says="unknown teacher"
@@ -63,6 +70,35 @@ def test_a_trimmed_teacher_is_a_teacher(world: World, tmp_path: Path, command: C
     assert command("trim", world.teacher, "--corpus", text, "--out", tmp_path / "small")[0] == 0
     small = World(tmp_path / "own", tmp_path / "small", text)
     assert small.dump().manifest.identity.teacher.vocab_size == len(KEPT.split()) + len(SPECIAL)
+
+
+def test_prompts_keep_their_pieces(world: World, tmp_path: Path, command: Command) -> None:
+    SentencePooler("mean", normalize=True).save(world.teacher, hidden_size=32, max_length=32)
+    prompts = {"prompts": {"query": "tun kan "}, "default_prompt_name": "query"}
+    (world.teacher / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    out = tmp_path / "small"
+    assert command("trim", world.teacher, "--corpus", write_text(tmp_path), "--out", out)[0] == 0
+    teacher, small = (SentenceTransformer(str(folder), device="cpu") for folder in (world.teacher, out))
+    torch.testing.assert_close(small.encode(TEXTS), teacher.encode(TEXTS), atol=1e-6, rtol=1e-5)
+
+
+def test_no_head_is_lost_without_a_word(tmp_path: Path, command: Command) -> None:
+    text = ("--corpus", write_text(tmp_path))
+    spans, tags = (save_teacher(tmp_path / name) for name in ("spans", "tags"))
+    config = AutoConfig.from_pretrained(spans)
+    AutoModelForQuestionAnswering.from_config(config).save_pretrained(spans)
+    assert command("trim", spans, *text, "--out", tmp_path / "small")[0] == 0
+    whole, small = (AutoModelForQuestionAnswering.from_pretrained(at) for at in (spans, tmp_path / "small"))
+    assert torch.equal(small.qa_outputs.weight, whole.qa_outputs.weight)
+    AutoModelForTokenClassification.from_config(config).save_pretrained(tags)
+    command.fails("trim", tags, *text, "--out", tmp_path / "x", code=2, says="whose head would be lost")
+    document = json.loads((tags / "config.json").read_text())
+    save_teacher(tags)
+    (tags / "config.json").write_text(json.dumps(document | {"architectures": ["BertForMaskedLM"]}))
+    assert command("trim", tags, *text, "--out", tmp_path / "bare")[0] == 0
+    assert AutoConfig.from_pretrained(tmp_path / "bare").architectures == ["BertModel"]
+    words = ("trim", tags, *text, "--vocab", "cache", "--out", tmp_path / "x")
+    command.fails(*words, code=2, says="goes with train")
 
 
 @pytest.mark.parametrize("vocab", ["file", "8"])

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, PreTrainedTokenizerFast
 
 from minilm_cache.cache import open_cache
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
@@ -25,7 +25,7 @@ from minilm_cache.train.initial import initial_weights
 from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.setup import student_shapes
 from tests.conftest import Command
-from tests.support import SPECIAL, World, save_teacher, tiny_model
+from tests.support import SPECIAL, VOCABULARY, World, save_teacher, tiny_model
 
 LETTERS = [*SPECIAL, *"abcdefghiklmnoprstu"]
 
@@ -122,6 +122,33 @@ def test_a_stopped_run_ends_as_one_that_was_not(world: World, tmp_path: Path) ->
         load_file(result.student_path("1x32") / "model.safetensors") for result in (expected, found)
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_of_a_donor_is_resumed_with_its_donor(world: World, tmp_path: Path) -> None:
+    world.dump(codec="vectors")
+    donor = save_teacher(tmp_path / "donor", seed=3)
+    settings: dict[str, Any] = {"arch": ("1x32:ff64",), "checkpoint_steps": 2}
+    stops = (world.root / "run/checkpoints" / state_name(2)).exists
+    session = Session(world.home, should_stop=stops)
+    with pytest.raises(InterruptedRunError):
+        train(world, "run", session=session, init_teacher=str(donor), **settings)
+    with pytest.raises(IdentityMismatchError, match=r"cut from another model\. Repeat --init"):
+        train(world, "run", init=None, **settings)
+    assert train(world, "run", init_teacher=str(donor), **settings).record.complete
+
+
+def test_a_student_of_a_donor_has_its_heads(world: World, tmp_path: Path, command: Command) -> None:
+    """The teacher is an encoder of T5, whose configuration says nothing of a decoder once it was read."""
+    config = AutoConfig.for_model(
+        "t5", d_model=32, num_layers=2, num_heads=8, d_kv=4, d_ff=64, vocab_size=len(VOCABULARY)
+    )
+    AutoModelForTextEncoding.from_config(config).save_pretrained(world.teacher)
+    world.dump(**{"for": "embedding", "pooling": "mean", "codec": "none"})
+    donor = save_donor(tmp_path / "donor")
+    result = train(world, "run", objective="embedding", init_teacher=str(donor))
+    assert AutoModel.from_pretrained(result.student_path("1x32")).config.num_attention_heads == 4
+    code, _, err = command("report", result.path, "--out", tmp_path / "page.html")
+    assert code == 0, err
 
 
 def test_donors_that_cannot_serve_are_refused(world: World, tmp_path: Path) -> None:
