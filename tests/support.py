@@ -8,9 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 from datasets import Dataset
 from pydantic import BaseModel, ValidationError
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoConfig,
@@ -20,6 +22,7 @@ from transformers import (
 
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import DumpResult, dump_cache
+from minilm_cache.errors import InterruptedRunError
 from minilm_cache.models.load import HEADS
 from minilm_cache.models.tap import Head
 from minilm_cache.session import Session
@@ -28,6 +31,9 @@ from minilm_cache.storage_schema.base import Problem, problems_of
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.checked import digest_bytes
 from minilm_cache.store.push import push
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.folder import RunFolder, state_name
+from minilm_cache.train.run import TrainResult, train_students
 
 WORDS = [
     f"{first}{last}" for first in "bcdfghklmnprst" for last in ("a", "e", "i", "o", "u", "an", "en", "un")
@@ -181,6 +187,29 @@ class World:
     def dump(self, out: str = "cache", **changes: Any) -> DumpResult:
         """Make a cache."""
         return dump_cache(self.config(**changes), out=self.root / out, session=Session(self.home))
+
+    def train(self, out: str, *, stop_at: int | None = None, **settings: Any) -> TrainResult:
+        """Train a student of some steps from the cache `cache`; `stop_at` stops it after a checkpoint."""
+        values: dict[str, Any] = {"arch": ("1x32",), "init": "slice", "steps": 6, "batch_size": 4, "lr": 1e-3}
+        config = validated(TrainConfig, {**values, "dropout": "none", "device": "cpu", **settings})
+        path, session = self.root / out, Session(self.home)
+        if stop_at is not None:
+            reached = RunFolder(path=path).checkpoints / state_name(stop_at)
+            session = Session(self.home, should_stop=reached.exists)
+        return train_students(config, self.root / "cache", out=path, session=session)
+
+    def resumes_the_same(self, arch: str, **settings: Any) -> TrainResult:
+        """Assert that a run which is stopped in between gives the student of one that is not; return it."""
+        settings = {"arch": (arch,), "checkpoint_steps": 2, **settings}
+        whole = self.train("whole", **settings)
+        with pytest.raises(InterruptedRunError):
+            self.train("parts", stop_at=2, **settings)
+        parts = self.train("parts", **settings)
+        first, second = (
+            load_file(result.student_path(arch) / "model.safetensors") for result in (whole, parts)
+        )
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        return parts
 
 
 def find_problems(model: type[BaseModel], document: bytes) -> Sequence[Problem]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from minilm_cache.codecs.rows import ROW_RELATIONS
 from minilm_cache.codecs.sampling import PPS_RATIO
 from minilm_cache.codecs.topk import scale_ratio
-from minilm_cache.corpus.load import Corpus
+from minilm_cache.corpus.load import Corpus, load_corpus
 from minilm_cache.corpus.sequences import SHARE, SequenceTable, mask_token
 from minilm_cache.corpus.template import packing_of
 from minilm_cache.dump.config import (
@@ -18,7 +18,7 @@ from minilm_cache.dump.config import (
     Chosen,
     DumpConfig,
 )
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.prompts import chosen_prompt
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.signals.table import own_signal
@@ -29,6 +29,7 @@ from minilm_cache.storage_schema.identity import (
     CodecParameters,
     DenseParameters,
     NoRelationsParameters,
+    Packing,
     Split,
     TopKParameters,
     VectorsParameters,
@@ -60,15 +61,40 @@ _RECORD_FILE_BYTES = 240
 """Most bytes that the path and digest of a file take in a commit record."""
 
 
-def prompt_for(config: DumpConfig, teacher: Teacher) -> str | None:
-    """Return the words that stand before every text. None means none.
+def text_of(config: DumpConfig, teacher: Teacher, home: Path) -> Corpus:
+    """Return the text of a dump, with the prompt that its teacher's texts get.
 
     Raises:
+        CorpusError: the text cannot be read.
         InvalidConfigError: the teacher has no such prompt.
-        TeacherError: what it declares of its prompts is damaged.
+        TeacherError: what it declares of its prompts is damaged, or it leaves them out of its pooling.
     """
     has_default = config.packing == "records"
-    return chosen_prompt(teacher.folder, name=config.prompt_name, text=config.prompt, has_default=has_default)
+    prompt = chosen_prompt(
+        teacher.folder, name=config.prompt_name, text=config.prompt, has_default=has_default
+    )
+    if prompt is not None and config.pooled and not teacher.pooler(config.pooling).includes_prompt:
+        raise TeacherError(
+            f"teacher {config.teacher} leaves the tokens of a prompt out of its pooling (include_prompt), "
+            "which is not done here. Take another teacher, or texts without a prompt."
+        )
+    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=home)
+    return corpus.with_prompt(prompt)
+
+
+def packing_for(
+    config: DumpConfig, teacher: Teacher, corpus: Corpus, *, split: Split | None = "tokens"
+) -> Packing:
+    """Return how the text of a dump becomes sequences; see `packing_of`."""
+    return packing_of(
+        teacher.tokenizer,
+        mode=config.packing,
+        max_length=config.max_length,
+        max_tokens=config.max_tokens,
+        seed=config.seed,
+        split=split,
+        prompt=corpus.prompt,
+    )
 
 
 def identify(
@@ -87,15 +113,7 @@ def identify(
         teacher=teacher.identity,
         tokenizer_sha256=teacher.tokenizer_sha256,
         corpus=corpus.identity_for(split),
-        packing=packing_of(
-            teacher.tokenizer,
-            mode=config.packing,
-            max_length=config.max_length,
-            max_tokens=config.max_tokens,
-            seed=config.seed,
-            split=split,
-            prompt=corpus.prompt,
-        ),
+        packing=packing_for(config, teacher, corpus, split=split),
         layers=teacher.layers,
         relation_heads=teacher.identity.num_heads,
         relations=() if config.codec in ("vectors", "none") else ROW_RELATIONS,

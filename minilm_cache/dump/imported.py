@@ -29,18 +29,16 @@ from minilm_cache.dump.reading import CPU_BATCH, SequenceReader
 from minilm_cache.dump.run import DumpResult, write_cache
 from minilm_cache.dump.setup import ResolvedDump, identity_and_place
 from minilm_cache.errors import CorpusError, InterruptedRunError, TeacherError, first_line
-from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.files import VOLATILE, library_errors
+from minilm_cache.models.files import VOLATILE
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import (
-    check_positions,
-    draw_weights,
     load_tokenizer,
     locate_teacher,
     read_config,
 )
 from minilm_cache.models.pooling import SentencePooler
-from minilm_cache.models.student import shape_config
+from minilm_cache.models.prompts import Prompts
+from minilm_cache.models.student import check_family_positions
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.scores import LayerRelations
 from minilm_cache.relations.signals import Signals
@@ -310,20 +308,18 @@ class ImportedTeacher(Teacher):
                 f"the tokenizer in {source.folder} has {len(self.tokenizer)} tokens, the model only "
                 f"{self.config.vocab_size}. Put the tokenizer that belongs to the model there."
             )
-        self._check_length(config)
+        check_family_positions(
+            self.config,
+            self.folder,
+            name=config.tokenizer,
+            token=self.tokenizer.cls_token_id,
+            max_length=config.max_length,
+        )
 
-    def _check_length(self, config: ImportConfig) -> None:
-        """Raise InvalidConfigError if students would have fewer positions than a sequence.
-
-        Some families reserve positions, which their configuration does not say.
-        """
-        heads = self.config.num_attention_heads
-        with library_errors(f"{self.folder}/config.json describes no model"), torch.no_grad():
-            shape = parse_arch(f"1x{2 * heads}", heads, compares_heads=False)
-            tiny = shape_config(shape, self.config.to_dict(), self.config.model_type)
-            longest = torch.full((1, config.max_length), self.tokenizer.cls_token_id)
-            model = draw_weights(tiny, None, attention="sdpa").eval()
-            check_positions(model, tiny, name=config.tokenizer, ids=longest)
+    @property
+    def prompts(self) -> Prompts:
+        """Nothing: the prompts in the folder are of another model than the one that made the vectors."""
+        return Prompts({}, None)
 
     @property
     def num_layers(self) -> int:

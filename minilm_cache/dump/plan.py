@@ -15,9 +15,7 @@ import torch
 
 from minilm_cache.codecs.vectors import split_sample
 from minilm_cache.corpus.formats import lines_hint
-from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
-from minilm_cache.corpus.template import packing_of
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.audit import MAX_SEQUENCES
 from minilm_cache.dump.config import MIN_SHARD_TOKENS, DumpConfig
@@ -26,7 +24,8 @@ from minilm_cache.dump.identity import (
     CALIBRATION_TOKENS,
     STATE_CALIBRATION_TOKENS,
     codec_parameters,
-    prompt_for,
+    packing_for,
+    text_of,
 )
 from minilm_cache.dump.reading import batch_size_for
 from minilm_cache.dump.run import dump_cache
@@ -166,18 +165,9 @@ def plan(configs: Sequence[DumpConfig], sample_tokens: int, *, session: Session)
 
 def _load_sequences(config: DumpConfig, teacher: Teacher, *, session: Session) -> SequenceTable:
     """Return the whole corpus as the sequences of a dump."""
-    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
-    corpus = corpus.with_prompt(prompt_for(config, teacher))
+    corpus = text_of(config, teacher, session.home)
     tokens = tokenise(corpus, teacher.tokenizer, session=session)
-    packing = packing_of(
-        teacher.tokenizer,
-        mode=config.packing,
-        max_length=config.max_length,
-        max_tokens=config.max_tokens,
-        seed=config.seed,
-        prompt=corpus.prompt,
-    )
-    return SequenceTable(tokens, packing)
+    return SequenceTable(tokens, packing_for(config, teacher, corpus))
 
 
 def _measure(

@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerFast
 from minilm_cache.cache import Cache
 from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.corpus.formats import num_skipped
-from minilm_cache.corpus.load import Corpus, load_corpus
+from minilm_cache.corpus.load import Corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.config import DumpConfig
-from minilm_cache.dump.identity import identify, name_labels, prompt_for
+from minilm_cache.dump.identity import identify, name_labels, text_of
 from minilm_cache.dump.reading import batch_size_for
-from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, TeacherError
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.known import remember_teacher
 from minilm_cache.models.load import locate_teacher
@@ -240,16 +240,9 @@ def _precision_of(cache: Path | None) -> Precision | None:
 
 def _load(config: DumpConfig, session: Session, *, like: Path | None) -> tuple[Teacher, Corpus]:
     teacher = load_teacher(config, head=head_for(config), precision=_precision_of(like))
-    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=session.home)
-    prompt = prompt_for(config, teacher)
-    if prompt is not None:
-        if config.pooled and not teacher.pooler(config.pooling).includes_prompt:
-            raise TeacherError(
-                f"teacher {config.teacher} leaves the tokens of a prompt out of its pooling "
-                "(include_prompt), which is not done here. Take another teacher, or texts without a prompt."
-            )
-        corpus = corpus.with_prompt(prompt)
-        session.progress.note(f"each text begins with the prompt {prompt!r}")
+    corpus = text_of(config, teacher, session.home)
+    if corpus.prompt is not None:
+        session.progress.note(f"each text begins with the prompt {corpus.prompt!r}")
     session.progress.note(
         f"teacher {config.teacher} ({teacher.identity.model_type}, {teacher.identity.num_layers} layers, "
         f"hidden {teacher.identity.hidden_size}), corpus {config.corpus} "

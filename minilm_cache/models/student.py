@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
@@ -15,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
-from minilm_cache.models.arch import StudentShape
+from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import enough_memory
-from minilm_cache.models.files import model_description, out_of_bounds
+from minilm_cache.models.files import library_errors, model_description, out_of_bounds
 from minilm_cache.models.load import check_positions, draw_weights
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.storage_schema.base import REMEDY
@@ -120,6 +121,33 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
         raise _unusable(error) from error
     assert isinstance(config, PreTrainedConfig)
     return config
+
+
+def check_family_positions(
+    config: PreTrainedConfig, folder: Path, *, name: str, token: int, max_length: int
+) -> None:
+    """Raise InvalidConfigError if students of a configuration would have fewer positions than a sequence.
+
+    Some families reserve positions, which their configuration does not say, so a tiny student is run.
+
+    Args:
+        config: configuration of the model that students are of the family of.
+        folder: folder of that model, for messages.
+        name: name of that model in the message.
+        token: id of a token that is not padding.
+        max_length: most tokens of a sequence.
+
+    Raises:
+        InvalidConfigError: they would have fewer.
+        TeacherError: the configuration describes no model.
+    """
+    heads = config.num_attention_heads
+    with library_errors(f"{folder}/config.json describes no model"), torch.no_grad():
+        shape = parse_arch(f"1x{2 * heads}", heads, compares_heads=False)
+        tiny = shape_config(shape, config.to_dict(), config.model_type)
+        longest = torch.full((1, max_length), token)
+        model = draw_weights(tiny, None, attention="sdpa").eval()
+        check_positions(lambda ids: model(input_ids=ids), tiny, name=name, ids=longest)
 
 
 def _bottleneck_config(

@@ -25,13 +25,18 @@ from minilm_cache.models.load import (
     tokenizer_sha256,
 )
 from minilm_cache.models.pooling import SentencePooler, load_pooler
-from minilm_cache.models.prompts import read_prompts
+from minilm_cache.models.prompts import Prompts, read_prompts
 from minilm_cache.models.tap import Head, Tap, TappedModel
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.scores import LayerRelations
 from minilm_cache.relations.transfer import products_in, send
 from minilm_cache.storage_schema.identity import MAX_LAYERS, Precision, TeacherIdentity, canonical_sha256
-from minilm_cache.storage_schema.manifest import PROMPTS_FILE, TEACHER_CONFIG, TEACHER_FOLDER, TOKENIZER_FILES
+from minilm_cache.storage_schema.manifest import (
+    TEACHER_CONFIG,
+    TEACHER_FOLDER,
+    TEACHER_PROMPTS,
+    TOKENIZER_FILES,
+)
 from minilm_cache.storage_schema.states import PoolingMode
 
 _SAME: Final = 1e-2
@@ -165,10 +170,14 @@ class Teacher:
                 file = Path(folder, name)
                 if file.is_file():
                     files[f"{TEACHER_FOLDER}/{name}"] = file.read_bytes()
-        prompts = read_prompts(self.folder)
-        if prompts.by_name:
-            files[f"{TEACHER_FOLDER}/{PROMPTS_FILE}"] = prompts.to_json()
+        if self.prompts.by_name:
+            files[TEACHER_PROMPTS] = self.prompts.to_json()
         return files
+
+    @property
+    def prompts(self) -> Prompts:
+        """The prompts that its folder declares."""
+        return read_prompts(self.folder)
 
     def refuse_other_texts(self, max_length: int) -> None:
         """Refuse sequences that are not what the teacher's own `encode` reads of a text.

@@ -8,8 +8,9 @@ import copy
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
@@ -37,6 +38,8 @@ _OLDER_FILES: Final = ("vocab.txt", "vocab.json", "merges.txt", "added_tokens.js
 OF_TEXTS: Final = "texts"
 OF_CACHE: Final = "cache"
 """Values of `--vocab`: all pieces of the texts that are given, or of a cache's training sequences."""
+_BATCH: Final = 1000
+"""Texts that are read at a time."""
 _LARGEST_DIFFERENCE: Final = 1e-4
 """Greatest difference of hidden states, of a length of about 10, that rounding explains."""
 
@@ -127,10 +130,11 @@ class Pieces:
         stays = special | self._never_left_out()
         self.always = frozenset(part for number in stays for part in self.with_parts(number))
         """Numbers of the pieces that every vocabulary keeps: special tokens, and those named above."""
-        self.known = frozenset(self._ids.values()) | special
-        """Numbers that are pieces; a stranger's vocabulary may have gaps."""
         self.size = 1 + max((*self._ids.values(), *special))
         """Number of pieces, those of added tokens included."""
+        self.known = np.zeros(self.size, np.bool_)
+        """Which numbers are pieces, `(pieces,)`: a stranger's vocabulary may have gaps."""
+        self.known[[*self._ids.values(), *special]] = True
 
     def _merges(self) -> list[tuple[str, str]]:
         """Return the pairs that BPE joins, in order; older files have them as one text with a space."""
@@ -225,7 +229,7 @@ class Pieces:
         """Return how often token ids have each piece, `(pieces,)`."""
         total = np.zeros(self.size, np.int64)
         for ids in rows:
-            total += np.bincount(ids, minlength=self.size)
+            np.add.at(total, ids, 1)  # in the time of the tokens, however many pieces there are
         return total
 
     def coverage(self, kept: Sequence[int], rows: Iterable[npt.NDArray[np.integer]]) -> Coverage | None:
@@ -237,21 +241,21 @@ class Pieces:
         """
         is_kept = np.zeros(self.size, np.bool_)
         is_kept[list(kept)] = True
-        texts = [(ids, is_kept[ids]) for ids in rows if len(ids)]
+        smaller = self.trimmed(kept)
+        texts, whole, tokens, kept_tokens, read, unknown = 0, 0, 0, 0, 0, 0
+        for batch in _batches(ids for ids in rows if len(ids)):
+            found = [is_kept[ids] for ids in batch]
+            others = [ids.tolist() for ids, each in zip(batch, found, strict=True) if not each.all()]
+            written = self.tokenizer.batch_decode(others)
+            again = smaller(written, add_special_tokens=False)["input_ids"] if written else []
+            texts, whole = texts + len(batch), whole + len(batch) - len(others)
+            tokens += sum(map(len, batch))
+            kept_tokens += sum(int(each.sum()) for each in found)
+            read += sum(len(each) for each in found if each.all()) + sum(map(len, again))
+            unknown += sum(ids.count(smaller.unk_token_id) for ids in again)
         if not texts:
             return None
-        smaller = self.trimmed(kept)
-        written = self.tokenizer.batch_decode([ids.tolist() for ids, found in texts if not found.all()])
-        num_tokens = [sum(len(found) for _, found in texts if found.all())]
-        num_unknown = 0
-        for ids in smaller(written, add_special_tokens=False)["input_ids"] if written else ():
-            num_tokens.append(len(ids))
-            num_unknown += ids.count(smaller.unk_token_id)
-        return Coverage(
-            texts=sum(bool(found.all()) for _, found in texts) / len(texts),
-            tokens=float(np.concatenate([found for _, found in texts]).mean()),
-            unknown=num_unknown / sum(num_tokens),
-        )
+        return Coverage(texts=whole / texts, tokens=kept_tokens / tokens, unknown=unknown / read)
 
     def trimmed(self, kept: Sequence[int]) -> PreTrainedTokenizerFast:
         """Return a tokenizer of some of the pieces, whose new numbers are their places in `kept`."""
@@ -312,6 +316,13 @@ class Pieces:
                 ids = [token.id for token in smaller.backend_tokenizer.model.tokenize(piece)]
             spelled[number] = ids or [unknown]
         return spelled
+
+
+def _batches(rows: Iterable[npt.NDArray[np.integer]]) -> Iterator[list[npt.NDArray[np.integer]]]:
+    """Yield texts some at a time, so that a large text is never held whole."""
+    left = iter(rows)
+    while batch := list(islice(left, _BATCH)):
+        yield batch
 
 
 def _longest_first(piece: str, prefix: str, vocab: Mapping[str, int]) -> list[int]:
@@ -466,19 +477,24 @@ class Vocabulary(StudentTokens):
         self._new[torch.tensor(kept)] = torch.arange(len(kept))
         lost = sorted(set(np.flatnonzero(counts).tolist()) - set(kept))
         spelled = pieces.spelled(kept, lost) if lost else {}
-        self._spelled = {number: torch.tensor(ids) for number, ids in spelled.items()}
+        # All spellings one after the other: a kept piece is its own, that of a lost one begins at `first`.
+        self._spelling = torch.cat([self._new, *map(torch.tensor, spelled.values())])
+        self._first, self._count = torch.arange(pieces.size), torch.ones(pieces.size, dtype=torch.int64)
+        if lost:
+            sizes = torch.tensor([len(ids) for ids in spelled.values()])
+            self._first[lost], self._count[lost] = pieces.size + sizes.cumsum(0) - sizes, sizes
 
     def read(self, inputs: Inputs, most: int | None) -> Inputs:
         """Return sequences as students read them."""
-        ids = self._new[inputs.ids]
-        if most is None or not self._spelled:
-            return inputs.with_ids(ids)
-        rows = []
-        for old, new, length in zip(inputs.ids, ids, inputs.lengths.tolist(), strict=True):
-            parts = [
-                self._spelled.get(number, new[place : place + 1])
-                for place, number in enumerate(old[:length].tolist())
-            ]
-            row = torch.cat(parts)
-            rows.append(row if len(row) <= most else torch.cat([row[: most - 1], row[-1:]]))
+        if most is None:
+            return inputs.with_ids(self._new[inputs.ids])
+        ids = inputs.ids[inputs.valid]
+        counts = self._count[ids]
+        places = (self._first[ids] - counts.cumsum(0) + counts).repeat_interleave(counts)
+        spelled = self._spelling[places + torch.arange(len(places))]
+        lengths = [int(part.sum()) for part in counts.split(inputs.lengths.tolist())]
+        rows = [
+            row if len(row) <= most else torch.cat([row[: most - 1], row[-1:]])
+            for row in spelled.split(lengths)
+        ]
         return Inputs.of(rows, int(self._new[self.pieces.tokenizer.pad_token_id]))

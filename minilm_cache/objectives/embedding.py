@@ -172,24 +172,15 @@ def reference_vectors(cache: Cache) -> Float[Tensor, "texts width"]:
     """
     codec, manifest = cache.signals_codec, cache.manifest
     assert codec is not None
-    paths, found = codec.paths((POOLED,)), list[Tensor]()
-    num_bytes, most = cache.reader.bytes_read, min(_NUM_REFERENCES, manifest.num_train)
-    for shard in range(len(cache.reader.ranges)):
-        for segment in cache.reader.segments_of(shard, paths):
-            first, last = segment.first_sequence, min(segment.first_sequence + len(segment.lengths), most)
-            if first < last:
-                numbers = range(first, last)
-                rows = {
-                    path: torch.from_numpy(np.stack([segment.rows_of(path, number) for number in numbers]))
-                    for path in paths
-                }
-                lengths = torch.from_numpy(segment.lengths[: last - first])
-                codec.check({path: row.flatten(0, 1) for path, row in rows.items()}, lengths)
-                found.append(codec.decode(rows, (POOLED,), lengths=lengths).values[POOLED])
-            if last >= most:
-                cache.reader.bytes_read = num_bytes  # those of the training are counted
-                return torch.cat(found)
-    raise AssertionError("a cache has its training texts")
+    paths, most = codec.paths((POOLED,)), min(_NUM_REFERENCES, manifest.num_train)
+    texts = list(cache.reader.sequences(range(most), paths))
+    rows = {
+        path: torch.from_numpy(np.stack([segment.rows_of(path, number) for segment, number in texts]))
+        for path in paths
+    }
+    lengths = torch.tensor([segment.length(number) for segment, number in texts])
+    codec.check({path: row.flatten(0, 1) for path, row in rows.items()}, lengths)
+    return codec.decode(rows, (POOLED,), lengths=lengths).values[POOLED]
 
 
 def similarity_difference(

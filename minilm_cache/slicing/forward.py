@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -281,24 +280,13 @@ def of_cache(cache: Cache, most: int) -> list[Int[Tensor, " _"]]:
     Documents are shuffled when a cache is made, so the first ones are a sample. Only their token ids are
     read; the reader does not count them, because a slice is made once for all trainings.
     """
-    counted = cache.reader.bytes_read
-    try:
-        return list(_first_sequences(cache, most))
-    finally:
-        cache.reader.bytes_read = counted
-
-
-def _first_sequences(cache: Cache, most: int) -> Iterator[Int[Tensor, " _"]]:
-    """Yield the first training sequences of a cache until they have `most` tokens."""
-    yielded = 0
-    shards = range(len(cache.reader.ranges))
-    for segment in chain.from_iterable(cache.reader.segments_of(shard, paths=()) for shard in shards):
-        last = min(segment.first_sequence + len(segment.lengths), cache.manifest.num_train)
-        for sequence in range(segment.first_sequence, last):
-            yield torch.from_numpy(segment.rows_of("tokens", sequence).astype("int64"))
-            yielded += segment.length(sequence)
-            if yielded >= most:
-                return
+    found, yielded = list[Tensor](), 0
+    for segment, number in cache.reader.sequences(range(cache.manifest.num_train)):
+        found.append(torch.from_numpy(segment.rows_of("tokens", number).astype("int64")))
+        yielded += segment.length(number)
+        if yielded >= most:
+            break
+    return found
 
 
 def of_corpus(config: SliceConfig, folder: Path, most: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -222,6 +222,29 @@ class CacheReader:
             },
         )
 
+    def sequences(self, numbers: range, paths: Collection[str] = ()) -> Iterator[tuple[Segment, int]]:
+        """Yield consecutive sequences, each as its segment and its number.
+
+        `bytes_read` does not count what is read here: it is about the steps of a training.
+
+        Args:
+            numbers: numbers of the sequences, ascending by 1.
+            paths: paths of the arrays to read in addition to `tokens`.
+
+        Raises:
+            CacheIncompleteError: a shard is not committed.
+            CacheCorruptError: a file of a shard is missing or changed.
+        """
+        number = numbers.start
+        while number < numbers.stop:
+            counted = self.bytes_read
+            segment = self.segment(self.segments.segment_of(number), paths)
+            self.bytes_read = counted
+            last = min(segment.first_sequence + len(segment.lengths), numbers.stop)
+            for within in range(number, last):
+                yield segment, within
+            number = last
+
     def segments_of(self, shard: int, paths: Collection[str] | None = None) -> Iterator[Segment]:
         """Read the segments of a shard, in order; arguments and errors: see `segment`."""
         for number in self.segments.of_shard(shard):

@@ -19,7 +19,13 @@ from minilm_cache.models.tap import Head
 from minilm_cache.models.truncate import saving
 from minilm_cache.models.vocabulary import StudentTokens
 from minilm_cache.storage_schema.base import REMEDY
-from minilm_cache.storage_schema.manifest import PROMPTS_FILE, TEACHER_FOLDER, TOKENIZER_FILES, CacheManifest
+from minilm_cache.storage_schema.manifest import (
+    PROMPTS_FILE,
+    TEACHER_FOLDER,
+    TEACHER_PROMPTS,
+    TOKENIZER_FILES,
+    CacheManifest,
+)
 from minilm_cache.store.durable import new_folder
 from minilm_cache.store.reader import CacheReader
 from minilm_cache.train.record import (
@@ -93,12 +99,14 @@ def student_prompts(reader: CacheReader) -> Prompts:
     Raises:
         CacheCorruptError: the prompts in the cache are damaged.
     """
-    path, prompts = f"{TEACHER_FOLDER}/{PROMPTS_FILE}", Prompts({}, None)
-    if path in reader.manifest.files:
+    prompts = Prompts({}, None)
+    if TEACHER_PROMPTS in reader.manifest.files:
         try:
-            prompts = prompts_of(json.loads(reader.attachment(path)), path)
+            prompts = prompts_of(json.loads(reader.attachment(TEACHER_PROMPTS)), TEACHER_PROMPTS)
         except (ValueError, RecursionError, TeacherError) as error:
-            raise CacheCorruptError(f"{path} of the cache: {first_line(error)} {REMEDY}") from error
+            raise CacheCorruptError(
+                f"{TEACHER_PROMPTS} of the cache: {first_line(error)} {REMEDY}"
+            ) from error
     words = reader.manifest.identity.packing.prompt
     if words is None or words in prompts.by_name.values():
         return prompts

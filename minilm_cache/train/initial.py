@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache
@@ -14,7 +13,6 @@ from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.files import first_setting_that_differs, weights_sha256
 from minilm_cache.models.load import (
-    check_positions,
     keep_layers,
     load_tokenizer,
     load_weights,
@@ -22,7 +20,7 @@ from minilm_cache.models.load import (
     some_token,
     tokenizer_sha256,
 )
-from minilm_cache.models.student import teacher_config
+from minilm_cache.models.student import check_family_positions, teacher_config
 from minilm_cache.models.tap import Head
 from minilm_cache.models.vocabulary import OtherTokenizer, StudentTokens
 from minilm_cache.slicing.cut import Recipe
@@ -343,11 +341,8 @@ def donor_tokens(config: TrainConfig, cache: Cache, donor: TeacherWeights) -> St
     """
     cached, own = cached_tokenizer(cache.reader), load_tokenizer(donor.folder, has_ends=False)
     longest = cache.manifest.identity.packing.max_length
-    check_positions(
-        lambda ids: load_weights(donor.folder, attention="sdpa")[0](input_ids=ids),
-        donor.config,
-        name=donor.in_words,
-        ids=torch.full((1, longest), some_token(own)),
+    check_family_positions(
+        donor.config, donor.folder, name=donor.in_words, token=some_token(own), max_length=longest
     )
     if (
         tokenizer_sha256(own) == cache.manifest.identity.tokenizer_sha256

@@ -1,7 +1,6 @@
 """Which pieces students have of a cache's tokenizer: all, or those of `--vocab`."""
 
 from collections.abc import Iterator
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -37,33 +36,28 @@ def student_vocabulary(config: TrainConfig, cache: Cache) -> Vocabulary | None:
         )
     asked, prompts = asked_vocabulary(config.vocab), student_prompts(cache.reader)
     pieces = Pieces(cached_tokenizer(cache.reader), prompts.by_name.values())
-    num_bytes = cache.reader.bytes_read
     counts, of_held_out = (
         pieces.counts(_sequences(cache, pieces, are_held_out=held_out)) for held_out in (False, True)
     )
     kept = pieces.chosen(counts, asked.most) if asked.file is None else pieces.listed(asked.file)
-    vocabulary = Vocabulary(pieces, counts + of_held_out, kept)
-    cache.reader.bytes_read = num_bytes  # those of the training are counted
-    return vocabulary
+    return Vocabulary(pieces, counts + of_held_out, kept)
 
 
 def held_out_coverage(vocabulary: Vocabulary, cache: Cache) -> Coverage | None:
     """Return what a vocabulary covers of held-out sequences. None means that there are none."""
-    num_bytes, held_out = cache.reader.bytes_read, _sequences(cache, vocabulary.pieces, are_held_out=True)
-    coverage = vocabulary.pieces.coverage(vocabulary.kept, held_out)
-    cache.reader.bytes_read = num_bytes  # those of the training are counted
-    return coverage
+    held_out = _sequences(cache, vocabulary.pieces, are_held_out=True)
+    return vocabulary.pieces.coverage(vocabulary.kept, held_out)
 
 
 def _sequences(cache: Cache, pieces: Pieces, *, are_held_out: bool) -> Iterator[npt.NDArray[np.int64]]:
     """Yield the token ids of a cache's training or held-out sequences, without anything else."""
-    num_train, shards = cache.manifest.num_train, range(len(cache.reader.ranges))
-    for segment in chain.from_iterable(cache.reader.segments_of(shard, paths=()) for shard in shards):
-        tokens = segment.rows["tokens"]
-        if not pieces.known.issuperset(np.unique(tokens).tolist()):
+    num_train, num_all = cache.manifest.num_train, cache.manifest.num_sequences
+    for segment, number in cache.reader.sequences(
+        range(num_train, num_all) if are_held_out else range(num_train)
+    ):
+        ids = segment.rows_of("tokens", number).astype(np.int64)
+        if ids.max() >= pieces.size or not pieces.known[ids].all():
             raise CacheCorruptError(
                 f"{cache.reader.root} holds tokens that its tokenizer does not have. {REMEDY}"
             )
-        for number in range(segment.first_sequence, segment.first_sequence + len(segment.lengths)):
-            if (number >= num_train) == are_held_out:
-                yield segment.rows_of("tokens", number).astype(np.int64)
+        yield ids

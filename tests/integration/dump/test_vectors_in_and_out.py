@@ -17,6 +17,7 @@ from minilm_cache.dump.imported import import_vectors, read_vectors
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import POOLED
+from minilm_cache.train.card import student_prompts
 from minilm_cache.workflows.export import export_vectors
 from tests.conftest import Command
 from tests.mutations import mutations
@@ -193,6 +194,18 @@ def test_bad_files_and_options(world: World, command: Command) -> None:
     command.fails("import", file, *arguments, "--vector-column", "v", code=1, says=("'v'", "text, embedding"))
     command.fails("import", file, *arguments, "--max-length", 999, code=2, says="--max-length 999")
     command.fails("import", file, "--tokenizer", world.root / "nowhere", code=1, says="nowhere")
+
+
+def test_prompts_of_the_model_with_the_tokenizer_are_not_those_of_the_vectors(
+    world: World, command: Command
+) -> None:
+    prompts = {"prompts": {"query": "ba "}, "default_prompt_name": None}
+    (world.teacher / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    out = world.root / "imported"
+    words = ("import", write_vectors(world), "--tokenizer", world.teacher, "--max-length", 32, "--out", out)
+    code, _, err = command(*words)
+    assert code == 0, err
+    assert student_prompts(open_cache(out).reader).by_name == {}
 
 
 @pytest.mark.parametrize("name", [b"text", b"embedding"])

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, PreTrainedTokenizerFast
@@ -15,14 +14,11 @@ from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, Inva
 from minilm_cache.models.load import load_tokenizer
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.check import choose_objective
-from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import POOLED
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.folder import state_name
 from minilm_cache.train.initial import initial_weights
-from minilm_cache.train.run import TrainResult, train_students
 from minilm_cache.train.setup import student_shapes
 from tests.conftest import Command
 from tests.support import SPECIAL, VOCABULARY, World, save_teacher, tiny_model
@@ -47,14 +43,6 @@ def save_donor(folder: Path, family: str = "electra", **changes: Any) -> Path:
     return folder
 
 
-def train(world: World, name: str, *, session: Session | None = None, **settings: Any) -> TrainResult:
-    """Train one student that is cut from a donor."""
-    values: dict[str, Any] = {"arch": ("1x32",), "init": "slice", "steps": 4, "batch_size": 4, "lr": 1e-3}
-    config = validated(TrainConfig, {**values, "device": "cpu", **settings})
-    session = session or Session(world.home)
-    return train_students(config, world.root / "cache", out=world.root / name, session=session)
-
-
 @pytest.mark.parametrize("init", ["slice", "teacher-layers"])
 def test_a_donor_with_the_tokenizer_of_the_cache_serves_every_objective(
     world: World, tmp_path: Path, command: Command, init: str
@@ -62,7 +50,7 @@ def test_a_donor_with_the_tokenizer_of_the_cache_serves_every_objective(
     world.dump(codec="vectors")
     donor = save_teacher(tmp_path / "donor", "roberta", seed=3)
     arch = "1x32:ff64"
-    result = train(world, "run", init=init, init_teacher=str(donor), arch=(arch,))
+    result = world.train("run", init=init, init_teacher=str(donor), arch=(arch,))
     (student,) = result.record.students
     assert student.init == "another model"
     assert student.begun_with is not None
@@ -84,7 +72,7 @@ def test_students_read_texts_by_the_tokenizer_of_their_donor(
     world.dump(**{"for": "embedding", "pooling": pooling, "codec": "none"})
     donor = save_donor(tmp_path / "donor")
     settings: dict[str, Any] = {"objective": "embedding", "init_teacher": str(donor)}
-    result = train(world, "run", **settings)
+    result = world.train("run", **settings)
     folder = result.student_path("1x32")
     assert load_tokenizer(folder).get_vocab() == load_tokenizer(donor).get_vocab()
     vectors: Any = SentenceTransformer(str(folder), device="cpu").encode(["ba be"])
@@ -111,30 +99,18 @@ def test_students_read_texts_by_the_tokenizer_of_their_donor(
 
 def test_a_stopped_run_ends_as_one_that_was_not(world: World, tmp_path: Path) -> None:
     world.dump(**{"for": "embedding", "pooling": "mean"})
-    donor = save_donor(tmp_path / "donor")
-    settings: dict[str, Any] = {"objective": "embedding", "init_teacher": str(donor), "checkpoint_steps": 2}
-    expected = train(world, "whole", **settings)
-    stops = (world.root / "parts/checkpoints" / state_name(2)).exists
-    with pytest.raises(InterruptedRunError):
-        train(world, "parts", session=Session(world.home, should_stop=stops), **settings)
-    found = train(world, "parts", **settings)
-    first, second = (
-        load_file(result.student_path("1x32") / "model.safetensors") for result in (expected, found)
-    )
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    world.resumes_the_same("1x32", objective="embedding", init_teacher=str(save_donor(tmp_path / "donor")))
 
 
 def test_a_run_of_a_donor_is_resumed_with_its_donor(world: World, tmp_path: Path) -> None:
     world.dump(codec="vectors")
     donor = save_teacher(tmp_path / "donor", seed=3)
     settings: dict[str, Any] = {"arch": ("1x32:ff64",), "checkpoint_steps": 2}
-    stops = (world.root / "run/checkpoints" / state_name(2)).exists
-    session = Session(world.home, should_stop=stops)
     with pytest.raises(InterruptedRunError):
-        train(world, "run", session=session, init_teacher=str(donor), **settings)
+        world.train("run", stop_at=2, init_teacher=str(donor), **settings)
     with pytest.raises(IdentityMismatchError, match=r"cut from another model\. Repeat --init"):
-        train(world, "run", init=None, **settings)
-    assert train(world, "run", init_teacher=str(donor), **settings).record.complete
+        world.train("run", init=None, **settings)
+    assert world.train("run", init_teacher=str(donor), **settings).record.complete
 
 
 def test_a_student_of_a_donor_has_its_heads(world: World, tmp_path: Path, command: Command) -> None:
@@ -145,7 +121,7 @@ def test_a_student_of_a_donor_has_its_heads(world: World, tmp_path: Path, comman
     AutoModelForTextEncoding.from_config(config).save_pretrained(world.teacher)
     world.dump(**{"for": "embedding", "pooling": "mean", "codec": "none"})
     donor = save_donor(tmp_path / "donor")
-    result = train(world, "run", objective="embedding", init_teacher=str(donor))
+    result = world.train("run", objective="embedding", init_teacher=str(donor))
     assert AutoModel.from_pretrained(result.student_path("1x32")).config.num_attention_heads == 4
     code, _, err = command("report", result.path, "--out", tmp_path / "page.html")
     assert code == 0, err
@@ -155,16 +131,16 @@ def test_donors_that_cannot_serve_are_refused(world: World, tmp_path: Path) -> N
     world.dump(**{"for": "minilm,embedding", "pooling": "mean"})
     donor, same = save_donor(tmp_path / "donor"), save_teacher(tmp_path / "same", seed=4)
     with pytest.raises(IdentityMismatchError, match="add --init slice"):
-        train(world, "x", init=None, init_teacher=str(same))
+        world.train("x", init=None, init_teacher=str(same))
     with pytest.raises(IdentityMismatchError, match="is not the teacher of this cache"):
-        train(world, "x", init="embeddings", init_teacher=str(same))
+        world.train("x", init="embeddings", init_teacher=str(same))
     with pytest.raises(InvalidConfigError, match="objective minilm learns of single tokens"):
-        train(world, "x", init_teacher=str(donor))
+        world.train("x", init_teacher=str(donor))
     with pytest.raises(InvalidConfigError, match="Trim the donor first"):
-        train(world, "x", init_teacher=str(donor), objective="embedding", vocab="cache")
+        world.train("x", init_teacher=str(donor), objective="embedding", vocab="cache")
     with pytest.raises(InvalidConfigError, match="layers"):
-        train(world, "x", init_teacher=str(donor), objective="embedding", arch=("9x32",))
+        world.train("x", init_teacher=str(donor), objective="embedding", arch=("9x32",))
     short = save_donor(tmp_path / "short", max_position_embeddings=8)
     with pytest.raises(InvalidConfigError, match="positions"):
-        train(world, "x", init_teacher=str(short), objective="embedding")
+        world.train("x", init_teacher=str(short), objective="embedding")
     assert not (world.root / "x").exists()

@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
-from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.pooling import SentencePooler
-from minilm_cache.session import Session
-from minilm_cache.settings import validated
-from minilm_cache.train.config import TrainConfig
-from minilm_cache.train.folder import state_name
-from minilm_cache.train.run import TrainResult, train_students
 from tests.conftest import Command
 from tests.support import SPECIAL, WORDS, World, save_teacher
 
@@ -35,18 +29,10 @@ def few(world: World) -> World:
     return world
 
 
-def train(world: World, name: str, *, session: Session | None = None, **settings: Any) -> TrainResult:
-    """Train one student for some steps."""
-    values: dict[str, Any] = {"arch": ("1x32",), "init": "slice", "steps": 6, "batch_size": 4, "lr": 1e-3}
-    config = validated(TrainConfig, {**values, "dropout": "none", "device": "cpu", **settings})
-    session = session or Session(world.home)
-    return train_students(config, world.root / "cache", out=world.root / name, session=session)
-
-
 @pytest.mark.parametrize("objective", ["minilm", "embedding"])
 def test_students_learn_the_same_where_all_pieces_are_kept(few: World, objective: str) -> None:
     whole, small = (
-        train(few, name, objective=objective, vocab=vocab) for name, vocab in (("a", None), ("b", "cache"))
+        few.train(name, objective=objective, vocab=vocab) for name, vocab in (("a", None), ("b", "cache"))
     )
     (before,), (after,) = whole.record.students, small.record.students
     for name in ("held_out_before", "held_out_after"):
@@ -74,7 +60,7 @@ def test_students_learn_the_same_where_all_pieces_are_kept(few: World, objective
 
 def test_lost_words_are_unknown_or_spelled(few: World, command: Command) -> None:
     """This tokenizer is of whole words, so that a lost word is unknown."""
-    small = train(few, "small", objective="embedding", vocab="9", arch=("1x16",))
+    small = few.train("small", objective="embedding", vocab="9", arch=("1x16",))
     vocabulary = small.record.vocabulary
     assert vocabulary is not None
     assert vocabulary.pieces == 9
@@ -95,23 +81,14 @@ def test_lost_words_are_unknown_or_spelled(few: World, command: Command) -> None
 
 
 def test_a_stopped_run_ends_as_one_that_was_not(few: World) -> None:
-    settings: dict[str, Any] = {"objective": "embedding", "vocab": "cache", "checkpoint_steps": 2}
-    expected = train(few, "whole", **settings)
-    stops = (few.root / "parts/checkpoints" / state_name(2)).exists
-    with pytest.raises(InterruptedRunError):
-        train(few, "parts", session=Session(few.home, should_stop=stops), **settings)
-    found = train(few, "parts", **settings)
-    first, second = (
-        load_file(result.student_path("1x32") / "model.safetensors") for result in (expected, found)
-    )
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    found = few.resumes_the_same("1x32", objective="embedding", vocab="cache")
     assert json.loads((found.path / "run.json").read_text())["identity"]["vocab"]
 
 
 def test_what_cannot_be_asked_for(few: World, tmp_path: Path, command: Command) -> None:
     for vocab, says in (("texts", "goes with trim"), ("none.txt", "no such file"), ("2", "5 pieces")):
         with pytest.raises(InvalidConfigError, match=says):
-            train(few, "x", vocab=vocab)
+            few.train("x", vocab=vocab)
     assert not (few.root / "x").exists()
     words = ("chain", "--teacher", few.teacher, "--corpus", few.corpus, "--assistant", "2x32")
     more = ("--vocab", "cache", "--arch", "1x16", "--out", tmp_path / "chain")
@@ -122,4 +99,4 @@ def test_objectives_in_the_teachers_pieces_are_refused(world: World) -> None:
     save_teacher(world.teacher, head="tokens")
     world.dump(**{"for": "mlm-kd"})
     with pytest.raises(InvalidConfigError, match=r"--vocab: objective mlm-kd .* trim the student"):
-        train(world, "x", objective="mlm-kd", vocab="cache", init="random")
+        world.train("x", objective="mlm-kd", vocab="cache", init="random")
