@@ -143,7 +143,7 @@ def _relations(manifest: CacheManifest) -> str:
     calibration, identity = manifest.calibration, manifest.identity
     if not identity.has_relations:
         return "none"
-    heads = f"{identity.relation_heads} heads"
+    heads = f"{identity.relation_heads} heads" + (", rows see their past" if identity.is_causal else "")
     if calibration is None or not calibration.layers:
         return f"{', '.join(identity.relations)} of layer {identity.layers[0]}, {heads}"
     parts = [f"{layer.components} components of layer {layer.layer}" for layer in calibration.layers]

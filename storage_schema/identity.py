@@ -217,7 +217,16 @@ class CacheIdentity(StoredModel):
     precision: Literal["tf32", "bfloat16"] | None = None
     """Precision that the teacher computed in. None means float32, in which all caches of 0.1.0 are."""
 
-    sections: ClassVar[frozenset[str]] = frozenset({"states", "precision"})
+    mask: Literal["causal"] | None = None
+    """Columns that rows of relations see: `causal` means those up to their own. None means all of their
+    sequence."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"states", "precision", "mask"})
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether rows of relations see columns up to their own alone."""
+        return self.mask == "causal"
 
     @property
     def vectors(self) -> VectorsParameters | None:
@@ -240,6 +249,8 @@ class CacheIdentity(StoredModel):
             raise ValueError("codecs `vectors` and `none` store no relations, and every other codec does")
         if self.has_relations != bool(self.layers):
             raise ValueError("codec `none` has no layers, and every other codec has some")
+        if self.is_causal and not self.has_relations:
+            raise ValueError("a mask goes with relations, and none are stored")
         if not self.has_relations and self.states is None:
             raise ValueError("nothing is stored: neither relations nor states")
         return self

@@ -82,6 +82,16 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
         "pad_token_id": 0,
     },
 }
+BIASED: Mapping[str, Mapping[str, Any]] = {
+    "mpnet": {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "pad_token_id": 1,
+    },
+}
+"""Families without transformers' attention interface, whose attention has a bias."""
 """Families that the attention interface serves, each with sizes that take milliseconds."""
 
 
@@ -99,7 +109,7 @@ def tiny_model(
         **{
             "vocab_size": len(VOCABULARY),
             "max_position_embeddings": 66,
-            **{**TINY, **DECODERS}[family],
+            **{**TINY, **DECODERS, **BIASED}[family],
             **changes,
         },
     )

@@ -34,6 +34,7 @@ from benchmarks.tables.embeddings import (
     embedding_trials,
     embedding_untrained,
 )
+from benchmarks.tables.families import families
 from benchmarks.tables.scale import far_and_together, growth, large_shards, many_shards, text_once
 from benchmarks.tables.students import (
     head_start_recipe,
@@ -72,6 +73,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "head_starts": head_starts,
     "head_starts_long": head_starts_long,
     "head_start_recipe": head_start_recipe,
+    "families": families,
     "embedding_bytes": embedding_bytes,
     "embedding_students": embedding_students,
     "embedding_trials": embedding_trials,

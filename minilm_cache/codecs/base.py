@@ -65,7 +65,7 @@ class Codec(Protocol[Content_contra, Wanted, Decoded_co]):
 
         Args:
             rows: path of an array to `(tokens, ...)`, on the CPU, for all that is stored or some of it.
-            lengths: for each token, the number of tokens of its sequence.
+            lengths: for each token, the number of tokens of its sequence; sequences are whole.
 
         Raises:
             CacheCorruptError: values that `encode` never writes.

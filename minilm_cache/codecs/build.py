@@ -24,17 +24,20 @@ def build_codec(
     parameters: TopKParameters | DenseParameters,
     max_length: int,
     kinds: tuple[RelationKind, ...] = ROW_RELATIONS,
+    *,
+    is_causal: bool = False,
 ) -> RowsCodec:
-    """Return the codec of a cache that stores the rows of these relations.
+    """Return the codec of a cache that stores the rows of these relations, which may be a causal model's.
 
     Raises:
         UnsupportedFormatError: its weight scale is not one of this release's.
     """
     if isinstance(parameters, DenseParameters):
-        return DenseCodec(max_length=max_length, kinds=kinds)
+        return DenseCodec(max_length=max_length, kinds=kinds, is_causal=is_causal)
     codec = TopKCodec(
         max_length=max_length,
         kinds=kinds,
+        is_causal=is_causal,
         k=parameters.k,
         select=parameters.select,
         tail=parameters.tail,
@@ -68,7 +71,9 @@ def layer_codec(
     """
     assert not isinstance(identity.codec, NoRelationsParameters), "it has no layers"
     if not isinstance(identity.codec, VectorsParameters):
-        return build_codec(identity.codec, identity.packing.max_length, identity.relations)
+        return build_codec(
+            identity.codec, identity.packing.max_length, identity.relations, is_causal=identity.is_causal
+        )
     assert calibration is not None
     fitted = calibration.of_layer(layer)
     return VectorsCodec(
@@ -77,5 +82,6 @@ def layer_codec(
         head_size=fitted.head_size,
         scaling=fitted.scaling,
         window=fitted.window,
+        is_causal=identity.is_causal,
         code=codes[layer_folder(layer)],
     )

@@ -29,6 +29,8 @@ class RowsCodec(ABC):
     """Greatest number of tokens in a sequence."""
     kinds: tuple[RelationKind, ...] = ROW_RELATIONS
     """The relations that are stored."""
+    is_causal: bool = False
+    """Whether a row sees columns up to its own alone."""
 
     _names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """Names of a relation's arrays, which every batch needs."""
@@ -125,6 +127,19 @@ class RowsCodec(ABC):
         return self
 
 
+def seen_tokens(lengths: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
+    """Return how many tokens of its sequence each token sees in a causal model: 1 for the first, and so on.
+
+    Args:
+        lengths: for each token of whole sequences, the number of tokens of its sequence.
+    """
+    starts, place, sizes = torch.zeros_like(lengths), 0, lengths.tolist()
+    while place < len(sizes):
+        starts[place : place + sizes[place]] = place
+        place += sizes[place]
+    return torch.arange(1, len(lengths) + 1) - starts
+
+
 _Bytes = npt.NDArray[np.uint8]
 _WORD = 8
 _EVEN_BYTES = np.uint64(0x00FF_00FF_00FF_00FF)
@@ -202,4 +217,6 @@ class DenseCodec(RowsCodec):
         """Return the rows as float32, cut to the batch's padded length."""
         probability = rows["probability"][..., : rows["probability"].shape[1]].transpose(1, 2).float()
         valid = torch.arange(probability.shape[-1], device=lengths.device) < lengths[:, None]
-        return DenseRows(probability.where(valid[:, None, :, None], 0))
+        probability = probability.where(valid[:, None, :, None], 0)
+        # A student has no score where a causal row sees nothing, so a stranger's row must hold nothing there.
+        return DenseRows(probability.tril() if self.is_causal else probability, self.is_causal)

@@ -12,7 +12,7 @@ rounded down, unbiased with its slots), its square root for largest (1.06, neare
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minilm_cache.codecs.base import NOT_OURS, Rows
-from minilm_cache.codecs.rows import RowsCodec, byte_sums, has_zero_byte
+from minilm_cache.codecs.rows import RowsCodec, byte_sums, has_zero_byte, seen_tokens
 from minilm_cache.codecs.sampling import (
     LAST_CODE,
     PPS_RATIO,
@@ -33,7 +33,7 @@ from minilm_cache.codecs.sampling import (
     sort_entries,
 )
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.relations.scores import SparseRows
+from minilm_cache.relations.scores import SparseRows, column_mask
 from minilm_cache.relations.transfer import send
 from minilm_cache.storage_schema.arrays import MAX_ONE_BYTE_LENGTH
 from minilm_cache.storage_schema.identity import RelationKind, TopKParameters
@@ -103,15 +103,16 @@ class TopKCodec(RowsCodec):
 
     def check_relation(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " tokens"]) -> None:
         """Raise CacheCorruptError for the rows that `decode_relation` refuses, several times as fast."""
+        seen = seen_tokens(lengths) if self.is_causal else lengths
         for first in range(0, len(lengths), _CHECKED_TOKENS):
             part = slice(first, first + _CHECKED_TOKENS)
             gap, weight = rows["gap"][part].numpy(), rows["weight"][part].numpy()
             last = byte_sums(gap)
             if self.max_length > MAX_ONE_BYTE_LENGTH:
                 last += byte_sums(rows["gap_high"][part].numpy()) << 8
-            if (last >= lengths[part].numpy()[:, None]).any() or weight.max() > LAST_CODE:
+            if (last >= seen[part].numpy()[:, None]).any() or weight.max() > LAST_CODE:
                 raise CacheCorruptError(
-                    f"a stored row holds a column beyond its sequence or an invalid weight. {NOT_OURS}"
+                    f"a stored row holds an invalid weight, or a column that it does not see. {NOT_OURS}"
                 )
             if self.select == "pps" and not has_zero_byte(weight).all():
                 raise CacheCorruptError(f"a stored row has no slot. {NOT_OURS}")
@@ -127,8 +128,12 @@ class TopKCodec(RowsCodec):
         column, code = column * valid, code * valid
         weight = self._scale.value(code)
         if self.select == "pps":
-            return SparseRows(column, share_remainder(code, weight), None)
-        return _with_tail(column, code, weight=weight, lengths=lengths, uniform=self.tail == "uniform")
+            return SparseRows(column, share_remainder(code, weight), None, self.is_causal)
+        seen = column_mask(lengths, column.shape[2], is_causal=self.is_causal).sum(-1, keepdim=True)
+        return replace(
+            _with_tail(column, code, weight=weight, seen=seen, uniform=self.tail == "uniform"),
+            is_causal=self.is_causal,
+        )
 
 
 def scale_ratio(select: Literal["pps", "largest"]) -> float:
@@ -148,12 +153,15 @@ def select_largest(probs: Float[Tensor, "*rows key"], k: int, scale: LogScale) -
     return sort_entries(column, code)
 
 
-def _with_tail(column: Tensor, code: Tensor, *, weight: Tensor, lengths: Tensor, uniform: bool) -> SparseRows:
-    """Make rows of the largest entries sum to 1: with a uniform tail over the other columns, or without."""
+def _with_tail(column: Tensor, code: Tensor, *, weight: Tensor, seen: Tensor, uniform: bool) -> SparseRows:
+    """Make rows of the largest entries sum to 1: with a uniform tail over the other columns, or without.
+
+    `seen` is the number of columns that each row sees, `(batch, 1, 1 or length, 1)`.
+    """
     total = weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
     if not uniform:
         return SparseRows(column, weight / total, None)
-    num_others = lengths[:, None, None, None] - (code > 0).sum(-1, keepdim=True)
+    num_others = seen - (code > 0).sum(-1, keepdim=True)
     tail = torch.where(num_others > 0, (1 - total).clamp(min=LEAST_TAIL), 0)
     base = tail / num_others.clamp(min=1)
     # An entry's column also has the base, so the entry's own weight is less by that much.

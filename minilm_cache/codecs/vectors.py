@@ -25,6 +25,7 @@ from minilm_cache.relations.scores import (
     VectorRows,
     Vectors,
     WantedRelations,
+    column_mask,
     key_mask,
     relation_probs,
     split_heads,
@@ -63,6 +64,8 @@ class VectorsCodec:
     window: int | None
     """Positions to each side that the teacher's attention sees. None means that it sees all."""
     code: TransformCode
+    is_causal: bool = False
+    """Whether a token sees itself and those before it alone."""
 
     @property
     def codes_path(self) -> str:
@@ -95,7 +98,7 @@ class VectorsCodec:
         flat = self.code.rows(codes.flatten(0, 1))
         heads = flat.view(*codes.shape[:2], 3, self.num_heads, self.head_size).permute(2, 0, 3, 1, 4)
         mask = window_mask(self.window, codes.shape[1], codes.device)
-        return Vectors(heads[0], heads[1], heads[2], mask, self.scaling)
+        return Vectors(heads[0], heads[1], heads[2], mask, self.scaling, is_causal=self.is_causal)
 
     def check(self, rows: Mapping[str, Tensor], lengths: Int[Tensor, " _"]) -> None:
         """Raise CacheCorruptError for codes that `encode` never writes."""
@@ -195,7 +198,7 @@ class _Moments:
         self.layer = layer
         vectors = signals[0].vectors
         self.num_heads, self.head_size = vectors.query.shape[1], vectors.query.shape[3]
-        self.scaling = vectors.scaling
+        self.scaling, self.is_causal = vectors.scaling, vectors.is_causal
         self.window = _attention_window(masked)
         rows = torch.cat([_valid_rows(signal) for signal in signals])
         self.mean = rows.mean(0)
@@ -252,10 +255,11 @@ def _attention_window(signals: Sequence[LayerRelations]) -> int | None:
         if mask is None:
             continue
         valid = key_mask(signal.lengths, mask.shape[-1])
-        inside = mask & valid[:, None, None, :] & valid[:, None, :, None]
+        columns = column_mask(signal.lengths, mask.shape[-1], is_causal=signal.vectors.is_causal)
+        inside = mask & columns & valid[:, None, :, None]
         position = torch.arange(mask.shape[-1], device=mask.device)
         distance = (position[:, None] - position).abs()
-        both_valid = (valid[:, None, None, :] & valid[:, None, :, None]).expand_as(inside)
+        both_valid = (columns & valid[:, None, :, None]).expand_as(inside)
         if bool((inside == both_valid).all()):
             continue
         reach = int((distance * inside).max())
@@ -328,6 +332,7 @@ def _codec(moments: _Moments, analysis: Tensor, synthesis: Tensor) -> VectorsCod
         head_size=moments.head_size,
         scaling=moments.scaling,
         window=moments.window,
+        is_causal=moments.is_causal,
         code=fit_code(moments.sample, moments.mean, analysis=analysis, synthesis=synthesis),
     )
 

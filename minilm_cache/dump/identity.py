@@ -120,6 +120,7 @@ def identify(
         codec=parameters,
         states=_states(config, teacher),
         precision=None if teacher.precision == "float32" else teacher.precision,
+        mask="causal" if teacher.layers and teacher.has_causal_relations else None,
     )
 
 

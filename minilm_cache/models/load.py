@@ -39,8 +39,9 @@ from transformers import (
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
 from minilm_cache.models.complete import refuse_ignored_settings, refuse_incomplete, refuse_other_family
+from minilm_cache.models.families import family_of, is_served
 from minilm_cache.models.files import library_errors, read_config_file, weight_files
-from minilm_cache.models.tap import ATTENTION, Head, is_served
+from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.models.tokenizer_bombs import refuse_bombs
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.store.checked import sha256_file
@@ -85,7 +86,7 @@ def _usable_attention(head: TaskHead | None, config: PreTrainedConfig, attention
 def _class_for(head: TaskHead | None, config: PreTrainedConfig) -> Any:  # noqa: ANN401 - has no common class
     """Return the class of a model; of an encoder with a decoder it is the encoder, where it has one alone."""
     # The encoders of T5 and mT5 write configurations that say nothing of a decoder.
-    has_decoder = config.is_encoder_decoder or config.model_type in {"t5", "mt5"}
+    has_decoder = config.is_encoder_decoder or family_of(config.model_type).has_decoder
     is_encoder = has_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
     return AutoModelForTextEncoding if head is None and is_encoder else HEADS[head]
 

@@ -18,16 +18,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import enough_memory
+from minilm_cache.models.families import FAMILIES, family_of
 from minilm_cache.models.files import library_errors, model_description, out_of_bounds
 from minilm_cache.models.load import check_positions, draw_weights
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.storage_schema.base import REMEDY
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 
-_FACTORISED: Final = {"bert": "electra", "electra": "electra"}
-"""For each family, the family that computes the same and has a separate embedding size."""
-_BOTTLENECKED: Final = ("bert", "mobilebert")
-"""Families whose students may have bottlenecks: they read text the same way."""
 _SHARED_FIELDS: Final = (
     "vocab_size",
     "max_position_embeddings",
@@ -88,12 +85,13 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
     if shape.bottleneck_size is not None:
         return _bottleneck_config(shape, shape.bottleneck_size, kept=kept, family=family)
     if shape.embedding_size != shape.hidden_size:
-        if family not in _FACTORISED:
+        factorised = family_of(family).factorised
+        if factorised is None:
             raise InvalidConfigError(
                 f"--arch {shape.arch}: family {family!r} has no factorised embedding; "
-                f"{', '.join(_FACTORISED)} have. Leave out :e{shape.embedding_size}."
+                f"{_names_with('factorised')} have. Leave out :e{shape.embedding_size}."
             )
-        family = _FACTORISED[family]
+        family = factorised
     if kept.get("layer_types"):
         # As in MiniLM, the student's last layers correspond to the teacher's last layers.
         kept["layer_types"] = _last_layer_types(kept["layer_types"], shape)
@@ -111,7 +109,7 @@ def shape_config(shape: StudentShape, content: Mapping[str, Any], family: str) -
     }
     if kept.get("num_key_value_heads") is not None:  # students share no keys and values among heads
         sizes |= {"num_key_value_heads": shape.num_heads, "head_dim": shape.hidden_size // shape.num_heads}
-    if family in _FACTORISED.values():
+    if family == family_of(family).factorised:
         sizes["embedding_size"] = shape.embedding_size
     attribute_names = CONFIG_MAPPING[family].attribute_map
     kept |= {attribute_names.get(name, name): size for name, size in sizes.items()}
@@ -150,6 +148,11 @@ def check_family_positions(
         check_positions(lambda ids: model(input_ids=ids), tiny, name=name, ids=longest)
 
 
+def _names_with(field: str) -> str:
+    """Return the families whose row has something in a field, for messages."""
+    return ", ".join(name for name, row in FAMILIES.items() if getattr(row, field))
+
+
 def _bottleneck_config(
     shape: StudentShape, bottleneck: int, *, kept: Mapping[str, Any], family: str
 ) -> PreTrainedConfig:
@@ -157,10 +160,10 @@ def _bottleneck_config(
 
     The rest (normalisation, activation, four feed-forward networks in each layer) stays as in MobileBERT.
     """
-    if family not in _BOTTLENECKED:
+    if not family_of(family).has_bottlenecks:
         raise InvalidConfigError(
             f"--arch {shape.arch}: family {family!r} has no layers with bottlenecks; "
-            f"{', '.join(_BOTTLENECKED)} have. Leave out :b{bottleneck}."
+            f"{_names_with('has_bottlenecks')} have. Leave out :b{bottleneck}."
         )
     shared = {name: kept[name] for name in _SHARED_FIELDS if name in kept}
     try:

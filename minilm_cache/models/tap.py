@@ -16,14 +16,15 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.device import attention
+from minilm_cache.models.families import family_of, is_served
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.relations.scores import Vectors
+from minilm_cache.relations.scores import Vectors, widened
 
 ATTENTION = "minilm_cache"
 """Name of the attention implementation to load a model with."""
@@ -37,11 +38,6 @@ without. After eight in all, torch would leave the passes of all further student
 """
 
 _USE = "Use an encoder such as BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT or ModernBERT."
-_SERVED: Final = frozenset({"t5", "mt5", "umt5"})
-"""Families that use the attention interface and do not say so."""
-_HOOKED: Final = {"mpnet": ("MPNetSelfAttention", ("q", "k", "v"))}
-"""Families without the attention interface: the class of their attention, and its linear maps to queries,
-keys and values. Scores are divided by the root of the head size, and `position_bias` is added to them."""
 _OTHER_SIGNALS = (
     "Of any other model, pooled vectors and logits can be dumped: --codec none with --pooled or --logits."
 )
@@ -128,12 +124,13 @@ def _tapped_attention(  # noqa: PLR0917 - the signature is transformers'
     **kwargs: Any,  # noqa: ANN401 - differs by model family
 ) -> tuple[Tensor, Tensor | None]:
     if minilm_tap is not None and minilm_tap.counts():
-        _refuse_inexact(module, kwargs)
+        if kwargs.get("softcap") is not None:
+            raise _inexact(type(module).__name__, "it caps its scores")
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         heads, bias = query.shape[1], kwargs.get("position_bias")
-        minilm_tap.record(
-            Vectors(query, _for_heads(key, heads), _for_heads(value, heads), attention_mask, factor, bias)
-        )
+        key_heads, value_heads = _for_heads(key, heads), _for_heads(value, heads)
+        is_causal = bool(getattr(module, "is_causal", False))
+        minilm_tap.record(Vectors(query, key_heads, value_heads, attention_mask, factor, bias, is_causal))
     return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
@@ -142,15 +139,9 @@ def _for_heads(part: Tensor, num_heads: int) -> Tensor:
     return part if part.shape[1] == num_heads else part.repeat_interleave(num_heads // part.shape[1], 1)
 
 
-def _refuse_inexact(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raise TeacherError for attention that is not softmax(QK^T), or that sees no later token."""
-    if kwargs.get("softcap") is not None:
-        reason = "it caps its scores"
-    elif getattr(module, "is_causal", False):
-        reason = "it is a decoder: its attention is causal"
-    else:
-        return
-    raise TeacherError(f"{type(module).__name__} cannot be tapped exactly: {reason}. {_USE} {_OTHER_SIGNALS}")
+def _inexact(name: str, reason: str) -> TeacherError:
+    """Return the error for an attention whose distributions are not those of its scores."""
+    return TeacherError(f"{name} cannot be tapped exactly: {reason}. {_USE} {_OTHER_SIGNALS}")
 
 
 def _attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:  # noqa: ANN401 - transformers' arguments
@@ -169,17 +160,6 @@ AttentionInterface.register(ATTENTION, _tapped_attention)
 AttentionMaskInterface.register(ATTENTION, _attention_mask)
 
 
-def is_served(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
-    """Return whether a family's attention may come by the tap.
-
-    transformers accepts the name of an implementation for any family. One that does not use the attention
-    interface would get a mask that it cannot read, and so would see padding.
-    """
-    serves = model_class._supports_attention_backend  # noqa: SLF001 - no public attribute has it
-    caps = getattr(config, "attn_logit_softcapping", None) is not None
-    return bool(serves or config.model_type in _SERVED) and not caps
-
-
 def _is_tapped(model: PreTrainedModel) -> bool:
     """Return whether a model's attention comes by the tap."""
     is_loaded_so = model.config._attn_implementation == ATTENTION  # noqa: SLF001 - no public attribute has it
@@ -188,7 +168,10 @@ def _is_tapped(model: PreTrainedModel) -> bool:
 
 def _refuse_untapped(model: PreTrainedModel) -> None:
     """Raise TeacherError for a family that does not use the attention interface."""
-    if not _is_tapped(model) and model.config.model_type not in _HOOKED:
+    hooked = family_of(model.config.model_type).hooked
+    if hooked is not None and hooked.refused is not None and getattr(model.config, hooked.refused[0], False):
+        raise _inexact(hooked.module, hooked.refused[1])
+    if not _is_tapped(model) and hooked is None:
         raise TeacherError(
             f"model family {model.config.model_type!r} does not use transformers' attention interface, "
             f"so its Q, K, V cannot be tapped exactly. {_USE} {_OTHER_SIGNALS}"
@@ -263,7 +246,7 @@ class TappedModel(nn.Module):
                 until the next forward pass of any model that is replayed.
         """
         family = self.model.config.model_type
-        if taps_layers and family in _HOOKED:
+        if taps_layers and family_of(family).hooked is not None:
             raise InvalidConfigError(
                 f"--compile: the queries and keys of the family {family} are taken by hooks, which are not "
                 "compiled. Leave it out."
@@ -307,7 +290,7 @@ class TappedModel(nn.Module):
     def _outputs(self, tap: Tap, ids: Tensor, *, mask: Tensor | None, segments: Tensor | None) -> Reading:
         needs_end = bool(tap.hidden or tap.head or torch.compiler.is_compiling())
         recorder = _Recorder(tap.layers, stops=not needs_end)
-        is_hooked = self.model.config.model_type in _HOOKED
+        is_hooked = family_of(self.model.config.model_type).hooked is not None
         # Heads cost more than layers where a vocabulary is large.
         model = self.model if tap.head else self.model.base_model
         with _hooked(self.model, recorder if tap.layers and is_hooked else None):
@@ -332,26 +315,42 @@ def _hooked(model: PreTrainedModel, recorder: _Recorder | None) -> Iterator[None
     if recorder is None:
         yield
         return
-    class_name, names = _HOOKED[model.config.model_type]
+    hooked, heads = family_of(model.config.model_type).hooked, model.config.num_attention_heads
+    assert hooked is not None
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if recorder.counts():
-            given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-            hidden, heads = given["hidden_states"], model.config.num_attention_heads
-            query, key, value = (
-                module.get_submodule(name)(hidden).unflatten(-1, (heads, -1)).transpose(1, 2)
-                for name in names
-            )
-            bias = given.get("position_bias")
-            recorder.record(Vectors(query, key, value, None, query.shape[-1] ** -0.5, bias))
+        if not recorder.counts():
+            return
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        query, key, value = hooked.split(module, given["hidden_states"], heads)
+        vectors = Vectors(query, key, value, None, query.shape[-1] ** -0.5, given.get("position_bias"))
+        if hooked.distributions is None:
+            recorder.record(vectors)
+        else:
+            waiting.append(vectors)
 
-    found = [module for module in model.modules() if type(module).__name__ == class_name]
+    def record_with_bias(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        if waiting:
+            recorder.record(_with_bias(waiting.pop(), args[0]))
+
+    waiting: list[Vectors] = []
+    found = [module for module in model.modules() if type(module).__name__ == hooked.module]
     hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in found]
+    if hooked.distributions is not None:
+        inner = [module.get_submodule(hooked.distributions) for module in found]
+        hooks += [module.register_forward_pre_hook(record_with_bias) for module in inner]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _with_bias(vectors: Vectors, probs: Float[Tensor, "batch heads length length"]) -> Vectors:
+    """Return vectors with the bias that makes their distributions these, up to a constant of each row."""
+    probs = widened(probs)
+    products = (widened(vectors.query) * vectors.scaling) @ widened(vectors.key).mT
+    return vectors._replace(bias=probs.clamp(min=torch.finfo(probs.dtype).tiny).log() - products)
 
 
 @contextmanager

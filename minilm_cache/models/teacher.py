@@ -28,7 +28,7 @@ from minilm_cache.models.pooling import SentencePooler, load_pooler
 from minilm_cache.models.prompts import Prompts, read_prompts
 from minilm_cache.models.tap import Head, Tap, TappedModel
 from minilm_cache.models.truncate import saving
-from minilm_cache.relations.scores import LayerRelations
+from minilm_cache.relations.scores import LayerRelations, Vectors
 from minilm_cache.relations.transfer import products_in, send
 from minilm_cache.storage_schema.identity import MAX_LAYERS, Precision, TeacherIdentity, canonical_sha256
 from minilm_cache.storage_schema.manifest import (
@@ -245,18 +245,39 @@ class Teacher:
                 "says nothing of the text. Choose --pooled --pooling lasttoken, or mean."
             )
 
+    @cached_property
     @torch.no_grad()
+    def _some_vectors(self) -> list[Vectors]:
+        """Vectors of a few tokens, which show how the layers whose relations are wanted attend."""
+        ids = torch.full((1, 4), some_token(self.tokenizer), device=self.device)
+        return self._tapped(Inputs.full(ids), Tap(self.layers)).vectors if self.layers else []
+
+    @property
+    def has_causal_relations(self) -> bool:
+        """Whether rows of the wanted relations see columns up to their own alone.
+
+        Raises:
+            TeacherError: its attention does not say what its hidden states show.
+        """
+        found = {layer.is_causal for layer in self._some_vectors}
+        if found and found != {self._is_causal()}:
+            says = "causal" if True in found else "not causal"
+            raise TeacherError(
+                f"teacher {self.name}: its layers call their attention {says}, and its hidden states show "
+                "otherwise, so its relations cannot be tapped exactly. Dump other signals: --codec none with "
+                "--pooled."
+            )
+        return True in found
+
     def refuse_bias(self) -> None:
         """Refuse a teacher whose attention distributions are not those of its queries and keys alone.
 
         Raises:
             TeacherError: it adds a bias to the scores of one of its layers.
         """
-        ids = torch.full((1, 4), some_token(self.tokenizer), device=self.device)
-        vectors = self._tapped(Inputs.full(ids), Tap(self.layers)).vectors if self.layers else []
-        if any(layer.bias is not None for layer in vectors):
+        if any(layer.bias is not None for layer in self._some_vectors):
             raise TeacherError(
-                f"--codec vectors: teacher {self.name} adds a position bias to the scores of its attention, "
+                f"--codec vectors: teacher {self.name} adds a bias to the scores of its attention, "
                 "which its queries and keys do not hold. Choose --codec topk or dense."
             )
 

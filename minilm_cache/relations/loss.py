@@ -27,6 +27,7 @@ from minilm_cache.relations.scores import (
     Targets,
     VectorRows,
     Vectors,
+    column_mask,
     densify,
     key_mask,
     mean_row_entropy,
@@ -97,7 +98,7 @@ def relation_loss(
     batch, heads, length, _ = vectors.query.shape
     is_dense = (method or choose_method(batch, heads, length, device=lengths.device)) == "dense"
     if is_dense or (kind is RelationKind.ATTENTION and vectors.bias is not None):
-        mask = key_mask(lengths, length)[:, None, None, :]
+        mask = column_mask(lengths, length, is_causal=targets.rows.is_causal)
         return relation_kl(relation_scores(vectors, kind, mask), targets, lengths)
     with torch.autocast(vectors.query.device.type, enabled=False):
         surrogate = _surrogate(vectors, kind, rows=targets.rows, lengths=lengths)
@@ -111,7 +112,7 @@ def _surrogate(vectors: Vectors, kind: RelationKind, *, rows: RowTargets, length
     """Return a sum that has the gradient of the KL, but another value (`sdpa`, module docstring)."""
     left, right, scaling = sides(vectors, kind)
     valid = key_mask(lengths, left.shape[-2])
-    mask = valid[:, None, None, :]
+    mask = column_mask(lengths, left.shape[-2], is_causal=rows.is_causal)
     student = _attend(left.detach(), right.detach(), values=right, mask=mask, scaling=scaling)
     weight = valid[:, None, :, None].to(left.dtype) * scaling / (lengths.sum() * left.shape[1])
     teacher = _expected(rows, right, valid=valid, lengths=lengths)
@@ -148,7 +149,8 @@ def _expected(
     weighted = F.embedding_bag(index, table, mode="sum", per_sample_weights=weights).view(right.shape)
     if rows.base is None:
         return weighted
-    total = (right * valid[:, None, :, None]).sum(-2, keepdim=True)
+    columns = right * valid[:, None, :, None]
+    total = columns.cumsum(-2) if rows.is_causal else columns.sum(-2, keepdim=True)
     return weighted + rows.base[..., None].to(right.dtype) * total
 
 
@@ -158,8 +160,9 @@ def _sampled_kl(vectors: Vectors, kind: RelationKind, *, targets: Targets, lengt
     length = left.shape[-2]
     sampled = torch.arange(0, length, -(-length // _SAMPLED_ROWS), device=left.device)
     valid = key_mask(lengths, length)
+    columns = _rows_of(column_mask(lengths, length, is_causal=targets.rows.is_causal), sampled)
     scores = (left[:, :, sampled] * scaling) @ right.transpose(-1, -2)
-    log_student = scores.masked_fill(~valid[:, None, None, :], torch.finfo(scores.dtype).min).log_softmax(-1)
+    log_student = scores.masked_fill(~columns, torch.finfo(scores.dtype).min).log_softmax(-1)
     probs = _sampled_rows(targets.rows, sampled, lengths=lengths, length=length)
     crossed = -(probs * log_student).sum(-1)
     weight = valid[:, None, sampled] / (valid[:, sampled].sum() * left.shape[1])
@@ -172,17 +175,21 @@ def _sampled_kl(vectors: Vectors, kind: RelationKind, *, targets: Targets, lengt
     return kl
 
 
+def _rows_of(mask: Tensor, rows: Tensor) -> Tensor:
+    """Return some rows of a mask, which may have one row for all."""
+    return mask if mask.shape[-2] == 1 else mask[..., rows, :]
+
+
 def _sampled_rows(
     rows: RowTargets, sampled: Tensor, *, lengths: Tensor, length: int
 ) -> Float[Tensor, "batch heads sampled length"]:
     """Return some of the teacher's rows, dense; `sampled` are their positions."""
     if isinstance(rows, VectorRows):
         left, right, scaling = sides(rows.vectors, rows.kind)
-        mask = row_mask(rows.vectors, rows.kind, lengths)
-        mask = mask if mask.shape[-2] == 1 else mask[..., sampled, :]
+        mask = _rows_of(row_mask(rows.vectors, rows.kind, lengths), sampled)
         scores = (left[:, :, sampled] * scaling) @ right.transpose(-1, -2)
         return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
-    columns = key_mask(lengths, length)[:, None, None, :]
+    columns = _rows_of(column_mask(lengths, length, is_causal=rows.is_causal), sampled)
     if isinstance(rows, DenseRows):
         return rows.probs[:, :, sampled] * columns
     weight = rows.weight[:, :, sampled]
@@ -214,19 +221,20 @@ def relation_kl(
         entropy = mean_row_entropy(to_dense(rows, lengths, scores.shape[-1]), lengths)
     with torch.autocast(scores.device.type, enabled=False):
         return (
-            _cross_entropy(scores, rows, valid=valid, row_weight=row_weight)
+            _cross_entropy(scores, rows, lengths=lengths, row_weight=row_weight)
             - (entropy * lengths).sum() / lengths.sum()
         )
 
 
 def _cross_entropy(
-    scores: Tensor, rows: DenseRows | SparseRows, *, valid: Bool[Tensor, "batch size"], row_weight: Tensor
+    scores: Tensor, rows: DenseRows | SparseRows, *, lengths: Tensor, row_weight: Tensor
 ) -> Tensor:
     if isinstance(rows, DenseRows):
         crossed: Tensor = _DenseCrossEntropy.apply(scores, rows.probs, row_weight)  # type: ignore[no-untyped-call]
     else:
+        columns = column_mask(lengths, scores.shape[-1], is_causal=rows.is_causal)
         crossed = _SparseCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            scores, rows.index, rows.weight, rows.base, valid, row_weight
+            scores, rows.index, rows.weight, rows.base, columns, row_weight
         )
     return crossed
 
@@ -249,7 +257,7 @@ class _DenseCrossEntropy(torch.autograd.Function):
 
 
 class _SparseCrossEntropy(torch.autograd.Function):
-    """Same as `_DenseCrossEntropy`, for P = base on valid columns plus the weights of the entries."""
+    """Same as `_DenseCrossEntropy`, for P = base on the columns that a row sees plus the entries."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - torch's interface
@@ -258,22 +266,22 @@ class _SparseCrossEntropy(torch.autograd.Function):
         index: Tensor,
         weight: Tensor,
         base: Tensor | None,
-        valid: Tensor,
+        columns: Tensor,
         row_weight: Tensor,
     ) -> Tensor:
         probs, lse = softmax_and_lse(scores)
         expected = (scores.gather(-1, index) * weight).sum(-1)
         if base is not None:
-            expected += base * torch.einsum("bhqk,bk->bhq", scores, valid.to(scores.dtype))
-        ctx.save_for_backward(probs, index, weight, base, valid, row_weight)
+            expected += base * scores.masked_fill(~columns, 0).sum(-1)
+        ctx.save_for_backward(probs, index, weight, base, columns, row_weight)
         return ((lse - expected) * row_weight).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        probs, index, weight, base, valid, row_weight = ctx.saved_tensors
+        probs, index, weight, base, columns, row_weight = ctx.saved_tensors
         scale = (row_weight * grads[0])[..., None]
         gradient = probs.mul_(scale)
         gradient.scatter_add_(-1, index, -weight * scale)
         if base is not None:
-            gradient -= (base[..., None] * scale) * valid[:, None, None, :]
+            gradient -= (base[..., None] * scale) * columns
         return gradient, None, None, None, None, None

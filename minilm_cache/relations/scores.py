@@ -26,6 +26,8 @@ class Vectors(NamedTuple):
     """Factor on query-key products, 1/sqrt(d_k)."""
     bias: Float[Tensor, "_ heads length length"] | None = None
     """What the model adds to its attention's scores for each pair of positions. None means nothing."""
+    is_causal: bool = False
+    """Whether a token sees itself and the tokens before it alone, so that rows of all relations do, too."""
 
 
 def split_heads(vectors: Vectors, num_heads: int) -> Vectors:
@@ -40,7 +42,8 @@ def split_heads(vectors: Vectors, num_heads: int) -> Vectors:
 
     query = split(vectors.query)
     scaling = query.shape[-1] ** -0.5
-    return Vectors(query, split(vectors.key), split(vectors.value), vectors.mask, scaling)
+    key, value = split(vectors.key), split(vectors.value)
+    return Vectors(query, key, value, vectors.mask, scaling, is_causal=vectors.is_causal)
 
 
 class LayerRelations:
@@ -66,6 +69,16 @@ _CACHED_ENTRIES = 2**19
 def key_mask(lengths: Int[Tensor, " batch"], size: int) -> Bool[Tensor, "batch size"]:
     """Return True at the first `lengths` positions of each sequence."""
     return torch.arange(size, device=lengths.device) < lengths[:, None]
+
+
+def column_mask(
+    lengths: Int[Tensor, " batch"], size: int, *, is_causal: bool
+) -> Bool[Tensor, "batch 1 _ size"]:
+    """Return True at columns that rows see: those that are not padding, up to the row's own where causal."""
+    valid = key_mask(lengths, size)[:, None, None, :]
+    if not is_causal:
+        return valid
+    return valid & torch.ones((size, size), dtype=torch.bool, device=lengths.device).tril_()
 
 
 def sides(vectors: Vectors, kind: RelationKind) -> tuple[Tensor, Tensor, float]:
@@ -113,10 +126,11 @@ def row_mask(
     """Return True at columns that a teacher's rows see.
 
     The attention distribution is the model's own, so its own mask applies in addition to padding, sliding
-    windows included; the other relations see every column that is not padding.
+    windows included; the other relations see every column that is not padding, or in a causal model every
+    column up to the row's own.
     """
     valid = key_mask(lengths, vectors.key.shape[-2])
-    mask = valid[:, None, None, :]
+    mask = column_mask(lengths, vectors.key.shape[-2], is_causal=vectors.is_causal)
     if kind is RelationKind.ATTENTION and vectors.mask is not None:
         mask = mask & vectors.mask
         if mask.shape[-2] > 1:
@@ -168,6 +182,8 @@ class DenseRows:
     """Teacher rows with every probability."""
 
     probs: Float[Tensor, "batch heads query key"]
+    is_causal: bool = False
+    """Whether a row has columns up to its own alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +194,9 @@ class SparseRows:
     """Column of each entry; a column may come more than once."""
     weight: Float[Tensor, "batch heads query entries"]
     base: Float[Tensor, "batch heads query"] | None
-    """Probability that every valid column has in addition to its entries. None means 0."""
+    """Probability that every column that the row sees has in addition to its entries. None means 0."""
+    is_causal: bool = False
+    """Whether a row sees columns up to its own alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +205,11 @@ class VectorRows:
 
     vectors: Vectors
     kind: RelationKind
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a row sees columns up to its own alone."""
+        return self.vectors.is_causal
 
 
 RowTargets = DenseRows | SparseRows | VectorRows
@@ -219,14 +242,13 @@ def densify(rows: VectorRows, lengths: Int[Tensor, " batch"]) -> tuple[DenseRows
         # H(P) = LSE(S) - sum_j P_j S_j: one product instead of as many logarithms.
         entropy = (lse - torch.einsum("...k,...k->...", probs, scores)).mean(1)
     valid = key_mask(lengths, entropy.shape[-1])
-    return DenseRows(probs), (entropy * valid).sum(-1) / lengths
+    return DenseRows(probs, rows.is_causal), (entropy * valid).sum(-1) / lengths
 
 
 def to_dense(
     rows: RowTargets, lengths: Int[Tensor, " batch"], size: int
 ) -> Float[Tensor, "batch heads query key"]:
     """Return target rows with every column; rows and columns beyond a sequence's length are zero."""
-    valid = key_mask(lengths, size)
     if isinstance(rows, VectorRows):
         dense = relation_probs(rows.vectors, rows.kind, lengths)
     elif isinstance(rows, DenseRows):
@@ -237,4 +259,5 @@ def to_dense(
         dense.scatter_add_(-1, rows.index, rows.weight)
         if rows.base is not None:
             dense += rows.base[..., None]
-    return dense * (valid[:, None, None, :] & valid[:, None, :, None])
+    columns = column_mask(lengths, size, is_causal=rows.is_causal)
+    return dense * (columns & key_mask(lengths, size)[:, None, :, None])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import TeacherError, first_line
+from minilm_cache.models.families import family_of
 from minilm_cache.slicing.attention import HeadCut, HeadMaps
 from minilm_cache.slicing.forward import (
     Calibration,
@@ -183,6 +184,10 @@ class _Cutter:
     def cut_layers(self, student: PreTrainedModel, layers: Sequence[int]) -> None:
         """Cut the layers and the norm after the last of them."""
         flat = self.calibration.flat
+        if self.student.head_bias is not None and self.teacher.head_bias is not None:
+            biases = self.teacher.head_bias.weight
+            copied = torch.arange(self.heads.num_heads) % biases.shape[1]
+            self.student.head_bias.weight.copy_(biases[:, copied])
         states, calls = layer_calls(student, self.student, self.calibration)
         for number, layer in enumerate(layers):
             states = self._cut_layer(number, layer, states=states, calls=calls[number])
@@ -314,14 +319,6 @@ class _Cutter:
         self.errors.append(float((state - target).norm() / deviation.norm()))
 
 
-_NAMES: Final = {
-    "bert": ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"),
-    "roberta": ("lm_head.dense", "lm_head.layer_norm"),
-    "xlm-roberta": ("lm_head.dense", "lm_head.layer_norm"),
-    "electra": ("generator_predictions.dense", "generator_predictions.LayerNorm"),
-    "distilbert": ("vocab_transform", "vocab_layer_norm"),
-}
-"""The linear map and the norm of the head, by family. ModernBERT's map has no bias and stays as drawn."""
 _SHIFT: Final = 4.0
 """Added to units of variance 1, so that GELU hardly changes them; the norm after it takes it away again."""
 _RIDGE: Final = 1e-3
@@ -341,15 +338,17 @@ def cut_head(teacher: PreTrainedModel, student: PreTrainedModel, text: Calibrati
         student: student with a head, whose encoder is cut.
         text: sequences to fit to.
     """
-    names = [_NAMES.get(model.config.model_type) for model in (teacher, student)]
-    if names[0] is None or names[1] is None:
+    theirs_named, own_named = (family_of(model.config.model_type).parts for model in (teacher, student))
+    assert theirs_named is not None, "the encoder of the family was cut"
+    assert own_named is not None, "the encoder of the family was cut"
+    if theirs_named.logits_norm is None or own_named.logits_norm is None or own_named.logits_dense is None:
         return
     own, theirs = _words(student), _words(teacher)
     has_same_width = student.config.hidden_size == teacher.config.hidden_size
     if has_same_width and own.shape == theirs.shape and torch.equal(own, theirs):
         return  # the whole head was copied, because both bases are the teacher's
-    their_norm, norm = teacher.get_submodule(names[0][1]), student.get_submodule(names[1][1])
-    dense = student.get_submodule(names[1][0])
+    their_norm = teacher.get_submodule(theirs_named.logits_norm)
+    norm, dense = student.get_submodule(own_named.logits_norm), student.get_submodule(own_named.logits_dense)
     assert isinstance(dense, nn.Linear)
     sums = inputs_of(teacher, their_norm, text)
     change = _change(theirs, own)

@@ -131,20 +131,20 @@ def layer_calls(
     with ExitStack() as stack:
         for layer, own_states, own_calls in zip(parts.layers, states, calls, strict=True):
             stack.callback(_keep_call(layer, own_states, own_calls).remove)
-            stack.enter_context(_passing_on(layer.module))
+            stack.enter_context(_passing_on(layer))
         for ids, valid in zip(calibration.ids, calibration.valid, strict=True):
             model.base_model(input_ids=ids, attention_mask=valid.to(torch.int64))
     return states[0], calls
 
 
 @contextmanager
-def _passing_on(module: nn.Module) -> Iterator[None]:
+def _passing_on(layer: LayerParts) -> Iterator[None]:
     """Let a layer return its input."""
-    module.forward = lambda state, *_args, **_kwargs: state
+    layer.module.forward = lambda state, *_args, **_kwargs: (state,) if layer.gives_tuple else state
     try:
         yield
     finally:
-        del module.forward  # the method of its class is back
+        del layer.module.forward  # the method of its class is back
 
 
 def _keep_call(

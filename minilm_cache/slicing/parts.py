@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.families import FAMILIES, PartNames, family_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,8 @@ class LayerParts:
     """Norm after the feed-forward network, or before it where `is_pre_norm`."""
     activation: Callable[[Tensor], Tensor]
     is_pre_norm: bool
+    gives_tuple: bool
+    """Whether it returns its hidden states as the first of several outputs."""
 
     def units(self, inputs: Tensor) -> Tensor:
         """Return the units of the feed-forward network, `(..., units)`."""
@@ -97,87 +100,16 @@ class EncoderParts:
     """Norm after the last layer. None means that the family has none."""
     is_rotary: bool
     """Whether queries and keys are rotated by their positions."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Names:
-    """Names of the parts in one family, relative to the encoder or to a layer."""
-
-    layers: str
-    query: str
-    key: str
-    value: str
-    output: str
-    attention_norm: str
-    up: str
-    down: str
-    ffn_norm: str
-    activation: str
-    is_fused: bool = False
-    """Query, key and value are rows of one map, and so are units and their gates."""
-    tables: tuple[str, ...] = ("word_embeddings", "position_embeddings", "token_type_embeddings")
-    norm: str = "LayerNorm"
-    final_norm: str | None = None
-
-
-_BERT: Final = _Names(
-    layers="encoder.layer",
-    query="attention.self.query",
-    key="attention.self.key",
-    value="attention.self.value",
-    output="attention.output.dense",
-    attention_norm="attention.output.LayerNorm",
-    up="intermediate.dense",
-    down="output.dense",
-    ffn_norm="output.LayerNorm",
-    activation="intermediate.intermediate_act_fn",
-)
-_DISTILBERT: Final = _Names(
-    layers="transformer.layer",
-    query="attention.q_lin",
-    key="attention.k_lin",
-    value="attention.v_lin",
-    output="attention.out_lin",
-    attention_norm="sa_layer_norm",
-    up="ffn.lin1",
-    down="ffn.lin2",
-    ffn_norm="output_layer_norm",
-    activation="ffn.activation",
-    tables=("word_embeddings", "position_embeddings"),
-)
-_MODERNBERT: Final = _Names(
-    layers="layers",
-    query="attn.Wqkv",
-    key="attn.Wqkv",
-    value="attn.Wqkv",
-    output="attn.Wo",
-    attention_norm="attn_norm",
-    up="mlp.Wi",
-    down="mlp.Wo",
-    ffn_norm="mlp_norm",
-    activation="mlp.act",
-    is_fused=True,
-    tables=("tok_embeddings",),
-    norm="norm",
-    final_norm="final_norm",
-)
-_FAMILIES: Final = {
-    "bert": _BERT,
-    "roberta": _BERT,
-    "xlm-roberta": _BERT,
-    "electra": _BERT,
-    "distilbert": _DISTILBERT,
-    "modernbert": _MODERNBERT,
-}
-"""Names of the parts, by family."""
+    head_bias: nn.Embedding | None
+    """What is added to the scores of each head, by the distance of positions. None means nothing."""
 
 
 def refuse_unsliceable(family: str) -> None:
     """Raise InvalidConfigError for a family whose parts are not known."""
-    if family not in _FAMILIES:
+    if family_of(family).parts is None:
+        known = ", ".join(name for name, row in FAMILIES.items() if row.parts is not None)
         raise InvalidConfigError(
-            f"--init slice: a model of family {family!r} cannot be cut; {', '.join(_FAMILIES)} can. "
-            "Use --init random."
+            f"--init slice: a model of family {family!r} cannot be cut; {known} can. Use --init random."
         )
 
 
@@ -189,7 +121,8 @@ def encoder_parts(model: PreTrainedModel) -> EncoderParts:
     """
     family = model.config.model_type
     refuse_unsliceable(family)
-    names, encoder = _FAMILIES[family], model.base_model
+    names, encoder = family_of(family).parts, model.base_model
+    assert names is not None
     embeddings: Any = encoder.embeddings
     layers = encoder.get_submodule(names.layers)
     assert isinstance(layers, nn.ModuleList)
@@ -201,17 +134,21 @@ def encoder_parts(model: PreTrainedModel) -> EncoderParts:
         layers=tuple(_layer_parts(layer, names) for layer in layers),
         final_norm=getattr(encoder, names.final_norm) if names.final_norm else None,
         is_rotary=names.is_fused,
+        head_bias=_table(encoder.get_submodule(names.head_bias)) if names.head_bias else None,
     )
 
 
-def _tables(embeddings: Any, names: _Names) -> Iterator[nn.Embedding]:  # noqa: ANN401 - of any family
+def _tables(embeddings: Any, names: PartNames) -> Iterator[nn.Embedding]:  # noqa: ANN401 - of any family
     for name in names.tables:
-        table = getattr(embeddings, name)
-        assert isinstance(table, nn.Embedding)
-        yield table
+        yield _table(getattr(embeddings, name))
 
 
-def _layer_parts(layer: nn.Module, names: _Names) -> LayerParts:
+def _table(module: nn.Module) -> nn.Embedding:
+    assert isinstance(module, nn.Embedding)
+    return module
+
+
+def _layer_parts(layer: nn.Module, names: PartNames) -> LayerParts:
     def linear(name: str) -> nn.Linear:
         module = layer.get_submodule(name)
         assert isinstance(module, nn.Linear)
@@ -237,4 +174,5 @@ def _layer_parts(layer: nn.Module, names: _Names) -> LayerParts:
         ffn_norm=layer.get_submodule(names.ffn_norm),
         activation=getattr(layer.get_submodule(path), attribute),
         is_pre_norm=names.is_fused,
+        gives_tuple=names.gives_tuple,
     )

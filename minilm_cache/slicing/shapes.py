@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import StudentShape
+from minilm_cache.models.families import family_of
 from minilm_cache.slicing.parts import refuse_unsliceable
 
 
@@ -90,6 +91,12 @@ def check_sizes(shape: StudentShape, teacher: PreTrainedConfig) -> None:
         raise InvalidConfigError(
             f"--arch {shape.arch}: layers with bottlenecks are unlike the teacher's and cannot be cut from "
             "them. Use --init random."
+        )
+    parts, heads = family_of(teacher.model_type).parts, teacher.num_attention_heads
+    if parts is not None and parts.head_bias is not None and shape.num_heads < heads:
+        raise InvalidConfigError(
+            f"--arch {shape.arch}: a position bias belongs to each of the teacher's {heads} heads, so "
+            f"{shape.num_heads} heads cannot be cut from them. Give the student {heads}, with :h{heads}."
         )
     embedding_size = getattr(teacher, "embedding_size", teacher.hidden_size)
     sizes: Sequence[tuple[str, int, int]] = [("hidden size", shape.hidden_size, teacher.hidden_size)]

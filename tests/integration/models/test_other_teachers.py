@@ -1,4 +1,4 @@
-"""Teachers of vectors and answers but no relations: decoders, families without the interface, regressions."""
+"""Teachers that are no plain encoders: decoders, attention with a bias or of its own, regressions."""
 
 import json
 from pathlib import Path
@@ -20,11 +20,12 @@ from transformers import (
 )
 
 from minilm_cache.cache import open_cache
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.models.tap import Tap, TappedModel
+from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import LOGITS, POOLED
 from minilm_cache.train.config import TrainConfig
@@ -63,6 +64,14 @@ def save_other(folder: Path, family: str) -> Path:
     return folder
 
 
+def widened(teacher: Path) -> Path:
+    """Multiply the matrices of a teacher, so that its attention is far from flat."""
+    weights = load_file(teacher / "model.safetensors")
+    wide = {name: 5 * weight if weight.ndim > 1 else weight for name, weight in weights.items()}
+    save_file(wide, teacher / "model.safetensors", metadata={"format": "pt"})
+    return teacher
+
+
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -78,10 +87,11 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "umt5": T5,
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
     "gemma3_text": {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8},
-    "mistral": {"num_key_value_heads": 2, "head_dim": 8},
+    "mistral": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
 }
 """Sizes of families that differ from those of others."""
+LEARNS: dict[str, Any] = {"init": "random", "steps": 30, "batch_size": 8, "lr": 5e-3}
 DECODERS = ("llama", "qwen3", "gemma3_text", "mistral")
 
 
@@ -148,16 +158,89 @@ def test_a_student_of_a_decoder_is_one_and_learns_its_vectors(tmp_path: Path) ->
     assert student.loss_after < student.loss_before
 
 
-def test_relations_of_such_a_teacher_are_refused_before_anything_is_written(
+def test_relations_that_cannot_be_tapped_are_refused_before_anything_is_written(
     tmp_path: Path, command: Command
 ) -> None:
-    for family, says in (("llama", "its attention is causal"), ("deberta", "does not use transformers'")):
-        teacher = save_other(tmp_path / family, family)
-        corpus = write_corpus(tmp_path / "corpus.txt")
-        out = tmp_path / "cache"
-        words = ("dump", "--teacher", teacher, "--corpus", corpus, "--out", out, "--max-length", 32)
-        command.fails(*words, code=1, says=(says, "--codec none with --pooled or --logits"))
-        assert not out.exists()
+    teacher = save_other(tmp_path / "teacher", "convbert")
+    corpus = write_corpus(tmp_path / "corpus.txt")
+    words = (
+        "dump",
+        "--teacher",
+        teacher,
+        "--corpus",
+        corpus,
+        "--out",
+        tmp_path / "cache",
+        "--max-length",
+        32,
+    )
+    says = ("does not use transformers'", "--codec none with --pooled or --logits")
+    command.fails(*words, "--max-length", 32, code=1, says=says)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_attention_that_is_not_what_it_is_called_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are stored as seeing their past must be those of the model."""
+    world = World(tmp_path, save_other(tmp_path / "teacher", "llama"), write_corpus(tmp_path / "corpus.txt"))
+    monkeypatch.setattr(Teacher, "_is_causal", lambda _teacher: False)
+    with pytest.raises(TeacherError, match="call their attention causal, and its hidden states show"):
+        world.dump()
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("codec", ["topk", "dense", "vectors"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_relations_of_a_decoder_are_cached_checked_and_learned(
+    tmp_path: Path, command: Command, family: str, codec: str
+) -> None:
+    """Rows see their past; Mistral's attention a window of it, and its value relations all of it."""
+    teacher = widened(save_other(tmp_path / "teacher", family))
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+    path = world.dump(codec=codec).path
+    cache = open_cache(path)
+    model = AutoModel.from_pretrained(world.teacher, attn_implementation="eager").eval()
+    sequence = cache[0]
+    with torch.no_grad():
+        attentions = model(sequence.input_ids[None], output_attentions=True).attentions
+    stored = sequence.relation("attention")
+    past = torch.ones_like(stored).tril()
+    assert not (stored * (1 - past)).any()
+    away = (stored - attentions[-1][0]).abs().mean()
+    assert float(away) < {"topk": 0.05, "dense": 1e-4, "vectors": 0.01}[codec]
+    assert not (sequence.relation("value") * (1 - past)).any()
+    code, _, err = command("verify", path, "--full", "--teacher", world.teacher)
+    assert code == 0, err
+    _, out, _ = command("info", path)
+    assert "rows see their past" in out
+    objective = "minilmv2" if codec == "vectors" else "minilm"
+    (student,) = world.train("run", objective=objective, **LEARNS).record.students
+    assert student.loss_before is not None
+    assert student.loss_after is not None
+    assert student.loss_after < student.loss_before
+
+
+@pytest.mark.parametrize("family", ["deberta", "deberta-v2"])
+def test_relations_with_a_bias_that_reads_the_text_are_cached_and_learned(
+    tmp_path: Path, command: Command, family: str
+) -> None:
+    world = World(
+        tmp_path, widened(save_other(tmp_path / "teacher", family)), write_corpus(tmp_path / "corpus.txt")
+    )
+    cache = open_cache(world.dump(codec="dense").path)
+    model = AutoModel.from_pretrained(world.teacher, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = model(cache[1].input_ids[None], output_attentions=True).attentions[-1][0]
+    torch.testing.assert_close(cache[1].relation("attention"), expected, rtol=0, atol=1e-3)
+    (student,) = world.train("run", dropout="teacher", **LEARNS).record.students
+    assert student.loss_before is not None
+    assert student.loss_after is not None
+    assert student.loss_after < student.loss_before
+    words = ("dump", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32)
+    command.fails(
+        *words, "--out", tmp_path / "x", code=1, says=("--codec vectors", "adds a bias", "topk or dense")
+    )
 
 
 @pytest.mark.parametrize("codec", ["topk", "dense"])
@@ -165,10 +248,7 @@ def test_relations_of_such_a_teacher_are_refused_before_anything_is_written(
 def test_relations_with_a_position_bias_are_cached_as_rows(
     tmp_path: Path, command: Command, family: str, codec: str
 ) -> None:
-    teacher = save_other(tmp_path / "teacher", family)
-    weights = load_file(teacher / "model.safetensors")
-    wide = {name: 5 * weight if weight.ndim > 1 else weight for name, weight in weights.items()}
-    save_file(wide, teacher / "model.safetensors", metadata={"format": "pt"})
+    teacher = widened(save_other(tmp_path / "teacher", family))
     world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
     path = world.dump(codec=codec).path
     code, _, err = command("verify", path, "--full", "--teacher", teacher)
@@ -184,7 +264,7 @@ def test_relations_with_a_position_bias_are_cached_as_rows(
         "--out",
         tmp_path / "x",
     )
-    command.fails(*words, code=1, says=("--codec vectors", "adds a position bias", "topk or dense"))
+    command.fails(*words, code=1, says=("--codec vectors", "adds a bias", "topk or dense"))
     assert not (tmp_path / "x").exists()
     if family == "t5":
         says = ("students of the family 't5'", "--init-teacher ENCODER")

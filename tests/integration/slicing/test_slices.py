@@ -19,9 +19,9 @@ from minilm_cache.slicing.shapes import check_cut
 from minilm_cache.slicing.slices import cut_weights
 from minilm_cache.storage_schema.identity import RelationKind
 from tests.conftest import Command
-from tests.support import TINY, VOCABULARY, World, save_teacher, tiny_model
+from tests.support import BIASED, TINY, VOCABULARY, World, save_teacher, tiny_model
 
-FAMILIES = sorted(TINY)
+FAMILIES = sorted([*TINY, *BIASED])
 
 
 def _text(num_sequences: int = 24, seed: int = 0) -> Calibration:
@@ -35,7 +35,7 @@ def _text(num_sequences: int = 24, seed: int = 0) -> Calibration:
 
 def _pair(family: str, arch: str, **changes: Any) -> tuple[PreTrainedModel, PreTrainedModel, tuple[int, ...]]:
     """Return a tiny teacher, a student with random weights, and the layers that it is cut from."""
-    teacher = tiny_model(family, attention="minilm_cache", **changes)
+    teacher = tiny_model(family, attention="eager" if family in BIASED else "minilm_cache", **changes)
     shape = parse_arch(arch, teacher.config.num_attention_heads, compares_heads=False)
     layers = check_cut(shape, teacher.config)
     config = shape_config(shape, teacher.config.to_dict(), family)
@@ -54,7 +54,7 @@ def _states(model: PreTrainedModel, text: Calibration) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_width_and_all_layers_are_the_teacher(family: str) -> None:
-    sizes = TINY[family]
+    sizes = {**TINY, **BIASED}[family]
     depth, units = sizes.get("num_hidden_layers", 3), sizes.get("intermediate_size", 64)
     embedding = f":e{sizes['embedding_size']}" if "embedding_size" in sizes else ""
     teacher, student, layers = _pair(family, f"{depth}x32:ff{units}{embedding}")
@@ -65,8 +65,14 @@ def test_full_width_and_all_layers_are_the_teacher(family: str) -> None:
     assert max(errors) < 1e-4
 
 
-@pytest.mark.parametrize("arch", ["2x16", "3x24:ff40", "1x32", "2x16:h2", "2x16:h8", "2x16:ff100"])
-@pytest.mark.parametrize("family", FAMILIES)
+ARCHS = ("2x16", "3x24:ff40", "1x32", "2x16:h2", "2x16:h8", "2x16:ff100")
+
+
+@pytest.mark.parametrize(
+    ("family", "arch"),
+    # The heads of a bias are not cut.
+    [(family, arch) for family in FAMILIES for arch in ARCHS if family not in BIASED or ":h2" not in arch],
+)
 def test_every_shape_of_every_family_is_closer_than_random(family: str, arch: str) -> None:
     teacher, student, layers = _pair(family, arch)
     width = student.config.hidden_size
@@ -85,6 +91,15 @@ def _error(teacher: PreTrainedModel, student: PreTrainedModel, basis: torch.Tens
     wanted = theirs @ basis
     fitted = own @ torch.linalg.lstsq(own, wanted).solution
     return float((fitted - wanted).norm() / wanted.norm())
+
+
+def test_a_bias_goes_with_its_heads() -> None:
+    teacher, student, layers = _pair("mpnet", "2x16")
+    cut(teacher, student, layers=layers, calibration=_text())
+    name = "encoder.relative_attention_bias.weight"
+    assert torch.equal(student.state_dict()[name], teacher.state_dict()[name])
+    with pytest.raises(InvalidConfigError, match=r"4 heads, so 2 heads cannot be cut.*with :h4"):
+        _pair("mpnet", "2x16:h2")
 
 
 def test_layers_are_evenly_spaced_and_the_last_is_among_them() -> None:

@@ -58,6 +58,12 @@ def signal_of(lengths: Sequence[int], seed: int = 0) -> LayerRelations:
     return LayerRelations(Vectors(query, key, value, None, 0.5), torch.tensor(lengths))
 
 
+def causal_signal_of(lengths: Sequence[int], seed: int = 0) -> LayerRelations:
+    """Return the same vectors of a model whose tokens see those before them alone."""
+    found = signal_of(lengths, seed)
+    return LayerRelations(found.vectors._replace(is_causal=True), found.lengths)
+
+
 def states_of(lengths: Sequence[int], seed: int = 0) -> Signals:
     """Return random hidden states, labels and answers."""
     generator = torch.Generator().manual_seed(seed)
@@ -77,9 +83,9 @@ def states_of(lengths: Sequence[int], seed: int = 0) -> Signals:
     )
 
 
-def fitted_vectors() -> RelationCodec:
+def fitted_vectors(content: Callable[[Sequence[int], int], LayerRelations] = signal_of) -> RelationCodec:
     """Return codec `vectors`, fitted to random vectors."""
-    signals = [signal_of([12, 9, 12, 5], seed) for seed in range(4)]
+    signals = [content([12, 9, 12, 5], seed) for seed in range(4)]
     return calibrate(signals[:3], signals[3:], 0.02, layer=1).codec
 
 
@@ -133,6 +139,15 @@ CASES = [
     Case("long", TopKCodec(max_length=300, k=4), signal_of, 0.2),
     Case("dense", DenseCodec(max_length=MAX_LENGTH), signal_of, 1e-3),
     Case("vectors", fitted_vectors(), signal_of, 0.15),
+    Case("causal topk", TopKCodec(max_length=MAX_LENGTH, k=5, is_causal=True), causal_signal_of, 0.2),
+    Case(
+        "causal largest",
+        TopKCodec(max_length=MAX_LENGTH, k=5, select="largest", tail="uniform", is_causal=True),
+        causal_signal_of,
+        0.05,
+    ),
+    Case("causal dense", DenseCodec(max_length=MAX_LENGTH, is_causal=True), causal_signal_of, 1e-3),
+    Case("causal vectors", fitted_vectors(causal_signal_of), causal_signal_of, 0.15),
     Case("states", fitted_states(), states_of, 0.2),
 ]
 every_codec = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -239,10 +254,11 @@ def _part(content: Any, at: int, length: int) -> Any:
     if isinstance(content, LayerRelations):
         vectors = content.vectors
         own = [part[at : at + 1, :, :length] for part in (vectors.query, vectors.key, vectors.value)]
-        return LayerRelations(Vectors(own[0], own[1], own[2], None, vectors.scaling), torch.tensor([length]))
+        alone = Vectors(own[0], own[1], own[2], None, vectors.scaling, is_causal=vectors.is_causal)
+        return LayerRelations(alone, torch.tensor([length]))
     masked = content.masked
     first, count = sum(masked.label_counts[:at]), masked.label_counts[at]
-    alone = MaskedSequences.of(masked.ids[at : at + 1, :length], masked.chosen[at : at + 1, :length])
+    unlabelled = MaskedSequences.of(masked.ids[at : at + 1, :length], masked.chosen[at : at + 1, :length])
     return replace(
         content,
         values={
@@ -250,7 +266,7 @@ def _part(content: Any, at: int, length: int) -> Any:
             FIRST: content[FIRST][at : at + 1],
             LOGITS: content[LOGITS][at : at + 1],
         },
-        masked=replace(alone, labels=DenseLabels(masked.labels.probs[first : first + count])),
+        masked=replace(unlabelled, labels=DenseLabels(masked.labels.probs[first : first + count])),
     )
 
 
@@ -312,7 +328,7 @@ def test_codes_of_another_sequence_are_drawn_anew(case: Case) -> None:
 
     for path, array in first.items():
         np.testing.assert_array_equal(array, again[path])
-    draws = {"topk", "long", "states"}
+    draws = {"topk", "causal topk", "long", "states"}
     assert (case.name in draws) == any((array != other[path]).any() for path, array in first.items())
 
 
@@ -327,6 +343,8 @@ DAMAGE: list[tuple[str, str, float]] = [
     ("dense", "relations/value/probability", -0.5),
     ("dense", "relations/value/probability", float("nan")),
     ("vectors", "/codes", -(2**15)),
+    ("causal topk", "relations/value/gap", 1),  # a column after the row's own
+    ("causal largest", "relations/attention/gap", 1),
     ("states", "states/hidden/2/codes", -(2**15)),
     ("states", "states/first/1", float("inf")),
     ("states", "states/logits", float("nan")),
@@ -361,11 +379,11 @@ def _belongs(path: str, damaged: str) -> bool:
 def test_only_codecs_that_say_so_are_unbiased(case: Case) -> None:
     """The mean over many draws is the teacher's row: exactly for the codecs that claim it."""
     assert isinstance(case.codec, RelationCodec)
-    assert case.codec.is_unbiased == (case.name in {"topk", "long", "dense"})
-    if case.name != "topk":
+    assert case.codec.is_unbiased == (case.name.removeprefix("causal ") in {"topk", "long", "dense"})
+    if not case.name.endswith("topk"):
         return
     lengths = [MAX_LENGTH]
-    signal = signal_of(lengths)
+    signal = case.content(lengths, 0)
     total = torch.zeros(1, 2, MAX_LENGTH, MAX_LENGTH)
     draws = 400
     for number in range(draws):

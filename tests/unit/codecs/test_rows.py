@@ -218,7 +218,7 @@ def test_values_that_are_never_written_are_an_error(damage: str) -> None:
     else:
         rows["weight"][0, 3, 1, 4] = 255
 
-    with pytest.raises(CacheCorruptError, match="beyond its sequence or an invalid weight"):
+    with pytest.raises(CacheCorruptError, match="an invalid weight, or a column that it does not see"):
         codec.check_relation({name: values[0] for name, values in rows.items()}, torch.full((24,), 24))
 
 

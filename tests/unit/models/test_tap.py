@@ -34,6 +34,16 @@ BERT: dict[str, Any] = {
     "intermediate_size": 64,
     "max_position_embeddings": 66,
 }
+RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+BIASES: dict[str, dict[str, Any]] = {"deberta": RELATIVE, "deberta-v2": RELATIVE | {"share_att_key": True}}
+CAUSAL: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 6},
+    "gemma3_text": {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 6},
+    "gpt2": {},
+}
+"""Decoders: heads that share keys and values, heads wider than the hidden size, sliding windows."""
 T5: dict[str, Any] = {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 64}
 
 
@@ -70,10 +80,10 @@ def test_attention_is_that_of_the_eager_model(family: str, layer: int) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("family", ["mpnet", "t5", "mt5", "umt5"])
-def test_attention_with_a_position_bias_is_that_of_the_eager_model(family: str, layer: int) -> None:
-    """T5 does not scale its products; MPNet is served by hooks, and its padding token is 1."""
-    sizes = BERT | {"pad_token_id": 1} if family == "mpnet" else T5
+@pytest.mark.parametrize("family", ["mpnet", "t5", "mt5", "umt5", "deberta", "deberta-v2"])
+def test_attention_with_a_bias_is_that_of_the_eager_model(family: str, layer: int) -> None:
+    """T5 does not scale its products; the others are served by hooks, and DeBERTa's bias reads the text."""
+    sizes = T5 if family.endswith("t5") else BERT | {"pad_token_id": 1} | BIASES.get(family, {})
     config = AutoConfig.for_model(family, vocab_size=len(VOCABULARY), **sizes)
     eager, tapped = (
         draw_weights(copy.deepcopy(config), None, attention=name).eval() for name in ("eager", ATTENTION)
@@ -188,9 +198,24 @@ FAMILIES = (
 )
 
 
+UNTAPPED = {
+    "big_bird",
+    "bloom",
+    "convbert",
+    "ibert",
+    "layoutlm",
+    "luke",
+    "megatron-bert",
+    "nystromformer",
+} | {*("rembert", "roformer", "splinter", "xlm")}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_is_not_seen_whatever_the_family_knows_of_attention(family: str) -> None:
-    """Families that do not use the attention interface would get a mask that they cannot read."""
+    """Families that do not use the attention interface would get a mask that they cannot read.
+
+    Relations of the others are those of the eager model, causal where its rows see nothing later.
+    """
     sizes = T5 if family.endswith("t5") else {**BERT, "pad_token_id": 1}
     config = AutoConfig.for_model(family, vocab_size=512, **sizes)
     eager, ours, plain = (
@@ -205,9 +230,20 @@ def test_padding_is_not_seen_whatever_the_family_knows_of_attention(family: str)
             expected = eager(inputs.ids, attention_mask=inputs.mask).last_hidden_state
             found = TappedModel(other)(inputs, Tap(hidden=(2,))).hidden[2]
         torch.testing.assert_close(found[valid], expected[valid], atol=1e-4, rtol=1e-3)
+    if family in UNTAPPED:
+        with pytest.raises(TeacherError, match="does not use transformers' attention interface"):
+            TappedModel(ours)(inputs, Tap((1,)))
+        return
+    with torch.no_grad():
+        attention = eager(inputs.ids, attention_mask=inputs.mask, output_attentions=True).attentions[1]
+        (vectors,) = TappedModel(ours)(inputs, Tap((1,))).vectors
+    probs = relation_probs(vectors, RelationKind.ATTENTION, LENGTHS)
+    rows = valid[:, None, :, None].expand_as(attention)
+    torch.testing.assert_close(probs[rows], attention[rows], atol=1e-5, rtol=0)
+    assert vectors.is_causal == (not attention[0].triu(1).any())
 
 
-@pytest.mark.parametrize("family", ["deberta", "deberta-v2", "roformer"])
+@pytest.mark.parametrize("family", ["convbert", "roformer"])
 def test_families_with_attention_of_their_own_are_refused_by_name(family: str) -> None:
     sizes: dict[str, Any] = {
         "hidden_size": 32,
@@ -235,28 +271,39 @@ def test_a_family_without_checkpointing_is_named() -> None:
         model.checkpoint_layers()
 
 
-def test_relations_of_decoders_are_refused_and_nothing_else_of_them() -> None:
-    model, inputs = tiny_model("llama", attention=ATTENTION), Inputs(padded_ids(), LENGTHS)
-    tapped = TappedModel(model)
-    with pytest.raises(TeacherError, match=r"its attention is causal.*--codec none with --pooled"):
-        tapped(inputs, Tap((1,)))
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("family", CAUSAL)
+def test_rows_of_decoders_see_their_past_as_in_the_eager_model(family: str, layer: int) -> None:
+    """Groups of heads share keys and values; each head is recorded with its own."""
+    config = AutoConfig.for_model(
+        family, vocab_size=len(VOCABULARY), **BERT, **CAUSAL[family], pad_token_id=0, initializer_range=0.4
+    )
+    eager, ours = (
+        draw_weights(copy.deepcopy(config), None, attention=name).eval() for name in ("eager", ATTENTION)
+    )
+    ours.load_state_dict(eager.state_dict())
+    inputs, valid = Inputs(padded_ids(), LENGTHS), key_mask(LENGTHS, 20)
     with torch.no_grad():
-        expected = model(inputs.ids, attention_mask=inputs.mask).last_hidden_state
-        hidden = tapped(inputs, Tap(hidden=(2,))).hidden[2]
-    torch.testing.assert_close(hidden[inputs.valid], expected[inputs.valid])
+        expected = eager(inputs.ids, attention_mask=inputs.mask, output_attentions=True).attentions[layer]
+        (vectors,) = TappedModel(ours)(inputs, Tap((layer,))).vectors
+        found = relation_probs(vectors, RelationKind.ATTENTION, LENGTHS)
+        values = relation_probs(vectors, RelationKind.VALUE, LENGTHS)
 
-
-def test_heads_that_share_keys_and_values_are_recorded_with_their_own() -> None:
-    """As transformers repeats them for its own attention."""
-    model = tiny_model("llama", attention=ATTENTION)
-    for module in model.modules():
-        if hasattr(module, "is_causal"):
-            module.is_causal = False  # type: ignore[assignment] # an attribute of attention alone
-    inputs = Inputs(padded_ids(), LENGTHS)
-    with torch.no_grad():
-        (vectors,) = TappedModel(model)(inputs, Tap((1,))).vectors
-        expected = with_attention(model, "eager")(inputs.ids, output_attentions=True).attentions[1]
-        mask = torch.ones(20, 20, dtype=torch.bool).tril()[None, None]
-        probs = relation_probs(vectors._replace(mask=mask), RelationKind.ATTENTION, torch.full((3,), 20))
+    assert vectors.is_causal
     assert vectors.key.shape == vectors.value.shape == vectors.query.shape
-    torch.testing.assert_close(probs[0], expected[0], atol=1e-5, rtol=0)
+    rows = valid[:, None, :, None].expand_as(expected)
+    torch.testing.assert_close(found[rows], expected[rows], atol=1e-5, rtol=0)
+    own, size = vectors.value[0, 1], vectors.value.shape[-1]
+    for row in range(20):
+        plain = torch.softmax(own[: row + 1] @ own[row] / size**0.5, -1)
+        torch.testing.assert_close(values[0, 1, row, : row + 1], plain, atol=1e-5, rtol=0)
+        assert not values[0, 1, row, row + 1 :].any()
+
+
+def test_what_mixes_distributions_or_caps_scores_is_refused() -> None:
+    mixing = AutoConfig.for_model("deberta", vocab_size=100, **BERT, **RELATIVE, talking_head=True)
+    capping = AutoConfig.for_model("gemma2", vocab_size=100, **BERT, num_key_value_heads=2, head_dim=8)
+    for config, says in ((mixing, "mixes the distributions"), (capping, "does not use transformers'")):
+        model = draw_weights(config, None, attention=ATTENTION).eval()
+        with pytest.raises(TeacherError, match=f"{says}.*--codec none with --pooled"):
+            TappedModel(model)(Inputs(padded_ids() % 100, LENGTHS), Tap((1,)))

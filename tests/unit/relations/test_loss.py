@@ -41,23 +41,26 @@ def random_vectors(
 
 
 def dense(vectors: Vectors, kind: RelationKind) -> RowTargets:
-    return DenseRows(to_dense(VectorRows(vectors, kind), LENGTHS, SIZE))
+    return DenseRows(to_dense(VectorRows(vectors, kind), LENGTHS, SIZE), vectors.is_causal)
 
 
 def sparse(vectors: Vectors, kind: RelationKind) -> RowTargets:
     """Half of each row spread evenly, the other half as three entries, two of them on one column."""
     index = torch.randint(0, SIZE, (3, 4, SIZE, 2), generator=torch.Generator().manual_seed(7))
-    index = torch.minimum(index, (LENGTHS - 1)[:, None, None, None])
+    seen = LENGTHS[:, None].expand(3, SIZE)
+    if vectors.is_causal:
+        seen = torch.minimum(seen, torch.arange(1, SIZE + 1))
+    index = torch.minimum(index, (seen - 1)[:, None, :, None])
     index = torch.cat([index, index[..., :1]], -1)
     weight = torch.tensor([0.25, 0.125, 0.125], dtype=vectors.query.dtype).expand(index.shape)
-    base = (0.5 / LENGTHS.double())[:, None, None].expand(3, 4, SIZE).to(vectors.query.dtype)
-    return SparseRows(index, weight.contiguous(), base)
+    base = (0.5 / seen.double())[:, None].expand(3, 4, SIZE).to(vectors.query.dtype)
+    return SparseRows(index, weight.contiguous(), base, vectors.is_causal)
 
 
 def without_base(vectors: Vectors, kind: RelationKind) -> RowTargets:
     found = sparse(vectors, kind)
     assert isinstance(found, SparseRows)
-    return SparseRows(found.index, 2 * found.weight, None)
+    return SparseRows(found.index, 2 * found.weight, None, found.is_causal)
 
 
 ROWS: dict[str, Callable[[Vectors, RelationKind], RowTargets]] = {
@@ -81,8 +84,10 @@ def plain_kl(student: Vectors, kind: RelationKind, rows: RowTargets) -> Tensor:
     total = torch.zeros((), dtype=left.dtype)
     for at, length in enumerate(LENGTHS.tolist()):
         scores = left[at, :, :length] @ right[at, :, :length].transpose(-1, -2) * scaling
-        target = teacher[at, :, :length, :length]
-        total = total + functional.kl_div(scores.log_softmax(-1), target, reduction="sum")
+        for row in range(length):
+            seen = row + 1 if rows.is_causal else length
+            log_student = scores[:, row, :seen].log_softmax(-1)
+            total = total + functional.kl_div(log_student, teacher[at, :, row, :seen], reduction="sum")
     return total / (LENGTHS.sum() * left.shape[1])
 
 
@@ -114,13 +119,14 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("form", "kind", "heads"), CASES)
 def test_every_form_has_the_gradient_of_the_dense_kl(
-    method: Method, form: str, kind: RelationKind, heads: int | None
+    method: Method, form: str, kind: RelationKind, *, heads: int | None, causal: bool
 ) -> None:
     """Padding, sequences of one token, relation heads that are not the attention's, unlike head sizes."""
-    student, teacher = random_vectors(1, 8), random_vectors(2, 16)
+    student, teacher = random_vectors(1, 8), random_vectors(2, 16)._replace(is_causal=causal)
     leaves = [part.requires_grad_() for part in (student.query, student.key, student.value)]
     if heads is not None:
         student, teacher = split_heads(student, heads), split_heads(teacher, heads)
