@@ -207,8 +207,13 @@ class Labels(StoredModel):
     revision: Name | None = None
     """Revision of a teacher from the hub. None means the newest, or a cache of the first releases, which
     did not record it."""
+    texts_sha256: Sha256 | None = None
+    """Hash of the corpus as in its identity, without the prompt. None means that there is no prompt, or a
+    cache of an earlier release."""
 
-    sections: ClassVar[frozenset[str]] = frozenset({"text_column", "documents", "imported", "revision"})
+    sections: ClassVar[frozenset[str]] = frozenset(
+        {"text_column", "documents", "imported", "revision", "texts_sha256"}
+    )
 
 
 class CutText(StoredModel):
@@ -263,6 +268,11 @@ class CacheManifest(StoredDocument):
     """What the finished dump measured. None until the cache is complete."""
 
     sections: ClassVar[frozenset[str]] = frozenset({"held_out_by", "shards", "cut"})
+
+    @property
+    def texts_sha256(self) -> str:
+        """Hash of the texts, without a prompt before them, by which caches of other teachers are compared."""
+        return self.labels.texts_sha256 or self.identity.corpus.sha256
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "CacheManifest":

@@ -190,6 +190,8 @@ class Corpus:
             prompt: words that stand before every text. None means none.
         """
         self.name, self.identity, self._load, self.prompt = name, identity, load, prompt
+        self.texts_sha256 = identity.sha256
+        """Hash of the texts without the prompt."""
 
     def with_prompt(self, prompt: str | None) -> "Corpus":
         """Return the same texts with words before each of them. None means that nothing is added."""
@@ -197,7 +199,9 @@ class Corpus:
             return self
         digest = sha256_texts(prompt + text for text in self.texts())
         identity = self.identity.model_copy(update={"sha256": digest})
-        return Corpus(self.name, identity, lambda: self.documents, prompt=prompt)
+        prompted = Corpus(self.name, identity, lambda: self.documents, prompt=prompt)
+        prompted.texts_sha256 = self.texts_sha256
+        return prompted
 
     @cached_property
     def documents(self) -> datasets.Dataset:

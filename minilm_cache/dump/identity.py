@@ -239,6 +239,7 @@ def plan_manifest(
     calibration: Calibration | None,
     sequences: SequenceTable,
     attachments: Mapping[str, bytes],
+    texts_sha256: str,
     imported: bool = False,
 ) -> tuple[CacheManifest, ShardRanges]:
     """Return the manifest of a dump, everything but what is measured at its end, and its shards.
@@ -249,6 +250,7 @@ def plan_manifest(
         calibration: how the codes were fitted. None means that nothing is fitted.
         sequences: the corpus as sequences.
         attachments: content of the files that are not shards, by path in the cache.
+        texts_sha256: hash of the corpus without a prompt.
         imported: whether vectors were given in a file.
 
     Raises:
@@ -269,10 +271,12 @@ def plan_manifest(
     }
     files = {path: digest_bytes(content) for path, content in contents.items()}
     _refuse_many_files(len(array_specs(identity, calibration)) + 1)
+    has_prompt = identity.packing.prompt is not None
+    named = {"imported": imported or None, "texts_sha256": texts_sha256 if has_prompt else None}
     manifest = CacheManifest(
         fingerprint=identity.fingerprint(),
         complete=False,
-        labels=name_labels(config).model_copy(update={"imported": True} if imported else {}),
+        labels=name_labels(config).model_copy(update=named),
         identity=identity,
         num_tokens=sequences.num_tokens,
         num_sequences=sequences.num_sequences,

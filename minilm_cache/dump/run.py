@@ -176,6 +176,7 @@ def _begin(resolved: ResolvedDump, fitter: CodecFitter, writer_type: Callable[..
         calibration=fitted.calibration,
         sequences=fitter.sequences,
         attachments=attachments,
+        texts_sha256=resolved.corpus.texts_sha256,
         imported=resolved.imported,
     )
     tokens = donor if resolved.tokens_of is None else CacheReader(resolved.tokens_of)

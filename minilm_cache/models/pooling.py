@@ -118,6 +118,20 @@ class SentencePooler(nn.Module):
             return hidden.masked_fill(~valid, -torch.inf).amax(1)
         return (hidden * valid).sum(1) / lengths[:, None]
 
+    @torch.no_grad()
+    def turned(self) -> "SentencePooler":
+        """Return a pooling whose vectors have the same products, in no more dimensions than hidden states.
+
+        The one linear map, without a bias, is turned by the left singular vectors of its weight.
+        """
+        if not self.dense or self.dense[0].linear.out_features <= self.dense[0].linear.in_features:
+            return self
+        (layer,) = self.dense
+        _, strengths, right = torch.linalg.svd(layer.linear.weight.double(), full_matrices=False)
+        square = nn.Linear(len(strengths), len(strengths), bias=False)
+        square.weight.copy_(strengths[:, None] * right)
+        return SentencePooler(self.mode, [DenseLayer(square, nn.Identity())], normalize=self.normalize)
+
     def width(self, hidden_size: int) -> int:
         """Return the number of dimensions of a vector, given that of hidden states."""
         return int(self.dense[-1].linear.out_features) if self.dense else hidden_size
@@ -189,11 +203,11 @@ class SentencePooler(nn.Module):
         _write(folder / MODULES, listed)
 
 
-def projection_to(width: int, hidden_size: int) -> list[DenseLayer]:
+def projection_to(width: int, hidden_size: int, *, bias: bool = True) -> list[DenseLayer]:
     """Return the learned linear map of a student to vectors of `width`; empty where its width is the same."""
     if width == hidden_size:
         return []
-    return [DenseLayer(nn.Linear(hidden_size, width), nn.Identity())]
+    return [DenseLayer(nn.Linear(hidden_size, width, bias=bias), nn.Identity())]
 
 
 def load_pooler(

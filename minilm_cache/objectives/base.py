@@ -19,6 +19,7 @@ from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.tap import Head, Reading, Tap
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.objectives.several import OtherTeachers
 from minilm_cache.objectives.spec import LayerMap
 from minilm_cache.relations.loss import Method
 from minilm_cache.storage_schema.identity import TeacherIdentity
@@ -46,6 +47,8 @@ class ObjectiveRequest:
     arch: tuple[str, ...]
     """Shapes of the students."""
     cache: Cache
+    others: OtherTeachers | None = None
+    """Further teachers, of other caches. None means that there are none."""
 
     @property
     def teacher(self) -> TeacherIdentity:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
 from minilm_cache.models.inputs import Inputs
+from minilm_cache.objectives.several import OtherTeachers
 from minilm_cache.relations.scores import Targets, Vectors, WantedRelations
 from minilm_cache.relations.signals import Signals
 from minilm_cache.storage_schema.identity import RelationKind
@@ -58,6 +59,8 @@ class WantedTargets:
     """True: queries, keys and values of these layers are needed, too."""
     signals: tuple[SignalName, ...] = ()
     """What is needed in addition to relations and vectors."""
+    others: OtherTeachers | None = field(default=None, compare=False)
+    """Teachers whose vectors are joined with the cache's. None means that there are none."""
 
     @property
     def relations(self) -> WantedRelations:

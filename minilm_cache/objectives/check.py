@@ -11,6 +11,7 @@ from minilm_cache.objectives.base import ObjectiveKind, ObjectiveRequest, Studen
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.relations import relations_of
+from minilm_cache.objectives.several import other_teachers
 from minilm_cache.signals.table import SIGNALS, signal_of
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -84,7 +85,8 @@ def live_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[str]
     Raises:
         InvalidConfigError: the objective does not go with the teacher or the students.
     """
-    request = ObjectiveRequest(config=config, arch=tuple(arch), cache=cache)
+    others = other_teachers(cache, config.also)
+    request = ObjectiveRequest(config=config, arch=tuple(arch), cache=cache, others=others)
     states = cache.manifest.identity.states
     if (
         config.temperature is not None

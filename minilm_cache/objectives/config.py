@@ -86,6 +86,9 @@ class ObjectiveFields(FrozenSettings):
     ] = ()
     """Shorter widths of `embedding`: the first so many dimensions of a vector are to be an embedding, too;
     repeat it for several."""
+    also: Annotated[tuple[str, ...], Field(max_length=16), Shown("also-{}", "with {}", ", ")] = ()
+    """Caches of other teachers over the same texts, whose vectors students of `embedding` learn together with
+    this cache's. Repeat it for several. None means none."""
     layer_map: Annotated[LayerMap, Shown("{}", "layers: {}")] = "last"
     """Which layers of a student learn from which of the teacher; maps other than `last` need a cache of those
     layers. The default of `tinybert` and `bert-pkd` is `all`."""
@@ -179,6 +182,8 @@ class ObjectiveConfig(ObjectiveFields):
         names = [text.partition("=")[0] for text in self.loss]
         if self.objective == "embedding" and self.temperature is not None and "neighbours" not in names:
             raise ValueError("--temperature goes with --loss neighbours, and only with it")
+        if self.also and self.matryoshka:
+            raise ValueError("--matryoshka goes with the vectors of one teacher; leave out --also")
         if self.first_steps is not None and self.first is None:
             raise ValueError("--first-steps goes with --first, and only with it")
         if self.first == self.objective:

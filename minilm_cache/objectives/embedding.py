@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.pooling import SentencePooler, projection_to
 from minilm_cache.models.tap import Reading
@@ -23,6 +22,7 @@ from minilm_cache.objectives.base import (
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.objectives.several import cosine_spread, first_vectors
 from minilm_cache.relations.loss import Method
 from minilm_cache.storage_schema.states import POOLED, Pooling
 
@@ -65,6 +65,7 @@ class EmbeddingObjective(StudentObjective):
         widths: Sequence[int],
         references: Float[Tensor, "texts width"] | None = None,
         temperature: float | None = None,
+        has_several: bool = False,
     ) -> None:
         """Compare vectors.
 
@@ -78,20 +79,22 @@ class EmbeddingObjective(StudentObjective):
                 that neither is compared.
             temperature: what `neighbours` divides cosines by. None means a third of their standard deviation
                 over pairs of references.
+            has_several: whether the vectors are those of several teachers, side by side.
         """
         super().__init__()
         self._references: Tensor
         self._mean: Tensor
         self.pooler = SentencePooler(
-            pooling.mode, projection_to(pooling.width, hidden_size), normalize=pooling.normalize
+            pooling.mode,
+            projection_to(pooling.width, hidden_size, bias=not has_several),
+            normalize=pooling.normalize,
         )
         self.needs = StudentNeeds(hidden=(num_layers,))
         self._last, self._losses, self._widths = num_layers, tuple(losses), tuple(widths)
+        self._has_several = has_several
         if references is not None:
             unit = F.normalize(references.float(), dim=-1)
-            cosines = (unit @ unit.T)[~torch.eye(len(unit), dtype=torch.bool)]
-            spread = float(cosines.std()) if len(cosines) > 1 else 0.0
-            self._temperature = temperature or max(spread * _SPREAD, _LEAST_TEMPERATURE)
+            self._temperature = temperature or max(cosine_spread(unit) * _SPREAD, _LEAST_TEMPERATURE)
             self.register_buffer("_references", unit, persistent=False)
             self.register_buffer("_mean", references.float().mean(0), persistent=False)
         shorter = {self._shorter(width): losses.get(SIMILARITY, 1.0) for width in widths}
@@ -112,16 +115,18 @@ class EmbeddingObjective(StudentObjective):
             # The next forward pass overwrites what a GPU's replayed graph gave, so that is copied here.
             pairs.append((pooled.cpu(), batch.signals[POOLED].cpu()))
         pooled, targets = (torch.cat(rows).double() for rows in zip(*pairs, strict=True))
-        mean, target_mean = pooled.mean(0), targets.mean(0)
+        (layer,) = self.pooler.dense
+        has_bias = layer.linear.bias is not None
+        mean, target_mean = pooled.mean(0) * has_bias, targets.mean(0) * has_bias
         centred = pooled - mean
         covariance = centred.T @ centred
         # Untrained students may give nearly the same vector to all texts: a ridge by variance would make
         # weights so large that the first steps throw the student off.
         ridge = _RIDGE * pooled.square().sum() / len(covariance) * torch.eye(len(covariance)).to(covariance)
         weight = torch.linalg.solve(covariance + ridge, centred.T @ (targets - target_mean)).T
-        (layer,) = self.pooler.dense
         layer.linear.weight.copy_(weight)
-        layer.linear.bias.copy_(target_mean - weight @ mean)
+        if has_bias:
+            layer.linear.bias.copy_(target_mean - weight @ mean)
 
     def _neighbours(self, student: Tensor, teacher: Tensor) -> Tensor:
         """Return KL(teacher || student) of the distributions over the references, mean over texts, nats."""
@@ -133,8 +138,12 @@ class EmbeddingObjective(StudentObjective):
 
     @property
     def sentence_pooler(self) -> SentencePooler:
-        """What makes one vector of a student's hidden states."""
-        return self.pooler
+        """What makes one vector of a student's hidden states.
+
+        Vectors of several teachers side by side are turned to as few dimensions as the student's own states
+        have, which keeps their products: they are no teacher's vectors, so nothing else needs their width.
+        """
+        return self.pooler.turned() if self._has_several else self.pooler
 
     @staticmethod
     def _shorter(width: int) -> str:
@@ -164,23 +173,16 @@ class EmbeddingObjective(StudentObjective):
         return parts
 
 
-def reference_vectors(cache: Cache) -> Float[Tensor, "texts width"]:
-    """Return the teacher's vectors of the first training texts of a cache, 2,048 at most.
+def reference_vectors(request: ObjectiveRequest) -> Float[Tensor, "texts width"]:
+    """Return the teachers' vectors of the first training texts of a cache, 2,048 at most.
 
     Raises:
         CacheCorruptError: its first shards are damaged.
     """
-    codec, manifest = cache.signals_codec, cache.manifest
-    assert codec is not None
-    paths, most = codec.paths((POOLED,)), min(_NUM_REFERENCES, manifest.num_train)
-    texts = list(cache.reader.sequences(range(most), paths))
-    rows = {
-        path: torch.from_numpy(np.stack([segment.rows_of(path, number) for segment, number in texts]))
-        for path in paths
-    }
-    lengths = torch.tensor([segment.length(number) for segment, number in texts])
-    codec.check({path: row.flatten(0, 1) for path, row in rows.items()}, lengths)
-    return codec.decode(rows, (POOLED,), lengths=lengths).values[POOLED]
+    vectors = first_vectors(request.cache, _NUM_REFERENCES)
+    if request.others is None:
+        return vectors
+    return request.others.joined(vectors, request.others.of(np.arange(len(vectors))))
 
 
 def similarity_difference(
@@ -205,7 +207,7 @@ class Embedding(ObjectiveKind):
         states = request.cache.manifest.identity.states
         if states is not None and states.pooled is not None:
             _shorter_widths(request.config, states.pooled.width)
-        return WantedTargets(kinds=(), signals=(POOLED,))
+        return WantedTargets(kinds=(), signals=(POOLED,), others=request.others)
 
     def build(
         self, request: ObjectiveRequest, wanted: WantedTargets, student: StudentFacts
@@ -215,15 +217,19 @@ class Embedding(ObjectiveKind):
         states = request.cache.manifest.identity.states
         assert states is not None
         assert states.pooled is not None, "checked before"
-        losses = _weights(request.config)
+        losses, pooling = _weights(request.config), states.pooled
+        if request.others is not None:
+            width = pooling.width + request.others.width
+            pooling = pooling.model_copy(update={"width": width, "normalize": True})
         return EmbeddingObjective(
-            states.pooled,
+            pooling,
             student.hidden_size,
             student.num_layers,
             losses=losses,
             widths=_shorter_widths(request.config, states.pooled.width),
-            references=reference_vectors(request.cache) if {CENTRED, NEIGHBOURS} & losses.keys() else None,
+            references=reference_vectors(request) if {CENTRED, NEIGHBOURS} & losses.keys() else None,
             temperature=request.config.temperature,
+            has_several=request.others is not None,
         )
 
 

@@ -272,7 +272,7 @@ for _spec in (
         kind=f"{_PACKAGE}.embedding:Embedding",
         needs=Needs(pooled=True, relations=False),
         learns_from="the embeddings of a teacher",
-        options=frozenset({"loss", "matryoshka", "temperature"}),
+        options=frozenset({"also", "loss", "matryoshka", "temperature"}),
         recipe={"batch_size": 64, "dropout": "none", "batches": "by-length"},
     ),
     ObjectiveSpec(

@@ -134,6 +134,7 @@ def train_command(run: TrainedRun, *, paths: bool = True) -> str:
         "dropout": identity.dropout or "teacher",
         "batches": identity.batches or "shuffled",
         "frozen": identity.frozen or "none",
+        "also": tuple(_place(place, paths=paths) for place in record.also),
         "vocab": None if record.vocabulary is None else _place(record.vocabulary.asked, paths=paths),
     }
     words += ["--layer-map", given.pop("layer_map")]

@@ -1,6 +1,7 @@
 """URLs of stores, and what of them must not be shown. Imports nothing that takes time."""
 
 import re
+from pathlib import Path
 from typing import Final
 
 _SECRET_AUTHORITY: Final = re.compile(
@@ -12,6 +13,11 @@ _QUERY: Final = re.compile(r"(?P<place>\b[A-Za-z][A-Za-z0-9+.-]*:[/\\]+[^\s?#]*)
 def is_url(place: str) -> bool:
     """Return whether a place is a URL, not a path."""
     return "://" in place
+
+
+def place_of(place: str) -> str:
+    """Return a URL as it is, and a folder as an absolute path."""
+    return place if is_url(place) else str(Path(place).resolve())
 
 
 def without_secrets(url: str) -> str:

@@ -109,6 +109,7 @@ class RunIdentity(ObjectiveFields, StoredModel):
         precision: Literal["float32", "bfloat16"],
         init: str,
         vocab: str | None = None,
+        also: tuple[str, ...] = (),
     ) -> "RunIdentity":
         """Return the identity of a run with these settings on this cache.
 
@@ -121,6 +122,7 @@ class RunIdentity(ObjectiveFields, StoredModel):
             precision: precision of matrix products.
             init: name of the initial weights.
             vocab: hash of the pieces that students have. None means all.
+            also: fingerprints of the caches of other teachers.
         """
         shared = {
             name: getattr(config, name) for name in cls.model_fields if name in TrainConfig.model_fields
@@ -140,6 +142,7 @@ class RunIdentity(ObjectiveFields, StoredModel):
             "precision": precision,
             "init": init,
             "vocab": vocab,
+            "also": also,
         }
         return cls(**{**shared, **derived})
 
@@ -236,6 +239,8 @@ class RunRecord(_Record):
     """Value of `--init-teacher`. None means that it was not given."""
     init_layers: str | None = None
     """Value of `--init-layers`. None means that it was not given."""
+    also: Annotated[tuple[_Place, ...], Field(max_length=16)] = ()
+    """Folders or URLs of `--also` when the run began."""
     continued_at: tuple[_Count, ...] = ()
     """Steps at which the run was over and then went on, because a larger `--steps` was asked for. The
     learning rate then went on as in a run of the larger number of steps."""
@@ -321,7 +326,8 @@ def load_record(folder: Path) -> RunRecord:
         content = regular_bytes(file, _MAX_RECORD_BYTES + 1)
         refuse_costly(content, str(file))
         record = RunRecord.model_validate_json(content)
-        return record.model_copy(update={"cache": without_secrets(record.cache)})
+        others = tuple(map(without_secrets, record.also))
+        return record.model_copy(update={"cache": without_secrets(record.cache), "also": others})
     except CacheCorruptError as error:
         raise IdentityMismatchError(
             f"{file} is damaged: it is not a record of a run. Choose another --out."

@@ -18,7 +18,7 @@ from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import PARTIAL, storage_errors
-from minilm_cache.store.urls import is_url
+from minilm_cache.store.urls import place_of
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
@@ -99,7 +99,7 @@ def train_students(
             first_config(config), cache, out=first_folder(out), resume=resume, session=session
         )
         config = after_first(config, begun.record, begun.path)
-    place = str(cache) if is_url(str(cache)) else str(Path(cache).resolve())
+    place = place_of(str(cache))
     ranks = Ranks.join(config.place, config.device)
     try:
         with ranks.explaining():
@@ -147,6 +147,7 @@ def _train(
         precision=precision_of(config, ranks.device),
         init=beginnings.name,
         vocab=None if tokens is None else tokens.name,
+        also=() if objective.wanted.others is None else objective.wanted.others.fingerprints,
     )
     path, identity, beginnings = recorded(
         config, out, identity=identity, beginnings=beginnings, home=session.home
@@ -343,6 +344,7 @@ class _Run:
             init_recipe=run_recipe(self.config.init),
             init_teacher=self.config.init_teacher,
             init_layers=self.config.init_layers,
+            also=tuple(map(place_of, self.config.also)),
             complete=False,
             vocabulary=self._vocabulary_of_run(),
             students=self._in_order(records),

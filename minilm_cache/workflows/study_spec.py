@@ -66,7 +66,7 @@ class ObjectiveChoice:
             if name == "first" and name in given:
                 parts.append(f"after-{given['first']}{given.get('first_steps', '')}")
             elif isinstance(given.get(name), tuple):
-                parts += [form.format(str(each).replace("=", "")) for each in given[name]]
+                parts += [form.format(Path(str(each)).name.replace("=", "")) for each in given[name]]
             elif name in given and (name == "layer_map" or given[name] != default_of(name)):
                 parts.append(form.format(given[name]))
         return "-".join(parts)
@@ -173,6 +173,11 @@ def _choices(source: Source, document: StudyDocument) -> list[ObjectiveChoice]:
         shapes = {"arch": values.get("arch")}
         arch = source.check(_Shapes, shapes, {"arch": location, "": location}).arch
         settings = {name: value for name, value in values.items() if name != "arch" and value is not None}
+        if isinstance(settings.get("also"), list):
+            settings["also"] = [
+                place if not isinstance(place, str) or is_url(place) else str(source.resolve(place))
+                for place in settings["also"]
+            ]
         checked = source.check(ObjectiveConfig, settings, {"": location} | dict.fromkeys(settings, location))
         chosen = {name: getattr(checked, name) for name in settings if _says_something(checked, name)}
         choices.append(ObjectiveChoice(settings=chosen, arch=arch))
