@@ -85,6 +85,8 @@ def _document(measured: "Plan", best: "PlannedSetting | None") -> dict[str, obje
         "cut": measured.cut.model_dump() if measured.cut else None,
         "sample_tokens": measured.sample_tokens,
         "teacher_tokens_per_s": measured.teacher_tokens_per_s,
+        "teacher_bytes": measured.memory.num_bytes,
+        "free_bytes": measured.memory.free,
         "settings": [
             {
                 "codec": setting.codec.model_dump(mode="json"),
@@ -110,6 +112,7 @@ def _print_plan(measured: "Plan") -> None:
     differ = len(set(layers)) > 1
     if measured.cut is not None:
         print_pairs({"cut off": measured.cut.in_words})
+    print_pairs({"teacher": measured.memory.in_words})
     print_table(
         f"{measured.num_tokens:,} tokens, estimated from a sample of {measured.sample_tokens:,}"
         + ("" if differ else f"; layers: {layers[0]}"),

@@ -33,7 +33,7 @@ from minilm_cache.dump.setup import load_teacher
 from minilm_cache.dump.shards import COMPILE
 from minilm_cache.errors import CorpusError, InterruptedRunError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.teacher import Teacher
+from minilm_cache.models.teacher import Teacher, TeacherMemory
 from minilm_cache.session import Progress, Session, Silent
 from minilm_cache.storage_schema.identity import CodecParameters, codec_words
 from minilm_cache.storage_schema.manifest import (
@@ -102,6 +102,8 @@ class Plan:
     teacher_tokens_per_s: float
     """Tokens per second of the teacher's forward pass as online training needs it: it stops at the vectors of
     the last layer."""
+    memory: TeacherMemory
+    """What the teacher takes of the device's memory."""
     settings: tuple[PlannedSetting, ...]
 
     def best_within(self, max_bytes: int) -> PlannedSetting | None:
@@ -131,6 +133,7 @@ def plan(configs: Sequence[DumpConfig], sample_tokens: int, *, session: Session)
     """
     first = configs[0]
     teacher = load_teacher(next((config for config in configs if config.layers != "last"), first))
+    memory = TeacherMemory.of(teacher.folder, teacher.device, teacher.precision)
     sequences = _load_sequences(first, teacher, session=session)
     num_tokens = sequences.num_tokens
     batch_size = first.batch_size or batch_size_for(teacher.identity, first.max_length, teacher.device)
@@ -159,6 +162,7 @@ def plan(configs: Sequence[DumpConfig], sample_tokens: int, *, session: Session)
         cut=sequences.cut,
         sample_tokens=sample,
         teacher_tokens_per_s=rate,
+        memory=memory,
         settings=tuple(settings),
     )
 

@@ -215,14 +215,10 @@ def load_teacher(
         InvalidConfigError: it lacks layers or positions, or the device cannot compute as requested.
         TeacherError: it cannot be loaded or tapped.
     """
-    device = choose_device(config.device)
-    teacher = Teacher(
-        locate_teacher(config.teacher, config.revision),
-        device,
-        layers=() if config.codec == "none" else config.layers,
-        head=head,
-        precision=config.precision or precision or ("bfloat16" if device.type == "cuda" else "float32"),
-    )
+    device, source = choose_device(config.device), locate_teacher(config.teacher, config.revision)
+    chosen = config.precision or precision or ("bfloat16" if device.type == "cuda" else "float32")
+    layers = () if config.codec == "none" else config.layers
+    teacher = Teacher(source, device, layers=layers, head=head, precision=chosen)
     teacher.check_length(config.max_length)
     if config.codec == "vectors":
         teacher.refuse_bias()

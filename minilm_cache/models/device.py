@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import psutil
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -47,6 +48,13 @@ def _own_gpu(device: torch.device) -> torch.device:
     if str(device) != "cuda" or number is None:  # a device with a number is `cuda:0`
         return device
     return torch.device("cuda", number % max(1, torch.cuda.device_count()))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes of memory of a device that are not in use. None means that it does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available) if device.type == "cpu" else None
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

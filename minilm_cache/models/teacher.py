@@ -9,12 +9,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
+from rich.filesize import decimal
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from minilm_cache.errors import InvalidConfigError, TeacherError
+from minilm_cache.errors import DeviceError, InvalidConfigError, TeacherError
 from minilm_cache.models.complete import refuse_longer_texts
-from minilm_cache.models.files import VOLATILE, weight_stamps, weights_sha256
+from minilm_cache.models.device import free_bytes
+from minilm_cache.models.files import VOLATILE, num_weights_in, weight_stamps, weights_sha256
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import (
     TeacherSource,
@@ -68,10 +70,12 @@ class Teacher:
             InvalidConfigError: the teacher has no such layer, or the device cannot compute in TF32.
             TeacherError: no safetensors weights, no tokenizer, no such head, or a family that cannot be
                 tapped.
+            DeviceError: it is too large for the device's memory.
         """
         self.name = source.name
         self.folder = source.folder
         self.tokenizer = load_tokenizer(source.folder, has_ends=False)
+        TeacherMemory.of(source.folder, device, precision)
         model = self._load(head)
         vocab_size = getattr(model.config, "vocab_size", None)  # models of images, refused below, have none
         if vocab_size is not None and len(self.tokenizer) > vocab_size:
@@ -85,12 +89,13 @@ class Teacher:
                 "Choose float32 or bfloat16."
             )
         self.device, self.precision, self._head = device, precision, head
-        tapped = TappedModel(model).eval().requires_grad_(requires_grad=False).to(device)
+        tapped = TappedModel(model).eval().requires_grad_(requires_grad=False)
         if precision == "bfloat16":
-            # Weights alone: buffers such as the frequencies of rotary positions need float32.
+            # Weights alone: buffers such as the frequencies of rotary positions need float32. Not on the
+            # device, which would have to hold all of them in float32 first.
             for weight in tapped.parameters():
                 weight.data = weight.data.bfloat16()
-        self._tapped = tapped
+        self._tapped = tapped.to(device)
         if head == "sequences" and self._is_causal():
             # Decoders answer at the last token that is not this one; batches have the tokenizer's padding.
             model.config.pad_token_id = self.tokenizer.pad_token_id
@@ -345,6 +350,46 @@ class Teacher:
         relations = [LayerRelations(vectors, inputs.lengths) for vectors in outputs.vectors]
         states = {number: values.float() for number, values in outputs.hidden.items()}
         return TeacherReading(relations, states, None if outputs.logits is None else outputs.logits.float())
+
+
+class TeacherMemory(NamedTuple):
+    """What the weights of a teacher take of a device's memory."""
+
+    num_weights: int
+    precision: Precision
+    device: torch.device
+    free: int | None
+    """Bytes of the device that are not in use. None means that it does not say."""
+
+    @classmethod
+    def of(cls, folder: Path, device: torch.device, precision: Precision) -> "TeacherMemory":
+        """Look at a teacher's files and at a device.
+
+        Raises:
+            TeacherError: the folder holds no weights, or they are damaged.
+            DeviceError: the weights take more memory than is free.
+        """
+        found = cls(num_weights_in(folder), precision, device, free_bytes(device))
+        if found.free is not None and found.num_bytes > found.free:
+            remedy = "a smaller teacher, or a device with more memory"
+            if precision != "bfloat16":
+                remedy = f"--precision bfloat16, which takes {decimal(2 * found.num_weights)}, or {remedy}"
+            raise DeviceError(f"{folder}: the teacher does not fit: {found.in_words}. Take {remedy}.")
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights on the device."""
+        return self.num_weights * (2 if self.precision == "bfloat16" else 4)
+
+    @property
+    def in_words(self) -> str:
+        """What the weights take, for people."""
+        free = "" if self.free is None else f", of which {decimal(self.free)} are free"
+        return (
+            f"{self.num_weights:,} weights in {self.precision} take {decimal(self.num_bytes)} of "
+            f"{self.device}'s memory{free}"
+        )
 
 
 class TeacherReading(NamedTuple):

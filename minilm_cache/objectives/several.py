@@ -6,7 +6,6 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float16
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.models.device import CPU, free_bytes
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.states import POOLED
 
@@ -175,8 +175,8 @@ def other_teachers(cache: Cache, places: Sequence[str]) -> OtherTeachers | None:
         teachers.append(_OtherTeacher(cache=other, sequences=_places(documents, other, place)))
     found = OtherTeachers(first=cache, teachers=tuple(teachers))
     size = _BYTES * found.width * (len(cache) + max(len(teacher.cache) for teacher in teachers))
-    free = psutil.virtual_memory().available
-    if size > free:
+    free = free_bytes(CPU)
+    if free is not None and size > free:
         raise InvalidConfigError(
             f"--also: the vectors of {len(cache):,} texts take {decimal(size)} of memory, and "
             f"{decimal(free)} are free. Train on a machine with more, or from caches of fewer texts."

@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-import psutil
 import torch
 from rich.filesize import decimal
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import DeviceError
 from minilm_cache.models.arch import StudentShape, parse_arch
+from minilm_cache.models.device import free_bytes
 from minilm_cache.models.load import locate_teacher, read_config
 from minilm_cache.models.student import build_student, shape_config, student_config
 from minilm_cache.models.tap import TappedModel
@@ -47,13 +47,6 @@ def lower_bounds(shape: StudentShape, *, rows: int, length: int | float, bytes_e
     weights = layers * (4 * width * width + 2 * width * shape.ffn_size)
     of_token = _VECTORS * width + 2 * shape.ffn_size
     return weights, int(rows * length * layers * of_token * bytes_each)
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes of memory of a device that are not in use. None means that it does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available) if device.type == "cpu" else None
 
 
 def refuse_too_large(

@@ -8,6 +8,7 @@ from threading import Event
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, PreTrainedModel
 
 from minilm_cache.models.load import load_weights, locate_teacher
@@ -92,3 +93,23 @@ def test_models_loaded_by_two_threads_have_their_tied_weights(
 
     assert not lacking
     assert not any(weight.is_meta for weight in model.parameters())
+
+
+def test_a_teacher_that_cannot_fit_is_refused_before_it_is_loaded(
+    world: World, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half as many bytes in bfloat16: the message says so where that helps."""
+    num_weights = sum(weight.numel() for weight in load_file(world.teacher / "model.safetensors").values())
+    words = ("dump", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32)
+    for free, precision, says in (
+        (
+            4 * num_weights - 1,
+            "float32",
+            ("does not fit", f"{num_weights:,} weights", "--precision bfloat16"),
+        ),
+        (2 * num_weights - 1, "bfloat16", ("does not fit", "a smaller teacher")),
+    ):
+        monkeypatch.setattr("minilm_cache.models.teacher.free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr("minilm_cache.models.teacher.load_model", None)
+        command.fails(*words, "--precision", precision, "--out", world.root / "x", code=1, says=says)
+    assert not (world.root / "x").exists()

@@ -58,7 +58,7 @@ def save_other(folder: Path, family: str) -> Path:
     sizes = SIZES | {"vocab_size": len(VOCABULARY), "pad_token_id": 0} | OF_FAMILY.get(family, {})
     sizes = OF_FAMILY[family] | {"vocab_size": len(VOCABULARY)} if family.endswith("t5") else sizes
     torch.manual_seed(0)
-    model = AutoModel.from_config(AutoConfig.for_model(family, **sizes))
+    model = AutoModel.from_config(AutoConfig.for_model(SAME_MODEL.get(family, family), **sizes))
     model.save_pretrained(folder)
     (decoders_tokenizer() if family in DECODERS else tiny_tokenizer()).save_pretrained(folder)
     return folder
@@ -87,11 +87,19 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "umt5": T5,
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
     "gemma3_text": {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8},
+    "embedding-gemma": {
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "sliding_window": 8,
+        "use_bidirectional_attention": True,
+    },
     "mistral": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
 }
 """Sizes of families that differ from those of others."""
 LEARNS: dict[str, Any] = {"init": "random", "steps": 30, "batch_size": 8, "lr": 5e-3}
+SAME_MODEL = {"embedding-gemma": "gemma3_text"}
+"""Models that have the family of others, and settings of their own."""
 DECODERS = ("llama", "qwen3", "gemma3_text", "mistral")
 
 
@@ -100,7 +108,7 @@ DECODERS = ("llama", "qwen3", "gemma3_text", "mistral")
     [
         *((family, "lasttoken") for family in DECODERS),
         *((family, "mean") for family in ("mpnet", "deberta", "deberta-v2", "t5", "mt5", "umt5", "eurobert")),
-        ("nomic_bert", "mean"),
+        *((family, "mean") for family in ("nomic_bert", "gte", "jina_embeddings_v3", "embedding-gemma")),
     ],
 )
 def test_pooled_vectors_are_those_of_plain_transformers(tmp_path: Path, family: str, pooling: str) -> None:
@@ -219,6 +227,52 @@ def test_relations_of_a_decoder_are_cached_checked_and_learned(
     assert student.loss_before is not None
     assert student.loss_after is not None
     assert student.loss_after < student.loss_before
+
+
+def test_a_decoder_that_reads_both_ways_has_relations_that_do(tmp_path: Path, command: Command) -> None:
+    """EmbeddingGemma: windows to both sides in most layers, groups of heads, no causal mask."""
+    teacher = widened(save_other(tmp_path / "teacher", "embedding-gemma"))
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+    cache = open_cache(world.dump(codec="dense", packing="records").path)
+    assert not cache.manifest.identity.is_causal
+    model = AutoModel.from_pretrained(teacher, attn_implementation="eager").eval()
+    sequence = max((cache[number] for number in range(8)), key=lambda each: len(each.input_ids))
+    with torch.no_grad():
+        expected = model(sequence.input_ids[None], output_attentions=True).attentions[-1][0]
+    assert expected.triu(1).any()
+    torch.testing.assert_close(sequence.relation("attention"), expected, rtol=0, atol=1e-3)
+    code, _, err = command("verify", cache.reader.root, "--full", "--teacher", teacher)
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_gives_the_same_cache(tmp_path: Path, side: str) -> None:
+    """Models without positions of their own (rotary ones) read the same behind padding as before it."""
+    teacher = save_other(tmp_path / "teacher", "llama")
+    settings = json.loads((teacher / "tokenizer_config.json").read_text())
+    (teacher / "tokenizer_config.json").write_text(json.dumps(settings | {"padding_side": side}))
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+    words: dict[str, Any] = {
+        "pooled": True,
+        "packing": "records",
+        "pooling": "lasttoken",
+        "min_cosine": 0.9999,
+    }
+    cache = open_cache(world.dump(codec="dense", **words).path)
+    model = AutoModel.from_pretrained(teacher, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    tokenizer.pad_token = tokenizer.eos_token
+    assert tokenizer.padding_side == side
+    rows = [cache[number].input_ids.tolist() for number in range(3)]
+    padded = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+    with torch.no_grad():
+        output = model(**padded, output_attentions=True)
+    for number, ids in enumerate(rows):
+        taken = slice(-len(ids), None) if side == "left" else slice(len(ids))
+        vector = output.last_hidden_state[number][taken][-1]
+        assert float(F.cosine_similarity(cache[number].states()[POOLED][0], vector, dim=0)) >= 0.9995
+        attention = output.attentions[-1][number][:, taken, taken]
+        torch.testing.assert_close(cache[number].relation("attention"), attention, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["deberta", "deberta-v2"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, BertConfig
 
 from minilm_cache.dump.config import DumpConfig
@@ -48,6 +49,9 @@ def test_a_plan_is_what_the_dumps_then_are(world: World, command: Command) -> No
     ]
     assert kls[0] is None
     assert 0 <= kls[3] < kls[1] < kls[2]
+    weights = load_file(world.teacher / "model.safetensors").values()
+    assert found["teacher_bytes"] == 4 * sum(weight.numel() for weight in weights)
+    assert found["free_bytes"] > found["teacher_bytes"]
 
 
 def test_an_interrupted_plan_keeps_nothing_and_says_so(world: World) -> None:
