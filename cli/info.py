@@ -100,7 +100,7 @@ def _pairs(manifest: CacheManifest, committed: int, num_shards: int) -> dict[str
     state = (
         "complete" if manifest.complete else "unfinished: finish it with the same `minilm-cache dump` command"
     )
-    prompt = identity.packing.prompt
+    prompt, roles = identity.packing.prompt, manifest.labels.role_column
     pairs: dict[str, object] = {
         "state": state,
         "format": f"version {manifest.format_version}, by {manifest.labels.created_by}",
@@ -111,6 +111,7 @@ def _pairs(manifest: CacheManifest, committed: int, num_shards: int) -> dict[str
         "corpus": f"{manifest.labels.corpus} ({identity.corpus.num_documents:,} documents), "
         f"sha256 {identity.corpus.sha256[:12]}...",
         **({} if prompt is None else {"prompt": f"{prompt!r} before every text"}),
+        **({} if roles is None else {"prompts": f"of the teacher, named by column {roles!r} of the records"}),
         "sequences": f"{manifest.num_sequences:,} of at most {identity.packing.max_length} tokens "
         f"({identity.packing.mode}), {manifest.held_out_in_words}",
         "tokens": f"{manifest.num_tokens:,}",

@@ -207,12 +207,15 @@ class Labels(StoredModel):
     revision: Name | None = None
     """Revision of a teacher from the hub. None means the newest, or a cache of the first releases, which
     did not record it."""
+    role_column: Name | None = None
+    """Column of records that named the prompt of each text, which is part of the text in the hash of the
+    corpus. None means that all texts have the same prompt, or none."""
     texts_sha256: Sha256 | None = None
     """Hash of the corpus as in its identity, without the prompt. None means that there is no prompt, or a
     cache of an earlier release."""
 
     sections: ClassVar[frozenset[str]] = frozenset(
-        {"text_column", "documents", "imported", "revision", "texts_sha256"}
+        {"text_column", "documents", "imported", "revision", "role_column", "texts_sha256"}
     )
 
 

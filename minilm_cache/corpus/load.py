@@ -12,7 +12,7 @@ import pydoc_data.topics
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Final
@@ -26,7 +26,7 @@ from datasets.exceptions import DatasetsError
 from pydantic import ValidationError
 
 from minilm_cache.corpus.formats import TEXT, Documents, corpus_files
-from minilm_cache.corpus.records import COPIES_COLUMN, Record, read_records
+from minilm_cache.corpus.records import COPIES_COLUMN, Record, Roles, read_records
 from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.storage_schema.documents import StoredDocument
 from minilm_cache.storage_schema.identity import CorpusIdentity, canonical_sha256
@@ -223,6 +223,7 @@ def load_corpus(
     documents: Documents = "paragraphs",
     *,
     home: Path | None = None,
+    roles: Roles | None = None,
 ) -> Corpus:
     """Load a corpus.
 
@@ -234,9 +235,11 @@ def load_corpus(
         documents: what is a document in .txt and .md files.
         home: folder of caches, runs and tokens. A text that was read before, and whose files have not
             changed, is not read until its documents are asked for. None means that it is read now.
+        roles: prompts that texts get by a column of theirs. None means none.
 
     Raises:
-        CorpusError: the corpus does not exist, cannot be read, lacks the column, or holds no text.
+        CorpusError: the corpus does not exist, cannot be read, lacks a column, or holds no text.
+        InvalidConfigError: a setting does not fit its files, or a role has no prompt.
         StorageError: the home cannot be written to.
     """
     datasets.disable_progress_bars()
@@ -245,13 +248,14 @@ def load_corpus(
     with _corpus_errors(name):
         hub = _load_hub(name) if name.startswith(HUB_PREFIX) else None
         paths = _source_files(name, hub=hub, text_column=text_column, documents=documents)
-        asked = [name, text_column or "text", documents, _ARROW_VERSION]
+        asked = [name, text_column or "text", documents, _ARROW_VERSION, *_words_of(roles)]
         sources = Sources.now(asked, paths)
     known = None if home is None else sources.known_identity(home)
 
     def read() -> datasets.Dataset:
         with _corpus_errors(name):
-            return _with_text(_read(name, hub=hub, text_column=text_column, documents=documents), name)
+            read = _read(name, hub=hub, text_column=text_column, documents=documents, roles=roles)
+            return _with_text(read, name)
 
     if known is not None:
         return Corpus(name, known, partial(_read_unchanged, read, sources, name))
@@ -268,6 +272,11 @@ def load_corpus(
     if home is not None:
         sources.remember(home, identity)
     return Corpus(name, identity, lambda: loaded)
+
+
+def _words_of(roles: Roles | None) -> list[str]:
+    """Return what tells texts with prompts by a column from others, in names of what is kept of them."""
+    return [] if roles is None else [roles.column, canonical_sha256(dict(roles.prompts))]
 
 
 def _read_unchanged(read: Callable[[], datasets.Dataset], sources: Sources, name: str) -> datasets.Dataset:
@@ -350,26 +359,35 @@ def _source_files(
 
 
 def _read(
-    name: str, *, hub: datasets.Dataset | None, text_column: str | None, documents: Documents
+    name: str,
+    *,
+    hub: datasets.Dataset | None,
+    text_column: str | None,
+    documents: Documents,
+    roles: Roles | None,
 ) -> datasets.Dataset:
     """Return all records of a corpus, with or without text."""
+    if roles is not None and name == PYTHON_DOCS:
+        raise InvalidConfigError(f"--role-column {roles.column}: {PYTHON_DOCS} has no columns. Leave it out.")
     if name == PYTHON_DOCS:
         return datasets.Dataset.from_dict({"text": list(python_docs())})
     if hub is not None:
-        return _all_texts(hub, name, _columns(text_column))
-    return _read_files(corpus_files(Path(name)), text_column, documents)
+        return _all_texts(hub, name, _columns(text_column), roles=roles)
+    return _read_files(corpus_files(Path(name)), text_column, documents, roles=roles)
 
 
-def _read_files(files: Sequence[Path], text_column: str | None, documents: Documents) -> datasets.Dataset:
+def _read_files(
+    files: Sequence[Path], text_column: str | None, documents: Documents, *, roles: Roles | None
+) -> datasets.Dataset:
     """Return all records of files on this machine; their texts lie in one Arrow file, which is made once."""
     folder = arrow_folder(files)
-    asked = canonical_sha256([text_column, documents, _ARROW_VERSION])[:16]
+    asked = canonical_sha256([text_column, documents, _ARROW_VERSION, *_words_of(roles)])[:16]
     arrow = folder / f"{asked}.arrow"
     if not arrow.is_file():
         says_copies = False
         with storage_errors("write", arrow), new_file(arrow) as out:
             with pa.ipc.new_stream(out, _TEXTS) as writer:
-                for batch in _batches(files, text_column, documents):
+                for batch in _batches(files, text_column, documents, roles=roles):
                     says_copies |= any(record.says_copies for record in batch)
                     texts, copies = [record.text for record in batch], [record.copy_of for record in batch]
                     writer.write_batch(pa.record_batch([texts, copies], schema=_TEXTS))
@@ -384,12 +402,19 @@ def _copies_mark(arrow: Path) -> Path:
     return arrow.with_suffix(".copies")
 
 
-def _batches(files: Sequence[Path], text_column: str | None, documents: Documents) -> Iterator[list[Record]]:
+def _batches(
+    files: Sequence[Path], text_column: str | None, documents: Documents, *, roles: Roles | None
+) -> Iterator[list[Record]]:
     """Yield the records of files, as many at a time as an Arrow array of texts and memory hold."""
     batch: list[Record] = []
     size = 0
     for file in [file for file in files if len(files) == 1 or file.stat().st_size]:
-        for record in read_records(file, text_column, documents):
+        column = None if roles is None else roles.column
+        for number, read in enumerate(read_records(file, text_column, documents, role_column=column)):
+            record = read
+            if roles is not None:
+                where = f"record {number} (counted from 0) of {file}"
+                record = replace(read, text=roles.before(read.role, read.text, where))
             batch.append(record)
             size += len(record.text)
             if len(batch) == _BATCH or size >= _BATCH_CHARS:
@@ -421,9 +446,24 @@ def _load_hub(name: str) -> datasets.Dataset:
     return loaded
 
 
-def _all_texts(loaded: datasets.Dataset, where: str, columns: Sequence[str]) -> datasets.Dataset:
+def _all_texts(
+    loaded: datasets.Dataset, where: str, columns: Sequence[str], *, roles: Roles | None
+) -> datasets.Dataset:
     """Return the texts of one or several columns, one column after the other."""
-    return datasets.concatenate_datasets([_only_text(loaded, where, column) for column in columns])
+    texts = [_only_text(loaded, where, column) for column in columns]
+    if roles is None:
+        return datasets.concatenate_datasets(texts)
+    if roles.column not in loaded.column_names:
+        raise CorpusError(
+            f"corpus {where} has no column {roles.column!r}; it has {', '.join(loaded.column_names)}. Name "
+            "the one that says what each text is for: --role-column."
+        )
+    named = [role if role is None else str(role) for role in loaded[roles.column]]
+
+    def before(row: dict[str, str], number: int) -> dict[str, str]:
+        return {"text": roles.before(named[number], row["text"], f"record {number} (counted from 0)")}
+
+    return datasets.concatenate_datasets([column.map(before, with_indices=True) for column in texts])
 
 
 def _only_text(loaded: datasets.Dataset, where: str, column: str) -> datasets.Dataset:

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Final, NoReturn
+from typing import IO, Any, Final, NamedTuple, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from minilm_cache.corpus.formats import TEXT, Documents, refuse_other_content
-from minilm_cache.errors import CorpusError, first_line
+from minilm_cache.errors import CorpusError, InvalidConfigError, first_line
 from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
 
 COPIES_COLUMN: Final = "document"
@@ -41,21 +41,54 @@ class Record:
     """Value of column `COPIES_COLUMN`. None means that it has none."""
     says_copies: bool
     """Whether the record's file has that column."""
+    role: str | None = None
+    """Value of the column that says what the text is for. None means that it says nothing."""
 
 
-def read_records(file: Path, text_column: str | None, documents: Documents) -> Iterator[Record]:
+class Roles(NamedTuple):
+    """Prompts of texts, by what a column says that each text is for."""
+
+    column: str
+    prompts: Mapping[str, str]
+    """Prompt of each role."""
+
+    def before(self, role: str | None, text: str, where: str) -> str:
+        """Return a text with its prompt; a role that is empty or missing has none.
+
+        Raises:
+            InvalidConfigError: the role has no prompt of its own.
+        """
+        if not role or not text.strip():  # what holds no text must not begin to
+            return text
+        if role not in self.prompts:
+            raise InvalidConfigError(
+                f"--role-column {self.column}: {where} has the role {role[:40]!r}, and the teacher's prompts "
+                f"are {', '.join(self.prompts) or 'none at all'}. Name one of them, or leave the role empty."
+            )
+        return self.prompts[role] + text
+
+
+def read_records(
+    file: Path, text_column: str | None, documents: Documents, *, role_column: str | None = None
+) -> Iterator[Record]:
     """Yield the records of a file, those of one column after those of the other where several are asked for.
 
     Args:
         file: a .txt, .md, .jsonl, .csv or .parquet file.
         text_column: column with the text, or several with commas between them. None means `text`.
         documents: what is a document in .txt and .md files.
+        role_column: column that says what a text is for. None means that none is read.
 
     Raises:
         CorpusError: the file is empty or broken, or lacks a column.
     """
     refuse_other_content(file)
     if file.suffix in TEXT:
+        if role_column is not None:
+            raise CorpusError(
+                f"--role-column {role_column}: {file} is a text file, which has no columns. Leave it out, or "
+                "give records (.jsonl, .csv, .parquet)."
+            )
         split = _lines if documents == "lines" else _paragraphs
         with _text_errors(file), file.open(encoding="utf-8-sig") as opened:
             for text in split(opened):
@@ -63,9 +96,14 @@ def read_records(file: Path, text_column: str | None, documents: Documents) -> I
         return
     reader = {".jsonl": _of_json, ".csv": _of_csv, ".parquet": _of_parquet}[file.suffix]
     with _text_errors(file):
-        columns = reader(file, None)
+        columns = reader(file, None, None)
+        if role_column is not None and columns and role_column not in columns:
+            raise CorpusError(
+                f"corpus {file} has no column {role_column!r}; it has {', '.join(columns[:_SHOWN_COLUMNS])}. "
+                "Name the one that says what each text is for: --role-column."
+            )
         for column in _asked(text_column, columns):
-            yield from reader(file, column)
+            yield from reader(file, column, role_column)
 
 
 def _asked(text_column: str | None, known: Sequence[str]) -> list[str]:
@@ -124,13 +162,13 @@ def _paragraphs(opened: IO[str]) -> Iterator[str]:
         yield "".join(pieces)
 
 
-def _of_json(file: Path, column: str | None) -> Any:  # noqa: ANN401 - names of columns, or records
+def _of_json(file: Path, column: str | None, role_column: str | None) -> Any:  # noqa: ANN401 - names, or records
     if column is None:
         return list(next(_objects(file), (0, {}))[1])
-    return _json_records(file, column)
+    return _json_records(file, column, role_column)
 
 
-def _json_records(file: Path, column: str) -> Iterator[Record]:
+def _json_records(file: Path, column: str, role_column: str | None) -> Iterator[Record]:
     says_copies = any(COPIES_COLUMN in row for _, row in islice(_objects(file), _ROWS))
     for number, (where, row) in enumerate(_objects(file, column)):
         if column not in row:
@@ -144,9 +182,9 @@ def _json_records(file: Path, column: str) -> Iterator[Record]:
                 "Name another with --text-column, or store it as text."
             )
         copy = row.get(COPIES_COLUMN)
-        yield Record(
-            _plain(_whole(text, file, where), file), _as_key(copy), says_copies or COPIES_COLUMN in row
-        )
+        role = None if role_column is None else _as_key(row.get(role_column))
+        says = says_copies or COPIES_COLUMN in row
+        yield Record(_plain(_whole(text, file, where), file), _as_key(copy), says, role)
 
 
 def _json_names(file: Path) -> list[str]:
@@ -230,28 +268,31 @@ def _refuse_two_values(file: Path, text: str, column: str, *, where: str) -> Non
         raise CorpusError(f"corpus {file}: {where} has column {column!r} twice. Keep one of the two.")
 
 
-def _of_csv(file: Path, column: str | None) -> Any:  # noqa: ANN401 - names of columns, or records
+def _of_csv(file: Path, column: str | None, role_column: str | None) -> Any:  # noqa: ANN401 - names, or records
     if column is None:
         with file.open(encoding="utf-8-sig", newline="") as opened:
             return next(_csv_rows(file, opened), [])
-    return _csv_records(file, column)
+    return _csv_records(file, column, role_column)
 
 
-def _csv_records(file: Path, column: str) -> Iterator[Record]:
+def _csv_records(file: Path, column: str, role_column: str | None) -> Iterator[Record]:
     with file.open(encoding="utf-8-sig", newline="") as opened:
         rows = _csv_rows(file, opened)
         header = next(rows, [])
         if column not in header:
             _refuse_no_text(file, column, number=0, names=header)
-        doubled = next((name for name in (column, COPIES_COLUMN) if header.count(name) > 1), None)
+        read = (column, COPIES_COLUMN, role_column)
+        doubled = next((name for name in read if name is not None and header.count(name) > 1), None)
         if doubled is not None:
             raise CorpusError(f"corpus {file} has two columns of one name: {doubled}. Rename one.")
         at, copies_at = header.index(column), None
         if COPIES_COLUMN in header:
             copies_at = header.index(COPIES_COLUMN)
+        role_at = None if role_column is None else header.index(role_column)
         for row in rows:
             copy = None if copies_at is None else row[copies_at]
-            yield Record(_plain(row[at], file), copy, says_copies=copies_at is not None)
+            role = None if role_at is None else row[role_at].strip()
+            yield Record(_plain(row[at], file), copy, copies_at is not None, role)
 
 
 def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
@@ -280,15 +321,15 @@ def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
         ) from error
 
 
-def _of_parquet(file: Path, column: str | None) -> Any:  # noqa: ANN401 - names of columns, or records
+def _of_parquet(file: Path, column: str | None, role_column: str | None) -> Any:  # noqa: ANN401 - names, or records
     if column is None:
         with file.open("rb") as opened:
             refuse_bomb(opened, ())
         return pq.read_schema(file).names
-    return _parquet_records(file, column)
+    return _parquet_records(file, column, role_column)
 
 
-def _parquet_records(file: Path, column: str) -> Iterator[Record]:
+def _parquet_records(file: Path, column: str, role_column: str | None) -> Iterator[Record]:
     if pq.read_metadata(file).num_rows == 0:  # of any schema: writers leave out what they saw no value of
         return
     schema = pq.read_schema(file)
@@ -305,18 +346,19 @@ def _parquet_records(file: Path, column: str) -> Iterator[Record]:
             "store it as text."
         )
     says_copies = schema.names.count(COPIES_COLUMN) == 1 and not _is_bytes(schema.field(COPIES_COLUMN).type)
-    columns = [column, *([COPIES_COLUMN] * says_copies)]
+    columns = [column, *([COPIES_COLUMN] * says_copies), *([] if role_column is None else [role_column])]
     with file.open("rb") as opened:
         num_rows = refuse_bomb(opened, columns)
         opened.seek(0)
         for first, batch in _batches(pq.ParquetFile(opened), list(dict.fromkeys(columns)), num_rows):
             texts = _strings(batch.column(column), file, first)
             copies = _keys(batch.column(COPIES_COLUMN)) if says_copies else [None] * len(texts)
-            for number, (text, copy) in enumerate(zip(texts, copies, strict=True), first):
+            roles = [None] * len(texts) if role_column is None else _keys(batch.column(role_column))
+            for number, (text, copy, role) in enumerate(zip(texts, copies, roles, strict=True), first):
                 if text is None:
                     _refuse_no_text(file, column, number=number, names=[column])
                 else:
-                    yield Record(_plain(text, file), copy, says_copies)
+                    yield Record(_plain(text, file), copy, says_copies, role)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:

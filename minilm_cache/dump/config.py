@@ -61,12 +61,19 @@ class TextSettings(SequenceSettings):
     prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Prompt of the teacher's own to put before every text, such as `query` or `document`; `none` leaves its
     default out. None means its default, which most teachers do not have."""
+    role_column: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Column of records that names the prompt of the teacher's own that each text gets, such as `query` or
+    `document`; where it is empty, a text gets none. None means that all texts get the same."""
 
     @model_validator(mode="after")
     def _prompt_is_of_documents(self) -> "TextSettings":
         if self.prompt is not None and self.prompt_name is not None:
             raise ValueError("--prompt and --prompt-name both say what stands before texts: give one of them")
-        for name in ("prompt", "prompt_name"):
+        if self.role_column is not None and (self.prompt or self.prompt_name):
+            raise ValueError(
+                "--role-column says what stands before each text: leave out --prompt and --prompt-name"
+            )
+        for name in ("prompt", "prompt_name", "role_column"):
             if getattr(self, name) is not None and self.packing != "records":
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} goes with --packing records: a prompt is about one document")

@@ -7,6 +7,7 @@ from minilm_cache.codecs.rows import ROW_RELATIONS
 from minilm_cache.codecs.sampling import PPS_RATIO
 from minilm_cache.codecs.topk import scale_ratio
 from minilm_cache.corpus.load import Corpus, load_corpus
+from minilm_cache.corpus.records import Roles
 from minilm_cache.corpus.sequences import SHARE, SequenceTable, mask_token
 from minilm_cache.corpus.template import packing_of
 from minilm_cache.dump.config import (
@@ -69,16 +70,22 @@ def text_of(config: DumpConfig, teacher: Teacher, home: Path) -> Corpus:
         InvalidConfigError: the teacher has no such prompt.
         TeacherError: what it declares of its prompts is damaged, or it leaves them out of its pooling.
     """
-    has_default = config.packing == "records"
+    roles = None
+    if config.role_column is not None:
+        roles = Roles(config.role_column, teacher.prompts.by_name)
+    has_default = config.packing == "records" and roles is None
     prompt = chosen_prompt(
         teacher.folder, name=config.prompt_name, text=config.prompt, has_default=has_default
     )
-    if prompt is not None and config.pooled and not teacher.pooler(config.pooling).includes_prompt:
+    if (prompt or roles) and config.pooled and not teacher.pooler(config.pooling).includes_prompt:
         raise TeacherError(
             f"teacher {config.teacher} leaves the tokens of a prompt out of its pooling (include_prompt), "
             "which is not done here. Take another teacher, or texts without a prompt."
         )
-    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=home)
+    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=home, roles=roles)
+    if roles is not None:
+        plain = load_corpus(config.corpus, config.text_column, config.documents, home=home)
+        corpus.texts_sha256 = plain.texts_sha256
     return corpus.with_prompt(prompt)
 
 
@@ -223,6 +230,7 @@ def name_labels(config: DumpConfig) -> Labels:
         created_by=f"minilm-cache {RELEASE}",
         text_column=None if config.text_column is None else printable(config.text_column)[:512],
         documents="lines" if config.documents == "lines" else None,
+        role_column=None if config.role_column is None else printable(config.role_column)[:512],
         revision=None if config.revision is None else printable(config.revision)[:512],
     )
 
@@ -271,7 +279,7 @@ def plan_manifest(
     }
     files = {path: digest_bytes(content) for path, content in contents.items()}
     _refuse_many_files(len(array_specs(identity, calibration)) + 1)
-    has_prompt = identity.packing.prompt is not None
+    has_prompt = identity.packing.prompt is not None or config.role_column is not None
     named = {"imported": imported or None, "texts_sha256": texts_sha256 if has_prompt else None}
     manifest = CacheManifest(
         fingerprint=identity.fingerprint(),

@@ -58,6 +58,7 @@ def dump_command(manifest: CacheManifest) -> str:
         "precision": identity.precision or "float32",
         "packing": identity.packing.mode,
         "prompt": identity.packing.prompt,
+        "role_column": manifest.labels.role_column,
         "max_length": identity.packing.max_length,
         "max_tokens": identity.packing.max_tokens,
         "shard_tokens": manifest.shard_tokens,

@@ -5,11 +5,13 @@ from pathlib import Path
 
 from minilm_cache.cache import open_cache, row_checker
 from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.records import Roles
 from minilm_cache.dump.config import VerifyConfig
 from minilm_cache.dump.recheck import Recheck, recheck
 from minilm_cache.errors import VerificationError
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.verify import Verdict, default_threads, verify
+from minilm_cache.train.card import student_prompts
 
 _LISTED = 10
 """Most shards that a message lists."""
@@ -81,7 +83,10 @@ def verify_cache(path: Path, config: VerifyConfig | None = None, *, session: Ses
     cache, text = open_cache(path), None
     if config.corpus is not None:
         documents = cache.manifest.labels.documents or config.documents
-        text = load_corpus(config.corpus, config.text_column, documents, home=session.home)
+        column, roles = cache.manifest.labels.role_column, None
+        if column is not None:
+            roles = Roles(column, student_prompts(cache.reader).by_name)
+        text = load_corpus(config.corpus, config.text_column, documents, home=session.home, roles=roles)
         text = text.with_prompt(cache.manifest.identity.packing.prompt)
     again = recheck(cache, config.teacher, corpus=text, device=config.device, session=session)
     return Verification(path=path, verdict=verdict, again=again)

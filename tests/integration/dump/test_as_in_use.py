@@ -1,9 +1,13 @@
 """A cache holds what its teacher gives in use: sentence-transformers and transformers are the oracle."""
 
+import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -23,7 +27,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.run import train_students
 from tests.conftest import Command
 from tests.encoders import save_encoder
-from tests.support import SPECIAL, World, dump_arguments, save_teacher
+from tests.support import SPECIAL, VOCABULARY, World, dump_arguments, save_teacher, write_corpus
 
 POOLED_ONLY: dict[str, Any] = {"codec": "none", "pooled": True, "packing": "records", "min_cosine": 0.9999}
 TEMPLATES = {
@@ -240,6 +244,62 @@ def test_prompts_stand_before_texts_and_students_have_them(
     assert opened.default_prompt_name == default
     ours = sentence_encoder(Evaluated(name="student", folder=student), 32, "cpu")
     torch.testing.assert_close(ours.encode(documents[:4]), opened.encode(documents[:4]))
+
+
+BY_ROLE = {"query": "du du ", "document": "fa "}
+
+
+def write_roles(file: Path) -> list[str]:
+    """Write records of three roles, and of no text; return the texts with the prompts of their roles."""
+    texts = [("query", "ba be bi"), ("document", "da de di do"), ("", "bo bu"), ("query", " ")]
+    rows = [
+        {"text": f"{text} {word}" if text.strip() else text, "role": role, "other": number}
+        for number, word in enumerate(VOCABULARY[5:29])
+        for role, text in texts
+    ]
+    if file.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    elif file.suffix == ".csv":
+        with file.open("w", newline="") as opened:
+            writer = csv.DictWriter(opened, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [BY_ROLE.get(str(row["role"]), "") + str(row["text"]) for row in rows if str(row["text"]).strip()]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
+def test_a_column_names_the_prompt_of_each_text(world: World, command: Command, ending: str) -> None:
+    save_encoder(world.teacher, "mean", max_length=32)
+    own = {"prompts": BY_ROLE, "default_prompt_name": None}
+    (world.teacher / "config_sentence_transformers.json").write_text(json.dumps(own))
+    world = replace(world, corpus=world.root / f"texts{ending}")
+    expected = write_roles(world.corpus)
+    plain = world.dump("plain", **POOLED_ONLY)
+    path = world.dump(**POOLED_ONLY, role_column="role").path
+    cache, teacher = open_cache(path), SentenceTransformer(str(world.teacher), device="cpu")
+    found = [teacher.tokenizer.decode(sequence.input_ids[1:-1].tolist()) for sequence in cache]
+    assert sorted(found) == sorted(expected)
+    for sequence, vector in zip(cache, teacher.encode(found), strict=True):
+        stored = sequence.states()[POOLED][0]
+        assert float(torch.cosine_similarity(stored, torch.from_numpy(vector), 0)) >= 0.999
+    assert cache.manifest.identity.corpus.sha256 != plain.manifest.identity.corpus.sha256
+    assert cache.manifest.texts_sha256 == plain.manifest.texts_sha256
+    code, _, err = command("verify", path, "--teacher", world.teacher, "--corpus", world.corpus)
+    assert code == 0, err
+    assert "named by column 'role'" in command("info", path)[1]
+
+    words = ("dump", "--teacher", world.teacher, "--for", "embedding", "--max-length", 32)
+    text = write_corpus(world.root / "t.txt")
+    for corpus, settings, code, says in (
+        (world.corpus, ("--role-column", "part"), 1, ("no column 'part'", "text, role, other")),
+        (world.corpus, ("--role-column", "other"), 2, ("has the role '0'", "query, document")),
+        (world.corpus, ("--role-column", "role", "--prompt", "a"), 2, ("leave out --prompt",)),
+        (text, ("--role-column", "role"), 1, ("no columns",)),
+    ):
+        command.fails(*words, "--corpus", corpus, *settings, "--out", world.root / "x", code=code, says=says)
+    assert not (world.root / "x").exists()
 
 
 def test_prompts_that_are_not_there_are_refused(world: World, command: Command) -> None:
