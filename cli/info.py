@@ -111,6 +111,7 @@ def _pairs(manifest: CacheManifest, committed: int, num_shards: int) -> dict[str
         "corpus": f"{manifest.labels.corpus} ({identity.corpus.num_documents:,} documents), "
         f"sha256 {identity.corpus.sha256[:12]}...",
         **({} if prompt is None else {"prompt": f"{prompt!r} before every text"}),
+        **({"pairs": f"of columns {manifest.labels.pair_columns}"} if manifest.labels.pair_columns else {}),
         **({} if roles is None else {"prompts": f"of the teacher, named by column {roles!r} of the records"}),
         "sequences": f"{manifest.num_sequences:,} of at most {identity.packing.max_length} tokens "
         f"({identity.packing.mode}), {manifest.held_out_in_words}",

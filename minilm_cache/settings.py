@@ -91,7 +91,7 @@ class CorpusSettings(ColumnSettings):
     """Which text is read."""
 
     corpus: Annotated[str, Field(min_length=1)] = "python-docs"
-    """The text: `python-docs`, a .txt, .md, .jsonl, .csv or .parquet file, a folder, or
+    """The text: `python-docs`, a .txt, .md, .jsonl, .csv, .tsv or .parquet file, a folder, or
     `hf:ID[:CONFIG][:SPLIT]`."""
 
 

@@ -69,14 +69,17 @@ class CorpusIdentity(StoredModel):
     copies_sha256: Sha256 | None = None
     """SHA-256, formed like `sha256`, over the values of column `document`: records with the same value are
     copies of one text. None means that the column does not exist, or that the split does not use it."""
+    pairs: Literal[True] | None = None
+    """True: each record holds two texts, which are hashed as one with U+001E between them. None means one
+    text."""
 
-    sections: ClassVar[frozenset[str]] = frozenset({"copies_sha256"})
+    sections: ClassVar[frozenset[str]] = frozenset({"copies_sha256", "pairs"})
 
 
 MAX_SPECIAL: Final = 16
 """Most special tokens that a tokenizer may put around a text."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-PackingMode = Literal["packed", "records"]
+PackingMode = Literal["packed", "records", "pairs"]
 Split = Literal["documents", "tokens"]
 
 
@@ -91,12 +94,25 @@ class Template(StoredModel):
     """Id of the token between two documents of a packed sequence."""
 
 
+class PairTemplate(StoredModel):
+    """Special tokens around and between two texts, as the teacher's tokenizer puts them."""
+
+    before: Annotated[tuple[TokenId, ...], Field(max_length=MAX_SPECIAL)]
+    """Ids of the tokens before the first text."""
+    between: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MAX_SPECIAL)]
+    """Ids of the tokens between the texts. The first text holds none of them, so they are found again."""
+    after: Annotated[tuple[TokenId, ...], Field(max_length=MAX_SPECIAL)]
+    """Ids of the tokens after the second text."""
+    has_segments: bool
+    """Whether the second text and what is after it are in segment 1, and the rest in segment 0."""
+
+
 class Packing(StoredModel):
     """How text became sequences."""
 
     mode: PackingMode
     """`packed`: documents are joined by the separator and cut to full length. `records`: each sequence is one
-    document."""
+    document. `pairs`: each sequence is two texts of one record, of which the longer is cut first."""
     max_length: int = Field(ge=4, le=2**16)
     """Most tokens of a sequence, including special tokens."""
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
@@ -116,11 +132,21 @@ class Packing(StoredModel):
     prompt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """Words that stand before every text, in the hash of the corpus, too. None means none."""
 
-    sections: ClassVar[frozenset[str]] = frozenset({"split", "template", "prompt"})
+    pair: PairTemplate | None = None
+    """Special tokens of the mode `pairs`, in place of `template`. None means another mode."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"split", "template", "prompt", "pair"})
+
+    @property
+    def is_by_record(self) -> bool:
+        """Whether each sequence is one record: a document, or a pair of texts."""
+        return self.mode != "packed"
 
     @property
     def num_special(self) -> int:
-        """Number of special tokens around each sequence."""
+        """Number of special tokens around each sequence; those between two texts are not counted."""
+        if self.pair is not None:
+            return len(self.pair.before) + len(self.pair.after)
         return 2 if self.template is None else len(self.template.before) + len(self.template.after)
 
     @property
@@ -130,7 +156,11 @@ class Packing(StoredModel):
 
     @model_validator(mode="after")
     def _has_room(self) -> "Packing":
-        if self.room < 1:
+        if (self.mode == "pairs") != (self.pair is not None):
+            raise ValueError("`pair` goes with mode pairs, and only with it")
+        if self.pair is not None and (self.template is not None or self.prompt is not None):
+            raise ValueError("a pair has neither a template of single texts nor a prompt")
+        if self.room < (1 if self.pair is None else len(self.pair.between) + 2):
             raise ValueError(
                 f"sequences of {self.max_length} tokens have no room beside {self.num_special} special ones"
             )
@@ -253,6 +283,12 @@ class CacheIdentity(StoredModel):
             raise ValueError("a mask goes with relations, and none are stored")
         if not self.has_relations and self.states is None:
             raise ValueError("nothing is stored: neither relations nor states")
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_are_of_pairs(self) -> "CacheIdentity":
+        if bool(self.corpus.pairs) != (self.packing.pair is not None):
+            raise ValueError("packing `pairs` goes with a corpus of pairs, and only with it")
         return self
 
     @model_validator(mode="after")

@@ -210,12 +210,18 @@ class Labels(StoredModel):
     role_column: Name | None = None
     """Column of records that named the prompt of each text, which is part of the text in the hash of the
     corpus. None means that all texts have the same prompt, or none."""
+    pair_columns: Name | None = None
+    """Columns of the two texts of each record, with a comma between them. None means that records are single
+    texts."""
     texts_sha256: Sha256 | None = None
     """Hash of the corpus as in its identity, without the prompt. None means that there is no prompt, or a
     cache of an earlier release."""
 
     sections: ClassVar[frozenset[str]] = frozenset(
-        {"text_column", "documents", "imported", "revision", "role_column", "texts_sha256"}
+        {
+            *("text_column", "documents", "imported", "revision"),
+            *("role_column", "pair_columns", "texts_sha256"),
+        }
     )
 
 

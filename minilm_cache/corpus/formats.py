@@ -9,7 +9,7 @@ from minilm_cache.store.durable import regular_bytes
 Documents = Literal["paragraphs", "lines"]
 """What is a document in .txt files."""
 TEXT: Final = (".txt", ".md")
-KNOWN: Final = (*TEXT, ".jsonl", ".parquet", ".csv")
+KNOWN: Final = (*TEXT, ".jsonl", ".parquet", ".csv", ".tsv")
 _ARCHIVES: Final = {
     b"\x1f\x8b": "gzip",
     b"BZh91AY&SY": "bzip2",

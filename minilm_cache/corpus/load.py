@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import datasets
 import numpy as np
@@ -26,7 +26,14 @@ from datasets.exceptions import DatasetsError
 from pydantic import ValidationError
 
 from minilm_cache.corpus.formats import TEXT, Documents, corpus_files
-from minilm_cache.corpus.records import COPIES_COLUMN, Record, Roles, read_records
+from minilm_cache.corpus.records import (
+    COPIES_COLUMN,
+    Record,
+    Roles,
+    joined_pair,
+    read_pairs,
+    read_records,
+)
 from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.storage_schema.documents import StoredDocument
 from minilm_cache.storage_schema.identity import CorpusIdentity, canonical_sha256
@@ -224,11 +231,12 @@ def load_corpus(
     *,
     home: Path | None = None,
     roles: Roles | None = None,
+    pair_columns: str | None = None,
 ) -> Corpus:
     """Load a corpus.
 
     Args:
-        name: `python-docs`, a .txt, .md, .jsonl, .csv or .parquet file, a folder of such files, or
+        name: `python-docs`, a .txt, .md, .jsonl, .csv, .tsv or .parquet file, a folder of such files, or
             `hf:ID[:CONFIG][:SPLIT]`.
         text_column: column of the records that holds the text, or several with commas between them, whose
             texts are documents of their own. None means `text`.
@@ -236,6 +244,8 @@ def load_corpus(
         home: folder of caches, runs and tokens. A text that was read before, and whose files have not
             changed, is not read until its documents are asked for. None means that it is read now.
         roles: prompts that texts get by a column of theirs. None means none.
+        pair_columns: columns of the two texts of each record, with a comma between them. None means that each
+            document is one text.
 
     Raises:
         CorpusError: the corpus does not exist, cannot be read, lacks a column, or holds no text.
@@ -248,14 +258,15 @@ def load_corpus(
     with _corpus_errors(name):
         hub = _load_hub(name) if name.startswith(HUB_PREFIX) else None
         paths = _source_files(name, hub=hub, text_column=text_column, documents=documents)
-        asked = [name, text_column or "text", documents, _ARROW_VERSION, *_words_of(roles)]
+        pair = None if pair_columns is None else _pair_of(pair_columns)
+        reading = _Reading(text_column, documents, roles, pair)
+        asked = [name, text_column or "text", documents, _ARROW_VERSION, *reading.words]
         sources = Sources.now(asked, paths)
     known = None if home is None else sources.known_identity(home)
 
     def read() -> datasets.Dataset:
         with _corpus_errors(name):
-            read = _read(name, hub=hub, text_column=text_column, documents=documents, roles=roles)
-            return _with_text(read, name)
+            return _with_text(_read(name, hub, reading), name)
 
     if known is not None:
         return Corpus(name, known, partial(_read_unchanged, read, sources, name))
@@ -266,6 +277,7 @@ def load_corpus(
             sha256=sha256_texts(_texts(loaded)),
             num_documents=len(loaded),
             copies_sha256=sha256_texts(_texts(loaded, COPIES_OF)) if has_copies else None,
+            pairs=None if pair is None else True,
         )
     if not sources.are_unchanged():
         raise CorpusError(_CHANGED.format(name=name))
@@ -274,9 +286,50 @@ def load_corpus(
     return Corpus(name, identity, lambda: loaded)
 
 
-def _words_of(roles: Roles | None) -> list[str]:
-    """Return what tells texts with prompts by a column from others, in names of what is kept of them."""
-    return [] if roles is None else [roles.column, canonical_sha256(dict(roles.prompts))]
+def _pair_of(columns: str) -> tuple[str, str]:
+    """Return the names of two columns.
+
+    Raises:
+        InvalidConfigError: there are more or fewer, or both are the same.
+    """
+    names = [part.strip() for part in columns.split(",")]
+    if len(names) != 2 or not all(names) or names[0] == names[1]:  # noqa: PLR2004 - a pair
+        raise InvalidConfigError(
+            f"--pair-columns {columns}: give two different columns with a comma between them, like "
+            "question,sentence."
+        )
+    return names[0], names[1]
+
+
+class _Reading(NamedTuple):
+    """How the records of a corpus become texts."""
+
+    text_column: str | None
+    documents: Documents
+    roles: Roles | None
+    pair: tuple[str, str] | None
+    """Columns of two texts that are read together. None means that each document is one text."""
+
+    @property
+    def words(self) -> list[str]:
+        """What tells these texts from those of the columns alone, in names of what is kept of them."""
+        roles = self.roles
+        by_role = [] if roles is None else [roles.column, canonical_sha256(dict(roles.prompts))]
+        return [*by_role, *([] if self.pair is None else ["pair", *self.pair])]
+
+    def records(self, file: Path) -> Iterator[Record]:
+        """Yield the records of a file, with their prompts."""
+        if self.pair is not None:
+            yield from read_pairs(file, self.pair)
+            return
+        roles, column = self.roles, None if self.roles is None else self.roles.column
+        found = read_records(file, self.text_column, self.documents, role_column=column)
+        for number, record in enumerate(found):
+            if roles is None:
+                yield record
+            else:
+                where = f"record {number} (counted from 0) of {file}"
+                yield replace(record, text=roles.before(record.role, record.text, where))
 
 
 def _read_unchanged(read: Callable[[], datasets.Dataset], sources: Sources, name: str) -> datasets.Dataset:
@@ -358,36 +411,29 @@ def _source_files(
     return files
 
 
-def _read(
-    name: str,
-    *,
-    hub: datasets.Dataset | None,
-    text_column: str | None,
-    documents: Documents,
-    roles: Roles | None,
-) -> datasets.Dataset:
+def _read(name: str, hub: datasets.Dataset | None, reading: _Reading) -> datasets.Dataset:
     """Return all records of a corpus, with or without text."""
-    if roles is not None and name == PYTHON_DOCS:
-        raise InvalidConfigError(f"--role-column {roles.column}: {PYTHON_DOCS} has no columns. Leave it out.")
+    if name == PYTHON_DOCS and (reading.roles is not None or reading.pair is not None):
+        option = "--pair-columns" if reading.roles is None else "--role-column"
+        raise InvalidConfigError(f"{option}: {PYTHON_DOCS} has no columns. Leave it out.")
     if name == PYTHON_DOCS:
         return datasets.Dataset.from_dict({"text": list(python_docs())})
     if hub is not None:
-        return _all_texts(hub, name, _columns(text_column), roles=roles)
-    return _read_files(corpus_files(Path(name)), text_column, documents, roles=roles)
+        return _all_texts(hub, name, reading)
+    return _read_files(corpus_files(Path(name)), reading)
 
 
-def _read_files(
-    files: Sequence[Path], text_column: str | None, documents: Documents, *, roles: Roles | None
-) -> datasets.Dataset:
+def _read_files(files: Sequence[Path], reading: _Reading) -> datasets.Dataset:
     """Return all records of files on this machine; their texts lie in one Arrow file, which is made once."""
     folder = arrow_folder(files)
-    asked = canonical_sha256([text_column, documents, _ARROW_VERSION, *_words_of(roles)])[:16]
+    known = [reading.text_column, reading.documents, _ARROW_VERSION]
+    asked = canonical_sha256([*known, *reading.words])[:16]
     arrow = folder / f"{asked}.arrow"
     if not arrow.is_file():
         says_copies = False
         with storage_errors("write", arrow), new_file(arrow) as out:
             with pa.ipc.new_stream(out, _TEXTS) as writer:
-                for batch in _batches(files, text_column, documents, roles=roles):
+                for batch in _batches(files, reading):
                     says_copies |= any(record.says_copies for record in batch)
                     texts, copies = [record.text for record in batch], [record.copy_of for record in batch]
                     writer.write_batch(pa.record_batch([texts, copies], schema=_TEXTS))
@@ -402,19 +448,12 @@ def _copies_mark(arrow: Path) -> Path:
     return arrow.with_suffix(".copies")
 
 
-def _batches(
-    files: Sequence[Path], text_column: str | None, documents: Documents, *, roles: Roles | None
-) -> Iterator[list[Record]]:
+def _batches(files: Sequence[Path], reading: _Reading) -> Iterator[list[Record]]:
     """Yield the records of files, as many at a time as an Arrow array of texts and memory hold."""
     batch: list[Record] = []
     size = 0
     for file in [file for file in files if len(files) == 1 or file.stat().st_size]:
-        column = None if roles is None else roles.column
-        for number, read in enumerate(read_records(file, text_column, documents, role_column=column)):
-            record = read
-            if roles is not None:
-                where = f"record {number} (counted from 0) of {file}"
-                record = replace(read, text=roles.before(read.role, read.text, where))
+        for record in reading.records(file):
             batch.append(record)
             size += len(record.text)
             if len(batch) == _BATCH or size >= _BATCH_CHARS:
@@ -446,11 +485,17 @@ def _load_hub(name: str) -> datasets.Dataset:
     return loaded
 
 
-def _all_texts(
-    loaded: datasets.Dataset, where: str, columns: Sequence[str], *, roles: Roles | None
-) -> datasets.Dataset:
-    """Return the texts of one or several columns, one column after the other."""
+def _all_texts(loaded: datasets.Dataset, where: str, reading: _Reading) -> datasets.Dataset:
+    """Return the texts of one or several columns, one column after the other, or those of pairs."""
+    roles, columns = reading.roles, reading.pair or _columns(reading.text_column)
     texts = [_only_text(loaded, where, column) for column in columns]
+    if reading.pair is not None:
+        others = texts[1]["text"]
+
+        def join(row: dict[str, str], number: int) -> dict[str, str]:
+            return {"text": joined_pair((row["text"], others[number]), f"record {number} of {where}")}
+
+        return texts[0].map(join, with_indices=True)
     if roles is None:
         return datasets.concatenate_datasets(texts)
     if roles.column not in loaded.column_names:

@@ -124,7 +124,7 @@ class Part:
         """Return the number of tokens of the first `number` sequences, special tokens included."""
         if number == 0:
             return 0
-        if self.packing.mode == "records":
+        if self.packing.is_by_record:
             return int(self.ends[number - 1])
         full, rest = divmod(int(self.ends[-1]), self.room)
         if number <= full:
@@ -133,7 +133,7 @@ class Part:
 
     def lengths(self, first: int, last: int) -> Ids:
         """Return the number of tokens of sequences, special tokens included, `(last - first,)`."""
-        if self.packing.mode == "records":
+        if self.packing.is_by_record:
             return np.diff(self.ends[first:last], prepend=self.tokens_before(first))
         lengths = np.full(last - first, self.packing.max_length, dtype=np.int64)
         if last > first:
@@ -142,7 +142,7 @@ class Part:
 
     def sequences_within(self, num_tokens: int) -> int:
         """Return the greatest number of first sequences that have at most `num_tokens` tokens together."""
-        if self.packing.mode == "records":
+        if self.packing.is_by_record:
             within = int(np.searchsorted(self.ends, num_tokens, side="right"))
         else:
             full, rest = divmod(int(self.ends[-1]), self.room)
@@ -155,9 +155,13 @@ class Part:
         self, first: int, last: int, *, documents: Callable[[Numbers], list[Ids]], separator: int
     ) -> tuple[list[Ids], Ids]:
         """Return sequences without special tokens at their ends, and the first document of each."""
-        if self.packing.mode == "records":
-            numbers = self.order[first:last]
-            return [ids[: self.room] for ids in documents(numbers)], numbers.astype(np.int64)
+        if self.packing.is_by_record:
+            numbers, pair = self.order[first:last], self.packing.pair
+            found = documents(numbers)
+            bodies = [
+                ids[: self.room] if pair is None else cut_pair(ids, self.room, pair.between) for ids in found
+            ]
+            return bodies, numbers.astype(np.int64)
         start = first * self.room
         stop = min(last * self.room, int(self.ends[-1]))
         first_document = int(np.searchsorted(self.ends, start, side="right"))
@@ -173,6 +177,30 @@ class Part:
         cuts = np.arange(start, stop, self.room)
         numbers = self.order[np.searchsorted(self.ends, cuts, side="right")]
         return np.split(stream, (cuts - start)[1:]), numbers.astype(np.int64)
+
+
+def cut_pair(ids: Ids, room: int, between: Sequence[int]) -> Ids:
+    """Return two texts and the tokens between them, cut to fit: the longer one first.
+
+    Lengths are those of tokenizers' own truncation `longest_first`: one text alone is cut while the other is
+    the shorter, and both share what is left where both are longer than half of it.
+
+    Args:
+        ids: the tokens of the first text, those between, and those of the second text.
+        room: most tokens of all of them.
+        between: the tokens between the texts, none of which the first text holds.
+    """
+    if len(ids) <= room:
+        return ids
+    place, most = int(np.flatnonzero(ids == between[0])[0]), room - len(between)
+    first, second = ids[:place], ids[place + len(between) :]
+    shorter, longer = sorted((len(first), len(second)))
+    longer = shorter if shorter > most else max(shorter, most - shorter)
+    if shorter + longer > most:
+        shorter = most // 2
+        longer = most - shorter
+    kept = (shorter, longer) if len(first) <= len(second) else (longer, shorter)
+    return np.concatenate((first[: kept[0]], np.asarray(between, dtype=ids.dtype), second[: kept[1]]))
 
 
 class _PartRecord(StoredModel):
@@ -228,7 +256,7 @@ class _OrderFiles:
         numbers = np.memmap(order, self.number_type, mode="r").view(np.ndarray)
         places = np.memmap(ends, "<i8", mode="r").view(np.ndarray)
         packing = self.packing
-        most = len(numbers) if packing.mode == "records" else -(-int(places[-1]) // packing.room)
+        most = len(numbers) if packing.is_by_record else -(-int(places[-1]) // packing.room)
         part = Part(packing=packing, order=numbers, ends=places, num_sequences=most)
         limit = packing.max_tokens
         return part if limit is None else replace(part, num_sequences=part.sequences_within(limit))
@@ -259,7 +287,7 @@ class _PartWriter:
 
     def add(self, numbers: Numbers, counts: Ids) -> None:
         """Append documents, by their numbers in the corpus, and how many tokens of each are used."""
-        if self._order.packing.mode == "records":
+        if self._order.packing.is_by_record:
             packing = self._order.packing
             sizes = np.minimum(counts, packing.room) + packing.num_special
         else:
@@ -401,7 +429,7 @@ def _token_keys(files: _OrderFiles) -> Numbers:
     difference.
     """
     tokens, packing = files.tokens, files.packing
-    most = packing.room if packing.mode == "records" else None
+    most = packing.room if packing.is_by_record else None
     keys = np.memmap(files.folder / "keys", "<u8", mode="w+", shape=len(tokens.ends))
     for first in range(0, len(keys), _READ_AT_ONCE):
         numbers = np.arange(first, min(first + _READ_AT_ONCE, len(keys)))

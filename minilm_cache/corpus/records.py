@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple, NoReturn
@@ -45,6 +45,46 @@ class Record:
     """Value of the column that says what the text is for. None means that it says nothing."""
 
 
+BETWEEN: Final = "\x1e"
+"""Stands between the two texts of a pair, neither of which holds it."""
+
+
+def read_pairs(file: Path, columns: tuple[str, str]) -> Iterator[Record]:
+    """Yield the pairs of texts of a file, each as one text with `BETWEEN` between them.
+
+    Args:
+        file: a .jsonl, .csv, .tsv or .parquet file.
+        columns: columns of the first and of the second text.
+
+    Raises:
+        CorpusError: the file is empty or broken, lacks a column, or a record lacks a text.
+    """
+    if file.suffix in TEXT:
+        raise CorpusError(
+            f"--pair-columns {','.join(columns)}: {file} is a text file, which has no columns. Give records "
+            "(.jsonl, .csv, .tsv, .parquet)."
+        )
+    first, second = (read_records(file, column, "paragraphs") for column in columns)
+    for number, (one, other) in enumerate(zip(first, second, strict=True)):
+        yield replace(one, text=joined_pair((one.text, other.text), f"record {number} of {file}"))
+
+
+def joined_pair(texts: tuple[str, str], where: str) -> str:
+    """Return two texts as one.
+
+    Raises:
+        CorpusError: one is empty, or holds what stands between them.
+    """
+    if not all(text.strip() for text in texts):
+        raise CorpusError(f"corpus: {where} (counted from 0) lacks one of its two texts. Remove it.")
+    if any(BETWEEN in text for text in texts):
+        raise CorpusError(
+            f"corpus: {where} (counted from 0) has a text with the control character U+001E, which stands "
+            "between the texts of a pair here. Remove it."
+        )
+    return BETWEEN.join(texts)
+
+
 class Roles(NamedTuple):
     """Prompts of texts, by what a column says that each text is for."""
 
@@ -74,7 +114,7 @@ def read_records(
     """Yield the records of a file, those of one column after those of the other where several are asked for.
 
     Args:
-        file: a .txt, .md, .jsonl, .csv or .parquet file.
+        file: a .txt, .md, .jsonl, .csv, .tsv or .parquet file.
         text_column: column with the text, or several with commas between them. None means `text`.
         documents: what is a document in .txt and .md files.
         role_column: column that says what a text is for. None means that none is read.
@@ -87,14 +127,14 @@ def read_records(
         if role_column is not None:
             raise CorpusError(
                 f"--role-column {role_column}: {file} is a text file, which has no columns. Leave it out, or "
-                "give records (.jsonl, .csv, .parquet)."
+                "give records (.jsonl, .csv, .tsv, .parquet)."
             )
         split = _lines if documents == "lines" else _paragraphs
         with _text_errors(file), file.open(encoding="utf-8-sig") as opened:
             for text in split(opened):
                 yield Record(_plain(text, file), None, says_copies=False)
         return
-    reader = {".jsonl": _of_json, ".csv": _of_csv, ".parquet": _of_parquet}[file.suffix]
+    reader = {".jsonl": _of_json, ".csv": _of_csv, ".tsv": _of_csv, ".parquet": _of_parquet}[file.suffix]
     with _text_errors(file):
         columns = reader(file, None, None)
         if role_column is not None and columns and role_column not in columns:
@@ -296,9 +336,11 @@ def _csv_records(file: Path, column: str, role_column: str | None) -> Iterator[R
 
 
 def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
-    """Yield the header of a .csv file, without spaces around names, and its rows, which are as long."""
+    """Yield the header of a .csv or .tsv file, without spaces around names, and its rows, as long ones."""
     csv.field_size_limit(min(sys.maxsize, _MAX_LINE))
     reader = csv.reader(opened, strict=True)
+    if file.suffix == ".tsv":  # as GLUE's files have it: quotes are part of a text
+        reader = csv.reader(opened, delimiter="\t", quoting=csv.QUOTE_NONE)
     num_fields: int | None = None
     try:
         for row in reader:
@@ -312,7 +354,8 @@ def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
             else:
                 raise CorpusError(
                     f"corpus {file}, line {reader.line_num}: {len(row)} fields, where the header has "
-                    f"{num_fields}. Put text with commas in quotes, or use .jsonl or .parquet."
+                    f"{num_fields}. Put text with commas in quotes (in .tsv, leave tabs out), or use .jsonl "
+                    "or .parquet."
                 )
     except csv.Error as error:
         raise CorpusError(

@@ -6,6 +6,8 @@ Each sequence stands between the special tokens that the tokenizer itself puts a
 - `packed`: tokens of documents are joined, with the separator between two documents, and cut to full length.
   The last sequence is shorter; where whole documents are held out, so is the last training sequence.
 - `records`: one sequence per document, cut where it is too long.
+- `pairs`: one sequence per record of two texts, with what the tokenizer puts between them; the longer text is
+  cut first.
 
 Token ids and the order of documents lie on disk (`tokens`, `order`); a range of sequences is built when it is
 read, and nothing is kept for each sequence.
@@ -25,7 +27,7 @@ from minilm_cache.corpus.tokens import Tokens
 from minilm_cache.errors import TeacherError
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.relations.signals import MaskedSequences
-from minilm_cache.storage_schema.identity import Packing
+from minilm_cache.storage_schema.identity import Packing, PairTemplate
 from minilm_cache.storage_schema.manifest import CutText
 from minilm_cache.storage_schema.states import Masking
 
@@ -53,7 +55,7 @@ class SequenceTable:
             StorageError: the folder of the tokens cannot be written to.
         """
         self._tokens, self.packing = tokens, packing
-        template = packing.template or tokens.named_template
+        template = packing.pair or packing.template or tokens.named_template
         assert template is not None  # a tokenizer without names has its template in the packing
         self._template = template
         self._parts = ordered(tokens, packing)
@@ -140,7 +142,7 @@ class SequenceTable:
                     first,
                     min(last, part.num_sequences),
                     documents=tokens.read,
-                    separator=self._template.separator,
+                    separator=0 if isinstance(self._template, PairTemplate) else self._template.separator,
                 )
                 bodies += part_bodies
                 documents.append(numbers)

@@ -5,7 +5,14 @@ from typing import Any, Final
 from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
-from minilm_cache.storage_schema.identity import MAX_SPECIAL, Packing, PackingMode, Split, Template
+from minilm_cache.storage_schema.identity import (
+    MAX_SPECIAL,
+    Packing,
+    PackingMode,
+    PairTemplate,
+    Split,
+    Template,
+)
 
 _LOOKED_AT: Final = 2**10
 _NUM_WORDS: Final = 8
@@ -56,6 +63,43 @@ def _own_words(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return [str(tokenizer.decode([token])) for token in ordinary[-_NUM_WORDS:]]
 
 
+def pair_template_of(tokenizer: PreTrainedTokenizerFast) -> PairTemplate:
+    """Return the tokens that a tokenizer puts around and between two texts, and the segments that it names.
+
+    Raises:
+        TeacherError: what it puts there depends on the texts, or its segments are not those of BERT.
+    """
+    forms: set[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]] = set()
+    words = [word for word in (*_PROBES, *_own_words(tokenizer)) if _body(tokenizer, word)]
+    for first, second in zip(words, reversed(words), strict=True):
+        whole: Any = tokenizer(first, second)
+        ids, bodies = list(whole["input_ids"]), (_body(tokenizer, first), _body(tokenizer, second))
+        places = whole.sequence_ids(0)
+        if any([ids[at] for at, text in enumerate(places) if text == n] != bodies[n] for n in (0, 1)):
+            raise _unusable(tokenizer, "changes the tokens of a pair of texts that it puts others around")
+        starts, stops = ([at for at, text in enumerate(places) if text == n] for n in (0, 1))
+        before, between = ids[: starts[0]], ids[starts[-1] + 1 : stops[0]]
+        if stops[-1] + 1 - starts[0] != len(bodies[0]) + len(between) + len(bodies[1]):
+            raise _unusable(tokenizer, "puts tokens within a text of a pair")
+        segments = list(whole.get("token_type_ids", ()))
+        in_second = [at >= stops[0] for at in range(len(ids))]
+        if any(segments) and list(map(bool, segments)) != in_second:
+            raise _unusable(tokenizer, "has segments of a pair that are not those of its two texts")
+        forms.add((tuple(before), tuple(between), tuple(ids[stops[-1] + 1 :]), any(segments)))
+    if len(forms) != 1:
+        raise _unusable(tokenizer, "puts other tokens around each pair of texts")
+    ((before_both, between_both, after_both, has_segments),) = forms
+    if not between_both or max(map(len, (before_both, between_both, after_both))) > MAX_SPECIAL:
+        raise _unusable(tokenizer, "puts nothing, or too much, between two texts")
+    return PairTemplate(before=before_both, between=between_both, after=after_both, has_segments=has_segments)
+
+
+def _body(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Return the tokens of a text alone."""
+    encoded: Any = tokenizer(text, add_special_tokens=False)
+    return list(encoded["input_ids"])
+
+
 def named_template(tokenizer: PreTrainedTokenizerFast) -> Template | None:
     """Return `[CLS] text [SEP]` by the tokenizer's own names, as in caches whose packing says nothing.
 
@@ -94,14 +138,17 @@ def packing_of(
         InvalidConfigError: sequences have no room beside special tokens, or the tokenizer cuts long texts at
             their beginning, which records do not.
     """
-    if mode == "records" and tokenizer.truncation_side == "left":
+    if mode != "packed" and tokenizer.truncation_side == "left":
         raise InvalidConfigError(
             f"the tokenizer of {tokenizer.name_or_path} cuts long texts at their beginning (truncation_side "
             "is left), and sequences here are cut at their end. Set truncation_side to right in its "
             "tokenizer_config.json, and give texts that fit."
         )
+    pair = pair_template_of(tokenizer) if mode == "pairs" else None
     template = template_of(tokenizer)
     num_special = len(template.before) + len(template.after)
+    if pair is not None:
+        num_special = len(pair.before) + len(pair.between) + len(pair.after) + 1
     if max_length <= num_special:
         raise InvalidConfigError(
             f"--max-length {max_length} leaves no room beside {num_special} special tokens. Choose a larger "
@@ -113,8 +160,9 @@ def packing_of(
         max_tokens=max_tokens,
         seed=seed,
         split=split,
-        template=template_to_store(tokenizer),
+        template=template_to_store(tokenizer) if pair is None else None,
         prompt=prompt,
+        pair=pair,
     )
 
 

@@ -23,6 +23,8 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.corpus.load import COPIES_OF, Corpus, load_corpus, text_batches
+from minilm_cache.corpus.records import BETWEEN
+from minilm_cache.corpus.template import pair_template_of
 from minilm_cache.corpus.tokens import (
     COPIES,
     ENDS,
@@ -44,6 +46,7 @@ from minilm_cache.corpus.tokens import (
 from minilm_cache.engines.ray_cluster import Engine, import_ray
 from minilm_cache.errors import (
     CacheCorruptError,
+    CorpusError,
     InterruptedRunError,
     InvalidConfigError,
     RankLostError,
@@ -90,6 +93,8 @@ class _PartJob:
     dtype: str
     prompt: str
     """Words before every document; mostly none."""
+    between: tuple[int, ...] | None
+    """Tokens between the two texts of each document. None means that each is one text."""
 
     @property
     def path(self) -> Path:
@@ -235,6 +240,7 @@ def _write(
             tokenizer=tokenizer,
             dtype=dtype,
             prompt=corpus.prompt or "",
+            between=_between(corpus, tokenizer),
         )
         for number, (first, last) in enumerate(pairwise(bounds))
     ]
@@ -305,7 +311,7 @@ def _write_part(job: _PartJob, session: Session = ALONE) -> int:
             prompted = [job.prompt + text for text in batch["text"].to_pylist()]
             # A pattern of the tokenizer may take for ever, and no signal handler runs meanwhile.
             tokenised = awaited(
-                partial(_token_ids, prompted, job.tokenizer),
+                partial(_token_ids, prompted, job.tokenizer, job.between),
                 should_stop=session.should_stop,
                 interrupted=_INTERRUPTED,
             )
@@ -374,7 +380,31 @@ def _seal(folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, *, j
             job.path.with_suffix(f".{name}").unlink()
 
 
-def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+def _between(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...] | None:
+    """Return the tokens between the two texts of each document. None means that each is one text."""
+    return pair_template_of(tokenizer).between if corpus.identity.pairs else None
+
+
+def _token_ids(
+    texts: list[str], tokenizer: PreTrainedTokenizerFast, between: tuple[int, ...] | None
+) -> list[list[int]]:
+    """Return the tokens of texts, or those of both texts of pairs with what stands between them.
+
+    Raises:
+        CorpusError: the first text of a pair holds a token that stands between texts, so that its end could
+            not be found again, or one of the two has no token.
+    """
+    if between is not None:
+        halves = [text.split(BETWEEN) for text in texts]
+        first, second = (_token_ids([half[n] for half in halves], tokenizer, None) for n in (0, 1))
+        for own, other, half in zip(first, second, halves, strict=True):
+            if between[0] in own or not own or not other:
+                raise CorpusError(
+                    f"a pair of texts begins with {half[0][:60]!r}, which the tokenizer reads as "
+                    f"{'nothing' if not own else 'what stands between texts'}, or it has nothing after it. "
+                    "Correct the record or remove it."
+                )
+        return [[*own, *between, *other] for own, other in zip(first, second, strict=True)]
     with library_errors(f"the tokenizer of {tokenizer.name_or_path} cannot read the text"):
         encoded: Mapping[str, Any] = tokenizer(
             texts,
@@ -416,7 +446,7 @@ def _refuse_other_tokens(
     chosen = np.sort(drawn)
     texts = [str(text) for text in corpus.documents.select(chosen)["text"]]
     prompted = [(corpus.prompt or "") + text for text in texts]
-    expected = _token_ids(prompted, tokenizer)
+    expected = _token_ids(prompted, tokenizer, _between(corpus, tokenizer))
     hashes = [xxhash.xxh3_64_intdigest(text.encode()) for text in prompted]
     is_same = tokens.keys[0][chosen].tolist() == hashes and all(
         ids.tolist() == own for ids, own in zip(tokens.read(chosen), expected, strict=True)

@@ -18,7 +18,7 @@ from minilm_cache.relations.scores import RowTargets, SparseRows, to_dense
 from minilm_cache.relations.signals import DenseLabels, MaskedSequences, Signals, expected
 from minilm_cache.session import Session
 from minilm_cache.signals.table import SIGNALS, masked_part, value_signal
-from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.identity import PairTemplate, RelationKind
 from minilm_cache.storage_schema.manifest import Fidelity, LayerFidelity, StateFidelity
 from minilm_cache.storage_schema.states import LABELS, plain_path
 
@@ -90,6 +90,7 @@ def audit(
     numbers: Sequence[int],
     batch_size: int,
     session: Session,
+    pair: PairTemplate | None,
 ) -> Audit:
     """Run the teacher again on some sequences and compare with what was stored.
 
@@ -100,6 +101,7 @@ def audit(
         numbers: numbers of the sequences.
         batch_size: sequences per forward pass of the teacher.
         session: its progress shows sequences done.
+        pair: what stands around and between the texts of a sequence. None means that sequences are no pairs.
 
     Raises:
         CacheCorruptError: a shard is damaged.
@@ -111,7 +113,8 @@ def audit(
     for start in range(0, len(numbers), batch_size):
         sequences = [stored(number) for number in numbers[start : start + batch_size]]
         rows = [sequence.input_ids for sequence in sequences]
-        signals = teacher.relations(Inputs.of(rows, teacher.tokenizer.pad_token_id), layers)
+        inputs = Inputs.of(rows, teacher.tokenizer.pad_token_id).paired(pair)
+        signals = teacher.relations(inputs, layers)
         for layer, signal in zip(layers, signals, strict=True):
             for kind in kinds:
                 for at, sequence in enumerate(sequences):
@@ -206,6 +209,7 @@ def audit_states(
         sequences = [cache[number] for number in batch]
         pad_token = reader.teacher.tokenizer.pad_token_id
         inputs = Inputs.of([sequence.input_ids for sequence in sequences], pad_token)
+        inputs = inputs.paired(cache.manifest.identity.packing.pair)
         for reading in range(codec.parameters.num_readings):
             wanted = registered if reading == 0 else masked_part(registered)
             _, output = reader.read(inputs, numbers=batch, layers=(), wanted=wanted, reading=reading)

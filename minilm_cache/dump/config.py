@@ -53,9 +53,12 @@ def _read_numbers(value: object, most: int) -> object:
 class TextSettings(SequenceSettings):
     """How text becomes sequences."""
 
-    packing: Literal["packed", "records"] = "packed"
+    packing: Literal["packed", "records", "pairs"] = "packed"
     """Join documents to full length (`packed`), or make one sequence of each document (`records`, the default
-    with `--for embedding`)."""
+    with `--for embedding`) or of each pair of texts (`pairs`, the default with `--pair-columns`)."""
+    pair_columns: Annotated[str, Field(min_length=3, max_length=512)] | None = None
+    """Two columns of records, like question,sentence, whose texts are read together, as cross-encoders and
+    tasks of pairs read them; the longer text is cut first. None means that each document is one text."""
     prompt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """Words to put before every text, like "query: ". None means `--prompt-name`."""
     prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -64,6 +67,20 @@ class TextSettings(SequenceSettings):
     role_column: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Column of records that names the prompt of the teacher's own that each text gets, such as `query` or
     `document`; where it is empty, a text gets none. None means that all texts get the same."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_pairs(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Make a sequence of each pair where columns of pairs are given, and nothing else is said."""
+        if values.get("pair_columns") is not None and values.get("packing") is None:
+            return {**values, "packing": "pairs"}
+        return values
+
+    @model_validator(mode="after")
+    def _pairs_are_of_columns(self) -> "TextSettings":
+        if (self.packing == "pairs") != (self.pair_columns is not None):
+            raise ValueError("--packing pairs goes with --pair-columns, and only with it")
+        return self
 
     @model_validator(mode="after")
     def _prompt_is_of_documents(self) -> "TextSettings":
@@ -261,12 +278,18 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings, Sp
 
     @model_validator(mode="after")
     def _fits_together(self) -> "DumpConfig":
-        if self.logits and self.packing != "records":
-            raise ValueError("--logits goes with --packing records: an answer is about one document")
+        if self.logits and self.packing == "packed":
+            raise ValueError(
+                "--logits goes with --packing records or pairs: an answer is about one document, or one pair"
+            )
+        if self.pair_columns is not None and self.text_column is not None:
+            raise ValueError("--text-column and --pair-columns both name the texts: give one of them")
         if self.codec == "none" and not self.has_states:
             raise ValueError("--codec none stores no relations, and no state is given: nothing to store")
-        if self.pooled and self.packing != "records":
-            raise ValueError("--pooled goes with --packing records: a vector is about one document")
+        if self.pooled and self.packing == "packed":
+            raise ValueError(
+                "--pooled goes with --packing records or pairs: a vector is about one document, or one pair"
+            )
         if self.k is not None and self.k > self.max_length:
             raise ValueError(
                 f"--k {self.k} is above --max-length {self.max_length}: a row has no more entries"

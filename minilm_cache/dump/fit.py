@@ -256,7 +256,8 @@ class CodecFitter:
                 raise InterruptedRunError(INTERRUPTED)
             batch = order[first : first + self.batch_size].tolist()
             rows = [self.sequences.read(number, number + 1).ids[0] for number in batch]
-            yield Inputs.of([torch.from_numpy(row) for row in rows], teacher.tokenizer.pad_token_id), batch
+            inputs = Inputs.of([torch.from_numpy(row) for row in rows], teacher.tokenizer.pad_token_id)
+            yield inputs.paired(self.identity.packing.pair), batch
 
     def _fit_states(
         self, names: Sequence[SignalName]

@@ -82,7 +82,14 @@ def text_of(config: DumpConfig, teacher: Teacher, home: Path) -> Corpus:
             f"teacher {config.teacher} leaves the tokens of a prompt out of its pooling (include_prompt), "
             "which is not done here. Take another teacher, or texts without a prompt."
         )
-    corpus = load_corpus(config.corpus, config.text_column, config.documents, home=home, roles=roles)
+    corpus = load_corpus(
+        config.corpus,
+        config.text_column,
+        config.documents,
+        home=home,
+        roles=roles,
+        pair_columns=config.pair_columns,
+    )
     if roles is not None:
         plain = load_corpus(config.corpus, config.text_column, config.documents, home=home)
         corpus.texts_sha256 = plain.texts_sha256
@@ -231,6 +238,7 @@ def name_labels(config: DumpConfig) -> Labels:
         text_column=None if config.text_column is None else printable(config.text_column)[:512],
         documents="lines" if config.documents == "lines" else None,
         role_column=None if config.role_column is None else printable(config.role_column)[:512],
+        pair_columns=None if config.pair_columns is None else printable(config.pair_columns)[:512],
         revision=None if config.revision is None else printable(config.revision)[:512],
     )
 

@@ -264,7 +264,7 @@ def _teacher_rate(teacher: Teacher, sequences: SequenceTable, batch_size: int) -
     """Return the median tokens per second of the teacher's forward pass up to its last tapped vectors."""
     size = min(batch_size, sequences.num_sequences)
     rows = [torch.from_numpy(row) for row in sequences.read(0, size).ids]
-    inputs = Inputs.of(rows, teacher.tokenizer.pad_token_id)
+    inputs = Inputs.of(rows, teacher.tokenizer.pad_token_id).paired(sequences.packing.pair)
     times = []
     for _ in range(TIMED_BATCHES + 1):
         started = time.perf_counter()

@@ -248,7 +248,7 @@ def _differences(cache: Cache, teacher: Teacher, session: Session) -> tuple[Shar
     """Return the differences between the stored relations and the teacher's, on the sample."""
     measured = cache.manifest.measured
     assert measured is not None
-    sample = _sample(cache)
+    sample, pair = _sample(cache), cache.manifest.identity.packing.pair
     session.progress.start("run the teacher again", 2 * sum(map(len, sample.values())), "sequences")
     differences = []
     for shard, numbers in sample.items():
@@ -260,9 +260,16 @@ def _differences(cache: Cache, teacher: Teacher, session: Session) -> tuple[Shar
             numbers=numbers,
             batch_size=len(numbers),
             session=session,
+            pair=pair,
         ).fidelity
         floors = audit(
-            anew.__getitem__, teacher, cache.layers, numbers=numbers, batch_size=len(numbers), session=session
+            anew.__getitem__,
+            teacher,
+            cache.layers,
+            numbers=numbers,
+            batch_size=len(numbers),
+            session=session,
+            pair=pair,
         ).fidelity
         for now, floor, then in zip(stored_now, floors, measured.fidelity, strict=True):
             differences += [
@@ -282,6 +289,7 @@ def _differences(cache: Cache, teacher: Teacher, session: Session) -> tuple[Shar
 def _encode_anew(cache: Cache, teacher: Teacher, numbers: Sequence[int]) -> dict[int, CachedSequence]:
     """Return sequences as a dump with this teacher and the cache's codecs would store them."""
     inputs = Inputs.of([cache[number].input_ids for number in numbers], teacher.tokenizer.pad_token_id)
+    inputs = inputs.paired(cache.manifest.identity.packing.pair)
     signals = teacher.relations(inputs, cache.layers)
     rows: dict[str, npt.NDArray[np.generic]] = {"tokens": inputs.ids.numpy()}
     for layer, signal in zip(cache.layers, signals, strict=True):

@@ -273,7 +273,13 @@ def _seal(writer: CacheWriter, reader: SequenceReader, *, batch_size: int, sessi
     passes = identity.has_relations + (identity.states is not None)
     session.progress.start("measure fidelity", passes * len(numbers), "sequences")
     audited = audit(
-        cache.__getitem__, teacher, teacher.layers, numbers=numbers, batch_size=batch_size, session=session
+        cache.__getitem__,
+        teacher,
+        teacher.layers,
+        numbers=numbers,
+        batch_size=batch_size,
+        session=session,
+        pair=identity.packing.pair,
     )
     total = sum(cache.reader.records.bytes_by_name().values())
     measured = Measured(

@@ -204,7 +204,7 @@ class ShardJob:
         """Run the teacher on sequences of a segment, and begin to copy their encoded rows to the CPU."""
         teacher = self.reader.teacher
         rows = [torch.from_numpy(segment.tokens.ids[at]) for at in chosen]
-        inputs = Inputs.of(rows, teacher.tokenizer.pad_token_id)
+        inputs = Inputs.of(rows, teacher.tokenizer.pad_token_id).paired(self.sequences.packing.pair)
         numbers = (segment.first_sequence + chosen).tolist()
         signals, encoded = self._read_and_encode(inputs, numbers)
         places = None if inputs.is_full else send(places_of(inputs.valid), teacher.device)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minilm_cache.relations.scores import key_mask
 from minilm_cache.relations.transfer import pin, send
+from minilm_cache.storage_schema.identity import PairTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,24 @@ class Inputs:
     def full(cls, ids: Int[Tensor, "batch length"]) -> "Inputs":
         """Return sequences of one length, none of them padded."""
         return cls(ids, torch.full_like(ids[:, 0], ids.shape[1]), is_full=True)
+
+    def paired(self, pair: PairTemplate | None) -> "Inputs":
+        """Return the same sequences with the segments of pairs of texts.
+
+        Args:
+            pair: what stands around and between the texts of each sequence. None means that sequences are no
+                pairs.
+        """
+        if pair is None or not pair.has_segments:
+            return self
+        start, width = len(pair.before), len(pair.between)
+        between = torch.tensor(pair.between, device=self.ids.device)
+        windows = self.ids[:, start:].unfold(1, width, 1)
+        matches = (windows == between).all(-1)
+        second = matches.int().argmax(1) + start + width
+        position = torch.arange(self.ids.shape[1], device=self.ids.device)
+        segments = (position >= second[:, None]) & self.valid & matches.any(1)[:, None]
+        return replace(self, segments=segments.to(torch.int64))
 
     @property
     def valid(self) -> Bool[Tensor, "batch length"]:

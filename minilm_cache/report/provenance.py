@@ -59,6 +59,7 @@ def dump_command(manifest: CacheManifest) -> str:
         "packing": identity.packing.mode,
         "prompt": identity.packing.prompt,
         "role_column": manifest.labels.role_column,
+        "pair_columns": manifest.labels.pair_columns,
         "max_length": identity.packing.max_length,
         "max_tokens": identity.packing.max_tokens,
         "shard_tokens": manifest.shard_tokens,

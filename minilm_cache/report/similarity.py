@@ -19,7 +19,7 @@ from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.relations.scores import LayerRelations, split_heads
 from minilm_cache.report.compare import load_student
-from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.identity import PairTemplate, RelationKind
 
 Features = npt.NDArray[np.float64]
 """States of one layer, `(tokens, width)`, or one value for each pair of layers, `(left, right)`; float64."""
@@ -92,14 +92,14 @@ def layer_similarity(
     Raises:
         TeacherError: a folder holds no student.
     """
-    ids = held_out_ids(cache)
+    ids, pair = held_out_ids(cache), cache.manifest.identity.packing.pair
     if not ids:
         return []
-    expected = _states(teacher.model, ids, teacher.device)
+    expected = _states(teacher.model, ids, teacher.device, pair=pair)
     similarities = []
     for name, folder in students:
         model = load_model(folder, attention="sdpa").eval().to(teacher.device)
-        states = _states(model, ids, teacher.device)
+        states = _states(model, ids, teacher.device, pair=pair)
         similarities.append(
             LayerSimilarity(
                 student=name,
@@ -122,13 +122,16 @@ def held_out_ids(cache: Cache) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _states(model: PreTrainedModel, ids: Sequence[torch.Tensor], device: torch.device) -> list[Features]:
+def _states(
+    model: PreTrainedModel, ids: Sequence[torch.Tensor], device: torch.device, *, pair: PairTemplate | None
+) -> list[Features]:
     """Return the states of every layer at all tokens that are not padding, `(tokens, width)` each."""
     layers: list[list[torch.Tensor]] = []
     for first in range(0, len(ids), _BATCH_SIZE):
-        inputs = Inputs.of(ids[first : first + _BATCH_SIZE], 0).to(device)
+        inputs = Inputs.of(ids[first : first + _BATCH_SIZE], 0).paired(pair).to(device)
+        segments = {} if inputs.segments is None else {"token_type_ids": inputs.segments}
         states = model(
-            input_ids=inputs.ids, attention_mask=inputs.mask, output_hidden_states=True
+            input_ids=inputs.ids, attention_mask=inputs.mask, output_hidden_states=True, **segments
         ).hidden_states
         layers.append([state[inputs.valid].cpu() for state in states])
     return [torch.cat(parts).double().numpy() for parts in zip(*layers, strict=True)]
@@ -222,7 +225,8 @@ def relation_agreement(
         if student.relation_heads is None and _num_heads(model) != cache.manifest.identity.relation_heads:
             continue
         layer = cache.manifest.identity.last_layer if student.layer is None else student.layer
-        agreements += _agreement(student, model, teacher=teacher, layer=layer, ids=ids)
+        pair = cache.manifest.identity.packing.pair
+        agreements += _agreement(student, model, teacher=teacher, layer=layer, ids=ids, pair=pair)
     return agreements
 
 
@@ -242,11 +246,12 @@ def _agreement(
     teacher: Teacher,
     layer: int,
     ids: Sequence[Int[Tensor, " _"]],
+    pair: PairTemplate | None,
 ) -> Iterator[RelationAgreement]:
-    longest = max(map(len, ids))
+    longest, heads = max(map(len, ids)), student.relation_heads
     cuts = [_SHORTEST * 2**power for power in range(longest.bit_length()) if _SHORTEST * 2**power < longest]
     by_length = {
-        cut: _rows(model, teacher, layer=layer, ids=_cut(ids, cut), relation_heads=student.relation_heads)
+        cut: _rows(model, teacher, layer=layer, ids=_cut(ids, cut), relation_heads=heads, pair=pair)
         for cut in [*cuts, longest]
     }
     for kind in _kinds(student.relation_heads):
@@ -274,12 +279,18 @@ def _cut(ids: Sequence[Int[Tensor, " _"]], length: int) -> list[Tensor]:
 
 @torch.no_grad()
 def _rows(
-    model: TappedModel, teacher: Teacher, *, layer: int, ids: Sequence[Tensor], relation_heads: int | None
+    model: TappedModel,
+    teacher: Teacher,
+    *,
+    layer: int,
+    ids: Sequence[Tensor],
+    relation_heads: int | None,
+    pair: PairTemplate | None,
 ) -> dict[RelationKind, _Rows]:
     """Return the rows of every relation that is compared, of all sequences without their padding."""
     parts: dict[RelationKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in _kinds(relation_heads)}
     for first in range(0, len(ids), _BATCH_SIZE):
-        inputs = Inputs.of(ids[first : first + _BATCH_SIZE], 0).to(teacher.device)
+        inputs = Inputs.of(ids[first : first + _BATCH_SIZE], 0).paired(pair).to(teacher.device)
         lengths, valid = inputs.lengths, inputs.valid
         (expected,) = teacher.relations(inputs, (layer,))
         (vectors,) = model(inputs, Tap((model.num_layers - 1,))).vectors

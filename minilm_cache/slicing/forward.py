@@ -20,6 +20,7 @@ from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_tokenizer
 from minilm_cache.settings import SliceConfig
 from minilm_cache.slicing.parts import EncoderParts, LayerParts
+from minilm_cache.storage_schema.identity import PairTemplate
 
 _BATCH_SIZE = 16
 States = list[Tensor]
@@ -36,14 +37,38 @@ class Calibration:
 
     ids: list[Int[Tensor, "_ _"]]
     valid: list[Bool[Tensor, "_ _"]]
+    segments: list[Int[Tensor, "_ _"]] | None = None
+    """Segment of each token of pairs of texts. None means that there is one segment."""
 
     @classmethod
-    def of(cls, sequences: Sequence[Int[Tensor, " _"]], pad_token: int) -> "Calibration":
-        """Return sequences as padded batches, sorted by length."""
+    def of(
+        cls, sequences: Sequence[Int[Tensor, " _"]], pad_token: int, pair: PairTemplate | None = None
+    ) -> "Calibration":
+        """Return sequences as padded batches, sorted by length.
+
+        Args:
+            sequences: token ids of each sequence.
+            pad_token: id that fills rows up.
+            pair: what stands around and between the texts of a sequence. None means that sequences are no
+                pairs.
+        """
         ordered = sorted(sequences, key=len)
         starts = range(0, len(ordered), _BATCH_SIZE)
-        batches = [Inputs.of(ordered[start : start + _BATCH_SIZE], pad_token) for start in starts]
-        return cls(ids=[batch.ids for batch in batches], valid=[batch.valid for batch in batches])
+        batches = [
+            Inputs.of(ordered[start : start + _BATCH_SIZE], pad_token).paired(pair) for start in starts
+        ]
+        segments = [batch.segments for batch in batches if batch.segments is not None]
+        return cls(
+            ids=[batch.ids for batch in batches],
+            valid=[batch.valid for batch in batches],
+            segments=segments or None,
+        )
+
+    def calls(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the arguments with which a model reads each batch."""
+        for at, (ids, valid) in enumerate(zip(self.ids, self.valid, strict=True)):
+            segments = {} if self.segments is None else {"token_type_ids": self.segments[at]}
+            yield {"input_ids": ids, "attention_mask": valid.to(torch.int64), **segments}
 
     @property
     def num_tokens(self) -> int:
@@ -114,8 +139,8 @@ def run_encoder(
         stack.callback(_keep_input(parts.norm, sums).remove)
         if not last.is_pre_norm:
             stack.callback(_keep_input(last.ffn_norm, last_sum).remove)
-        for ids, valid in zip(calibration.ids, calibration.valid, strict=True):
-            model.base_model(input_ids=ids, attention_mask=valid.to(torch.int64))
+        for arguments in calibration.calls():
+            model.base_model(**arguments)
     if last.is_pre_norm:
         last_sum = states[layers[-1] + 1]
     return EncoderRun(sums=sums, states=states, last_sum=last_sum, calls=calls)
@@ -132,8 +157,8 @@ def layer_calls(
         for layer, own_states, own_calls in zip(parts.layers, states, calls, strict=True):
             stack.callback(_keep_call(layer, own_states, own_calls).remove)
             stack.enter_context(_passing_on(layer))
-        for ids, valid in zip(calibration.ids, calibration.valid, strict=True):
-            model.base_model(input_ids=ids, attention_mask=valid.to(torch.int64))
+        for arguments in calibration.calls():
+            model.base_model(**arguments)
     return states[0], calls
 
 
@@ -238,9 +263,9 @@ def inputs_of(
     """Return the inputs of one module; what follows it is not run."""
     inputs: States = []
     with _stopping_at(module, inputs):
-        for ids, valid in zip(calibration.ids, calibration.valid, strict=True):
+        for arguments in calibration.calls():
             try:
-                model(input_ids=ids, attention_mask=valid.to(torch.int64))
+                model(**arguments)
             except _ReachedError:
                 continue
     return calibration.flat(inputs)

@@ -147,7 +147,8 @@ def _make(plan: SlicePlan, config: PreTrainedConfig) -> tuple[dict[str, Tensor],
     if plan.tokens is not None:
         most = plan.cache.manifest.identity.packing.max_length
         sequences = [plan.tokens.row(ids, most) for ids in sequences]
-    text = Calibration.of(sequences, config.pad_token_id or 0)
+    pair = plan.cache.manifest.identity.packing.pair
+    text = Calibration.of(sequences, config.pad_token_id or 0, pair)
     student = build_student(config, _SEED, plan.head).eval()
     with enough_memory(CPU, "Use --init random"):
         return cut_weights(

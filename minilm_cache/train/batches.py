@@ -242,7 +242,8 @@ class BatchReader:
         masked, codec = None, self._signals_codec
         if codec is not None and LABELS in self._wanted.signals:
             masked = codec.masked(rows, lengths).pinned_for(self._device)
-        inputs = Inputs(ids, lengths, is_full=gathered.counts["tokens"] == ids.numel())
+        is_full = gathered.counts["tokens"] == ids.numel()
+        inputs = Inputs(ids, lengths, is_full=is_full).paired(self._cache.manifest.identity.packing.pair)
         if self._tokens is not None:
             inputs = self._tokens.read(inputs, self._most)
         on_device = rows.keys() - {"tokens", READ_PATH, INDEX_PATH, WEIGHT_PATH}

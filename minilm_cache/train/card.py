@@ -64,6 +64,9 @@ def save_student(
         CacheCorruptError: the tokenizer in the cache is damaged.
     """
     model = trainer.model.model
+    if trainer.learner.objective.needs.head == "sequences" and model.config.num_labels == 1:
+        # sentence-transformers' CrossEncoder would put a sigmoid over scores that are the teacher's own.
+        model.config.sentence_transformers = {"activation_fn": "torch.nn.modules.linear.Identity"}
     with saving("write student", folder), new_folder(folder) as new:
         if tokens is None:
             _write_tokenizer(reader, new)

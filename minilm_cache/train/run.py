@@ -16,7 +16,7 @@ from minilm_cache.models.student import teacher_config
 from minilm_cache.models.vocabulary import StudentTokens, Vocabulary
 from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.session import ALONE, Session
-from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.store.durable import PARTIAL, storage_errors
 from minilm_cache.store.urls import place_of
 from minilm_cache.train.batches import BatchReader
@@ -138,6 +138,7 @@ def _train(
     plan = plan_steps(config, cache.reader, num_ranks=ranks.num_data, rank=ranks.data_number)
     beginnings = initial_weights(config, cache, shapes=shapes, head=objective.head, home=session.home)
     tokens = beginnings.tokens or student_vocabulary(config, cache)
+    _refuse_other_pairs(manifest, tokens, option="--vocab" if beginnings.tokens is None else "--init-teacher")
     identity = RunIdentity.of(
         config,
         manifest,
@@ -174,6 +175,15 @@ def _train(
     ranks.check_common(path)
     with _locked(path, ranks):
         return run.train(plan, session)
+
+
+def _refuse_other_pairs(manifest: CacheManifest, tokens: StudentTokens | None, *, option: str) -> None:
+    """Raise InvalidConfigError for students that would read pairs of texts with a tokenizer of their own."""
+    if tokens is not None and manifest.identity.packing.pair is not None:
+        raise InvalidConfigError(
+            f"{option}: the sequences of this cache are pairs of texts, which students read with the "
+            "teacher's own tokenizer. Leave it out."
+        )
 
 
 def _teacher_layer(config: TrainConfig, objective: Objective) -> int | None:

@@ -83,10 +83,17 @@ def verify_cache(path: Path, config: VerifyConfig | None = None, *, session: Ses
     cache, text = open_cache(path), None
     if config.corpus is not None:
         documents = cache.manifest.labels.documents or config.documents
-        column, roles = cache.manifest.labels.role_column, None
-        if column is not None:
-            roles = Roles(column, student_prompts(cache.reader).by_name)
-        text = load_corpus(config.corpus, config.text_column, documents, home=session.home, roles=roles)
+        labels, roles = cache.manifest.labels, None
+        if labels.role_column is not None:
+            roles = Roles(labels.role_column, student_prompts(cache.reader).by_name)
+        text = load_corpus(
+            config.corpus,
+            config.text_column,
+            documents,
+            home=session.home,
+            roles=roles,
+            pair_columns=labels.pair_columns,
+        )
         text = text.with_prompt(cache.manifest.identity.packing.prompt)
     again = recheck(cache, config.teacher, corpus=text, device=config.device, session=session)
     return Verification(path=path, verdict=verdict, again=again)

@@ -1,0 +1,267 @@
+"""Pairs of texts as sequences: transformers' own tokenizers and models are the oracle."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sentence_transformers import CrossEncoder
+from tokenizers import processors
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from minilm_cache.cache import open_cache
+from minilm_cache.corpus.order import cut_pair
+from minilm_cache.corpus.template import pair_template_of
+from minilm_cache.errors import TeacherError
+from minilm_cache.models.inputs import Inputs
+from minilm_cache.storage_schema.states import LOGITS
+from tests.conftest import Command
+from tests.support import VOCABULARY, World, save_teacher, tiny_tokenizer
+
+WORDS = VOCABULARY[5:29]
+
+
+def pairs(count: int = 60) -> list[tuple[str, str]]:
+    """Return pairs of texts, some of them longer than a sequence on one side or on both."""
+    generator = np.random.default_rng(0)
+    lengths = [(3, 5), (30, 4), (4, 30), (30, 28), (1, 1)]
+    return [
+        (" ".join(generator.choice(WORDS, first)), " ".join(generator.choice(WORDS, second)))
+        for number in range(count)
+        for first, second in [lengths[number % len(lengths)]]
+    ]
+
+
+def write_pairs(file: Path) -> list[tuple[str, str]]:
+    """Write records of two texts and a label, and return the texts."""
+    found = pairs()
+    rows = [{"one": one, "label": at, "two": two} for at, (one, two) in enumerate(found)]
+    if file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif file.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(str(file))
+    else:
+        sign = "," if file.suffix == ".csv" else "\t"
+        lines = [sign.join(map(str, row.values())) for row in rows]
+        file.write_text("\n".join([sign.join(rows[0]), *lines]) + "\n")
+    return found
+
+
+def with_segments() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that gives the segments of texts, as BERT's does."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names
+    return tokenizer
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """A BERT with segments that classifies, and pairs as its corpus."""
+    teacher = save_teacher(tmp_path / "teacher", head="sequences", num_labels=1)
+    with_segments().save_pretrained(teacher)
+    write_pairs(tmp_path / "pairs.jsonl")
+    return World(tmp_path, teacher, tmp_path / "pairs.jsonl")
+
+
+PAIRS: dict[str, Any] = {"pair_columns": "one,two", "packing": "pairs"}
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".tsv", ".parquet"])
+def test_sequences_are_what_the_tokenizer_makes_of_pairs(world: World, ending: str) -> None:
+    """The longer text is cut first, as by `truncation=True`; segments are the tokenizer's."""
+    world = replace(world, corpus=world.root / f"pairs{ending}")
+    found = write_pairs(world.corpus)
+    cache, tokenizer = open_cache(world.dump(**PAIRS).path), AutoTokenizer.from_pretrained(world.teacher)
+    expected = tokenizer([one for one, _ in found], [two for _, two in found], truncation=True, max_length=32)
+    assert sorted(sequence.input_ids.tolist() for sequence in cache) == sorted(expected["input_ids"])
+    of_ids = {
+        tuple(ids): kinds
+        for ids, kinds in zip(expected["input_ids"], expected["token_type_ids"], strict=True)
+    }
+    rows = [sequence.input_ids for sequence in cache]
+    inputs = Inputs.of(rows, 0).paired(cache.manifest.identity.packing.pair)
+    assert inputs.segments is not None
+    for row, segments in zip(rows, inputs.segments, strict=True):
+        assert segments[: len(row)].tolist() == of_ids[tuple(row.tolist())]
+        assert not segments[len(row) :].any()
+
+
+@settings(max_examples=300, deadline=None)
+@given(first=st.integers(1, 40), second=st.integers(1, 40), room=st.integers(3, 60))
+def test_pairs_are_cut_as_tokenizers_cut_them(first: int, second: int, room: int) -> None:
+    tokenizer = tiny_tokenizer()
+    one, two = " ".join([WORDS[0]] * first), " ".join([WORDS[1]] * second)
+    whole = tokenizer(one, two)["input_ids"][1:-1]
+    expected = tokenizer(one, two, truncation="longest_first", max_length=room + 2)["input_ids"]
+    found = cut_pair(np.asarray(whole), room, (3,))
+    assert [2, *found.tolist(), 3] == expected
+
+
+def test_relations_and_answers_are_those_of_pairs_read_with_their_segments(world: World) -> None:
+    cache = open_cache(world.dump(**PAIRS, codec="dense", logits=True).path)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        world.teacher, attn_implementation="eager"
+    ).eval()
+    pair, differs = cache.manifest.identity.packing.pair, False
+    assert pair is not None
+    for number in range(6):
+        ids = cache[number].input_ids
+        segments = (torch.arange(len(ids)) > ids.tolist().index(3)).long()
+        with torch.no_grad():
+            output = model(ids[None], token_type_ids=segments[None], output_attentions=True)
+            flat = model(ids[None])
+        torch.testing.assert_close(
+            cache[number].relation("attention"), output.attentions[-1][0], rtol=0, atol=1e-3
+        )
+        torch.testing.assert_close(cache[number].states()[LOGITS][0], output.logits[0], rtol=1e-4, atol=1e-5)
+        differs |= not torch.allclose(flat.logits, output.logits, atol=1e-3)
+    assert differs  # segments matter to this teacher
+
+
+def test_a_pair_cache_is_verified_shown_and_resumed(world: World, command: Command) -> None:
+    path = world.dump(**PAIRS, codec="vectors", logits=True).path
+    words = ("verify", path, "--full", "--teacher", world.teacher, "--corpus", world.corpus)
+    code, _, err = command(*words)
+    assert code == 0, err
+    code, out, _ = command("info", path)
+    assert code == 0
+    assert "of columns one,two" in out
+    code, out, err = command(
+        *("dump", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32),
+        *(
+            "--pair-columns",
+            "one,two",
+            "--logits",
+            "--codec",
+            "vectors",
+            "--shard-tokens",
+            256,
+            "--out",
+            path,
+        ),
+    )
+    assert code == 0, err
+    assert "already complete" in err
+
+
+@pytest.mark.parametrize("objective", ["minilm", "tinybert-prediction"])
+def test_students_read_pairs_with_their_segments(world: World, objective: str) -> None:
+    """A student that is the teacher has no loss: it read what the teacher read."""
+    world.dump(**PAIRS, codec="dense", logits=True)
+    run = world.train("run", arch=("3x32:ff64",), objective=objective, steps=1, lr=1e-9, warmup=0.0)
+    (student,) = run.record.students
+    assert student.loss_before is not None
+    if objective == "minilm":
+        assert student.loss_before < 1e-4
+
+
+def test_a_student_of_scores_is_a_cross_encoder(world: World) -> None:
+    """Its scores are the logits: a sigmoid, which a CrossEncoder has by default, is not put over them."""
+    world.dump(**PAIRS, codec="none", logits=True)
+    run = world.train("run", arch=("2x32",), objective="tinybert-prediction", steps=80, batch_size=8, lr=3e-3)
+    lines = [json.loads(line) for line in (run.path / "log.jsonl").read_text().splitlines()]
+    losses = [sum(line["students"]["2x32"].values()) for line in lines if "students" in line]
+    assert losses[-1] < 0.5 * losses[0]
+    folder = run.student_path("2x32")
+    encoder = CrossEncoder(str(folder), device="cpu", max_length=32)
+    found = pairs()[:8]
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    read = tokenizer(
+        [one for one, _ in found],
+        [two for _, two in found],
+        truncation=True,
+        max_length=32,
+        padding=True,
+        return_tensors="pt",
+    )
+    with torch.no_grad():
+        expected = model(**read).logits[:, 0].numpy()
+    np.testing.assert_allclose(encoder.predict(found), expected, atol=1e-5)
+
+
+def test_a_slice_is_fitted_to_pairs_with_their_segments(world: World) -> None:
+    world.dump(**PAIRS, codec="vectors")
+    run = world.train("run", arch=("3x32:ff64",), objective="minilm", steps=1, lr=1e-9)
+    own, theirs = (
+        AutoModel.from_pretrained(run.student_path("3x32:ff64")),
+        AutoModel.from_pretrained(world.teacher),
+    )
+    ids = torch.tensor([[2, 5, 6, 3, 7, 8, 3]])
+    segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
+    with torch.no_grad():
+        mine, teachers = (
+            model.eval()(ids, token_type_ids=segments, output_hidden_states=True).hidden_states[2]
+            for model in (own, theirs)
+        )
+    torch.testing.assert_close(mine, teachers, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("pair", "between", "has_segments"),
+    [
+        ("[CLS] $A [SEP] $B:1 [SEP]:1", (3,), True),
+        ("[CLS] $A [SEP] $B [SEP]", (3,), False),
+        ("[CLS] $A [SEP] [SEP] $B [SEP]", (3, 3), False),
+    ],
+)
+def test_templates_of_pairs_are_the_tokenizers(
+    pair: str, between: tuple[int, ...], has_segments: bool
+) -> None:
+    tokenizer = with_segments()
+    ids = [("[CLS]", 2), ("[SEP]", 3)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair=pair, special_tokens=ids
+    )
+    found = pair_template_of(tokenizer)
+    assert (found.before, found.between, found.after, found.has_segments) == (
+        (2,),
+        between,
+        (3,),
+        has_segments,
+    )
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A $B [SEP]", special_tokens=ids
+    )
+    with pytest.raises(TeacherError, match="nothing, or too much, between two texts"):
+        pair_template_of(tokenizer)
+
+
+def test_records_that_are_no_pairs_are_one_line(world: World, command: Command) -> None:
+    words = ("dump", "--teacher", world.teacher, "--max-length", 32, "--out", world.root / "x")
+    for row, columns, code, says in (
+        ({"one": "ba", "two": "be"}, "one,three", 1, "no column 'three'"),
+        ({"one": "ba", "two": "be"}, "one", 2, "two different columns"),
+        ({"one": "ba", "two": "be"}, "one,one", 2, "two different columns"),
+        ({"one": "ba", "two": " "}, "one,two", 1, "lacks one of its two texts"),
+        ({"one": "ba\x1e", "two": "be"}, "one,two", 1, "U+001E"),
+        ({"one": "ba [SEP] be", "two": "be"}, "one,two", 1, "what stands between texts"),
+    ):
+        world.corpus.write_text(json.dumps(row) + "\n")
+        command.fails(*words, "--corpus", world.corpus, "--pair-columns", columns, code=code, says=says)
+    text = world.root / "text.txt"
+    text.write_text("ba be\n")
+    command.fails(*words, "--corpus", text, "--pair-columns", "a,b", code=1, says="no columns")
+    command.fails(*words, "--corpus", text, "--packing", "pairs", code=2, says="goes with --pair-columns")
+    both = ("--pair-columns", "a,b", "--text-column", "c")
+    command.fails(*words, "--corpus", text, *both, code=2, says="give one of them")
+    prompted = ("--pair-columns", "a,b", "--prompt", "c ")
+    command.fails(*words, "--corpus", text, *prompted, code=2, says="--packing records")
+    write_pairs(world.corpus)
+    world.dump(**PAIRS, codec="none", logits=True)
+    train = ("train", world.root / "cache", "--objective", "tinybert-prediction", "--arch", "1x32")
+    command.fails(*train, "--vocab", "cache", code=2, says="pairs of texts")
