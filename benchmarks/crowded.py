@@ -51,8 +51,8 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = read_result("crowded").get("rows", {})
     for name in given.only or ["teacher", *TRAINED, *TRIMMED]:
         folder = _made(name, given)
-        scores = _scores(folder, given.data)
-        rows[name] = {**TRAINED.get(name, {}), **scores, "num_parameters": _size(folder), "cpu": cpu()}
+        scores = scores_of(folder, given.data)
+        rows[name] = {**TRAINED.get(name, {}), **scores, "num_parameters": size_of(folder), "cpu": cpu()}
         add_to_result("crowded", max_tokens=MAX_TOKENS, rows=rows)
 
 
@@ -60,7 +60,7 @@ def _made(name: str, given: argparse.Namespace) -> Path:
     """Return the folder of a model, which is trained or trimmed where it is missing."""
     if name == "teacher":
         return Path(given.teacher)
-    text, session = _text(given), Session(given.home)
+    text, session = text_of(given.home, given.data), Session(given.home)
     if name in TRIMMED:
         out: Path = given.home / f"trimmed-{name}"
         model = RunFolder(path=given.home / "cosine").student("3x384")
@@ -81,17 +81,17 @@ def _made(name: str, given: argparse.Namespace) -> Path:
     return result.student_path(values["arch"][0])
 
 
-def _text(given: argparse.Namespace) -> Path:
-    """Return the file of texts, one a line."""
-    text: Path = given.home / "texts.txt"
+def text_of(home: Path, data: Path) -> Path:
+    """Return the file of texts, one a line, which is made where it is missing."""
+    text = home / "texts.txt"
     if not text.exists():
-        given.home.mkdir(parents=True, exist_ok=True)
-        files = [given.data / name / "train.txt" for name in ("enwiki", "enwiki_core")]
+        home.mkdir(parents=True, exist_ok=True)
+        files = [data / name / "train.txt" for name in ("enwiki", "enwiki_core")]
         text.write_text("".join(f"{record}\n" for record in records(files, paragraphs=0.25, questions=0.0)))
     return text
 
 
-def _scores(folder: Path, data: Path) -> dict[str, float]:
+def scores_of(folder: Path, data: Path) -> dict[str, float]:
     """Return Spearman correlations on STS-B's dev and test sets, and nDCG@10 on SQuAD's, all times 100."""
     encode = encoder_of(folder, SHORT_LENGTH)
     lines = (data / "glue/STS-B/original/sts-test.tsv").read_text().splitlines()
@@ -105,7 +105,7 @@ def _scores(folder: Path, data: Path) -> dict[str, float]:
     }
 
 
-def _size(folder: Path) -> int:
+def size_of(folder: Path) -> int:
     """Return the number of a model's weights."""
     return SentenceModel(folder, SHORT_LENGTH).num_parameters
 

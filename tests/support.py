@@ -82,6 +82,7 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
         "pad_token_id": 0,
     },
 }
+"""Families that the attention interface serves, each with sizes that take milliseconds."""
 BIASED: Mapping[str, Mapping[str, Any]] = {
     "mpnet": {
         "hidden_size": 32,
@@ -92,7 +93,6 @@ BIASED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Families without transformers' attention interface, whose attention has a bias."""
-"""Families that the attention interface serves, each with sizes that take milliseconds."""
 
 
 def tiny_model(

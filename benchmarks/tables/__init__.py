@@ -29,6 +29,7 @@ from benchmarks.tables.embeddings import (
     embedding_crowded,
     embedding_first,
     embedding_imported,
+    embedding_larger,
     embedding_peer,
     embedding_students,
     embedding_trials,
@@ -80,6 +81,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "embedding_untrained": embedding_untrained,
     "embedding_peer": embedding_peer,
     "embedding_crowded": embedding_crowded,
+    "embedding_larger": embedding_larger,
     "embedding_first": embedding_first,
     "embedding_imported": embedding_imported,
 }

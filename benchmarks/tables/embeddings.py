@@ -184,6 +184,31 @@ def embedding_crowded() -> str:
 
 
 _CROWDED = ("stsb_dev", "stsb_test", "squad_ndcg_128")
+_LARGER = {
+    "base": ("all-mpnet-base-v2", "-"),
+    "crowded": ("multilingual-e5-small", "-"),
+    "base, cut from mini": ("all-mpnet-base-v2", "`mini`"),
+    "both, cut from mini": ("both, `--also`", "`mini`"),
+    "base, 12x384": ("all-mpnet-base-v2", "the teacher"),
+    "base, 6x384 of mini": ("all-mpnet-base-v2", "`mini`"),
+    "base, 6x384": ("all-mpnet-base-v2", "the teacher"),
+    "base, 3x384": ("all-mpnet-base-v2", "the teacher"),
+    "decoder, cut from mini": ("SmolLM2-135M, last token", "`mini`"),
+}
+"""Teacher, and what students are cut from, by the name of the row."""
+
+
+def embedding_larger() -> str:
+    """Return scores of students of larger teachers, and of two together."""
+    rows = []
+    for name, row in read("larger_teachers")["rows"].items():
+        teacher, begun = _LARGER[name]
+        shape = "the teacher" if "steps" not in row else f"`{row.get('arch', ['3x384'])[0]}`"
+        trained = "-" if "steps" not in row else f"{row['steps']:,} at {row['lr']:g}"
+        scores = [f"{row[score]:.1f}" for score in _CROWDED]
+        rows.append([teacher, shape, begun, trained, f"{row['num_parameters']:,}", *scores])
+    head = ["teacher", "model", "cut from", "steps, rate", "parameters", "STS-B dev", "STS-B test"]
+    return table_of([*head, "retrieval, 128 tokens"], rows)
 
 
 def embedding_imported() -> str:

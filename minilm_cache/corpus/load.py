@@ -33,6 +33,7 @@ from minilm_cache.corpus.records import (
     joined_pair,
     read_pairs,
     read_records,
+    refuse_role_column,
 )
 from minilm_cache.errors import CorpusError, InvalidConfigError, MiniLMCacheError
 from minilm_cache.storage_schema.documents import StoredDocument
@@ -490,6 +491,8 @@ def _all_texts(loaded: datasets.Dataset, where: str, reading: _Reading) -> datas
     roles, columns = reading.roles, reading.pair or _columns(reading.text_column)
     texts = [_only_text(loaded, where, column) for column in columns]
     if reading.pair is not None:
+        for column in texts:
+            _refuse_missing_texts(column, where)
         others = texts[1]["text"]
 
         def join(row: dict[str, str], number: int) -> dict[str, str]:
@@ -498,12 +501,12 @@ def _all_texts(loaded: datasets.Dataset, where: str, reading: _Reading) -> datas
         return texts[0].map(join, with_indices=True)
     if roles is None:
         return datasets.concatenate_datasets(texts)
-    if roles.column not in loaded.column_names:
-        raise CorpusError(
-            f"corpus {where} has no column {roles.column!r}; it has {', '.join(loaded.column_names)}. Name "
-            "the one that says what each text is for: --role-column."
-        )
-    named = [role if role is None else str(role) for role in loaded[roles.column]]
+    refuse_role_column(where, roles.column, loaded.column_names)
+    kind, values = loaded.features[roles.column], loaded[roles.column]
+    of_class = kind.int2str if isinstance(kind, datasets.ClassLabel) else str
+    named = [None if value is None else of_class(value) for value in values]
+    for column in texts:
+        _refuse_missing_texts(column, where)
 
     def before(row: dict[str, str], number: int) -> dict[str, str]:
         return {"text": roles.before(named[number], row["text"], f"record {number} (counted from 0)")}

@@ -98,6 +98,7 @@ class Roles(NamedTuple):
         Raises:
             InvalidConfigError: the role has no prompt of its own.
         """
+        role = (role or "").strip()
         if not role or not text.strip():  # what holds no text must not begin to
             return text
         if role not in self.prompts:
@@ -137,13 +138,27 @@ def read_records(
     reader = {".jsonl": _of_json, ".csv": _of_csv, ".tsv": _of_csv, ".parquet": _of_parquet}[file.suffix]
     with _text_errors(file):
         columns = reader(file, None, None)
-        if role_column is not None and columns and role_column not in columns:
-            raise CorpusError(
-                f"corpus {file} has no column {role_column!r}; it has {', '.join(columns[:_SHOWN_COLUMNS])}. "
-                "Name the one that says what each text is for: --role-column."
-            )
+        if role_column is not None and columns:
+            known = columns
+            if file.suffix == ".jsonl":  # the first record may leave out what it has nothing to say of
+                has_roles = any(role_column in row for _, row in _objects(file))
+                known = [role_column] if has_roles else _json_names(file)
+            refuse_role_column(file, role_column, known)
         for column in _asked(text_column, columns):
             yield from reader(file, column, role_column)
+
+
+def refuse_role_column(where: object, column: str, known: Sequence[str]) -> None:
+    """Raise CorpusError for a corpus without the column, or for one whose values name copies of texts."""
+    if column == COPIES_COLUMN:
+        raise CorpusError(
+            f"--role-column {column}: equal values of this column mark copies of one text. Rename it."
+        )
+    if column not in known:
+        raise CorpusError(
+            f"corpus {where} has no column {column!r}, which names the prompt of each text; it has "
+            f"{', '.join(known[:_SHOWN_COLUMNS])}. Name another with --role-column, or give text with it."
+        )
 
 
 def _asked(text_column: str | None, known: Sequence[str]) -> list[str]:
@@ -331,7 +346,7 @@ def _csv_records(file: Path, column: str, role_column: str | None) -> Iterator[R
         role_at = None if role_column is None else header.index(role_column)
         for row in rows:
             copy = None if copies_at is None else row[copies_at]
-            role = None if role_at is None else row[role_at].strip()
+            role = None if role_at is None else row[role_at]
             yield Record(_plain(row[at], file), copy, copies_at is not None, role)
 
 

@@ -68,14 +68,6 @@ class TextSettings(SequenceSettings):
     """Column of records that names the prompt of the teacher's own that each text gets, such as `query` or
     `document`; where it is empty, a text gets none. None means that all texts get the same."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_pairs(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Make a sequence of each pair where columns of pairs are given, and nothing else is said."""
-        if values.get("pair_columns") is not None and values.get("packing") is None:
-            return {**values, "packing": "pairs"}
-        return values
-
     @model_validator(mode="after")
     def _pairs_are_of_columns(self) -> "TextSettings":
         if (self.packing == "pairs") != (self.pair_columns is not None):
@@ -274,7 +266,8 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings, Sp
             raise ValueError("--for asks for relations, which --codec none does not store; leave it out")
         if given.get("codec", "vectors") != "vectors" and needs.vectors:
             raise ValueError(f"--for asks for codec vectors; leave out --codec {given['codec']}")
-        return {**needs.settings(), **given, "for": served}
+        of_pairs = {"packing": "pairs"} if "pair_columns" in given else {}
+        return {**needs.settings(), **of_pairs, **given, "for": served}
 
     @model_validator(mode="after")
     def _fits_together(self) -> "DumpConfig":

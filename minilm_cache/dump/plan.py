@@ -133,7 +133,6 @@ def plan(configs: Sequence[DumpConfig], sample_tokens: int, *, session: Session)
     """
     first = configs[0]
     teacher = load_teacher(next((config for config in configs if config.layers != "last"), first))
-    memory = TeacherMemory.of(teacher.folder, teacher.device, teacher.precision)
     sequences = _load_sequences(first, teacher, session=session)
     num_tokens = sequences.num_tokens
     batch_size = first.batch_size or batch_size_for(teacher.identity, first.max_length, teacher.device)
@@ -162,7 +161,7 @@ def plan(configs: Sequence[DumpConfig], sample_tokens: int, *, session: Session)
         cut=sequences.cut,
         sample_tokens=sample,
         teacher_tokens_per_s=rate,
-        memory=memory,
+        memory=teacher.memory,
         settings=tuple(settings),
     )
 

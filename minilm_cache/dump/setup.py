@@ -303,14 +303,18 @@ PREVIEW_SEQUENCES = 8
 
 
 def preview_table(cache: Cache, tokenizer: PreTrainedTokenizerFast) -> pa.Table:
-    """Return a table of the first sequences: their text, tokens, and the attention of head 0 from [CLS]."""
-    rows = []
+    """Return a table of the first sequences: their text, tokens, and the attention of head 0.
+
+    Its row is that of the first token, or in a causal model that of the last one, which sees the others.
+    """
+    rows, identity = [], cache.manifest.identity
     for number in range(min(PREVIEW_SEQUENCES, len(cache))):
         sequence = cache[number]
         ids = sequence.input_ids.tolist()
         attention = {}
-        if cache.manifest.identity.has_relations:
-            attention["attention_head0_row0"] = sequence.relation(RelationKind.ATTENTION)[0, 0].tolist()
+        if identity.has_relations:
+            row = sequence.relation(RelationKind.ATTENTION)[0, -1 if identity.is_causal else 0].tolist()
+            attention["attention_head0_last_row" if identity.is_causal else "attention_head0_row0"] = row
         rows.append(
             {
                 "sequence": number,

@@ -53,7 +53,8 @@ def _own_gpu(device: torch.device) -> torch.device:
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes of memory of a device that are not in use. None means that it does not say."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept  # what torch keeps of it serves it again
     return int(psutil.virtual_memory().available) if device.type == "cpu" else None
 
 

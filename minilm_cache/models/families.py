@@ -225,7 +225,7 @@ FAMILIES: Final = {
     "gemma3_text": Family(models="Gemma 3", is_decoder=True),
     "llama": Family(models="Llama, SmolLM2", is_decoder=True),
     "mistral": Family(models="Mistral, e5-mistral", is_decoder=True),
-    "qwen2": Family(models="Qwen2, gte-Qwen2", is_decoder=True),
+    "qwen2": Family(models="Qwen2", is_decoder=True),
     "qwen3": Family(models="Qwen3, Qwen3-Embedding", is_decoder=True),
 }
 """The families with a row, by `model_type`."""
@@ -247,4 +247,6 @@ def is_served(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> b
     if serves is None:
         serves = bool(model_class._supports_attention_backend)  # noqa: SLF001 - no public attribute has it
     caps = getattr(config, "attn_logit_softcapping", None) is not None
-    return serves and not caps
+    # What sdpa cannot compute, such as sinks, cannot be computed by the tap, which calls it.
+    is_plain = bool(model_class._supports_sdpa) or family_of(config.model_type).uses_interface  # noqa: SLF001
+    return bool(serves and is_plain and not caps)

@@ -5,7 +5,6 @@ another file, require code, or describe a model that fills memory before anythin
 """
 
 import json
-import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -47,19 +46,6 @@ _LIMITS: Final = {
 """Greatest value of each key of a configuration that is a size."""
 _MAX_INTEGER: Final = 2**24
 """Greatest integer that any other key of a configuration may have."""
-
-
-def num_weights_in(folder: Path) -> int:
-    """Return the number of weights in a folder's files; they are not read.
-
-    Raises:
-        TeacherError: it holds none, or a file of them is damaged.
-    """
-    total = 0
-    for path in weight_files(folder):
-        with library_errors(f"cannot read {path}"), safe_open(path, "pt") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return total
 
 
 def weight_files(folder: Path) -> list[Path]:

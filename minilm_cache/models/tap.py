@@ -124,12 +124,12 @@ def _tapped_attention(  # noqa: PLR0917 - the signature is transformers'
     **kwargs: Any,  # noqa: ANN401 - differs by model family
 ) -> tuple[Tensor, Tensor | None]:
     if minilm_tap is not None and minilm_tap.counts():
-        if kwargs.get("softcap") is not None:
-            raise _inexact(type(module).__name__, "it caps its scores")
+        _refuse_inexact(module, attention_mask, kwargs)
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         heads, bias = query.shape[1], kwargs.get("position_bias")
         key_heads, value_heads = _for_heads(key, heads), _for_heads(value, heads)
-        is_causal = bool(getattr(module, "is_causal", False))
+        reads_both_ways = getattr(getattr(module, "config", None), "is_causal", None) is False
+        is_causal = bool(getattr(module, "is_causal", False)) and not reads_both_ways
         minilm_tap.record(Vectors(query, key_heads, value_heads, attention_mask, factor, bias, is_causal))
     return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
@@ -137,6 +137,19 @@ def _tapped_attention(  # noqa: PLR0917 - the signature is transformers'
 def _for_heads(part: Tensor, num_heads: int) -> Tensor:
     """Return keys or values with a head for each head of the queries; a group of those shares one."""
     return part if part.shape[1] == num_heads else part.repeat_interleave(num_heads // part.shape[1], 1)
+
+
+def _refuse_inexact(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Raise TeacherError for attention whose distributions are not those of its scores and a mask of them."""
+    reason = None
+    if kwargs.get("softcap") is not None:
+        reason = "it caps its scores"
+    elif kwargs.get("s_aux") is not None:
+        reason = "its rows have a sink beside the tokens"
+    elif mask is not None and mask.dtype != torch.bool:
+        reason = "its mask holds numbers that are added to scores"
+    if reason is not None:
+        raise _inexact(type(module).__name__, reason)
 
 
 def _inexact(name: str, reason: str) -> TeacherError:
@@ -192,7 +205,8 @@ class TappedModel(nn.Module):
         """
         super().__init__()
         self.model = model
-        self.num_layers = _num_layers(model)
+        self._num_calls = _num_calls(model)
+        self.num_layers = int(getattr(model.config, "num_hidden_layers", self._num_calls or 0))
 
     def freeze_unused(self, tap: Tap) -> "TappedModel":
         """Freeze the weights that nothing of a tap depends on, such as the pooler."""
@@ -281,6 +295,12 @@ class TappedModel(nn.Module):
         assert all(0 <= number <= self.num_layers for number in tap.hidden)
         if tap.layers:
             _refuse_untapped(self.model)
+            if self._num_calls not in (None, self.num_layers):
+                raise TeacherError(
+                    f"model family {self.model.config.model_type!r} attends {self._num_calls} times in "
+                    f"{self.num_layers} layers, so its relations have no layers of their own. {_USE} "
+                    f"{_OTHER_SIGNALS}"
+                )
         with _gathered(self.model, places if tap.head == "tokens" else None):
             try:
                 return self._outputs(tap, inputs.ids, mask=inputs.mask, segments=inputs.segments)
@@ -371,10 +391,8 @@ def _gathered(model: PreTrainedModel, places: Tensor | None) -> Iterator[None]:
         hook.remove()
 
 
-def _num_layers(model: PreTrainedModel) -> int:
-    """Return the number of attention calls; module lists would miss layers that share one module.
-
-    Of a model whose attention does not come by the tap it is what its configuration says.
+def _num_calls(model: PreTrainedModel) -> int | None:
+    """Return the number of attention calls of a pass. None means that attention does not come by the tap.
 
     Raises:
         TeacherError: the model is not a text encoder, or no attention call reaches the tap.
@@ -398,7 +416,7 @@ def _num_layers(model: PreTrainedModel) -> int:
     finally:
         model.train(was_training)
     if not has_tap:
-        return int(model.config.num_hidden_layers)
+        return None
     if not recorder.num_calls:
         raise _not_a_text_encoder(model, "no attention call reaches the tap")
     return recorder.num_calls

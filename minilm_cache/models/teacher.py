@@ -15,20 +15,22 @@ from transformers import PreTrainedModel
 
 from minilm_cache.errors import DeviceError, InvalidConfigError, TeacherError
 from minilm_cache.models.complete import refuse_longer_texts
-from minilm_cache.models.device import free_bytes
-from minilm_cache.models.files import VOLATILE, num_weights_in, weight_stamps, weights_sha256
+from minilm_cache.models.device import CPU, free_bytes
+from minilm_cache.models.files import VOLATILE, library_errors, weight_stamps, weights_sha256
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import (
     TeacherSource,
     check_positions,
+    draw_weights,
     load_model,
     load_tokenizer,
+    read_config,
     some_token,
     tokenizer_sha256,
 )
 from minilm_cache.models.pooling import SentencePooler, load_pooler
 from minilm_cache.models.prompts import Prompts, read_prompts
-from minilm_cache.models.tap import Head, Tap, TappedModel
+from minilm_cache.models.tap import ATTENTION, Head, Tap, TappedModel
 from minilm_cache.models.truncate import saving
 from minilm_cache.relations.scores import LayerRelations, Vectors
 from minilm_cache.relations.transfer import products_in, send
@@ -41,6 +43,8 @@ from minilm_cache.storage_schema.manifest import (
 )
 from minilm_cache.storage_schema.states import PoolingMode
 
+_LOADED_BYTES: Final = 4
+"""Bytes of a weight while it is loaded, float32."""
 _SAME: Final = 1e-2
 """Greatest relative difference of hidden states that count as the same, in any precision."""
 
@@ -75,7 +79,8 @@ class Teacher:
         self.name = source.name
         self.folder = source.folder
         self.tokenizer = load_tokenizer(source.folder, has_ends=False)
-        TeacherMemory.of(source.folder, device, precision)
+        self.memory = TeacherMemory.of(source, device, precision, head=head)
+        """What its weights take of the device's memory."""
         model = self._load(head)
         vocab_size = getattr(model.config, "vocab_size", None)  # models of images, refused below, have none
         if vocab_size is not None and len(self.tokenizer) > vocab_size:
@@ -275,15 +280,20 @@ class Teacher:
         return True in found
 
     def refuse_bias(self) -> None:
-        """Refuse a teacher whose attention distributions are not those of its queries and keys alone.
+        """Refuse a teacher whose relations are not those of queries, keys and values of one size alone.
 
         Raises:
-            TeacherError: it adds a bias to the scores of one of its layers.
+            TeacherError: it adds a bias to the scores of one of its layers, or its values have another size.
         """
         if any(layer.bias is not None for layer in self._some_vectors):
             raise TeacherError(
                 f"--codec vectors: teacher {self.name} adds a bias to the scores of its attention, "
                 "which its queries and keys do not hold. Choose --codec topk or dense."
+            )
+        if any(layer.query.shape != layer.value.shape for layer in self._some_vectors):
+            raise TeacherError(
+                f"--codec vectors: values and queries of teacher {self.name} differ in size, and this codec "
+                "stores one size. Choose --codec topk or dense."
             )
 
     @torch.no_grad()
@@ -353,34 +363,49 @@ class Teacher:
 
 
 class TeacherMemory(NamedTuple):
-    """What the weights of a teacher take of a device's memory."""
+    """What the weights of a teacher take of memory."""
 
     num_weights: int
     precision: Precision
     device: torch.device
     free: int | None
-    """Bytes of the device that are not in use. None means that it does not say."""
+    """Bytes of the device that are not in use before it is loaded. None means that it does not say."""
 
     @classmethod
-    def of(cls, folder: Path, device: torch.device, precision: Precision) -> "TeacherMemory":
-        """Look at a teacher's files and at a device.
+    def of(
+        cls, source: TeacherSource, device: torch.device, precision: Precision, *, head: Head | None
+    ) -> "TeacherMemory":
+        """Count a teacher's weights, none of which is read, and look at a device.
 
         Raises:
-            TeacherError: the folder holds no weights, or they are damaged.
+            TeacherError: the folder describes no model.
             DeviceError: the weights take more memory than is free.
         """
-        found = cls(num_weights_in(folder), precision, device, free_bytes(device))
+        config = read_config(source.folder)
+        with library_errors(f"{source.folder}/config.json describes no model"), torch.device("meta"):
+            model = draw_weights(config, head, attention=ATTENTION)
+        count = sum(weight.numel() for weight in model.parameters())
+        found = cls(count, precision, device, free_bytes(device))
         if found.free is not None and found.num_bytes > found.free:
             remedy = "a smaller teacher, or a device with more memory"
-            if precision != "bfloat16":
-                remedy = f"--precision bfloat16, which takes {decimal(2 * found.num_weights)}, or {remedy}"
-            raise DeviceError(f"{folder}: the teacher does not fit: {found.in_words}. Take {remedy}.")
+            if precision != "bfloat16" and device.type != "cpu":
+                remedy = f"`dump --precision bfloat16`, which takes {decimal(2 * count)}, or {remedy}"
+            raise DeviceError(f"teacher {source.name} does not fit: {found.in_words}. Take {remedy}.")
+        host = free_bytes(CPU)
+        if host is not None and _LOADED_BYTES * count > host:
+            needed = decimal(_LOADED_BYTES * count)
+            raise DeviceError(
+                f"teacher {source.name} does not fit: loading its weights in float32 takes {needed} of this "
+                f"machine's memory, of which {decimal(host)} are free. Take a smaller teacher, or a machine "
+                "with more memory."
+            )
         return found
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights on the device."""
-        return self.num_weights * (2 if self.precision == "bfloat16" else 4)
+        """Bytes of the weights on the device; on a CPU they are there in float32 first."""
+        is_half = self.precision == "bfloat16" and self.device.type != "cpu"
+        return self.num_weights * (2 if is_half else _LOADED_BYTES)
 
     @property
     def in_words(self) -> str:

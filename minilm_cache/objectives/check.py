@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from pkgutil import resolve_name
 
 from minilm_cache.cache import Cache
@@ -11,7 +12,8 @@ from minilm_cache.objectives.base import ObjectiveKind, ObjectiveRequest, Studen
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.relations import relations_of
-from minilm_cache.objectives.several import other_teachers
+from minilm_cache.objectives.several import OtherTeachers, other_teachers
+from minilm_cache.settings import DEFAULT_LOCAL_BYTES
 from minilm_cache.signals.table import SIGNALS, signal_of
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.storage_schema.manifest import CacheManifest
@@ -54,13 +56,22 @@ def _kind(config: ObjectiveConfig) -> ObjectiveKind:
     return kind
 
 
-def choose_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[str]) -> Objective:
+def choose_objective(
+    config: ObjectiveConfig,
+    cache: Cache,
+    *,
+    arch: Sequence[str],
+    home: Path | None = None,
+    local_bytes: int = DEFAULT_LOCAL_BYTES,
+) -> Objective:
     """Return the objective of a run, if the cache can serve it.
 
     Args:
         config: settings of the objective.
         cache: cache that students learn from.
         arch: shapes of the students.
+        home: folder for local copies of other teachers' caches at URLs. None means MINILM_CACHE_HOME.
+        local_bytes: greatest total size of what is kept of each of them, bytes.
 
     Raises:
         InvalidConfigError: the cache does not hold the layers, the relations or the states, or heads do not
@@ -68,7 +79,8 @@ def choose_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[st
     """
     manifest = cache.manifest
     check_codec(config, manifest.identity.codec.name)
-    objective = live_objective(config, cache, arch=arch)
+    others = other_teachers(cache, config.also, home=home, local_bytes=local_bytes)
+    objective = live_objective(config, cache, arch=arch, others=others)
     wanted = objective.wanted
     _check_layers(config, cache, wanted)
     _check_signals(config, manifest.identity.states, wanted)
@@ -77,15 +89,16 @@ def choose_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[st
     return objective
 
 
-def live_objective(config: ObjectiveConfig, cache: Cache, *, arch: Sequence[str]) -> Objective:
+def live_objective(
+    config: ObjectiveConfig, cache: Cache, *, arch: Sequence[str], others: OtherTeachers | None = None
+) -> Objective:
     """Return an objective whose targets a teacher computes anew; arguments as for `choose_objective`.
 
-    The cache gives the text, and need not hold the targets.
+    The cache gives the text, and need not hold the targets. `others` are further teachers, of other caches.
 
     Raises:
         InvalidConfigError: the objective does not go with the teacher or the students.
     """
-    others = other_teachers(cache, config.also)
     request = ObjectiveRequest(config=config, arch=tuple(arch), cache=cache, others=others)
     states = cache.manifest.identity.states
     if (

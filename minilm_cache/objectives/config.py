@@ -1,6 +1,7 @@
 """Settings of an objective, which `train`, `chain` and `study` share. Nothing here imports torch."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, get_args
 
 from pydantic import AfterValidator, Field, model_validator
@@ -108,7 +109,9 @@ class ObjectiveFields(FrozenSettings):
             if name == "form":
                 words += ["the paper's equations"] * (self.spec.has_forms and value != "authors")
             elif shown.words is not None and value != default_of(name):
-                several = shown.joint.join(map(str, value)) if isinstance(value, tuple) else value
+                several = value
+                if isinstance(value, tuple):  # of a cache, the end of its place or the beginning of its hash
+                    several = shown.joint.join(Path(str(each)).name[:24] for each in value)
                 words.append(shown.words.format(several))
         return self.objective + (f" ({', '.join(words)})" if words else "")
 

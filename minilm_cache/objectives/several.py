@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,9 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.errors import InvalidConfigError
+from minilm_cache.errors import CacheCorruptError, InvalidConfigError
 from minilm_cache.models.device import CPU, free_bytes
+from minilm_cache.settings import DEFAULT_LOCAL_BYTES
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.storage_schema.states import POOLED
 
@@ -78,7 +80,8 @@ class OtherTeachers:
         shares are inverse to the standard deviations of cosines. Their sum is 1.
         """
         parts = [first_vectors(self.first, _NUM_COMPARED)]
-        parts += self._vectors[:_NUM_COMPARED].float().split([each.width for each in self.teachers], -1)
+        others = self._vectors[: len(parts[0])].float()
+        parts += others.split([each.width for each in self.teachers], -1)
         inverse = 1 / torch.tensor([cosine_spread(part) for part in parts]).clamp(min=_LEAST_SPREAD)
         return inverse / inverse.sum()
 
@@ -122,7 +125,10 @@ def stored_vectors(cache: Cache) -> Iterator[Float[Tensor, "sequences width"]]:
         segment, _ = next(cache.reader.sequences(range(first, first + 1), paths))
         rows = {path: torch.from_numpy(segment.rows[path]) for path in paths}
         lengths = torch.from_numpy(segment.lengths)
-        codec.check(rows, lengths)
+        try:
+            codec.check(rows, lengths)
+        except CacheCorruptError as error:
+            raise CacheCorruptError(f"{cache.reader.root}: {error}") from error
         by_sequence = {path: values[:, None] for path, values in rows.items()}
         yield codec.decode(by_sequence, (POOLED,), lengths=lengths).values[POOLED]
         first += len(segment.lengths)
@@ -149,12 +155,35 @@ def cosine_spread(vectors: Float[Tensor, "texts width"]) -> float:
     return float(cosines.std()) if len(cosines) > 2 else 0.0  # noqa: PLR2004 - each pair is there twice
 
 
-def other_teachers(cache: Cache, places: Sequence[str]) -> OtherTeachers | None:
+def check_also(places: Sequence[str], *, home: Path | None) -> None:
+    """Check caches of other teachers by themselves, before anything is dumped or trained.
+
+    Args:
+        places: their folders or URLs.
+        home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
+
+    Raises:
+        InvalidConfigError: one has no vectors of whole texts.
+        MiniLMCacheError: one cannot be opened.
+    """
+    for place in places:
+        _refuse_no_vectors(open_cache(place, home=home), place)
+
+
+def other_teachers(
+    cache: Cache,
+    places: Sequence[str],
+    *,
+    home: Path | None = None,
+    local_bytes: int = DEFAULT_LOCAL_BYTES,
+) -> OtherTeachers | None:
     """Open the caches of other teachers. None means that there are none.
 
     Args:
         cache: the first cache, which gives the sequences.
         places: folders or URLs of the others.
+        home: folder for local copies of caches at URLs. None means MINILM_CACHE_HOME.
+        local_bytes: greatest total size of the shard files that are kept of a URL, bytes.
 
     Raises:
         InvalidConfigError: one holds other texts, lacks some of them, has no vectors of whole texts, is the
@@ -166,7 +195,7 @@ def other_teachers(cache: Cache, places: Sequence[str]) -> OtherTeachers | None:
     documents, seen = _documents(cache, str(cache.reader.root)), {cache.manifest.fingerprint}
     teachers = []
     for place in places:
-        other = open_cache(place)
+        other = open_cache(place, home=home, local_bytes=local_bytes)
         fingerprint = other.manifest.fingerprint
         if fingerprint in seen:
             raise InvalidConfigError(f"--also {place}: this cache is given twice. Leave it out.")
@@ -190,14 +219,19 @@ def _documents(cache: Cache, place: str) -> npt.NDArray[np.int64]:
     Raises:
         InvalidConfigError: sequences are not texts, or have no vectors.
     """
+    _refuse_no_vectors(cache, place)
+    tables = [cache.reader.table(shard)["document"].to_numpy() for shard in range(len(cache.reader.ranges))]
+    return np.concatenate(tables).astype(np.int64)
+
+
+def _refuse_no_vectors(cache: Cache, place: str) -> None:
+    """Raise InvalidConfigError for a cache without a vector of each text."""
     identity = cache.manifest.identity
     if identity.states is None or identity.states.pooled is None or identity.packing.mode != "records":
         raise InvalidConfigError(
             f"--also needs caches with a vector of each text, and {place} is none. Dump it with --for "
             "embedding."
         )
-    tables = [cache.reader.table(shard)["document"].to_numpy() for shard in range(len(cache.reader.ranges))]
-    return np.concatenate(tables).astype(np.int64)
 
 
 def _refuse_other_text(cache: Cache, other: Cache, place: str) -> None:
@@ -205,9 +239,12 @@ def _refuse_other_text(cache: Cache, other: Cache, place: str) -> None:
     names = [each.manifest.labels.corpus for each in (cache, other)]
     texts = [each.manifest.texts_sha256 for each in (cache, other)]
     if texts[0] != texts[1]:
+        remedy = f"Dump it with --corpus {names[0]}"
+        if names[0] == names[1]:
+            remedy = "Dump it again from the same file, with the same --documents and --text-column"
         raise InvalidConfigError(
             f"--also {place} is over other texts: {names[1]} (sha256 {texts[1][:12]}) and not {names[0]} "
-            f"(sha256 {texts[0][:12]}). Dump it with --corpus {names[0]}."
+            f"(sha256 {texts[0][:12]}). {remedy}."
         )
 
 

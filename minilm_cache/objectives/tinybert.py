@@ -28,7 +28,7 @@ from minilm_cache.objectives.base import (
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.relations.loss import Method
-from minilm_cache.relations.scores import Vectors, key_mask, widened
+from minilm_cache.relations.scores import Vectors, column_mask, key_mask, widened
 from minilm_cache.storage_schema.states import LOGITS, SignalName, StateFamily
 
 
@@ -183,12 +183,13 @@ def soft_cross_entropy(
 
 
 def score_mse(student: Vectors, teacher: Vectors, lengths: Tensor) -> Float[Tensor, ""]:
-    """Return the mean squared error of attention scores over heads, and over rows and columns of tokens."""
+    """Return the mean squared error of attention scores over heads, rows and the columns that they see."""
     with torch.autocast(student.query.device.type, enabled=False):
         student_scores, teacher_scores = (
             (widened(vectors.query) * vectors.scaling) @ widened(vectors.key).mT
             for vectors in (student, teacher)
         )
-        valid = key_mask(lengths, student_scores.shape[-1])
-        both = (valid[:, None, :, None] & valid[:, None, None, :]).expand_as(student_scores)
+        length = student_scores.shape[-1]
+        columns = column_mask(lengths, length, is_causal=teacher.is_causal)
+        both = (key_mask(lengths, length)[:, None, :, None] & columns).expand_as(student_scores)
         return ((student_scores - teacher_scores).square() * both).sum() / both.sum()

@@ -112,7 +112,7 @@ def last_layer_kl(
         for kind in _KINDS:
             probs = relation_probs(theirs, kind, lengths)
             scores = relation_scores(mine, kind, row_mask(mine, kind, lengths))
-            kl = relation_kl(scores, Targets(DenseRows(probs), None), lengths)
+            kl = relation_kl(scores, Targets(DenseRows(probs, is_causal=theirs.is_causal), None), lengths)
             totals[kind] += float(kl) * int(lengths.sum())
     return {kind: total / text.num_tokens for kind, total in totals.items()}
 

@@ -78,9 +78,9 @@ def save_student(
             config = model.config
             length = reader.manifest.identity.packing.max_length
             pooler.save(new, hidden_size=config.hidden_size, max_length=length)
-            prompts = student_prompts(reader)
-            if prompts.by_name:
-                (new / PROMPTS_FILE).write_bytes(prompts.to_json())
+        prompts = student_prompts(reader)
+        if prompts.by_name and (pooler is not None or reader.manifest.labels.role_column is not None):
+            (new / PROMPTS_FILE).write_bytes(prompts.to_json())
         frozen = model.get_input_embeddings() if run.identity.frozen else None
         untrained = untrained_modules(model, kept=frozen)
         head = trainer.learner.objective.needs.head

@@ -71,7 +71,10 @@ def with_live_targets(
 def _targets(signal: LayerRelations, wanted: WantedTargets) -> dict[RelationKind, Targets]:
     if wanted.relation_heads is not None:
         signal = LayerRelations(split_heads(signal.vectors, wanted.relation_heads), signal.lengths)
+    probs = {kind: signal.probs(kind) for kind in wanted.kinds}
     return {
-        kind: Targets(DenseRows(signal.probs(kind)), mean_row_entropy(signal.probs(kind), signal.lengths))
-        for kind in wanted.kinds
+        kind: Targets(
+            DenseRows(rows, is_causal=signal.vectors.is_causal), mean_row_entropy(rows, signal.lengths)
+        )
+        for kind, rows in probs.items()
     }

@@ -18,7 +18,7 @@ from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.store.durable import PARTIAL, storage_errors
-from minilm_cache.store.urls import place_of
+from minilm_cache.store.urls import place_of, without_secrets
 from minilm_cache.train.batches import BatchReader
 from minilm_cache.train.card import save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
@@ -128,9 +128,10 @@ def _train(
 ) -> TrainResult:
     """Check that settings and cache go together, then train or resume in the folder of the run."""
     manifest = cache.manifest
-    objective = choose_objective(config, cache, arch=config.arch)
-    shapes = student_shapes(config, objective)
-    steps = num_steps(config, manifest)
+    objective = choose_objective(
+        config, cache, arch=config.arch, home=session.home, local_bytes=config.local_bytes
+    )
+    shapes, steps = student_shapes(config, objective), num_steps(config, manifest)
     if config.eval_steps is not None and not manifest.num_held_out:
         raise InvalidConfigError(
             "--eval-steps: the cache has no held-out sequences to evaluate on. Leave it out."
@@ -278,7 +279,8 @@ class _Run:
                 f"this run was over after step {state.step:,} and goes on to {self.identity.steps:,}"
             )
         tracker_name = config.tracker if ranks.is_first else "none"
-        with tracking(tracker_name, folder.path, settings=config.model_dump(), session=session) as tracker:
+        settings = config.model_dump() | {"also": tuple(map(without_secrets, config.also))}
+        with tracking(tracker_name, folder.path, settings=settings, session=session) as tracker:
             loop = TrainingLoop(
                 config=config,
                 steps=self.identity.steps,

@@ -16,6 +16,7 @@ from minilm_cache.models.load import locate_teacher, read_config
 from minilm_cache.models.student import shape_config
 from minilm_cache.objectives.check import check_codec
 from minilm_cache.objectives.relations import split_into
+from minilm_cache.objectives.several import check_also
 from minilm_cache.objectives.spec import OBJECTIVES, Needs
 from minilm_cache.report.runs import TEACHER_CACHE
 from minilm_cache.settings import FrozenSettings, Settings, first_problem, validated
@@ -240,6 +241,7 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
             f"Use {fitting}, or dump and train stage by stage."
         )
     _check_init(config.train)
+    check_also(config.train.also, home=None)
     if config.train.layer_map != "last":
         raise InvalidConfigError("a chain's students learn from last layers. Leave out --layer-map.")
     source = locate_teacher(config.dump.teacher, config.dump.revision, without_weights=True)

@@ -122,7 +122,8 @@ def _needing(path: Path, home: Path) -> Iterator[Path]:
             record = load_record(run)
         except MiniLMCacheError:  # a damaged run needs nothing
             continue
-        if path.resolve() in [_resolved(place) for place in (record.cache, record.init) if place]:
+        places_needed = (record.cache, record.init, *record.also)
+        if path.resolve() in [_resolved(place) for place in places_needed if place]:
             yield run
 
 

@@ -29,6 +29,7 @@ from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.check import check_codec, choose_objective
 from minilm_cache.objectives.config import ObjectiveConfig
 from minilm_cache.objectives.relations import split_into
+from minilm_cache.objectives.several import check_also
 from minilm_cache.report.compare import is_teacher_of, masked_agreement
 from minilm_cache.report.page import write_report
 from minilm_cache.report.runs import TrainedRun
@@ -278,8 +279,9 @@ def check_shapes(study: Study, home: Path, *, here: bool = True) -> None:
                 if here:
                     choose_device(planned.config.device)
                 _check_pass(study, planned.config, teacher=config, codec=codec, heads=heads)
+                check_also(planned.config.also, home=home)
                 if opened is not None:
-                    choose_objective(planned.config, opened, arch=planned.config.arch)
+                    choose_objective(planned.config, opened, arch=planned.config.arch, home=home)
 
 
 def _check_pass(

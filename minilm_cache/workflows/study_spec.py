@@ -17,7 +17,7 @@ from minilm_cache.objectives.spec import Which, known_objective
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.upgrades import TRAININGS_OF_STUDIES
-from minilm_cache.store.urls import is_url
+from minilm_cache.store.urls import is_url, place_of
 from minilm_cache.train.config import TrainConfig, with_preset
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM
 from minilm_cache.train.resume import first_config
@@ -141,6 +141,7 @@ def read_study(path: Path) -> Study:
                 if isinstance(cache, DumpConfig):
                     _check_fits(source, _location(document, name), config=config, cache=cache)
                 content = config.model_dump(mode="json", exclude={"device", "checkpoint_steps"})
+                content["also"] = list(choice.settings.get("also", ()))  # wherever the document lies
                 begun = "" if init is None else f"-{Path(init).name}"
                 identity = canonical_sha256(naming_settings(content, TRAININGS_OF_STUDIES))[:8]
                 slug = f"{name}-{choice.slug}{begun}-s{seed}-{identity}"
@@ -173,11 +174,6 @@ def _choices(source: Source, document: StudyDocument) -> list[ObjectiveChoice]:
         shapes = {"arch": values.get("arch")}
         arch = source.check(_Shapes, shapes, {"arch": location, "": location}).arch
         settings = {name: value for name, value in values.items() if name != "arch" and value is not None}
-        if isinstance(settings.get("also"), list):
-            settings["also"] = [
-                place if not isinstance(place, str) or is_url(place) else str(source.resolve(place))
-                for place in settings["also"]
-            ]
         checked = source.check(ObjectiveConfig, settings, {"": location} | dict.fromkeys(settings, location))
         chosen = {name: getattr(checked, name) for name in settings if _says_something(checked, name)}
         choices.append(ObjectiveChoice(settings=chosen, arch=arch))
@@ -280,7 +276,13 @@ def _training(
     preset = _preset(source, given.pop("preset", None))
     if init is not None:
         given["init"] = _init(source, init)
-    values = with_preset(preset, {**given, **choice.settings})
+    settings = dict(choice.settings)
+    if "also" in settings:
+        places = settings["also"]
+        settings["also"] = [
+            place if is_url(place) else place_of(str(source.resolve(place))) for place in places
+        ]
+    values = with_preset(preset, {**given, **settings})
     locate: dict[str, Location] = dict.fromkeys(given, ("train",))
     locate |= dict.fromkeys(choice.settings, ("objective", index))
     locate |= {"": ("train",), "arch": (), "seed": (), "init": ("init",)}

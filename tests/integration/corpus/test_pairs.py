@@ -25,7 +25,7 @@ from minilm_cache.corpus.order import cut_pair
 from minilm_cache.corpus.template import pair_template_of
 from minilm_cache.errors import TeacherError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.storage_schema.states import LOGITS
+from minilm_cache.storage_schema.states import LOGITS, POOLED
 from tests.conftest import Command
 from tests.support import VOCABULARY, World, save_teacher, tiny_tokenizer
 
@@ -192,6 +192,31 @@ def test_a_student_of_scores_is_a_cross_encoder(world: World) -> None:
     with torch.no_grad():
         expected = model(**read).logits[:, 0].numpy()
     np.testing.assert_allclose(encoder.predict(found), expected, atol=1e-5)
+
+
+def test_vectors_of_pairs_are_stored_where_an_objective_would_take_single_texts(
+    world: World, command: Command
+) -> None:
+    words = ("dump", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32)
+    given = (
+        "--for",
+        "embedding",
+        "--pooling",
+        "mean",
+        "--pair-columns",
+        "one,two",
+        "--out",
+        world.root / "x",
+    )
+    code, _, err = command(*words, *given)
+    assert code == 0, err
+    cache = open_cache(world.root / "x")
+    assert cache.manifest.identity.packing.mode == "pairs"
+    model, ids = AutoModel.from_pretrained(world.teacher).eval(), cache[0].input_ids
+    segments = (torch.arange(len(ids)) > ids.tolist().index(3)).long()
+    with torch.no_grad():
+        vector = model(ids[None], token_type_ids=segments[None]).last_hidden_state[0].mean(0)
+    assert float(torch.cosine_similarity(cache[0].states()[POOLED][0], vector, 0)) >= 0.999
 
 
 def test_a_slice_is_fitted_to_pairs_with_their_segments(world: World) -> None:

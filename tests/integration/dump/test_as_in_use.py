@@ -264,8 +264,10 @@ def write_roles(file: Path) -> list[str]:
             writer = csv.DictWriter(opened, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-    else:
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:  # a record may leave out what it has nothing to say of, the first one, too
+        first = {"text": "fa fe", "other": -1}
+        file.write_text("".join(json.dumps(row) + "\n" for row in [first, *rows]))
+        rows = [{**first, "role": ""}, *rows]
     return [BY_ROLE.get(str(row["role"]), "") + str(row["text"]) for row in rows if str(row["text"]).strip()]
 
 
@@ -293,9 +295,10 @@ def test_a_column_names_the_prompt_of_each_text(world: World, command: Command, 
     words = ("dump", "--teacher", world.teacher, "--for", "embedding", "--max-length", 32)
     text = write_corpus(world.root / "t.txt")
     for corpus, settings, code, says in (
-        (world.corpus, ("--role-column", "part"), 1, ("no column 'part'", "text, role, other")),
-        (world.corpus, ("--role-column", "other"), 2, ("has the role '0'", "query, document")),
+        (world.corpus, ("--role-column", "part"), 1, ("no column 'part'", "role", "--role-column")),
+        (world.corpus, ("--role-column", "other"), 2, ("has the role '", "query, document")),
         (world.corpus, ("--role-column", "role", "--prompt", "a"), 2, ("leave out --prompt",)),
+        (world.corpus, ("--role-column", "document"), 1, ("mark copies of one text", "Rename it")),
         (text, ("--role-column", "role"), 1, ("no columns",)),
     ):
         command.fails(*words, "--corpus", corpus, *settings, "--out", world.root / "x", code=code, says=says)

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
 
@@ -11,8 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, PreTrainedModel
 
-from minilm_cache.models.load import load_weights, locate_teacher
-from minilm_cache.models.teacher import Teacher
+from minilm_cache.errors import DeviceError
+from minilm_cache.models.load import TeacherSource, load_weights, locate_teacher
+from minilm_cache.models.teacher import Teacher, TeacherMemory
+from minilm_cache.storage_schema.identity import Precision
 from tests.conftest import Command
 from tests.support import VOCABULARY, World, save_teacher
 
@@ -98,18 +101,26 @@ def test_models_loaded_by_two_threads_have_their_tied_weights(
 def test_a_teacher_that_cannot_fit_is_refused_before_it_is_loaded(
     world: World, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half as many bytes in bfloat16: the message says so where that helps."""
+    """A GPU holds two bytes of a weight in bfloat16; a machine loads four, whatever computes later."""
     num_weights = sum(weight.numel() for weight in load_file(world.teacher / "model.safetensors").values())
     words = ("dump", "--teacher", world.teacher, "--corpus", world.corpus, "--max-length", 32)
-    for free, precision, says in (
-        (
-            4 * num_weights - 1,
-            "float32",
-            ("does not fit", f"{num_weights:,} weights", "--precision bfloat16"),
-        ),
-        (2 * num_weights - 1, "bfloat16", ("does not fit", "a smaller teacher")),
-    ):
-        monkeypatch.setattr("minilm_cache.models.teacher.free_bytes", lambda device, free=free: free)
-        monkeypatch.setattr("minilm_cache.models.teacher.load_model", None)
-        command.fails(*words, "--precision", precision, "--out", world.root / "x", code=1, says=says)
+    monkeypatch.setattr("minilm_cache.models.teacher.load_model", None)
+    monkeypatch.setattr("minilm_cache.models.teacher.free_bytes", lambda device: 4 * num_weights - 1)
+    for precision in ("float32", "bfloat16"):
+        named = ("teacher teacher does not fit", f"{num_weights:,} weights", "a smaller teacher")
+        command.fails(*words, "--precision", precision, "--out", world.root / "x", code=1, says=named)
+    gpu, source = torch.device("cuda"), TeacherSource(name="wide", folder=world.teacher)
+    cases: list[tuple[Precision, int, str | None]] = [
+        ("float32", 3, "`dump --precision bfloat16`, which takes"),
+        ("bfloat16", 1, "a smaller teacher, or a device"),
+        ("bfloat16", 3, None),
+    ]
+    for of_gpu, share, says in cases:
+        free = {"cuda": share * num_weights, "cpu": 10**12}
+        monkeypatch.setattr("minilm_cache.models.teacher.free_bytes", lambda device, f=free: f[device.type])
+        with nullcontext() if says is None else pytest.raises(DeviceError, match=says):
+            TeacherMemory.of(source, gpu, of_gpu, head=None)
+    monkeypatch.setattr("minilm_cache.models.teacher.free_bytes", lambda device: 3 * num_weights)
+    with pytest.raises(DeviceError, match="loading its weights in float32 takes"):
+        TeacherMemory.of(source, gpu, "bfloat16", head=None)
     assert not (world.root / "x").exists()

@@ -23,9 +23,13 @@ from minilm_cache.cache import open_cache
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.inputs import Inputs
+from minilm_cache.models.load import TeacherSource
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import Teacher
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.report.compare import live_held_out_kl
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import LOGITS, POOLED
 from minilm_cache.train.config import TrainConfig
@@ -87,6 +91,20 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "umt5": T5,
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
     "gemma3_text": {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8},
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 2,
+    },
     "embedding-gemma": {
         "num_key_value_heads": 1,
         "head_dim": 8,
@@ -171,17 +189,7 @@ def test_relations_that_cannot_be_tapped_are_refused_before_anything_is_written(
 ) -> None:
     teacher = save_other(tmp_path / "teacher", "convbert")
     corpus = write_corpus(tmp_path / "corpus.txt")
-    words = (
-        "dump",
-        "--teacher",
-        teacher,
-        "--corpus",
-        corpus,
-        "--out",
-        tmp_path / "cache",
-        "--max-length",
-        32,
-    )
+    words = ("dump", "--teacher", teacher, "--corpus", corpus, "--out", tmp_path / "cache")
     says = ("does not use transformers'", "--codec none with --pooled or --logits")
     command.fails(*words, "--max-length", 32, code=1, says=says)
     assert not (tmp_path / "cache").exists()
@@ -196,6 +204,19 @@ def test_attention_that_is_not_what_it_is_called_is_refused(
     with pytest.raises(TeacherError, match="call their attention causal, and its hidden states show"):
         world.dump()
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_student_that_is_its_causal_teacher_has_no_loss_beside_it(tmp_path: Path) -> None:
+    """Reports and studies compare with the teacher that runs again, whose rows see their past, too."""
+    teacher = widened(save_other(tmp_path / "teacher", "llama"))
+    world = World(tmp_path, teacher, write_corpus(tmp_path / "corpus.txt"))
+    cache = open_cache(world.dump().path)
+    run = Teacher(TeacherSource(name="llama", folder=teacher), torch.device("cpu"))
+    objective = choose_objective(ObjectiveConfig(), cache, arch=["2x32"])
+    (kls,) = live_held_out_kl(cache, run, objective=objective, students=[teacher])
+    assert kls is not None
+    assert set(kls) == {"attention", "value"}
+    assert max(kls.values()) < 1e-4
 
 
 @pytest.mark.parametrize("codec", ["topk", "dense", "vectors"])
@@ -227,6 +248,14 @@ def test_relations_of_a_decoder_are_cached_checked_and_learned(
     assert student.loss_before is not None
     assert student.loss_after is not None
     assert student.loss_after < student.loss_before
+
+
+def test_values_of_another_size_are_stored_as_rows_alone(tmp_path: Path, command: Command) -> None:
+    teacher = save_other(tmp_path / "teacher", "deepseek_v2")
+    corpus = write_corpus(tmp_path / "corpus.txt")
+    words = ("dump", "--teacher", teacher, "--corpus", corpus, "--max-length", 32, "--out", tmp_path / "x")
+    command.fails(*words, code=1, says=("values and queries", "differ in size", "topk or dense"))
+    assert World(tmp_path, teacher, corpus).dump(codec="topk").manifest.identity.is_causal
 
 
 def test_a_decoder_that_reads_both_ways_has_relations_that_do(tmp_path: Path, command: Command) -> None:

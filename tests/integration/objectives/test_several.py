@@ -1,7 +1,10 @@
 """Students that learn the vectors of several teachers over the same texts."""
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,9 @@ from minilm_cache.models.pooling import SentencePooler, projection_to
 from minilm_cache.objectives.several import other_teachers
 from minilm_cache.report.provenance import train_command
 from minilm_cache.report.runs import TrainedRun
+from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import POOLED
+from minilm_cache.workflows.study_spec import read_study
 from tests.conftest import Command
 from tests.support import World, save_teacher, tiny_model, tiny_tokenizer, write_corpus
 
@@ -130,15 +135,56 @@ def test_a_study_compares_one_teacher_with_two(world: World, command: Command) -
     assert out
 
 
+def test_passes_of_a_study_have_one_name_wherever_it_is_read_from(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = world.root / "study.yaml"
+    document.write_text(
+        "caches: {one: {cache: cache}}\narch: [1x32]\n"
+        "objective: [{objective: embedding, also: [other]}]\ntrain: {steps: 4}\n"
+    )
+    names, places = set(), set()
+    for folder in (world.root, world.root / "cache", Path("/")):
+        monkeypatch.chdir(folder)
+        path = document.relative_to(world.root) if folder == world.root else document
+        (planned,) = read_study(path).passes
+        names.add(planned.name)
+        places.add(planned.config.also)
+    assert len(names) == 1
+    assert places == {(str(world.root / "other"),)}
+
+
+def test_what_such_a_run_needs_is_kept_and_its_secrets_are_not(
+    world: World, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Mapping[str, Any]] = []
+
+    @contextmanager
+    def tracked(*_names: object, settings: Mapping[str, Any], session: Session) -> Iterator[SimpleNamespace]:
+        del session
+        seen.append(settings)
+        yield SimpleNamespace(log=lambda *_values, **_named: None)
+
+    monkeypatch.setattr("minilm_cache.train.run.tracking", tracked)
+    monkeypatch.setattr("minilm_cache.train.run.without_secrets", lambda place: f"safe {Path(place).name}")
+    other = world.root / "other"
+    world.train("run", arch=("1x32",), objective="embedding", also=(str(other),))
+    assert seen[0]["also"] == ("safe other",)
+    command.fails("rm", other, "--yes", code=2, says=("is needed by", "run"))
+    assert other.is_dir()
+
+
 def test_caches_that_do_not_go_together_are_one_line(world: World, command: Command) -> None:
     world.dump("relations", packing="records")
     world.dump("few", **RECORDS, max_tokens=200)
     longer = write_corpus(world.root / "longer.txt")
     longer.write_text(longer.read_text() + "\n\nba be bi bo bu\n")
     World(world.root, world.teacher, longer).dump("longer", **RECORDS)
+    World(world.root, world.teacher, world.corpus).dump("lines", **RECORDS, documents="lines")
     words = ("train", world.root / "cache", "--objective", "embedding", "--arch", "1x32", "--steps", 1)
     for also, says in (
         ("longer", ("is over other texts", "Dump it with --corpus corpus.txt")),
+        ("lines", ("is over other texts", "with the same --documents")),
         ("few", ("lacks", "larger --max-tokens")),
         ("relations", ("needs caches with a vector of each text", "--for embedding")),
         ("cache", ("given twice",)),

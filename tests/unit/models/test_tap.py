@@ -300,10 +300,58 @@ def test_rows_of_decoders_see_their_past_as_in_the_eager_model(family: str, laye
         assert not values[0, 1, row, row + 1 :].any()
 
 
-def test_what_mixes_distributions_or_caps_scores_is_refused() -> None:
+def test_what_is_not_the_softmax_of_scores_is_refused() -> None:
+    """Mixed heads, capped scores, sinks: each family still gives the hidden states of its eager model."""
     mixing = AutoConfig.for_model("deberta", vocab_size=100, **BERT, **RELATIVE, talking_head=True)
-    capping = AutoConfig.for_model("gemma2", vocab_size=100, **BERT, num_key_value_heads=2, head_dim=8)
-    for config, says in ((mixing, "mixes the distributions"), (capping, "does not use transformers'")):
-        model = draw_weights(config, None, attention=ATTENTION).eval()
+    small = {"vocab_size": 100, **BERT, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    capping = AutoConfig.for_model("gemma2", **small)
+    sinking = AutoConfig.for_model("gpt_oss", **small, num_local_experts=2, num_experts_per_tok=1)
+    for config, says in (
+        (mixing, "mixes the distributions"),
+        (capping, "does not use transformers'"),
+        (sinking, "does not use transformers'"),
+    ):
+        model, eager = (
+            draw_weights(copy.deepcopy(config), None, attention=name).eval() for name in (ATTENTION, "eager")
+        )
+        eager.load_state_dict(model.state_dict())
+        inputs = Inputs(padded_ids() % 95 + 5, LENGTHS)
         with pytest.raises(TeacherError, match=f"{says}.*--codec none with --pooled"):
-            TappedModel(model)(Inputs(padded_ids() % 100, LENGTHS), Tap((1,)))
+            TappedModel(model)(inputs, Tap((1,)))
+        with torch.no_grad():
+            hidden = TappedModel(model)(inputs, Tap(hidden=(2,))).hidden[2]
+            expected = eager(inputs.ids, attention_mask=inputs.mask, output_hidden_states=True).hidden_states[
+                2
+            ]
+        torch.testing.assert_close(hidden[inputs.valid], expected[inputs.valid], atol=1e-4, rtol=1e-3)
+
+
+def test_a_decoder_that_is_told_to_read_both_ways_is_not_causal() -> None:
+    config = AutoConfig.for_model("llama", vocab_size=100, **BERT, num_key_value_heads=2, pad_token_id=0)
+    config.is_causal = False
+    model = draw_weights(copy.deepcopy(config), None, attention=ATTENTION).eval()
+    eager = draw_weights(copy.deepcopy(config), None, attention="eager").eval()
+    eager.load_state_dict(model.state_dict())
+    inputs = Inputs(padded_ids() % 95 + 5, LENGTHS)
+    with torch.no_grad():
+        (vectors,) = TappedModel(model)(inputs, Tap((1,))).vectors
+        expected = eager(inputs.ids, attention_mask=inputs.mask, output_attentions=True).attentions[1]
+    assert not vectors.is_causal
+    found = relation_probs(vectors, RelationKind.ATTENTION, LENGTHS)
+    rows = inputs.valid[:, None, :, None].expand_as(expected)
+    torch.testing.assert_close(found[rows], expected[rows], atol=1e-5, rtol=0)
+
+
+def test_layers_that_do_not_all_attend_have_hidden_states_and_no_relations() -> None:
+    types = ["conv", "conv", "full_attention", "conv"]
+    sizes = {**BERT, "num_hidden_layers": 4, "num_key_value_heads": 2, "layer_types": types}
+    config = AutoConfig.for_model("lfm2", vocab_size=100, **sizes, pad_token_id=0)
+    model = draw_weights(config, None, attention=ATTENTION).eval()
+    tapped, inputs = TappedModel(model), Inputs(padded_ids() % 95 + 5, LENGTHS)
+    assert tapped.num_layers == 4
+    with torch.no_grad():
+        hidden = tapped(inputs, Tap(hidden=(4,))).hidden[4]
+        expected = model(inputs.ids, attention_mask=inputs.mask).last_hidden_state
+    torch.testing.assert_close(hidden[inputs.valid], expected[inputs.valid])
+    with pytest.raises(TeacherError, match="attends 1 times in 4 layers"):
+        tapped(inputs, Tap((0,)))
