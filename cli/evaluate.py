@@ -14,10 +14,14 @@ from minilm_cache.evaluate.settings import EmbeddingsConfig, EvaluateConfig, Spe
 from minilm_cache.settings import cache_home, validated
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from minilm_cache.evaluate.card import Score, Summary
     from minilm_cache.evaluate.embeddings import EmbeddingScores
+    from minilm_cache.evaluate.retrieval import Measured, RetrievalScores
     from minilm_cache.evaluate.run import Evaluation
     from minilm_cache.evaluate.speed import ModelSpeed
+    from minilm_cache.session import Session
 
 
 @options(EvaluateConfig)
@@ -188,21 +192,52 @@ def embeddings(
     models: ComparedModelsArgument,
     json: JsonOption = False,
 ) -> None:
-    """Score embeddings against a teacher's and against people's.
+    """Score embeddings against a teacher's, against people's, and by what they find in data of your own.
 
     Example: minilm-cache embeddings mini RUN --data glue --save encoders
+    Example: minilm-cache embeddings mini RUN --retrieval questions.jsonl
     """
     from minilm_cache.evaluate.embeddings import compare_embeddings  # noqa: PLC0415 - takes seconds
 
     config = validated(EmbeddingsConfig, given)
     quiet_libraries()
     with stoppable_session() as session:
-        scores = compare_embeddings(config, models, session=session)
+        scores = [] if config.data is None else compare_embeddings(config, models, session=session)
+        found = _retrieval(config, models, session) if config.retrieval is not None else []
     if json:
         rows = [asdict(model) | {"path": None if model.path is None else str(model.path)} for model in scores]
-        print_json({"models": rows})
-    else:
+        print_json({"models": rows} | ({"retrieval": list(map(asdict, found))} if found else {}))
+        return
+    if scores:
         _embeddings_print(scores, config)
+    if found:
+        _retrieval_print(found, config)
+
+
+def _retrieval(
+    config: EmbeddingsConfig, models: "Sequence[str]", session: "Session"
+) -> "list[RetrievalScores]":
+    from minilm_cache.evaluate.retrieval import compare_retrieval  # noqa: PLC0415 - takes seconds
+
+    return compare_retrieval(config, models, session=session)
+
+
+def _retrieval_print(found: "list[RetrievalScores]", config: EmbeddingsConfig) -> None:
+    def text(value: "Measured | None") -> str:
+        return "-" if value is None else f"{value.mean:.1f} ({value.low:.1f} to {value.high:.1f})"
+
+    print_table(
+        f"Retrieval in {config.retrieval}, means over queries times 100, with 95 % intervals; "
+        f"teacher: {found[0].model}",
+        ["model", "nDCG@10", "MRR@10", "Recall@100", "nDCG@10 in the teacher's index"],
+        [
+            [
+                each.model,
+                *map(text, (each.ndcg_at_10, each.mrr_at_10, each.recall_at_100, each.teachers_index)),
+            ]
+            for each in found
+        ],
+    )
 
 
 def _embeddings_print(scores: "list[EmbeddingScores]", config: EmbeddingsConfig) -> None:

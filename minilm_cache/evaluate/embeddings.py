@@ -181,6 +181,7 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
 def _pairs(config: EmbeddingsConfig, note: Callable[[str], None]) -> Sequence[TextExample]:
     task = TASKS["stsb"]
     assert isinstance(task, TextTask)
+    assert config.data is not None, "it is measured only where it is given"
     folder, hub = data_source(config.data)
     source = Source(folder=folder, hub=hub, unlabelled=False, note=note)
     return sample_examples(read_dev(task, source), config.max_pairs)

@@ -93,8 +93,12 @@ class EmbeddingsConfig(ModelSettings):
     """Settings of a comparison of embeddings."""
 
     group = "Comparison"
-    data: str
-    """Folder of STS-B in GLUE's layout, or a folder of such folders; `hf` or `hf:ID` for the hub."""
+    data: str | None = None
+    """Folder of STS-B in GLUE's layout, or a folder of such folders; `hf` or `hf:ID` for the hub. None means
+    that only `--retrieval` is measured."""
+    retrieval: Path | None = None
+    """Retrieval data of your own: a .jsonl file of `question` and `answer`, or a folder in BEIR's layout
+    (corpus.jsonl, queries.jsonl, qrels/test.tsv). None means that retrieval is not measured."""
     max_pairs: Annotated[int, Field(ge=2)] | None = None
     """Most pairs of the dev set. None means all of them."""
     max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
@@ -105,6 +109,14 @@ class EmbeddingsConfig(ModelSettings):
     """Folder to write each model to as a sentence-transformer. None means that none is written."""
     mteb: tuple[str, ...] = ()
     """Task of the Massive Text Embedding Benchmark, like STS12; may be repeated."""
+
+    @model_validator(mode="after")
+    def _measures_something(self) -> "EmbeddingsConfig":
+        if self.data is None and self.retrieval is None:
+            raise ValueError("give --data (STS-B), --retrieval (your own questions), or both")
+        if self.data is None and (self.mteb or self.save or self.max_pairs):
+            raise ValueError("--mteb, --save and --max-pairs go with --data")
+        return self
 
 
 class TrialIdentity(FrozenSettings):

@@ -1,0 +1,245 @@
+"""Retrieval on data of one's own: how often the nearest documents are the right ones, with intervals."""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
+from minilm_cache.evaluate.embeddings import sentence_encoder
+from minilm_cache.evaluate.models import find_models, refuse_run_as_teacher
+from minilm_cache.evaluate.settings import EmbeddingsConfig
+from minilm_cache.models.device import choose_device, enough_memory
+from minilm_cache.session import ALONE, Session
+
+try:
+    import pytrec_eval
+except ModuleNotFoundError as error:
+    raise InvalidConfigError(
+        f"--retrieval needs {error.name}, which is not installed: pip install "
+        "'minilm-cache[sentence-transformers,eval]'."
+    ) from error
+
+Vectors = npt.NDArray[np.float32]
+"""Unit vectors, `(texts, width)`."""
+_MEASURES: Final = {"ndcg_at_10": "ndcg_cut_10", "mrr_at_10": "recip_rank", "recall_at_100": "recall_100"}
+"""Names that pytrec_eval has for measures: normalised discounted cumulative gain (Jarvelin and Kekalainen
+2002), the reciprocal of the first right document's rank, and the share of right documents that are found."""
+_NEAREST: Final = 100
+_QUERIES_AT_ONCE: Final = 256
+_RESAMPLES: Final = 2000
+_BATCHES_OF_A_PART: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnData:
+    """Queries, documents, and which documents are right for a query."""
+
+    queries: Mapping[str, str]
+    documents: Mapping[str, str]
+    right: Mapping[str, Mapping[str, int]]
+    """For each query, the grade of each document that is right, above 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A mean over queries, times 100, with the interval that holds 95 % of means of resampled queries."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalScores:
+    """Scores of a model's retrieval."""
+
+    model: str
+    ndcg_at_10: Measured
+    mrr_at_10: Measured
+    recall_at_100: Measured
+    teachers_index: Measured | None
+    """nDCG@10 of the model's queries over the first model's vectors of documents. None means that their
+    widths differ, or that it is the first model."""
+
+
+def compare_retrieval(
+    config: EmbeddingsConfig, names: Sequence[str], *, session: Session = ALONE
+) -> list[RetrievalScores]:
+    """Score models by what they find in data of one's own, beside the teacher, the first model.
+
+    Args:
+        config: the data, lengths and batches.
+        names: names of the models, same as for `compare_embeddings`.
+        session: its progress shows the number of encoded texts. Its `should_stop` is called before each
+            part; True stops.
+
+    Raises:
+        CorpusError: the data are missing or damaged.
+        TeacherError: a model does not exist.
+        InvalidConfigError: the first model is a run, or a model has fewer positions than `max_length`.
+        InterruptedRunError: a stop was requested.
+    """
+    assert config.retrieval is not None
+    data, device = read_own_data(config.retrieval), choose_device(config.device)
+    refuse_run_as_teacher(names)
+    models = find_models(names, config.revision, untrained=False)
+    session.progress.start("embed", len(models) * (len(data.queries) + len(data.documents)), "texts")
+    found: list[RetrievalScores] = []
+    index: Vectors | None = None
+    for model in models:
+        encoder = sentence_encoder(model, config.max_length, str(device))
+        with enough_memory(device, "Take a lower --batch-size or --max-length"):
+            queries, documents = (
+                _encoded(encode, texts, config, session=session)
+                for encode, texts in (
+                    (encoder.encode_query, list(data.queries.values())),
+                    (encoder.encode_document, list(data.documents.values())),
+                )
+            )
+        values = _values(data, queries, documents)
+        of_index = None
+        if index is not None and index.shape[1] == queries.shape[1]:
+            of_index = measured(_values(data, queries, index)["ndcg_at_10"])
+        index = documents if index is None else index
+        means = {name: measured(each) for name, each in values.items()}
+        found.append(RetrievalScores(model=model.name, teachers_index=of_index, **means))
+    return found
+
+
+def _encoded(
+    encode: Callable[..., Any], texts: Sequence[str], config: EmbeddingsConfig, *, session: Session
+) -> Vectors:
+    parts = []
+    for start in range(0, len(texts), _BATCHES_OF_A_PART * config.batch_size):
+        if session.should_stop():
+            raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
+        part = list(texts[start : start + _BATCHES_OF_A_PART * config.batch_size])
+        parts.append(encode(part, batch_size=config.batch_size, show_progress_bar=False))
+        session.progress.advance(len(part))
+    return np.concatenate(parts).astype(np.float32)
+
+
+def _values(data: OwnData, queries: Vectors, documents: Vectors) -> dict[str, list[float]]:
+    """Return each measure of each query."""
+    names, run = list(data.documents), dict[str, dict[str, float]]()
+    for first in range(0, len(queries), _QUERIES_AT_ONCE):
+        scores = queries[first : first + _QUERIES_AT_ONCE] @ documents.T
+        nearest = np.argsort(-scores, axis=1, kind="stable")[:, :_NEAREST]
+        for query, places, row in zip(list(data.queries)[first:], nearest, scores, strict=False):
+            run[query] = {names[place]: float(row[place]) for place in places}
+    right = {query: dict(grades) for query, grades in data.right.items()}
+    whole = pytrec_eval.RelevanceEvaluator(right, {"ndcg_cut_10", "recall_100"}).evaluate(run)
+    ten = {query: dict(list(found.items())[:10]) for query, found in run.items()}
+    first_right = pytrec_eval.RelevanceEvaluator(right, {"recip_rank"}).evaluate(ten)
+    return {
+        name: [float((first_right if key == "recip_rank" else whole)[query][key]) for query in data.queries]
+        for name, key in _MEASURES.items()
+    }
+
+
+def measured(values: Sequence[float]) -> Measured:
+    """Return the mean of queries' values, times 100, and its bootstrap interval (2,000 resamples, seed 0)."""
+    numbers = 100 * np.asarray(values)
+    drawn = np.random.default_rng(0).integers(len(numbers), size=(_RESAMPLES, len(numbers)))
+    low, high = np.percentile(numbers[drawn].mean(1), (2.5, 97.5))
+    return Measured(mean=float(numbers.mean()), low=float(low), high=float(high))
+
+
+def read_own_data(path: Path) -> OwnData:
+    """Read a folder in BEIR's layout (Thakur et al. 2021, arXiv 2104.08663), or a file of questions.
+
+    Args:
+        path: a folder with `corpus.jsonl` (`_id`, `title`, `text`), `queries.jsonl` (`_id`, `text`) and
+            `qrels/test.tsv` (query, document, grade), or a .jsonl file whose records have `question` and
+            `answer`.
+
+    Raises:
+        CorpusError: a file is missing or damaged, a record lacks a text, or a query lacks a right document.
+    """
+    if not path.exists():
+        raise CorpusError(f"--retrieval {path} does not exist. Give a folder or a .jsonl file.")
+    data = _of_folder(path) if path.is_dir() else _of_questions(path)
+    lacking = next((query for query in data.queries if not data.right.get(query)), None)
+    if lacking is not None or not data.queries:
+        what = "there is no query" if lacking is None else f"query {lacking!r} has no right document"
+        raise CorpusError(f"--retrieval {path}: {what}. Add it or remove the query.")
+    return data
+
+
+def _of_questions(path: Path) -> OwnData:
+    queries, documents, right = dict[str, str](), dict[str, str](), dict[str, dict[str, int]]()
+    numbers: dict[str, str] = {}
+    for where, row in _records(path):
+        question, answer = (_text(row, name, where) for name in ("question", "answer"))
+        number = numbers.setdefault(f"d{answer}", f"d{len(documents)}")
+        query = numbers.setdefault(f"q{question}", f"q{len(queries)}")
+        queries[query], documents[number] = question, answer
+        right.setdefault(query, {})[number] = 1
+    return OwnData(queries=queries, documents=documents, right=right)
+
+
+def _of_folder(path: Path) -> OwnData:
+    corpus = list(_records(path / "corpus.jsonl"))
+    titled = [(_text(row, "_id", where), str(row.get("title") or ""), row, where) for where, row in corpus]
+    documents = {name: f"{title} {_text(row, 'text', where)}".strip() for name, title, row, where in titled}
+    asked = {
+        _text(row, "_id", where): _text(row, "text", where) for where, row in _records(path / "queries.jsonl")
+    }
+    right: dict[str, dict[str, int]] = {}
+    file = path / "qrels" / "test.tsv"
+    for number, row in enumerate(_rows(file), 1):
+        if len(row) != 3 or not row[2].strip().lstrip("-").isdigit():  # noqa: PLR2004 - query, document, grade
+            if number == 1:  # the header
+                continue
+            raise CorpusError(
+                f"{file}, line {number}: give a query, a document and a whole grade, with tabs."
+            )
+        if row[1] not in documents:
+            raise CorpusError(
+                f"{file}, line {number}: there is no document {row[1]!r} in corpus.jsonl. Add it or remove "
+                "the line."
+            )
+        if int(row[2]) > 0:
+            right.setdefault(row[0], {})[row[1]] = int(row[2])
+    judged = {query: text for query, text in asked.items() if query in right}
+    unknown = next((query for query in right if query not in asked), None)
+    if unknown is not None:
+        raise CorpusError(
+            f"{file}: there is no query {unknown!r} in queries.jsonl. Add it or remove the line."
+        )
+    return OwnData(queries=judged, documents=documents, right=right)
+
+
+def _rows(file: Path) -> Iterator[list[str]]:
+    try:
+        with file.open(encoding="utf-8", newline="") as opened:
+            yield from csv.reader(opened, delimiter="\t", quoting=csv.QUOTE_NONE)
+    except (OSError, UnicodeError) as error:
+        raise CorpusError(f"cannot read {file}: {error}. It belongs to BEIR's layout.") from error
+
+
+def _records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield where each record of a .jsonl file is, and the record."""
+    try:
+        with file.open(encoding="utf-8-sig") as opened:
+            for number, line in enumerate(opened, 1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise CorpusError(f"{file}, line {number} holds no record. Write one object a line.")
+                    yield f"{file}, line {number}", row
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorpusError(f"cannot read {file}: {error}. Give records of JSON, one a line.") from error
+
+
+def _text(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise CorpusError(f"{where} has no text {name!r}; it has {', '.join(map(str, row)) or 'nothing'}.")
+    return value

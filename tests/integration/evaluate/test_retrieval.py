@@ -1,0 +1,140 @@
+"""Retrieval on data of one's own: sentence-transformers' evaluator is the oracle."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+
+from minilm_cache.evaluate.retrieval import measured, read_own_data
+from tests.conftest import Command
+from tests.encoders import save_encoder
+from tests.support import VOCABULARY, save_teacher
+
+
+def questions(count: int = 40) -> list[dict[str, str]]:
+    """Return questions with an answer that shares words with them, some of it with another question."""
+    generator = np.random.default_rng(0)
+    words = VOCABULARY[5:29]
+    rows = []
+    for number in range(count):
+        answer = list(generator.choice(words, 6))
+        question = [*generator.choice(answer, 2), generator.choice(words)]
+        rows.append({"question": f"{' '.join(question)} {words[number % 24]}", "answer": " ".join(answer)})
+    return [*rows, {"question": rows[0]["question"], "answer": rows[1]["answer"]}]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> tuple[Path, Path]:
+    """Two sentence encoders of one width."""
+    made = []
+    for name, seed in (("teacher", 0), ("other", 1)):
+        folder = save_teacher(tmp_path / name, seed=seed)
+        save_encoder(folder, "mean", max_length=32)
+        made.append(folder)
+    return made[0], made[1]
+
+
+def write_beir(folder: Path, rows: list[dict[str, str]]) -> None:
+    """Write questions and answers in BEIR's layout, with documents and queries that nothing is said of."""
+    answers = list(dict.fromkeys(row["answer"] for row in rows))
+    asked = list(dict.fromkeys(row["question"] for row in rows))
+    (folder / "qrels").mkdir(parents=True)
+    corpus = [{"_id": f"D{at}", "title": "", "text": text} for at, text in enumerate([*answers, "ba ba ba"])]
+    queries = [{"_id": f"Q{at}", "text": text} for at, text in enumerate([*asked, "bu"])]
+    for name, content in (("corpus", corpus), ("queries", queries)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    lines = [f"Q{asked.index(row['question'])}\tD{answers.index(row['answer'])}\t1" for row in rows]
+    lines += ["Q0\tD0\t0"] if len(answers) < 3 else ["Q0\tD2\t0"]
+    (folder / "qrels" / "test.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]) + "\n")
+
+
+def test_scores_are_those_of_sentence_transformers(
+    tmp_path: Path, models: tuple[Path, Path], command: Command
+) -> None:
+    rows = questions()
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_beir(tmp_path / "beir", rows)
+    for place in (file, tmp_path / "beir"):
+        code, out, err = command("embeddings", *models, "--retrieval", place, "--max-length", 32, "--json")
+        assert code == 0, err
+        found = json.loads(out)["retrieval"]
+        data = read_own_data(place)
+        right = {query: set(grades) for query, grades in data.right.items()}
+        for row, folder in zip(found, models, strict=True):
+            evaluator = InformationRetrievalEvaluator(
+                dict(data.queries),
+                dict(data.documents),
+                right,
+                ndcg_at_k=[10],
+                mrr_at_k=[10],
+                accuracy_at_k=[1],
+                precision_recall_at_k=[100],
+                map_at_k=[10],
+                show_progress_bar=False,
+            )
+            encoder = SentenceTransformer(str(folder), device="cpu")
+            expected = evaluator(encoder)
+            for name, key in (
+                ("ndcg_at_10", "ndcg@10"),
+                ("mrr_at_10", "mrr@10"),
+                ("recall_at_100", "recall@100"),
+            ):
+                assert row[name]["mean"] == pytest.approx(100 * expected[f"cosine_{key}"], abs=1e-4)
+                assert row[name]["low"] <= row[name]["mean"] <= row[name]["high"]
+        assert found[0]["teachers_index"] is None
+        assert found[1]["teachers_index"]["mean"] != found[1]["ndcg_at_10"]["mean"]
+    copy = shutil.copytree(models[0], tmp_path / "copy")
+    words = ("--retrieval", file, "--max-length", 32)
+    code, out, _ = command("embeddings", models[0], copy, *words, "--json")
+    itself = json.loads(out)["retrieval"][1]
+    assert itself["teachers_index"] == itself["ndcg_at_10"]  # its own queries in its own index
+    code, out, _ = command("embeddings", *models, *words)
+    assert code == 0
+    assert "nDCG@10" in out
+
+
+def test_the_interval_holds_the_mean_of_most_resamples() -> None:
+    """For 200 values of 0 or 1, the interval is about 1.96 standard errors to each side."""
+    values = [1.0] * 60 + [0.0] * 140
+    found = measured(values)
+    error = 100 * (0.3 * 0.7 / 200) ** 0.5
+    assert found.mean == pytest.approx(30)
+    assert found.low == pytest.approx(30 - 1.96 * error, abs=1)
+    assert found.high == pytest.approx(30 + 1.96 * error, abs=1)
+
+
+def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command: Command) -> None:
+    file = tmp_path / "questions.jsonl"
+    words = ("embeddings", models[0], "--max-length", 32, "--retrieval")
+    bad: list[tuple[Any, str]] = [
+        ({"question": "ba"}, "has no text 'answer'; it has question"),
+        ({"question": "ba", "answer": " "}, "has no text 'answer'"),
+        ([1], "holds no record"),
+    ]
+    for row, says in bad:
+        file.write_text(json.dumps(row) + "\n")
+        command.fails(*words, file, code=1, says=says)
+    file.write_text("")
+    command.fails(*words, file, code=1, says="there is no query")
+    command.fails(*words, tmp_path / "nothing", code=1, says="does not exist")
+    command.fails("embeddings", models[0], code=2, says="give --data (STS-B), --retrieval")
+    command.fails(*words, file, "--mteb", "STS12", code=2, says="go with --data")
+    folder = tmp_path / "beir"
+    write_beir(folder, questions(3))
+    qrels = folder / "qrels" / "test.tsv"
+    whole = qrels.read_text()
+    for line, says in (
+        ("Q0\tD99\t1", "no document 'D99'"),
+        ("Q99\tD0\t1", "no query 'Q99'"),
+        ("Q0\tD0", "a query, a document and a whole grade"),
+    ):
+        qrels.write_text(f"{whole}{line}\n")
+        command.fails(*words, folder, code=1, says=says)
+    qrels.unlink()
+    command.fails(*words, folder, code=1, says=("cannot read", "BEIR's layout"))
