@@ -152,7 +152,8 @@ def trim(
     config = validated(TrimConfig, {**given, "model": model})
     quiet_libraries()
     with stoppable_session() as session:
-        note_default_corpus(given, config.corpus, session)
+        if not Path(config.vocab).is_file():  # a file lists the pieces, and no text is read then
+            note_default_corpus(given, config.corpus, session)
         trimmed = run_trim(config, out, session=session)
     if json:
         print_json({**asdict(trimmed), "path": str(trimmed.path)})

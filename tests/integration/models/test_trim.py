@@ -68,6 +68,11 @@ def test_a_sentence_encoder_keeps_its_vectors(world: World, tmp_path: Path, comm
 def test_a_trimmed_teacher_is_a_teacher(world: World, tmp_path: Path, command: Command) -> None:
     text = write_text(tmp_path)
     assert command("trim", world.teacher, "--corpus", text, "--out", tmp_path / "small")[0] == 0
+    listed = tmp_path / "pieces.txt"
+    listed.write_text("\n".join(KEPT.split()))
+    code, _, err = command("trim", world.teacher, "--vocab", listed, "--out", tmp_path / "listed")
+    assert code == 0, err
+    assert "--corpus" not in err  # no text is read
     small = World(tmp_path / "own", tmp_path / "small", text)
     assert small.dump().manifest.identity.teacher.vocab_size == len(KEPT.split()) + len(SPECIAL)
 
