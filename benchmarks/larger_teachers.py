@@ -32,16 +32,14 @@ _OF_MINI: Final = {"init_teacher": MINI, "init_layers": "1,4,5", "lr": 7e-4, "st
 TRAINED: Final[dict[str, dict[str, Any]]] = {
     "base, cut from mini": {"cache": "base", **_OF_MINI},
     "both, cut from mini": {"cache": "crowded", "also": ("base",), **_OF_MINI},
-    "base, 12x384": {"cache": "base", "arch": ("12x384",), "lr": 5e-4, "steps": 200},
     "base, 6x384 of mini": {
         "cache": "base",
         "arch": ("6x384",),
         "init_teacher": MINI,
         "lr": 5e-4,
-        "steps": 600,
+        "steps": 500,
     },
-    "base, 6x384": {"cache": "base", "arch": ("6x384",), "lr": 7e-4, "steps": 400},
-    "base, 3x384": {"cache": "base", "lr": 1e-3, "steps": 600},
+    "base, 3x384": {"cache": "base", "lr": 5e-4, "steps": 600},
     "decoder, cut from mini": {"cache": "decoder", **_OF_MINI, "steps": 150},
 }
 """Settings of each training; without a teacher to begin with, students are cut from that of the cache."""

@@ -43,6 +43,7 @@ from benchmarks.tables.students import (
     head_starts_long,
     many_epochs,
     objective_students,
+    pair_scores,
     scores,
     students,
 )
@@ -67,6 +68,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "large_shards": large_shards,
     "steps": steps,
     "scores": scores,
+    "pair_scores": pair_scores,
     "objective_bytes": objective_bytes,
     "objective_rows": objective_rows,
     "objective_students": objective_students,

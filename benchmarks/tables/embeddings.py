@@ -189,9 +189,7 @@ _LARGER = {
     "crowded": ("multilingual-e5-small", "-"),
     "base, cut from mini": ("all-mpnet-base-v2", "`mini`"),
     "both, cut from mini": ("both, `--also`", "`mini`"),
-    "base, 12x384": ("all-mpnet-base-v2", "the teacher"),
     "base, 6x384 of mini": ("all-mpnet-base-v2", "`mini`"),
-    "base, 6x384": ("all-mpnet-base-v2", "the teacher"),
     "base, 3x384": ("all-mpnet-base-v2", "the teacher"),
     "decoder, cut from mini": ("SmolLM2-135M, last token", "`mini`"),
 }

@@ -162,3 +162,18 @@ def head_start_recipe() -> str:
         for name, row in read("head_start")["recipe"].items()
     ]
     return table_of(["student, change", "attention", "value", "relative errors of hidden states"], rows)
+
+
+def pair_scores() -> str:
+    """Return the correlations of a cross-encoder and of the student of its scores."""
+    result = read("pair_scores")
+    labelled, pairs = f"{result['labelled']:,}", f"{result['pairs']:,}"
+    names = {
+        "teacher": f"`mini`, fine-tuned on {labelled} labelled pairs",
+        "3x384": f"`3x384`, {result['steps']:,} steps on its scores of {pairs} pairs",
+    }
+    rows = [
+        [names[name], f"{scores['pearson']:.1f}", f"{scores['spearman']:.1f}"]
+        for name, scores in result["scores"].items()
+    ]
+    return table_of(["model", "Pearson", "Spearman"], rows)
