@@ -48,9 +48,8 @@ def main() -> None:
     home, session = given.home, Session(given.home)
     plain, text = home / "mini", home / "pairs.jsonl"
     if not plain.exists():
-        shutil.copytree(
-            locate_teacher(MINI).folder, plain, ignore=shutil.ignore_patterns("modules.json", "*_*")
-        )
+        left_out = shutil.ignore_patterns(*_POOLING)
+        shutil.copytree(locate_teacher(MINI).folder, plain, ignore=left_out)
     train, dev = (_rows(given.data / "glue/STS-B" / f"{part}.tsv") for part in ("train", "dev"))
     pairs = _pairs(train)
     text.write_text("".join(json.dumps({"a": one, "b": other}) + "\n" for one, other in pairs))
@@ -69,9 +68,8 @@ def main() -> None:
     run = train_students(validated(TrainConfig, learned), cache.path, out=home / "run", session=session)
     folders = {"teacher": teacher, "3x384": run.student_path("3x384")}
     scores = {name: _scores(folder, dev) for name, folder in folders.items()}
-    write_result(
-        "pair_scores", {"labelled": LABELLED, "pairs": len(pairs), "cpu": cpu(), **TRAINED, **scores}
-    )
+    settings = {"labelled": LABELLED, "pairs": len(pairs), "cpu": cpu(), **TRAINED}
+    write_result("pair_scores", {**settings, "scores": scores})
 
 
 def _rows(file: Path) -> list[dict[str, str]]:

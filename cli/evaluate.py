@@ -201,12 +201,17 @@ def embeddings(
 
     config = validated(EmbeddingsConfig, given)
     quiet_libraries()
+    if config.retrieval is not None:
+        from minilm_cache.evaluate.retrieval import read_own_data  # noqa: PLC0415 - takes seconds
+
+        read_own_data(config.retrieval)  # what is wrong with it is said before models take minutes
     with stoppable_session() as session:
         scores = [] if config.data is None else compare_embeddings(config, models, session=session)
         found = _retrieval(config, models, session) if config.retrieval is not None else []
     if json:
         rows = [asdict(model) | {"path": None if model.path is None else str(model.path)} for model in scores]
-        print_json({"models": rows} | ({"retrieval": list(map(asdict, found))} if found else {}))
+        own = {"retrieval": list(map(asdict, found)), "max_length": config.max_length}
+        print_json({"models": rows} | (own if found else {}))
         return
     if scores:
         _embeddings_print(scores, config)
@@ -227,8 +232,8 @@ def _retrieval_print(found: "list[RetrievalScores]", config: EmbeddingsConfig) -
         return "-" if value is None else f"{value.mean:.1f} ({value.low:.1f} to {value.high:.1f})"
 
     print_table(
-        f"Retrieval in {config.retrieval}, means over queries times 100, with 95 % intervals; "
-        f"teacher: {found[0].model}",
+        f"Retrieval in {config.retrieval}, texts cut at {config.max_length} tokens: means over queries times "
+        f"100, with 95 % intervals; teacher: {found[0].model}",
         ["model", "nDCG@10", "MRR@10", "Recall@100", "nDCG@10 in the teacher's index"],
         [
             [

@@ -13,15 +13,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from minilm_cache.codecs.base import RelationCodec
+from minilm_cache.codecs.base import NOT_OURS, RelationCodec
 from minilm_cache.codecs.build import layer_codec
 from minilm_cache.codecs.transform import TransformCode
+from minilm_cache.errors import CacheCorruptError
 from minilm_cache.relations.scores import RowTargets, WantedRelations, to_dense
 from minilm_cache.relations.signals import Signals
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, cache_home
 from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.arrays import all_small_arrays
-from minilm_cache.storage_schema.identity import RelationKind, codec_words
+from minilm_cache.storage_schema.identity import PairTemplate, RelationKind, codec_words
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.mirror import MirrorReader
 from minilm_cache.store.reader import CacheReader, Segment, small_array
@@ -239,7 +240,27 @@ def row_checker(reader: CacheReader) -> Callable[[Segment], None]:
     return lambda segment: _check_rows(cache, segment)
 
 
+def refuse_no_pairs(segment: Segment, pair: PairTemplate | None) -> None:
+    """Raise CacheCorruptError for sequences that are not pairs of texts, where a cache says that they are."""
+    if pair is None:
+        return
+    tokens, wide = segment.rows["tokens"], len(pair.between)
+    ends = segment.starts + segment.lengths
+    matches = np.ones(max(0, len(tokens) - wide + 1), dtype=np.int64)
+    for place, token in enumerate(pair.between):
+        matches &= tokens[place : place + len(matches)] == token
+    so_far = np.concatenate([[0], np.cumsum(matches)])
+    first = np.minimum(segment.starts + len(pair.before), len(matches))
+    last = np.clip(ends - len(pair.after) - wide + 1, first, len(matches))
+    least = len(pair.before) + wide + len(pair.after) + 2
+    if (segment.lengths < least).any() or (so_far[last] - so_far[first] < 1).any():
+        raise CacheCorruptError(
+            f"segment {segment.number} holds a sequence that is no pair of texts. {NOT_OURS}"
+        )
+
+
 def _check_rows(cache: Cache, segment: Segment) -> None:
+    refuse_no_pairs(segment, cache.manifest.identity.packing.pair)
     lengths = torch.from_numpy(np.repeat(segment.lengths, segment.lengths))
     for codec in cache.codecs.values():
         codec.check(

@@ -100,7 +100,8 @@ class PairTemplate(StoredModel):
     before: Annotated[tuple[TokenId, ...], Field(max_length=MAX_SPECIAL)]
     """Ids of the tokens before the first text."""
     between: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MAX_SPECIAL)]
-    """Ids of the tokens between the texts. The first text holds none of them, so they are found again."""
+    """Ids of the tokens between the texts. The first text does not hold the first of them, so its end is
+    found again."""
     after: Annotated[tuple[TokenId, ...], Field(max_length=MAX_SPECIAL)]
     """Ids of the tokens after the second text."""
     has_segments: bool

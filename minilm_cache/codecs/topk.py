@@ -33,7 +33,7 @@ from minilm_cache.codecs.sampling import (
     sort_entries,
 )
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.relations.scores import SparseRows, column_mask
+from minilm_cache.relations.scores import SparseRows
 from minilm_cache.relations.transfer import send
 from minilm_cache.storage_schema.arrays import MAX_ONE_BYTE_LENGTH
 from minilm_cache.storage_schema.identity import RelationKind, TopKParameters
@@ -129,7 +129,9 @@ class TopKCodec(RowsCodec):
         weight = self._scale.value(code)
         if self.select == "pps":
             return SparseRows(column, share_remainder(code, weight), None, self.is_causal)
-        seen = column_mask(lengths, column.shape[2], is_causal=self.is_causal).sum(-1, keepdim=True)
+        seen = lengths[:, None, None, None]
+        if self.is_causal:
+            seen = torch.minimum(seen, torch.arange(1, column.shape[2] + 1, device=seen.device)[:, None])
         return replace(
             _with_tail(column, code, weight=weight, seen=seen, uniform=self.tail == "uniform"),
             is_causal=self.is_causal,

@@ -188,7 +188,7 @@ def cut_pair(ids: Ids, room: int, between: Sequence[int]) -> Ids:
     Args:
         ids: the tokens of the first text, those between, and those of the second text.
         room: most tokens of all of them.
-        between: the tokens between the texts, none of which the first text holds.
+        between: the tokens between the texts, the first of which the first text does not hold.
     """
     if len(ids) <= room:
         return ids
@@ -429,12 +429,14 @@ def _token_keys(files: _OrderFiles) -> Numbers:
     difference.
     """
     tokens, packing = files.tokens, files.packing
-    most = packing.room if packing.is_by_record else None
+    pair = packing.pair
+    most = packing.room if packing.is_by_record and pair is None else None
     keys = np.memmap(files.folder / "keys", "<u8", mode="w+", shape=len(tokens.ends))
     for first in range(0, len(keys), _READ_AT_ONCE):
         numbers = np.arange(first, min(first + _READ_AT_ONCE, len(keys)))
         for number, ids in zip(numbers.tolist(), tokens.read(numbers, most), strict=True):
-            keys[number] = xxhash.xxh3_64_intdigest(ids.data)
+            held = ids if pair is None else cut_pair(ids, packing.room, pair.between)
+            keys[number] = xxhash.xxh3_64_intdigest(held.data)
     return keys.view(np.ndarray)
 
 

@@ -65,8 +65,11 @@ def read_pairs(file: Path, columns: tuple[str, str]) -> Iterator[Record]:
             "(.jsonl, .csv, .tsv, .parquet)."
         )
     first, second = (read_records(file, column, "paragraphs") for column in columns)
-    for number, (one, other) in enumerate(zip(first, second, strict=True)):
-        yield replace(one, text=joined_pair((one.text, other.text), f"record {number} of {file}"))
+    try:
+        for number, (one, other) in enumerate(zip(first, second, strict=True)):
+            yield replace(one, text=joined_pair((one.text, other.text), f"record {number} of {file}"))
+    except CorpusError as error:  # it names the option of single texts
+        raise CorpusError(str(error).replace("--text-column", "--pair-columns")) from error
 
 
 def joined_pair(texts: tuple[str, str], where: str) -> str:
@@ -374,8 +377,8 @@ def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
                 )
     except csv.Error as error:
         raise CorpusError(
-            f"cannot read corpus {file}, up to line {reader.line_num}: {first_line(error)}. Close every "
-            "quote, and double those within a text."
+            f"cannot read corpus {file}, up to line {reader.line_num}: {first_line(error)}. "
+            + ("" if file.suffix == ".tsv" else "Close every quote, and double those within a text.")
         ) from error
 
 

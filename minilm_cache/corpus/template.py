@@ -148,8 +148,8 @@ def packing_of(
     template = template_of(tokenizer)
     num_special = len(template.before) + len(template.after)
     if pair is not None:
-        num_special = len(pair.before) + len(pair.between) + len(pair.after) + 1
-    if max_length <= num_special:
+        num_special = len(pair.before) + len(pair.between) + len(pair.after)
+    if max_length < num_special + (1 if pair is None else 2):
         raise InvalidConfigError(
             f"--max-length {max_length} leaves no room beside {num_special} special tokens. Choose a larger "
             f"one."

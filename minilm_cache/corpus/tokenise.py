@@ -398,12 +398,16 @@ def _token_ids(
         halves = [text.split(BETWEEN) for text in texts]
         first, second = (_token_ids([half[n] for half in halves], tokenizer, None) for n in (0, 1))
         for own, other, half in zip(first, second, halves, strict=True):
-            if between[0] in own or not own or not other:
-                raise CorpusError(
-                    f"a pair of texts begins with {half[0][:60]!r}, which the tokenizer reads as "
-                    f"{'nothing' if not own else 'what stands between texts'}, or it has nothing after it. "
-                    "Correct the record or remove it."
-                )
+            if between[0] in own:
+                problem = "the first holds a token that the tokenizer puts between texts"
+            elif not own or not other:
+                problem = f"the {'second' if own else 'first'} has no token"
+            else:
+                continue
+            raise CorpusError(
+                f"of the pair of texts {half[0][:40]!r} and {half[1][:40]!r}, {problem}. Correct the record "
+                "or remove it."
+            )
         return [[*own, *between, *other] for own, other in zip(first, second, strict=True)]
     with library_errors(f"the tokenizer of {tokenizer.name_or_path} cannot read the text"):
         encoded: Mapping[str, Any] = tokenizer(

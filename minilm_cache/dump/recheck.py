@@ -16,7 +16,7 @@ import torch
 from minilm_cache.cache import Cache, CachedSequence
 from minilm_cache.corpus.load import Corpus
 from minilm_cache.corpus.sequences import SequenceTable
-from minilm_cache.corpus.template import template_to_store
+from minilm_cache.corpus.template import pair_template_of, template_to_store
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.audit import audit, audit_states
 from minilm_cache.dump.reading import SequenceReader
@@ -28,7 +28,7 @@ from minilm_cache.models.pooling import MODULES
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import ALONE, Session
 from minilm_cache.signals.table import SIGNALS, value_signal
-from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.identity import Packing, RelationKind
 from minilm_cache.storage_schema.states import Pooling, StatesIdentity
 
 MAX_SHARDS = 16
@@ -139,7 +139,7 @@ def recheck(
     ]
     if teacher.tokenizer_sha256 != identity.tokenizer_sha256:
         differing.append("the tokenizer")
-    elif template_to_store(teacher.tokenizer) != identity.packing.template:  # a cache of an earlier release
+    elif not _has_same_template(identity.packing, teacher):
         differing.append("the special tokens that the tokenizer puts around a text")
     wrong_tokens: tuple[int, ...] = ()
     if corpus is not None:
@@ -284,6 +284,13 @@ def _differences(cache: Cache, teacher: Teacher, session: Session) -> tuple[Shar
                 for kind in now.relations
             ]
     return tuple(differences)
+
+
+def _has_same_template(packing: Packing, teacher: Teacher) -> bool:
+    """Return whether a cache's texts have the special tokens and segments of a teacher's tokenizer."""
+    if packing.pair is not None:
+        return pair_template_of(teacher.tokenizer) == packing.pair
+    return template_to_store(teacher.tokenizer) == packing.template  # not so in caches of the first releases
 
 
 def _encode_anew(cache: Cache, teacher: Teacher, numbers: Sequence[int]) -> dict[int, CachedSequence]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ Vectors = npt.NDArray[np.float32]
 _MEASURES: Final = {"ndcg_at_10": "ndcg_cut_10", "mrr_at_10": "recip_rank", "recall_at_100": "recall_100"}
 """Names that pytrec_eval has for measures: normalised discounted cumulative gain (Jarvelin and Kekalainen
 2002), the reciprocal of the first right document's rank, and the share of right documents that are found."""
+_HEADERS: Final = ("query-id", "qid", "query_id")
+"""First words of a file of right documents that are no query."""
 _NEAREST: Final = 100
 _QUERIES_AT_ONCE: Final = 256
 _RESAMPLES: Final = 2000
@@ -194,9 +197,9 @@ def _of_folder(path: Path) -> OwnData:
     right: dict[str, dict[str, int]] = {}
     file = path / "qrels" / "test.tsv"
     for number, row in enumerate(_rows(file), 1):
-        if len(row) != 3 or not row[2].strip().lstrip("-").isdigit():  # noqa: PLR2004 - query, document, grade
-            if number == 1:  # the header
-                continue
+        if not row or (number == 1 and row[0] in _HEADERS):
+            continue
+        if len(row) != 3 or not re.fullmatch(r"-?[0-9]{1,6}", row[2].strip()):  # noqa: PLR2004 - three columns
             raise CorpusError(
                 f"{file}, line {number}: give a query, a document and a whole grade, with tabs."
             )
@@ -220,7 +223,7 @@ def _rows(file: Path) -> Iterator[list[str]]:
     try:
         with file.open(encoding="utf-8", newline="") as opened:
             yield from csv.reader(opened, delimiter="\t", quoting=csv.QUOTE_NONE)
-    except (OSError, UnicodeError) as error:
+    except (OSError, UnicodeError, csv.Error) as error:
         raise CorpusError(f"cannot read {file}: {error}. It belongs to BEIR's layout.") from error
 
 
@@ -241,5 +244,12 @@ def _records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _text(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise CorpusError(f"{where} has no text {name!r}; it has {', '.join(map(str, row)) or 'nothing'}.")
+        raise CorpusError(
+            f"{where} has no text {name!r}; it has {', '.join(map(str, row)) or 'nothing'}. Add it or remove "
+            "the record."
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise CorpusError(f"{where} has half of a character (a lone surrogate). Remove it.") from error
     return value

@@ -229,8 +229,8 @@ def _refuse_no_vectors(cache: Cache, place: str) -> None:
     identity = cache.manifest.identity
     if identity.states is None or identity.states.pooled is None or identity.packing.mode != "records":
         raise InvalidConfigError(
-            f"--also needs caches with a vector of each text, and {place} is none. Dump it with --for "
-            "embedding."
+            f"--also needs caches with a vector of each single text, and {place} is none. Dump it with --for "
+            "embedding, without --pair-columns."
         )
 
 

@@ -215,24 +215,26 @@ def relation_kl(
     valid = key_mask(lengths, scores.shape[-1])
     row_weight = valid[:, None, :] / (lengths.sum() * scores.shape[1])
     rows, entropy = targets.rows, targets.entropy
+    columns = valid[:, None, None, :]
+    if rows.is_causal:
+        columns = column_mask(lengths, scores.shape[-1], is_causal=True)
     if isinstance(rows, VectorRows):
         rows, entropy = densify(rows, lengths)
     if entropy is None:
         entropy = mean_row_entropy(to_dense(rows, lengths, scores.shape[-1]), lengths)
     with torch.autocast(scores.device.type, enabled=False):
         return (
-            _cross_entropy(scores, rows, lengths=lengths, row_weight=row_weight)
+            _cross_entropy(scores, rows, columns=columns, row_weight=row_weight)
             - (entropy * lengths).sum() / lengths.sum()
         )
 
 
 def _cross_entropy(
-    scores: Tensor, rows: DenseRows | SparseRows, *, lengths: Tensor, row_weight: Tensor
+    scores: Tensor, rows: DenseRows | SparseRows, *, columns: Tensor, row_weight: Tensor
 ) -> Tensor:
     if isinstance(rows, DenseRows):
         crossed: Tensor = _DenseCrossEntropy.apply(scores, rows.probs, row_weight)  # type: ignore[no-untyped-call]
     else:
-        columns = column_mask(lengths, scores.shape[-1], is_causal=rows.is_causal)
         crossed = _SparseCrossEntropy.apply(  # type: ignore[no-untyped-call]
             scores, rows.index, rows.weight, rows.base, columns, row_weight
         )
@@ -272,7 +274,11 @@ class _SparseCrossEntropy(torch.autograd.Function):
         probs, lse = softmax_and_lse(scores)
         expected = (scores.gather(-1, index) * weight).sum(-1)
         if base is not None:
-            expected += base * scores.masked_fill(~columns, 0).sum(-1)
+            if columns.shape[-2] == 1:  # the same columns for all rows: one product
+                of_columns = torch.einsum("bhqk,bk->bhq", scores, columns[:, 0, 0].to(scores.dtype))
+            else:
+                of_columns = scores.masked_fill(~columns, 0).sum(-1)
+            expected += base * of_columns
         ctx.save_for_backward(probs, index, weight, base, columns, row_weight)
         return ((lse - expected) * row_weight).sum()
 

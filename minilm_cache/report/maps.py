@@ -109,8 +109,11 @@ def examples(
     models = [(name, load_student(folder, torch.device("cpu"))) for name, folder in students]
     shown = []
     for label, sequence, ids in texts:
-        expected = _teacher_maps(cache, teacher, ids=ids, sequence=sequence)
-        learned = [_model_maps(name, "student", model=model, ids=ids) for name, model in models]
+        # Texts that users give are single ones, also beside a cache of pairs.
+        pair = None if sequence is None else cache.manifest.identity.packing.pair
+        inputs = Inputs.full(ids[None]).paired(pair)
+        expected = _teacher_maps(cache, teacher, inputs=inputs, sequence=sequence)
+        learned = [_model_maps(name, "student", model=model, inputs=inputs) for name, model in models]
         shown.append(Example(label=label, tokens=_tokens(tokenizer, ids), models=(*expected, *learned)))
     return shown
 
@@ -120,23 +123,22 @@ def _tokens(tokenizer: PreTrainedTokenizerFast, ids: Int[Tensor, " length"]) -> 
 
 
 def _teacher_maps(
-    cache: Cache, teacher: Teacher | None, *, ids: Int[Tensor, " length"], sequence: int | None
+    cache: Cache, teacher: Teacher | None, *, inputs: Inputs, sequence: int | None
 ) -> list[ModelMaps]:
     """Return the teacher's relations of a text, run again or as stored; none where none are stored."""
     if teacher is not None:
-        return [_live_maps(teacher, ids)]
+        return [_live_maps(teacher, inputs)]
     return [_stored_maps(cache, sequence or 0)] if cache.manifest.identity.has_relations else []
 
 
-def _live_maps(teacher: Teacher, ids: Int[Tensor, " length"]) -> ModelMaps:
+def _live_maps(teacher: Teacher, inputs: Inputs) -> ModelMaps:
     model, name = TappedModel(teacher.model), f"teacher {teacher.name}"
-    return _model_maps(name, "teacher, run again", model=model, ids=ids.to(teacher.device))
+    return _model_maps(name, "teacher, run again", model=model, inputs=inputs.to(teacher.device))
 
 
 @torch.no_grad()
-def _model_maps(name: str, note: str, *, model: TappedModel, ids: Int[Tensor, " length"]) -> ModelMaps:
+def _model_maps(name: str, note: str, *, model: TappedModel, inputs: Inputs) -> ModelMaps:
     layers = tuple(range(model.num_layers))
-    inputs = Inputs.full(ids[None])
     vectors = model(inputs, Tap(layers)).vectors
     relations = {
         kind: np.concatenate([_beginning(relation_probs(layer, kind, inputs.lengths)) for layer in vectors])

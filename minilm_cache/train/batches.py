@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from minilm_cache.cache import Cache
+from minilm_cache.cache import Cache, refuse_no_pairs
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheCorruptError
 from minilm_cache.models.inputs import Inputs
@@ -210,6 +210,7 @@ class BatchReader:
         rows = {path: torch.from_numpy(segment.rows[stored]) for path, stored in paths.items()}
         lengths = torch.from_numpy(np.repeat(segment.lengths, segment.lengths))
         try:
+            refuse_no_pairs(segment, self._cache.manifest.identity.packing.pair)
             for codec in self._codecs:
                 codec.check(rows, lengths)
             if self._signals_codec is not None:

@@ -64,8 +64,10 @@ def save_student(
         CacheCorruptError: the tokenizer in the cache is damaged.
     """
     model = trainer.model.model
-    if trainer.learner.objective.needs.head == "sequences" and model.config.num_labels == 1:
-        # sentence-transformers' CrossEncoder would put a sigmoid over scores that are the teacher's own.
+    is_scoring = trainer.learner.objective.needs.head == "sequences" and model.config.num_labels == 1
+    if is_scoring and not getattr(model.config, "sentence_transformers", None):
+        # The scores that were learned are logits: CrossEncoder would put a sigmoid over them, unless the
+        # teacher's configuration, which the student has, says what it puts there.
         model.config.sentence_transformers = {"activation_fn": "torch.nn.modules.linear.Identity"}
     with saving("write student", folder), new_folder(folder) as new:
         if tokens is None:

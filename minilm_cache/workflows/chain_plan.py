@@ -111,7 +111,7 @@ def read_chain(
     """
     source = None if path is None else Source(path)
     document = ChainDocument() if source is None else source.check(ChainDocument, source.content, {"": ()})
-    stated = dict(document.train)
+    stated = dict(document.train) if source is None else source.with_caches(document.train)
     named = preset or stated.pop("preset", None)
     stated.pop("preset", None)
     if named is not None and not isinstance(named, str):
@@ -175,6 +175,8 @@ def chain_folder(config: ChainConfig, home: Path) -> Path:
 def chain_settings(config: ChainConfig) -> dict[str, Any]:
     """Return the settings that identify a chain."""
     settings = config.model_dump(mode="json", exclude=_NOT_IDENTIFYING)
+    # A chain is the same one wherever its folders lie, and a URL may hold a secret.
+    settings["train"]["also"] = [Path(place).name for place in settings["train"]["also"]]
     dump = without_defaults(settings["dump"], defaults_of_later(DumpConfig, DUMPS_OF_CHAINS))
     return settings | {"train": naming_settings(settings["train"], TRAININGS_OF_CHAINS), "dump": dump}
 

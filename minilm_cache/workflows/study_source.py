@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from minilm_cache.errors import InvalidConfigError, first_line
 from minilm_cache.settings import Settings, first_problem
 from minilm_cache.store.durable import regular_bytes
+from minilm_cache.store.urls import is_url, place_of
 
 _MAX_BYTES: Final = 2**20
 _MAX_DIGITS: Final = 72
@@ -77,6 +78,14 @@ class Source:
         texts = {key: dump[key] for key in ("teacher", "corpus") if isinstance(dump.get(key), str)}
         paths = {key: self.resolve(value) for key, value in texts.items()}
         return {**dump, **{key: str(path) for key, path in paths.items() if path.exists()}}
+
+    def with_caches(self, training: Mapping[str, Any]) -> dict[str, Any]:
+        """Return settings of a training in which folders of `also` are absolute; URLs stay as they are."""
+        also = training.get("also")
+        if not isinstance(also, list | tuple) or not all(isinstance(place, str) for place in also):
+            return dict(training)  # the check of the settings says what is wrong
+        places = [place if is_url(place) else place_of(str(self.resolve(place))) for place in also]
+        return {**training, "also": places}
 
     def fail(self, location: Location, problem: str) -> NoReturn:
         """Raise InvalidConfigError that names the file, the line and the key."""

@@ -17,7 +17,7 @@ from minilm_cache.objectives.spec import Which, known_objective
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.upgrades import TRAININGS_OF_STUDIES
-from minilm_cache.store.urls import is_url, place_of
+from minilm_cache.store.urls import is_url
 from minilm_cache.train.config import TrainConfig, with_preset
 from minilm_cache.train.initial import FROM_TEACHER, RANDOM
 from minilm_cache.train.resume import first_config
@@ -276,13 +276,7 @@ def _training(
     preset = _preset(source, given.pop("preset", None))
     if init is not None:
         given["init"] = _init(source, init)
-    settings = dict(choice.settings)
-    if "also" in settings:
-        places = settings["also"]
-        settings["also"] = [
-            place if is_url(place) else place_of(str(source.resolve(place))) for place in places
-        ]
-    values = with_preset(preset, {**given, **settings})
+    values = with_preset(preset, {**given, **source.with_caches(choice.settings)})
     locate: dict[str, Location] = dict.fromkeys(given, ("train",))
     locate |= dict.fromkeys(choice.settings, ("objective", index))
     locate |= {"": ("train",), "arch": (), "seed": (), "init": ("init",)}

@@ -150,12 +150,12 @@ def test_teacher_without_tokenizer(world: World, command: Command) -> None:
 
 def test_teacher_of_a_family_with_attention_of_its_own(world: World, command: Command) -> None:
     config = AutoConfig.for_model(
-        "deberta-v2", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+        "convbert", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
     )
     shutil.rmtree(world.teacher)
     AutoModel.from_config(config).save_pretrained(world.teacher)
     tiny_tokenizer().save_pretrained(world.teacher)
-    command.fails(*dump_arguments(world), code=1, says=("'deberta-v2'", "Use an encoder such as BERT"))
+    command.fails(*dump_arguments(world), code=1, says=("'convbert'", "Use an encoder such as BERT"))
 
 
 def test_teacher_with_pickled_weights_only(world: World, command: Command) -> None:

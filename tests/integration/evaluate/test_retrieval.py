@@ -116,6 +116,7 @@ def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command
         ({"question": "ba"}, "has no text 'answer'; it has question"),
         ({"question": "ba", "answer": " "}, "has no text 'answer'"),
         ([1], "holds no record"),
+        ({"question": "ba \ud800", "answer": "be"}, "half of a character"),
     ]
     for row, says in bad:
         file.write_text(json.dumps(row) + "\n")
@@ -133,6 +134,8 @@ def test_bad_data_is_one_line(tmp_path: Path, models: tuple[Path, Path], command
         ("Q0\tD99\t1", "no document 'D99'"),
         ("Q99\tD0\t1", "no query 'Q99'"),
         ("Q0\tD0", "a query, a document and a whole grade"),
+        ("Q0\tD0\t\u00b2", "a query, a document and a whole grade"),
+        ("Q0\tD0\t1.0", "a query, a document and a whole grade"),
     ):
         qrels.write_text(f"{whole}{line}\n")
         command.fails(*words, folder, code=1, says=says)

@@ -20,6 +20,7 @@ from minilm_cache.report.provenance import train_command
 from minilm_cache.report.runs import TrainedRun
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.states import POOLED
+from minilm_cache.workflows.chain_plan import read_chain
 from minilm_cache.workflows.study_spec import read_study
 from tests.conftest import Command
 from tests.support import World, save_teacher, tiny_model, tiny_tokenizer, write_corpus
@@ -152,6 +153,13 @@ def test_passes_of_a_study_have_one_name_wherever_it_is_read_from(
         places.add(planned.config.also)
     assert len(names) == 1
     assert places == {(str(world.root / "other"),)}
+    chain = world.root / "chain.yaml"
+    chain.write_text(
+        "dump: {teacher: teacher, corpus: corpus.txt}\nassistants: [2x32]\n"
+        "train: {arch: [1x32], objective: embedding, also: [other]}\n"
+    )
+    settings, _ = read_chain(chain, chain={}, dump={}, train={}, preset=None)
+    assert settings.train.also == (str(world.root / "other"),)
 
 
 def test_what_such_a_run_needs_is_kept_and_its_secrets_are_not(
@@ -186,7 +194,7 @@ def test_caches_that_do_not_go_together_are_one_line(world: World, command: Comm
         ("longer", ("is over other texts", "Dump it with --corpus corpus.txt")),
         ("lines", ("is over other texts", "with the same --documents")),
         ("few", ("lacks", "larger --max-tokens")),
-        ("relations", ("needs caches with a vector of each text", "--for embedding")),
+        ("relations", ("needs caches with a vector of each single text", "--for embedding")),
         ("cache", ("given twice",)),
         ("nothing", ("nothing",)),
     ):

@@ -102,7 +102,7 @@ def rewritten(manifest: CacheManifest, path: str, rows: np.ndarray[Any, Any]) ->
     [
         (WEIGHT, 255, {}, "an invalid weight"),
         (WEIGHT, 1, {}, "no slot"),
-        ("relations/value/gap/c/1/0/0", 40, {}, "a column beyond its sequence"),
+        ("relations/value/gap/c/1/0/0", 40, {}, "a column that it does not see"),
         ("tokens/c/1", 60_000, {}, "token ids outside the vocabulary"),
         ("relations/value/probability/c/1/0/0", np.nan, {"codec": "dense"}, "not a probability"),
         ("relations/value/probability/c/1/0/0", -1, {"codec": "dense"}, "not a probability"),
