@@ -35,7 +35,7 @@ MAX_LENGTH: Final = 128
 TUNED: Final = {"epochs": (3,), "lr": (5e-5,), "precision": "bfloat16", "max_dev": 200}
 TRAINED: Final = {"steps": 1000, "batch_size": 32, "lr": 3e-4, "dropout": "none", "batches": "by-length"}
 _RARE_WORDS: Final = 4
-_POOLING: Final = ("modules.json", "1_Pooling", "2_Normalize", "sentence_bert_config.json")
+POOLING: Final = ("modules.json", "1_Pooling", "2_Normalize", "sentence_bert_config.json")
 """What of a folder of sentence-transformers makes it a sentence encoder."""
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     home, session = given.home, Session(given.home)
     plain, text = home / "mini", home / "pairs.jsonl"
     if not plain.exists():
-        left_out = shutil.ignore_patterns(*_POOLING)
+        left_out = shutil.ignore_patterns(*POOLING)
         shutil.copytree(locate_teacher(MINI).folder, plain, ignore=left_out)
     train, dev = (_rows(given.data / "glue/STS-B" / f"{part}.tsv") for part in ("train", "dev"))
     pairs = _pairs(train)

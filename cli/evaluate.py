@@ -227,10 +227,12 @@ def _retrieval(
     return compare_retrieval(config, models, session=session)
 
 
-def _retrieval_print(found: "list[RetrievalScores]", config: EmbeddingsConfig) -> None:
-    def text(value: "Measured | None") -> str:
-        return "-" if value is None else f"{value.mean:.1f} ({value.low:.1f} to {value.high:.1f})"
+def in_words(value: "Measured | None") -> str:
+    """Return a mean over queries with its interval, for tables."""
+    return "-" if value is None else f"{value.mean:.1f} ({value.low:.1f} to {value.high:.1f})"
 
+
+def _retrieval_print(found: "list[RetrievalScores]", config: EmbeddingsConfig) -> None:
     print_table(
         f"Retrieval in {config.retrieval}, texts cut at {config.max_length} tokens: means over queries times "
         f"100, with 95 % intervals; teacher: {found[0].model}",
@@ -238,7 +240,7 @@ def _retrieval_print(found: "list[RetrievalScores]", config: EmbeddingsConfig) -
         [
             [
                 each.model,
-                *map(text, (each.ndcg_at_10, each.mrr_at_10, each.recall_at_100, each.teachers_index)),
+                *map(in_words, (each.ndcg_at_10, each.mrr_at_10, each.recall_at_100, each.teachers_index)),
             ]
             for each in found
         ],

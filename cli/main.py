@@ -23,6 +23,7 @@ from minilm_cache.cli.listing import ls, rm
 from minilm_cache.cli.models import augment, cut, head, tokenize, trim, truncate
 from minilm_cache.cli.options import GroupedCommand
 from minilm_cache.cli.plan import plan
+from minilm_cache.cli.ranking import mine, rerank
 from minilm_cache.cli.share import export, import_file, merge, pull, push
 from minilm_cache.cli.study import study
 from minilm_cache.cli.train import train
@@ -51,7 +52,22 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
     *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, rm, merge),
-    *(evaluate, speed, embeddings, export, import_file, head, cut, truncate, trim, augment, tokenize, demo),
+    *(
+        evaluate,
+        speed,
+        embeddings,
+        mine,
+        rerank,
+        export,
+        import_file,
+        head,
+        cut,
+        truncate,
+        trim,
+        augment,
+        tokenize,
+        demo,
+    ),
 )
 _OTHERWISE_NAMED: dict[Callable[..., None], str] = {cut: "slice", import_file: "import"}
 """Commands whose names are words of Python's own."""

@@ -73,7 +73,12 @@ class CorpusIdentity(StoredModel):
     """True: each record holds two texts, which are hashed as one with U+001E between them. None means one
     text."""
 
-    sections: ClassVar[frozenset[str]] = frozenset({"copies_sha256", "pairs"})
+    groups: Literal[True] | None = None
+    """True: records are queries with their documents, each of which is a pair; `copies_sha256` is over the
+    query of each pair, and pairs of a query follow each other. None means that each record is a text or a
+    pair of its own."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"copies_sha256", "pairs", "groups"})
 
 
 MAX_SPECIAL: Final = 16
@@ -290,6 +295,8 @@ class CacheIdentity(StoredModel):
     def _pairs_are_of_pairs(self) -> "CacheIdentity":
         if bool(self.corpus.pairs) != (self.packing.pair is not None):
             raise ValueError("packing `pairs` goes with a corpus of pairs, and only with it")
+        if self.corpus.groups and not self.corpus.pairs:
+            raise ValueError("groups are of pairs, and the corpus has none")
         return self
 
     @model_validator(mode="after")

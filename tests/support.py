@@ -1,6 +1,7 @@
 """Tiny teachers and caches that tests share: real transformers models, built from their configurations."""
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +164,19 @@ def write_corpus(path: Path, num_documents: int = 60, seed: int = 0) -> Path:
         " ".join(WORDS[draw(0, len(WORDS))] for _ in range(draw(3, 41))) for _ in range(num_documents)
     ]
     path.write_text("\n\n".join(documents) + "\n")
+    return path
+
+
+def write_groups(path: Path, num_groups: int = 40, *, wrong: int = 1, seed: int = 0) -> Path:
+    """Write queries of 3 words, each with a document of up to 9 words that has its words, and others."""
+    drawn = random.Random(seed)
+    rows = []
+    for _ in range(num_groups):
+        query = drawn.choices(WORDS, k=3)
+        right = drawn.sample([*query, *drawn.choices(WORDS, k=drawn.randint(1, 6))], k=4)
+        others = [" ".join(drawn.choices(WORDS, k=drawn.randint(2, 9))) for _ in range(wrong)]
+        rows.append({"query": " ".join(query), "right": [" ".join(right)], "wrong": others})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 

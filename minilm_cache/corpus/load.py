@@ -2,7 +2,7 @@
 
 The text lies in Arrow files on disk, so a corpus may be larger than memory. A document is a record of .jsonl,
 .csv, .parquet or a hub data set; in .txt the text between empty lines, which may hold spaces, or a line; in
-`python-docs` a docstring or a topic of `pydoc`. Records of pairs give two documents each.
+`python-docs` a docstring or a topic of `pydoc`. A pair of texts is one document.
 """
 
 import ast
@@ -26,12 +26,12 @@ from datasets.exceptions import DatasetsError
 from pydantic import ValidationError
 
 from minilm_cache.corpus.formats import TEXT, Documents, corpus_files
+from minilm_cache.corpus.pairs import PairColumns, pairs_of_dataset, read_pairs, refuse_missing_columns
 from minilm_cache.corpus.records import (
     COPIES_COLUMN,
+    COPIES_OF,
     Record,
     Roles,
-    joined_pair,
-    read_pairs,
     read_records,
     refuse_role_column,
 )
@@ -165,8 +165,6 @@ def _docstrings(file: Path) -> Iterator[str]:
 
 PYTHON_DOCS: Final = "python-docs"
 HUB_PREFIX: Final = "hf:"
-COPIES_OF: Final = "copies of"
-"""Column of loaded documents with the values of column `COPIES_COLUMN`."""
 _BATCH: Final = 1000
 """Documents that are read at a time."""
 _BATCH_CHARS: Final = 2**24
@@ -245,21 +243,20 @@ def load_corpus(
         home: folder of caches, runs and tokens. A text that was read before, and whose files have not
             changed, is not read until its documents are asked for. None means that it is read now.
         roles: prompts that texts get by a column of theirs. None means none.
-        pair_columns: columns of the two texts of each record, with a comma between them. None means that each
-            document is one text.
+        pair_columns: columns of the two texts of each record, with a comma between them, or of a query and
+            its documents, like `query,pos+neg`. None means that each document is one text.
 
     Raises:
         CorpusError: the corpus does not exist, cannot be read, lacks a column, or holds no text.
         InvalidConfigError: a setting does not fit its files, or a role has no prompt.
         StorageError: the home cannot be written to.
     """
+    _refuse_columns(name, documents, roles=roles, pair_columns=pair_columns)
     datasets.disable_progress_bars()
-    if documents == "lines" and (name == PYTHON_DOCS or name.startswith(HUB_PREFIX)):
-        raise InvalidConfigError(_NO_LINES.format(name=name))
     with _corpus_errors(name):
         hub = _load_hub(name) if name.startswith(HUB_PREFIX) else None
         paths = _source_files(name, hub=hub, text_column=text_column, documents=documents)
-        pair = None if pair_columns is None else _pair_of(pair_columns)
+        pair = None if pair_columns is None else _pair_of(pair_columns, hub, paths)
         reading = _Reading(text_column, documents, roles, pair)
         asked = [name, text_column or "text", documents, _ARROW_VERSION, *reading.words]
         sources = Sources.now(asked, paths)
@@ -279,6 +276,7 @@ def load_corpus(
             num_documents=len(loaded),
             copies_sha256=sha256_texts(_texts(loaded, COPIES_OF)) if has_copies else None,
             pairs=None if pair is None else True,
+            groups=True if pair is not None and pair.are_groups else None,
         )
     if not sources.are_unchanged():
         raise CorpusError(_CHANGED.format(name=name))
@@ -287,19 +285,30 @@ def load_corpus(
     return Corpus(name, identity, lambda: loaded)
 
 
-def _pair_of(columns: str) -> tuple[str, str]:
-    """Return the names of two columns.
+def _refuse_columns(
+    name: str, documents: Documents, *, roles: Roles | None, pair_columns: str | None
+) -> None:
+    """Raise InvalidConfigError for settings of files or of columns that a corpus does not consist of."""
+    if documents == "lines" and (name == PYTHON_DOCS or name.startswith(HUB_PREFIX)):
+        raise InvalidConfigError(_NO_LINES.format(name=name))
+    if name == PYTHON_DOCS and (roles is not None or pair_columns is not None):
+        option = "--pair-columns" if roles is None else "--role-column"
+        raise InvalidConfigError(f"{option}: {PYTHON_DOCS} has no columns. Leave it out.")
+
+
+def _pair_of(columns: str, hub: datasets.Dataset | None, paths: Sequence[Path]) -> PairColumns:
+    """Return the columns of two texts, after a look at the first record.
 
     Raises:
-        InvalidConfigError: there are more or fewer, or both are the same.
+        CorpusError: a column is missing.
+        InvalidConfigError: they are not columns of pairs.
     """
-    names = [part.strip() for part in columns.split(",")]
-    if len(names) != 2 or not all(names) or names[0] == names[1]:  # noqa: PLR2004 - a pair
-        raise InvalidConfigError(
-            f"--pair-columns {columns}: give two different columns with a comma between them, like "
-            "question,sentence."
-        )
-    return names[0], names[1]
+    asked = PairColumns.of(columns)
+    if hub is not None:
+        refuse_missing_columns(hub, asked)
+        return asked.seen(hub[0] if len(hub) else None)
+    files = [path for path in paths if len(paths) == 1 or path.stat().st_size]
+    return asked.seen_in(files[0]) if files else asked
 
 
 class _Reading(NamedTuple):
@@ -308,7 +317,7 @@ class _Reading(NamedTuple):
     text_column: str | None
     documents: Documents
     roles: Roles | None
-    pair: tuple[str, str] | None
+    pair: PairColumns | None
     """Columns of two texts that are read together. None means that each document is one text."""
 
     @property
@@ -316,7 +325,10 @@ class _Reading(NamedTuple):
         """What tells these texts from those of the columns alone, in names of what is kept of them."""
         roles = self.roles
         by_role = [] if roles is None else [roles.column, canonical_sha256(dict(roles.prompts))]
-        return [*by_role, *([] if self.pair is None else ["pair", *self.pair])]
+        if self.pair is None:
+            return by_role
+        kind = "group" if self.pair.are_groups else "pair"
+        return [*by_role, kind, self.pair.first, *self.pair.seconds]
 
     def records(self, file: Path) -> Iterator[Record]:
         """Yield the records of a file, with their prompts."""
@@ -414,9 +426,6 @@ def _source_files(
 
 def _read(name: str, hub: datasets.Dataset | None, reading: _Reading) -> datasets.Dataset:
     """Return all records of a corpus, with or without text."""
-    if name == PYTHON_DOCS and (reading.roles is not None or reading.pair is not None):
-        option = "--pair-columns" if reading.roles is None else "--role-column"
-        raise InvalidConfigError(f"{option}: {PYTHON_DOCS} has no columns. Leave it out.")
     if name == PYTHON_DOCS:
         return datasets.Dataset.from_dict({"text": list(python_docs())})
     if hub is not None:
@@ -488,17 +497,10 @@ def _load_hub(name: str) -> datasets.Dataset:
 
 def _all_texts(loaded: datasets.Dataset, where: str, reading: _Reading) -> datasets.Dataset:
     """Return the texts of one or several columns, one column after the other, or those of pairs."""
-    roles, columns = reading.roles, reading.pair or _columns(reading.text_column)
-    texts = [_only_text(loaded, where, column) for column in columns]
     if reading.pair is not None:
-        for column in texts:
-            _refuse_missing_texts(column, where)
-        others = texts[1]["text"]
-
-        def join(row: dict[str, str], number: int) -> dict[str, str]:
-            return {"text": joined_pair((row["text"], others[number]), f"record {number} of {where}")}
-
-        return texts[0].map(join, with_indices=True)
+        return pairs_of_dataset(loaded, where, reading.pair)
+    roles = reading.roles
+    texts = [_only_text(loaded, where, column) for column in _columns(reading.text_column)]
     if roles is None:
         return datasets.concatenate_datasets(texts)
     refuse_role_column(where, roles.column, loaded.column_names)

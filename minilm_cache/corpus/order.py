@@ -338,14 +338,26 @@ def _take(files: _OrderFiles) -> Part:
 
 
 def _permutation(files: _OrderFiles) -> Iterator[Numbers]:
-    """Yield blocks of `np.random.default_rng(seed).permutation(documents)`, which lies in a file."""
+    """Yield blocks of `np.random.default_rng(seed).permutation(documents)`, which lies in a file.
+
+    Where documents are pairs of queries with documents, those of a query follow its first one.
+    """
     path, num_documents = files.folder / "permutation", len(files.tokens.ends)
     everyone = np.memmap(path, files.number_type, mode="w+", shape=num_documents)
     for first in range(0, len(everyone), _BLOCK):
         everyone[first : first + _BLOCK] = np.arange(first, min(first + _BLOCK, len(everyone)))
     np.random.default_rng(files.packing.seed).shuffle(everyone.view(np.ndarray))
+    if files.tokens.record.corpus.groups:
+        everyone[:] = _grouped(everyone.view(np.ndarray), files.tokens.keys[-1])
     for first in range(0, len(everyone), _BLOCK):
         yield everyone[first : first + _BLOCK].view(np.ndarray)
+
+
+def _grouped(numbers: Numbers, keys: Keys) -> Numbers:
+    """Return documents with those of one key together, ascending, where the first of them stands."""
+    _, first, group = np.unique(keys[numbers], return_index=True, return_inverse=True)
+    found: Numbers = numbers[np.lexsort((numbers, first[group]))]
+    return found
 
 
 def _split(files: _OrderFiles, everything: Part) -> list[Part] | None:

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple, NoReturn
@@ -23,6 +23,8 @@ from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
 
 COPIES_COLUMN: Final = "document"
 """Column that has equal values where records are copies of one text; `augment` writes it."""
+COPIES_OF: Final = "copies of"
+"""Column of loaded documents with the values of column `COPIES_COLUMN`."""
 _MAX_LINE: Final = 2**28
 """Most characters of a line of records: each is held in memory as a whole."""
 _ROWS: Final = 1024
@@ -43,49 +45,8 @@ class Record:
     """Whether the record's file has that column."""
     role: str | None = None
     """Value of the column that says what the text is for. None means that it says nothing."""
-
-
-BETWEEN: Final = "\x1e"
-"""Stands between the two texts of a pair, neither of which holds it."""
-
-
-def read_pairs(file: Path, columns: tuple[str, str]) -> Iterator[Record]:
-    """Yield the pairs of texts of a file, each as one text with `BETWEEN` between them.
-
-    Args:
-        file: a .jsonl, .csv, .tsv or .parquet file.
-        columns: columns of the first and of the second text.
-
-    Raises:
-        CorpusError: the file is empty or broken, lacks a column, or a record lacks a text.
-    """
-    if file.suffix in TEXT:
-        raise CorpusError(
-            f"--pair-columns {','.join(columns)}: {file} is a text file, which has no columns. Give records "
-            "(.jsonl, .csv, .tsv, .parquet)."
-        )
-    first, second = (read_records(file, column, "paragraphs") for column in columns)
-    try:
-        for number, (one, other) in enumerate(zip(first, second, strict=True)):
-            yield replace(one, text=joined_pair((one.text, other.text), f"record {number} of {file}"))
-    except CorpusError as error:  # it names the option of single texts
-        raise CorpusError(str(error).replace("--text-column", "--pair-columns")) from error
-
-
-def joined_pair(texts: tuple[str, str], where: str) -> str:
-    """Return two texts as one.
-
-    Raises:
-        CorpusError: one is empty, or holds what stands between them.
-    """
-    if not all(text.strip() for text in texts):
-        raise CorpusError(f"corpus: {where} (counted from 0) lacks one of its two texts. Remove it.")
-    if any(BETWEEN in text for text in texts):
-        raise CorpusError(
-            f"corpus: {where} (counted from 0) has a text with the control character U+001E, which stands "
-            "between the texts of a pair here. Remove it."
-        )
-    return BETWEEN.join(texts)
+    score: float | None = None
+    """Score of a pair of texts. None means that none is read."""
 
 
 class Roles(NamedTuple):
@@ -136,7 +97,7 @@ def read_records(
         split = _lines if documents == "lines" else _paragraphs
         with _text_errors(file), file.open(encoding="utf-8-sig") as opened:
             for text in split(opened):
-                yield Record(_plain(text, file), None, says_copies=False)
+                yield Record(plain_text(text, file), None, says_copies=False)
         return
     reader = {".jsonl": _of_json, ".csv": _of_csv, ".tsv": _of_csv, ".parquet": _of_parquet}[file.suffix]
     with _text_errors(file):
@@ -149,6 +110,78 @@ def read_records(
             refuse_role_column(file, role_column, known)
         for column in _asked(text_column, columns):
             yield from reader(file, column, role_column)
+
+
+def read_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield where each record of a file is, in words, and its values of some columns, of any type.
+
+    Column `COPIES_COLUMN` is read, too, where there is one. A record of .jsonl that lacks a column, which
+    another has, has None there.
+
+    Args:
+        file: a .jsonl, .csv, .tsv or .parquet file.
+        columns: names of the columns.
+
+    Raises:
+        CorpusError: the file is empty or broken, or lacks a column.
+    """
+    refuse_other_content(file)
+    reader = {".jsonl": _json_rows, ".csv": _csv_columns, ".tsv": _csv_columns, ".parquet": _parquet_rows}
+    with _text_errors(file):
+        yield from reader[file.suffix](file, columns)
+
+
+def _json_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    known: Sequence[str] = ()
+    for number, (where, row) in enumerate(_objects(file, *columns)):
+        for column in columns:
+            if column not in row:
+                known = known or _json_names(file)
+                if column not in known:
+                    _refuse_no_text(file, column, number=number, names=known)
+        copies = {COPIES_COLUMN: row[COPIES_COLUMN]} if COPIES_COLUMN in row else {}
+        yield where, {**{name: row.get(name) for name in columns}, **copies}
+
+
+def _csv_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with file.open(encoding="utf-8-sig", newline="") as opened:
+        rows = _csv_rows(file, opened)
+        header = next(rows, [])
+        names = _present(file, header, columns)
+        for number, row in enumerate(rows):
+            yield f"record {number} (counted from 0)", {name: row[header.index(name)] for name in names}
+
+
+def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if pq.read_metadata(file).num_rows == 0:  # of any schema: writers leave out what they saw no value of
+        return
+    schema = pq.read_schema(file)
+    names = _present(file, schema.names, columns)
+    if COPIES_COLUMN in names and _is_bytes(schema.field(COPIES_COLUMN).type):
+        names.remove(COPIES_COLUMN)
+    with file.open("rb") as opened:
+        num_rows = refuse_bomb(opened, names)
+        opened.seek(0)
+        for first, batch in _batches(pq.ParquetFile(opened), names, num_rows):
+            values = {name: _strings(batch.column(name), file, first) for name in names}
+            for at in range(len(batch)):
+                where = f"record {first + at} (counted from 0)"
+                yield where, {name: found[at] for name, found in values.items()}
+
+
+def _present(file: Path, header: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Return the columns, and the one that marks copies if it is there.
+
+    Raises:
+        CorpusError: one is missing, or stands there twice.
+    """
+    names = [*columns, *([COPIES_COLUMN] if COPIES_COLUMN in header else [])]
+    for name in names:
+        if header.count(name) > 1:
+            raise CorpusError(f"corpus {file} has two columns of one name: {name}. Rename one.")
+        if name not in header:
+            _refuse_no_text(file, name, number=0, names=header)
+    return list(dict.fromkeys(names))
 
 
 def refuse_role_column(where: object, column: str, known: Sequence[str]) -> None:
@@ -240,9 +273,9 @@ def _json_records(file: Path, column: str, role_column: str | None) -> Iterator[
                 "Name another with --text-column, or store it as text."
             )
         copy = row.get(COPIES_COLUMN)
-        role = None if role_column is None else _as_key(row.get(role_column))
+        role = None if role_column is None else as_key(row.get(role_column))
         says = says_copies or COPIES_COLUMN in row
-        yield Record(_plain(_whole(text, file, where), file), _as_key(copy), says, role)
+        yield Record(plain_text(_whole(text, file, where), file), as_key(copy), says, role)
 
 
 def _json_names(file: Path) -> list[str]:
@@ -255,10 +288,10 @@ def _json_names(file: Path) -> list[str]:
     return list(names)
 
 
-def _objects(file: Path, column: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _objects(file: Path, *columns: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield where each record of a .jsonl file is, in words, and the record.
 
-    A file that is one array of objects is read, too. Of a column, `column`, no record may have two values.
+    A file that is one array of objects is read, too. Of these columns, no record may have two values.
     """
     with file.open(encoding="utf-8-sig") as opened:
         for number, line in enumerate(iter(lambda: opened.readline(_MAX_LINE), ""), 1):
@@ -270,7 +303,7 @@ def _objects(file: Path, column: str | None = None) -> Iterator[tuple[str, Mappi
             if not line.strip():
                 continue
             if number == 1 and line.lstrip().startswith("["):
-                yield from _array(file, line + opened.read(_MAX_LINE), column)
+                yield from _array(file, line + opened.read(_MAX_LINE), columns)
                 return
             where = f"line {number}"
             row = _value(file, line, where)
@@ -279,12 +312,13 @@ def _objects(file: Path, column: str | None = None) -> Iterator[tuple[str, Mappi
                     f"corpus {file}: {where} holds {_kind(row)}, where a record with a text should be. "
                     "Write one object a line."
                 )
-            if column is not None and (line.count(f'"{column}"') > 1 or "\\u" in line):
-                _refuse_two_values(file, line, column, where=where)
+            for column in columns:
+                if line.count(f'"{column}"') > 1 or "\\u" in line:
+                    _refuse_two_values(file, line, column, where=where)
             yield where, row
 
 
-def _array(file: Path, content: str, column: str | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _array(file: Path, content: str, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if len(content) >= _MAX_LINE:
         raise CorpusError(f"corpus {file} is one long JSON array. Write one object a line.")
     rows = _value(file, content, "the array")
@@ -295,8 +329,11 @@ def _array(file: Path, content: str, column: str | None) -> Iterator[tuple[str, 
                 f"record "
                 'like {"text": "..."} should be. Write one object a line.'
             )
-        if column is not None and content.count(f'"{column}"') > len(rows):
-            raise CorpusError(f"corpus {file} has column {column!r} twice in a record. Keep one of the two.")
+        for column in columns:
+            if content.count(f'"{column}"') > len(rows):
+                raise CorpusError(
+                    f"corpus {file} has column {column!r} twice in a record. Keep one of the two."
+                )
         yield f"element {number}", row
 
 
@@ -350,7 +387,7 @@ def _csv_records(file: Path, column: str, role_column: str | None) -> Iterator[R
         for row in rows:
             copy = None if copies_at is None else row[copies_at]
             role = None if role_at is None else row[role_at]
-            yield Record(_plain(row[at], file), copy, copies_at is not None, role)
+            yield Record(plain_text(row[at], file), copy, copies_at is not None, role)
 
 
 def _csv_rows(file: Path, opened: IO[str]) -> Iterator[list[str]]:
@@ -419,7 +456,7 @@ def _parquet_records(file: Path, column: str, role_column: str | None) -> Iterat
                 if text is None:
                     _refuse_no_text(file, column, number=number, names=[column])
                 else:
-                    yield Record(_plain(text, file), copy, says_copies, role)
+                    yield Record(plain_text(text, file), copy, says_copies, role)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -462,10 +499,10 @@ def _keys(values: pa.Array) -> list[str | None]:
     try:
         return list(values.cast(pa.string()).to_pylist())
     except (pa.ArrowException, UnicodeDecodeError):
-        return [_as_key(value) for value in values.to_pylist()]
+        return [as_key(value) for value in values.to_pylist()]
 
 
-def _as_key(value: object) -> str | None:
+def as_key(value: object) -> str | None:
     """Return a value as text, as Arrow writes numbers. None stays None."""
     if value is None or isinstance(value, str):
         return value
@@ -486,7 +523,7 @@ def _whole(text: str, file: Path, where: str) -> str:
     return text
 
 
-def _plain(text: str, file: Path) -> str:
+def plain_text(text: str, where: object) -> str:
     """Return a text without the mark that some programs begin text with.
 
     Raises:
@@ -494,7 +531,7 @@ def _plain(text: str, file: Path) -> str:
     """
     if text.count("\0") > max(1, _MOST_NULS * len(text)):
         raise CorpusError(
-            f"corpus {file}: a text is full of NUL characters. Convert the file, for example by "
+            f"corpus {where}: a text is full of NUL characters. Convert the file, for example by "
             "`iconv -f utf-16 -t utf-8`."
         )
     return text.removeprefix("\ufeff")

@@ -22,8 +22,9 @@ from filelock import FileLock
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from minilm_cache.corpus.load import COPIES_OF, Corpus, load_corpus, text_batches
-from minilm_cache.corpus.records import BETWEEN
+from minilm_cache.corpus.load import Corpus, load_corpus, text_batches
+from minilm_cache.corpus.pairs import BETWEEN
+from minilm_cache.corpus.records import COPIES_OF
 from minilm_cache.corpus.template import pair_template_of
 from minilm_cache.corpus.tokens import (
     COPIES,

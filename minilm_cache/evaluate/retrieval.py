@@ -6,14 +6,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
 from minilm_cache.evaluate.embeddings import sentence_encoder
-from minilm_cache.evaluate.models import find_models, refuse_run_as_teacher
+from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_teacher
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.session import ALONE, Session
@@ -89,34 +89,61 @@ def compare_retrieval(
         InterruptedRunError: a stop was requested.
     """
     assert config.retrieval is not None
-    data, device = read_own_data(config.retrieval), choose_device(config.device)
+    data = read_own_data(config.retrieval)
     refuse_run_as_teacher(names)
     models = find_models(names, config.revision, untrained=False)
     session.progress.start("embed", len(models) * (len(data.queries) + len(data.documents)), "texts")
     found: list[RetrievalScores] = []
     index: Vectors | None = None
     for model in models:
-        encoder = sentence_encoder(model, config.max_length, str(device))
-        with enough_memory(device, "Take a lower --batch-size or --max-length"):
-            queries, documents = (
-                _encoded(encode, texts, config, session=session)
-                for encode, texts in (
-                    (encoder.encode_query, list(data.queries.values())),
-                    (encoder.encode_document, list(data.documents.values())),
-                )
-            )
-        values = _values(data, queries, documents)
+        queries, documents = vectors_of(model, data, config, session=session)
+        values = values_of(data, nearest(data, queries, documents))
         of_index = None
         if index is not None and index.shape[1] == queries.shape[1]:
-            of_index = measured(_values(data, queries, index)["ndcg_at_10"])
+            of_index = measured(values_of(data, nearest(data, queries, index))["ndcg_at_10"])
         index = documents if index is None else index
         means = {name: measured(each) for name, each in values.items()}
         found.append(RetrievalScores(model=model.name, teachers_index=of_index, **means))
     return found
 
 
+class Encoding(Protocol):
+    """How texts are encoded."""
+
+    @property
+    def device(self) -> str | None:
+        """Device in torch's notation. None means a GPU if there is one."""
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a text."""
+
+    @property
+    def batch_size(self) -> int:
+        """Texts of a forward pass."""
+
+
+def vectors_of(
+    model: Evaluated, data: OwnData, config: Encoding, *, session: Session
+) -> tuple[Vectors, Vectors]:
+    """Return a model's vectors of the queries and of the documents of data of one's own.
+
+    Raises:
+        TeacherError: the model cannot be loaded.
+        InvalidConfigError: it has fewer positions than `max_length`.
+        InterruptedRunError: a stop was requested.
+    """
+    device = choose_device(config.device)
+    encoder = sentence_encoder(model, config.max_length, str(device))
+    with enough_memory(device, "Take a lower --batch-size or --max-length"):
+        return (
+            _encoded(encoder.encode_query, list(data.queries.values()), config, session=session),
+            _encoded(encoder.encode_document, list(data.documents.values()), config, session=session),
+        )
+
+
 def _encoded(
-    encode: Callable[..., Any], texts: Sequence[str], config: EmbeddingsConfig, *, session: Session
+    encode: Callable[..., Any], texts: Sequence[str], config: Encoding, *, session: Session
 ) -> Vectors:
     parts = []
     for start in range(0, len(texts), _BATCHES_OF_A_PART * config.batch_size):
@@ -128,14 +155,23 @@ def _encoded(
     return np.concatenate(parts).astype(np.float32)
 
 
-def _values(data: OwnData, queries: Vectors, documents: Vectors) -> dict[str, list[float]]:
-    """Return each measure of each query."""
-    names, run = list(data.documents), dict[str, dict[str, float]]()
+Ranked = dict[str, dict[str, float]]
+"""For each query, the scores of the documents that were found, the best one first."""
+
+
+def nearest(data: OwnData, queries: Vectors, documents: Vectors, *, most: int = _NEAREST) -> Ranked:
+    """Return the nearest documents of each query, and their cosines."""
+    names, run = list(data.documents), Ranked()
     for first in range(0, len(queries), _QUERIES_AT_ONCE):
         scores = queries[first : first + _QUERIES_AT_ONCE] @ documents.T
-        nearest = np.argsort(-scores, axis=1, kind="stable")[:, :_NEAREST]
-        for query, places, row in zip(list(data.queries)[first:], nearest, scores, strict=False):
+        places_of = np.argsort(-scores, axis=1, kind="stable")[:, :most]
+        for query, places, row in zip(list(data.queries)[first:], places_of, scores, strict=False):
             run[query] = {names[place]: float(row[place]) for place in places}
+    return run
+
+
+def values_of(data: OwnData, run: Ranked) -> dict[str, list[float]]:
+    """Return each measure of each query."""
     right = {query: dict(grades) for query, grades in data.right.items()}
     whole = pytrec_eval.RelevanceEvaluator(right, {"ndcg_cut_10", "recall_100"}).evaluate(run)
     ten = {query: dict(list(found.items())[:10]) for query, found in run.items()}

@@ -119,6 +119,51 @@ class EmbeddingsConfig(ModelSettings):
         return self
 
 
+class OwnDataSettings(ModelSettings):
+    """Retrieval data of one's own, and what finds candidates in them."""
+
+    group = "Candidates"
+    retrieval: Path
+    """Retrieval data of your own: a .jsonl file of `question` and `answer`, or a folder in BEIR's layout
+    (corpus.jsonl, queries.jsonl, qrels/test.tsv)."""
+    max_length: Annotated[int, Field(ge=4, le=2**16)] = 128
+    """Most tokens of a text, or of a query with a document."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Texts, or pairs of texts, of a forward pass."""
+
+
+class MineConfig(OwnDataSettings):
+    """Settings of a search for hard negatives."""
+
+    negatives: Annotated[int, Field(ge=1, le=1000)] = 7
+    """Documents that are not right, of each query."""
+    among: Annotated[int, Field(ge=1, le=10_000)] = 50
+    """Nearest documents that negatives are drawn from; as many as `--negatives` takes the nearest ones."""
+    margin: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Least share by which a negative's cosine is below that of the right document (the farthest one, where
+    there are several), like 0.05: what is nearer may be right, too, without a mark. None means that all are
+    taken."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of the draw."""
+
+    @model_validator(mode="after")
+    def _draws_enough(self) -> "MineConfig":
+        if self.among < self.negatives:
+            raise ValueError(f"--among {self.among} is below --negatives {self.negatives}; give more")
+        return self
+
+
+class RerankConfig(OwnDataSettings):
+    """Settings of a comparison of cross-encoders."""
+
+    first_stage: str
+    """Model whose nearest documents are ranked anew: `mini`, a hub id or a folder of a sentence encoder."""
+    candidates: Annotated[int, Field(ge=2, le=1000)] = 100
+    """Nearest documents of each query that are ranked anew."""
+    max_queries: Annotated[int, Field(ge=1)] | None = None
+    """Most queries, the first ones. None means all of them."""
+
+
 class TrialIdentity(FrozenSettings):
     """Everything that a trial's result depends on: two trials with equal identities are the same trial."""
 

@@ -1,8 +1,10 @@
 """What a model reads: sequences of any lengths as one padded batch, with segments where texts are pairs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -67,6 +69,27 @@ class Inputs:
         segments = (position >= second[:, None]) & self.valid & matches.any(1)[:, None]
         return replace(self, segments=segments.to(torch.int64))
 
+    def apart(self, pair: PairTemplate, queries: Int[Tensor, " batch"], pad_token: int) -> "Inputs":
+        """Return the texts of pairs as sequences of their own: each first text once, then all second texts.
+
+        A text alone stands between the tokens that are before and after a pair.
+
+        Args:
+            pair: what stands around and between the texts.
+            queries: number of the first text of each pair, as `query_numbers` returns them.
+            pad_token: id that fills rows up.
+        """
+        firsts, seconds = dict[int, Tensor](), list[Tensor]()
+        before, after = (torch.tensor(part, dtype=torch.int64) for part in (pair.before, pair.after))
+        rows = zip(self.ids, self.lengths.tolist(), queries.tolist(), strict=True)
+        for row, length, query in rows:
+            tokens = row[len(before) : length - len(after)]
+            place = int((tokens == pair.between[0]).int().argmax())
+            firsts.setdefault(query, tokens[:place])
+            seconds.append(tokens[place + len(pair.between) :])
+        texts = [firsts[query] for query in range(len(firsts))] + seconds
+        return Inputs.of([torch.cat((before, text, after)) for text in texts], pad_token)
+
     @property
     def valid(self) -> Bool[Tensor, "batch length"]:
         """True at tokens, False at padding."""
@@ -92,6 +115,22 @@ class Inputs:
     def _with(self, moved: Callable[[Tensor], Tensor]) -> "Inputs":
         segments = None if self.segments is None else moved(self.segments)
         return Inputs(moved(self.ids), moved(self.lengths), segments, self.is_full)
+
+
+def query_numbers(rows: Iterable[npt.NDArray[np.generic]], pair: PairTemplate) -> Int[Tensor, " batch"]:
+    """Return the number of the first text of each pair, from 0 on in the order in which texts come.
+
+    Args:
+        rows: tokens of each pair; they may be padded.
+        pair: what stands around and between the texts.
+    """
+    known: dict[bytes, int] = {}
+    numbers = []
+    for row in rows:
+        text = row[len(pair.before) :]
+        first = text[: int((text == pair.between[0]).argmax())]
+        numbers.append(known.setdefault(first.tobytes(), len(known)))
+    return torch.tensor(numbers)
 
 
 def _padded(rows: Sequence[Tensor], value: int) -> Tensor:

@@ -29,9 +29,14 @@ class Prompts(NamedTuple):
         """The prompt that every text gets, or an empty text."""
         return "" if self.default is None else self.by_name[self.default]
 
-    def to_json(self) -> bytes:
-        """Return the prompts as the content of a file of sentence-transformers."""
-        content = {"prompts": self.by_name, "default_prompt_name": self.default}
+    def to_json(self, similarity: str | None = None) -> bytes:
+        """Return the prompts as the content of a file of sentence-transformers.
+
+        Args:
+            similarity: name of the function that compares two vectors. None means the cosine.
+        """
+        content: dict[str, object] = {"prompts": self.by_name, "default_prompt_name": self.default}
+        content |= {} if similarity is None else {"similarity_fn_name": similarity}
         return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 

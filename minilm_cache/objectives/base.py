@@ -124,6 +124,14 @@ class StudentObjective(nn.Module, ABC):
         """
         return None
 
+    @property
+    def similarity(self) -> str | None:
+        """Name, in sentence-transformers, of the function that compares two vectors of a student.
+
+        None means the cosine, or that there are no vectors.
+        """
+        return None
+
     @abstractmethod
     def forward(self, reading: Reading, batch: StudentBatch, method: Method | None = None) -> Parts:
         """Return the parts of the loss of a student on a batch.

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
+from jaxtyping import Int
+from torch import Tensor
+
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.objectives.several import OtherTeachers
 from minilm_cache.relations.scores import Targets, Vectors, WantedRelations
@@ -36,6 +39,10 @@ class StudentBatch:
     """Relations of each layer of `WantedTargets.layers`, in order."""
     vectors: tuple[Vectors, ...] = ()
     """The teacher's queries, keys and values of the same layers. Empty if they are not wanted."""
+    queries: Int[Tensor, " batch"] | None = None
+    """Number of the query (the first text) of each pair, from 0 on in the order of the batch. None means that
+    they are not wanted. Where texts are wanted apart, `inputs` are the queries by number, then the second
+    text of each pair."""
     signals: Signals = field(default_factory=Signals)
     """What else the teacher gives, as far as it is wanted."""
 
@@ -59,6 +66,10 @@ class WantedTargets:
     """True: queries, keys and values of these layers are needed, too."""
     signals: tuple[SignalName, ...] = ()
     """What is needed in addition to relations and vectors."""
+    queries: bool = False
+    """True: which pairs of texts have the same first text."""
+    apart: bool = False
+    """True: students read the texts of pairs apart, each as a sequence of its own."""
     others: OtherTeachers | None = field(default=None, compare=False)
     """Teachers whose vectors are joined with the cache's. None means that there are none."""
 

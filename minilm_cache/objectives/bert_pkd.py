@@ -23,7 +23,7 @@ from minilm_cache.objectives.base import (
 )
 from minilm_cache.objectives.batch import StudentBatch, Unit, WantedTargets
 from minilm_cache.objectives.config import ObjectiveConfig
-from minilm_cache.objectives.tinybert import answer_loss
+from minilm_cache.objectives.tinybert import answer_loss, refuse_temperature_of_number
 from minilm_cache.relations.loss import Method
 from minilm_cache.storage_schema.states import LOGITS, SignalName, StateFamily
 
@@ -119,7 +119,12 @@ class BertPkd(ObjectiveKind):
     """Hidden states of [CLS] after intermediate layers, and logits if the cache has them."""
 
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
-        """Return the hidden states of the layers that students are mapped to, and logits."""
+        """Return the hidden states of the layers that students are mapped to, and logits.
+
+        Raises:
+            InvalidConfigError: there is a temperature, and the teacher answers with one number.
+        """
+        refuse_temperature_of_number(request)
         depths = {num_layers_of(arch) for arch in request.arch}
         layers = sorted({pair.teacher for depth in depths for pair in _intermediate_pairs(request, depth)})
         names = tuple(SignalName(StateFamily.FIRST, layer + 1) for layer in layers)

@@ -100,17 +100,6 @@ def live_objective(
         InvalidConfigError: the objective does not go with the teacher or the students.
     """
     request = ObjectiveRequest(config=config, arch=tuple(arch), cache=cache, others=others)
-    states = cache.manifest.identity.states
-    if (
-        config.temperature is not None
-        and config.spec.needs.logits
-        and states is not None
-        and states.num_classes == 1
-    ):
-        raise InvalidConfigError(
-            f"--temperature {config.temperature:g}: the teacher answers with one number, which is compared "
-            "by its squared error. Leave it out."
-        )
     return Objective(request=request, wanted=_kind(config).wanted(request))
 
 

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -67,9 +67,17 @@ class ObjectiveFields(FrozenSettings):
     temperature: Annotated[Annotated[float, Field(gt=0, le=100)] | None, Shown("t{:g}", "temperature {}")] = (
         None
     )
-    """What logits are divided by before they are compared, for `bert-pkd` and `tinybert-prediction`, and
-    cosines for `--loss neighbours`. None means 10 for `bert-pkd` (1 with `--form paper`), 1 for
-    `tinybert-prediction`, and as the teacher's cosines are spread for `neighbours`."""
+    """What logits are divided by before they are compared, for `bert-pkd`, `tinybert-prediction` and
+    `listwise`, and cosines for `--loss neighbours`. None means 10 for `bert-pkd` (1 with `--form paper`), as
+    the teacher's cosines are spread for `neighbours`, and otherwise 1."""
+    teacher_temperature: Annotated[
+        Annotated[float, Field(gt=0, le=100)] | None, Shown("tt{:g}", "teacher's temperature {}")
+    ] = None
+    """What the teacher's scores are divided by for `listwise`. None means as `--temperature`."""
+    encoder: Annotated[Literal["cross", "bi"] | None, Shown("{}", "{}-encoder")] = None
+    """What students of pairs' scores are: a cross-encoder (`cross`), which reads both texts together, or a
+    bi-encoder (`bi`), whose vectors of both have the score as their dot product. None means `bi` for
+    `margin-mse`, and `cross` for all others."""
     ground_truth: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, Shown("g{:g}", "ground truth {}")] = (
         None
     )

@@ -150,6 +150,9 @@ _LAST_LAYER_UNTRAINED: Final = "The student's last layer behind its queries, key
 _LONG_TRAINING: Final = {"steps": 400_000, "warmup": 0.01, "weight_decay": 0.01}
 """Settings of a training of 400,000 steps; the learning rate rises over the first 4,000."""
 
+_OF_GROUPS: Final[Mapping[str, Any]] = {"batch_size": 64, "dropout": "none", "batches": "by-query"}
+"""Recipe of objectives that compare the pairs of a query."""
+
 OBJECTIVES: Final[dict[str, ObjectiveSpec]] = {}
 """Every objective, by its name."""
 
@@ -242,6 +245,37 @@ for _spec in (
         learns_from="the answers of a teacher",
         options=frozenset({"temperature"}),
         has_forms=True,
+    ),
+    ObjectiveSpec(
+        name="score",
+        kind=f"{_PACKAGE}.scores:ScoresOfPairs",
+        needs=Needs(logits=True, relations=False),
+        learns_from="the scores of a teacher",
+        options=frozenset({"encoder"}),
+    ),
+    ObjectiveSpec(
+        name="margin-mse",
+        kind=f"{_PACKAGE}.scores:ScoresOfPairs",
+        needs=Needs(logits=True, relations=False),
+        learns_from="the scores of a teacher",
+        options=frozenset({"encoder"}),
+        recipe=_OF_GROUPS,
+    ),
+    ObjectiveSpec(
+        name="listwise",
+        kind=f"{_PACKAGE}.scores:ScoresOfPairs",
+        needs=Needs(logits=True, relations=False),
+        learns_from="the scores of a teacher",
+        options=frozenset({"encoder", "temperature", "teacher_temperature"}),
+        recipe=_OF_GROUPS,
+    ),
+    ObjectiveSpec(
+        name="ranknet",
+        kind=f"{_PACKAGE}.scores:ScoresOfPairs",
+        needs=Needs(logits=True, relations=False),
+        learns_from="the scores of a teacher",
+        options=frozenset({"encoder"}),
+        recipe=_OF_GROUPS,
     ),
     ObjectiveSpec(
         name="distilbert",

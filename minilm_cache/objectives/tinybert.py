@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.tap import Reading
 from minilm_cache.objectives.base import (
     LayerPair,
@@ -145,8 +146,12 @@ class Prediction(ObjectiveKind):
     """Logits of a teacher that classifies sequences."""
 
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:
-        """Return the logits."""
-        del request
+        """Return the logits.
+
+        Raises:
+            InvalidConfigError: there is a temperature, and the teacher answers with one number.
+        """
+        refuse_temperature_of_number(request)
         return WantedTargets(kinds=(), signals=(LOGITS,))
 
     def build(
@@ -158,6 +163,16 @@ class Prediction(ObjectiveKind):
         assert states is not None
         classes = (states.num_classes or 1) if request.config.is_authors else 1
         return PredictionObjective(request.config.temperature or 1.0, classes)
+
+
+def refuse_temperature_of_number(request: ObjectiveRequest) -> None:
+    """Raise InvalidConfigError for a temperature where a teacher answers with one number."""
+    states, temperature = request.cache.manifest.identity.states, request.config.temperature
+    if temperature is not None and states is not None and states.num_classes == 1:
+        raise InvalidConfigError(
+            f"--temperature {temperature:g}: the teacher answers with one number, which is compared by its "
+            "squared error. Leave it out."
+        )
 
 
 def answer_loss(

@@ -16,7 +16,7 @@ from torch import Tensor
 from minilm_cache.cache import Cache, refuse_no_pairs
 from minilm_cache.codecs.vectors import VectorsCodec
 from minilm_cache.errors import CacheCorruptError
-from minilm_cache.models.inputs import Inputs
+from minilm_cache.models.inputs import Inputs, query_numbers
 from minilm_cache.models.vocabulary import StudentTokens
 from minilm_cache.objectives.batch import UNITS, Counts, StudentBatch, WantedTargets
 from minilm_cache.relations.loss import choose_method
@@ -34,9 +34,10 @@ from minilm_cache.relations.signals import MaskedSequences, Signals
 from minilm_cache.relations.transfer import pin, send
 from minilm_cache.signals.codec import SignalsCodec
 from minilm_cache.storage_schema.arrays import not_chosen
-from minilm_cache.storage_schema.identity import RelationKind
+from minilm_cache.storage_schema.identity import PairTemplate, RelationKind
 from minilm_cache.storage_schema.states import INDEX_PATH, LABELS, POOLED, READ_PATH, WEIGHT_PATH
 from minilm_cache.store.reader import Segment
+from minilm_cache.train.config import Batches
 from minilm_cache.train.sampler import Buffer, StepPlan
 
 _LEAST_BUFFERS = 2
@@ -48,6 +49,8 @@ class _StoredBatch:
     """A batch with its arrays as they are stored, padded but not decoded, on the CPU."""
 
     inputs: Inputs
+    queries: Tensor | None
+    """Number of the query of each pair, `(batch,)`. None means not wanted."""
     counts: Counts
     rows: Mapping[str, Tensor]
     """Array path to `(batch, length, ...)`, or `(batch, 1, ...)` where a sequence has one row."""
@@ -123,6 +126,7 @@ class BatchReader:
             entropies=tuple(kind for kind in wanted.kinds if kind in estimated),
             not_chosen=not_chosen(cache.manifest.identity.teacher.vocab_size),
         )
+        self._pair = cache.manifest.identity.packing.pair
         self._num_heads = wanted.relation_heads or cache.manifest.identity.relation_heads
         self._pad_token = pad_token
         self._device = device
@@ -145,7 +149,7 @@ class BatchReader:
                 buffers = stack.enter_context(
                     closing(self.segments_of(plan.streams[number].stream(position)))
                 )
-                streams[number] = _pieces(buffers, plan.part_size, by_length=plan.by_length)
+                streams[number] = _pieces(buffers, plan.part_size, batches=plan.batches, pair=self._pair)
             ahead = stack.enter_context(ThreadPoolExecutor(max_workers=1))
             pending = ahead.submit(self._gather_step, streams, plan)
             while True:
@@ -244,12 +248,18 @@ class BatchReader:
         if codec is not None and LABELS in self._wanted.signals:
             masked = codec.masked(rows, lengths).pinned_for(self._device)
         is_full = gathered.counts["tokens"] == ids.numel()
-        inputs = Inputs(ids, lengths, is_full=is_full).paired(self._cache.manifest.identity.packing.pair)
+        inputs = Inputs(ids, lengths, is_full=is_full).paired(self._pair)
         if self._tokens is not None:
             inputs = self._tokens.read(inputs, self._most)
+        queries = None
+        if self._pair is not None and self._wanted.queries:
+            queries = query_numbers(ids.numpy(), self._pair)
+            if self._wanted.apart:
+                inputs = inputs.apart(self._pair, queries, self._pad_token)
         on_device = rows.keys() - {"tokens", READ_PATH, INDEX_PATH, WEIGHT_PATH}
         return _StoredBatch(
             inputs=inputs.pinned_for(self._device),
+            queries=None if queries is None else pin(queries, self._device),
             counts=gathered.counts,
             rows={path: pin(rows[path], self._device) for path in on_device},
             masked=masked,
@@ -284,6 +294,7 @@ class BatchReader:
         )
         return StudentBatch(
             inputs=inputs,
+            queries=None if stored.queries is None else send(stored.queries, self._device),
             counts=stored.counts,
             part=part,
             step_counts=step_counts,
@@ -322,13 +333,23 @@ def _paths_by_reading(codec: SignalsCodec | None, paths: Iterable[str]) -> tuple
 
 
 def _pieces(
-    buffers: Iterator[tuple[Mapping[int, Segment], Buffer]], batch_size: int, *, by_length: bool = False
+    buffers: Iterator[tuple[Mapping[int, Segment], Buffer]],
+    batch_size: int,
+    *,
+    batches: Batches = "shuffled",
+    pair: PairTemplate | None = None,
 ) -> Iterator[list[_Piece]]:
     """Cut a stream into batches; a batch at the end of a buffer may continue in the next buffer."""
     batch: list[_Piece] = []
     room = batch_size
     for segments, buffer in buffers:
-        if by_length:
+        if batches == "by-query" and pair is not None:
+            tokens = (
+                next(segment for segment in segments.values() if number in segment).rows_of("tokens", number)
+                for number in buffer.sequences.tolist()
+            )
+            buffer = buffer.by_query(query_numbers(tokens, pair).numpy())
+        if batches == "by-length":
             # A stream begins at a whole batch, so what was skipped ends one, too.
             head = buffer.skipped % batch_size if buffer.skipped else room % batch_size
             buffer = buffer.in_order(_lengths(segments, buffer), batch_size, head=head)

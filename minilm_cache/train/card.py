@@ -75,14 +75,7 @@ def save_student(
         else:
             tokens.tokenizer.save_pretrained(new)
         model.save_pretrained(new)
-        pooler = trainer.learner.objective.sentence_pooler
-        if pooler is not None:
-            config = model.config
-            length = reader.manifest.identity.packing.max_length
-            pooler.save(new, hidden_size=config.hidden_size, max_length=length)
-        prompts = student_prompts(reader)
-        if prompts.by_name and (pooler is not None or reader.manifest.labels.role_column is not None):
-            (new / PROMPTS_FILE).write_bytes(prompts.to_json())
+        _save_pooling(new, trainer, reader)
         frozen = model.get_input_embeddings() if run.identity.frozen else None
         untrained = untrained_modules(model, kept=frozen)
         head = trainer.learner.objective.needs.head
@@ -96,6 +89,22 @@ def save_student(
                 vocabulary=run.vocabulary,
             )
         )
+
+
+def _save_pooling(folder: Path, trainer: StudentTrainer, reader: CacheReader) -> None:
+    """Add to a student's folder how its vectors are made and compared, and the prompts of its texts."""
+    objective, manifest = trainer.learner.objective, reader.manifest
+    pooler, similarity = objective.sentence_pooler, objective.similarity
+    if pooler is not None:
+        pooler.save(
+            folder,
+            hidden_size=trainer.model.model.config.hidden_size,
+            max_length=manifest.identity.packing.max_length,
+        )
+    prompts = student_prompts(reader)
+    has_prompts = prompts.by_name and (pooler is not None or manifest.labels.role_column is not None)
+    if has_prompts or similarity is not None:
+        (folder / PROMPTS_FILE).write_bytes(prompts.to_json(similarity))
 
 
 def student_prompts(reader: CacheReader) -> Prompts:

@@ -11,6 +11,8 @@ from minilm_cache.objectives.spec import OBJECTIVES, Preset
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings
 
 DEFAULT_EPOCHS = 5.0
+Batches = Literal["shuffled", "by-length", "by-query"]
+"""Which sequences come together in batches."""
 LEAST_STEPS = 300
 """Fewest steps of a training that is given neither steps nor epochs: students that are cut from a teacher
 first get worse, and by then they are better."""
@@ -54,9 +56,10 @@ class RecipeSettings(FrozenSettings):
     frozen: Literal["none", "embeddings"] = "none"
     """Weights that stay as students begin with them: none, or the word embeddings, which suits students that
     begin with the teacher's: words that the text hardly has keep their meaning."""
-    batches: Literal["shuffled", "by-length"] = "shuffled"
-    """How sequences come together in batches: at random, or with others of about their length (default of
-    `embedding`), which saves padding."""
+    batches: Batches = "shuffled"
+    """How sequences come together in batches: at random, with others of about their length (`by-length`, the
+    default of `embedding`), which saves padding, or pairs of texts with others of the same first text
+    (`by-query`, the default of objectives that compare these)."""
     buffer_shards: Annotated[int, Field(ge=1)] = 4
     """Shards, or segments of large shards, whose sequences are shuffled together."""
     init: str | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from minilm_cache.cache import Cache, open_cache
+from minilm_cache.corpus.template import template_of
 from minilm_cache.errors import InvalidConfigError, StorageError
 from minilm_cache.models.arch import StudentShape
 from minilm_cache.models.student import teacher_config
@@ -20,7 +21,7 @@ from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
 from minilm_cache.store.durable import PARTIAL, storage_errors
 from minilm_cache.store.urls import place_of, without_secrets
 from minilm_cache.train.batches import BatchReader
-from minilm_cache.train.card import save_student
+from minilm_cache.train.card import cached_tokenizer, save_student
 from minilm_cache.train.checkpoint import RunState, load_best, load_state, load_students, remove_checkpoints
 from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.folder import RunFolder
@@ -140,6 +141,7 @@ def _train(
     beginnings = initial_weights(config, cache, shapes=shapes, head=objective.head, home=session.home)
     tokens = beginnings.tokens or student_vocabulary(config, cache)
     _refuse_other_pairs(manifest, tokens, option="--vocab" if beginnings.tokens is None else "--init-teacher")
+    _refuse_other_singles(cache, objective)
     identity = RunIdentity.of(
         config,
         manifest,
@@ -184,6 +186,22 @@ def _refuse_other_pairs(manifest: CacheManifest, tokens: StudentTokens | None, *
         raise InvalidConfigError(
             f"{option}: the sequences of this cache are pairs of texts, which students read with the "
             "teacher's own tokenizer. Leave it out."
+        )
+
+
+def _refuse_other_singles(cache: Cache, objective: Objective) -> None:
+    """Raise InvalidConfigError for bi-encoders whose tokenizer puts other tokens around a text than a pair.
+
+    They learn texts between the tokens that are before and after a pair, and read what it makes of them.
+    """
+    pair = cache.manifest.identity.packing.pair
+    if pair is None or not objective.wanted.apart:
+        return
+    single = template_of(cached_tokenizer(cache.reader))
+    if (single.before, single.after) != (pair.before, pair.after):
+        raise InvalidConfigError(
+            "--encoder bi: the tokenizer of this cache puts other tokens around a text than a pair, so that "
+            "bi-encoders would read other texts than they learned. Take --encoder cross."
         )
 
 

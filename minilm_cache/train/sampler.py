@@ -20,7 +20,7 @@ import numpy.typing as npt
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.storage_schema.manifest import CacheManifest
 from minilm_cache.store.ranges import Segments
-from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.config import Batches, TrainConfig
 
 _POOL_BATCHES = 32
 """Batches whose sequences are sorted by length together."""
@@ -68,6 +68,17 @@ class Buffer:
         ]
         ordered[head:last] = shuffled.ravel()
         return replace(self, sequences=self.sequences[ordered])
+
+    def by_query(self, queries: npt.NDArray[np.int64]) -> "Buffer":
+        """Return the buffer with pairs of the same query next to each other, in the order of the cache.
+
+        Queries follow each other as the first of their pairs does here. It is a pure function of the buffer.
+
+        Args:
+            queries: number of the query of each of `sequences`, `(sequences,)`.
+        """
+        _, first, number = np.unique(queries, return_index=True, return_inverse=True)
+        return replace(self, sequences=self.sequences[np.lexsort((self.sequences, first[number]))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +189,8 @@ class StepPlan:
     """Parts of a step, summed over all processes."""
     own_parts: tuple[int, ...]
     """Numbers of the parts that this process takes."""
-    by_length: bool = False
-    """Whether sequences of about the same length share a part."""
+    batches: Batches = "shuffled"
+    """Which sequences share a part."""
 
     @property
     def part_size(self) -> int:
@@ -239,6 +250,10 @@ def plan_steps(config: TrainConfig, reader: Planned, *, num_ranks: int = 1, rank
             "the number of processes). Take a divisor."
         )
     check_parts(config, num_ranks)
+    if config.batches == "by-query" and manifest.identity.packing.pair is None:
+        raise InvalidConfigError(
+            "--batches by-query is for pairs of texts, and this cache holds single texts. Leave it out."
+        )
     most = max(manifest.num_train, _SMALL_BATCH)
     if config.batch_size > most:
         raise InvalidConfigError(
@@ -261,5 +276,5 @@ def plan_steps(config: TrainConfig, reader: Planned, *, num_ranks: int = 1, rank
         batch_size=config.batch_size,
         num_parts=num_parts,
         own_parts=tuple(range(rank, num_parts, num_ranks)),
-        by_length=config.batches == "by-length",
+        batches=config.batches,
     )

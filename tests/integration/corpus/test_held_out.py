@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm_cache.cache import open_cache
-from minilm_cache.corpus.load import COPIES_OF, Corpus, load_corpus
+from minilm_cache.corpus.load import Corpus, load_corpus
 from minilm_cache.corpus.order import groups
+from minilm_cache.corpus.records import COPIES_OF
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump import setup

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from minilm_cache.corpus.load import COPIES_OF, load_corpus
+from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.records import COPIES_OF
 from minilm_cache.errors import CorpusError, MiniLMCacheError
 from minilm_cache.store.checked import sha256_texts
 from tests.conftest import Command

@@ -12,7 +12,7 @@ from tests.integration.train.test_train import settings
 from tests.support import tiny_model
 
 SCRIPT = """
-import functools, itertools, torch
+import functools, torch
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.tap import ATTENTION, Tap, TappedModel
 from tests.support import tiny_model
@@ -22,7 +22,8 @@ torch.compile = functools.partial(torch.compile, fullgraph=True, backend="aot_ea
 ids = torch.randint(5, 100, (3, 16))
 full, padded = Inputs.full(ids), Inputs(ids, torch.tensor([16, 9, 16]))
 forms = (((), full), ((), padded), ((1,), padded))
-for family, (hidden, inputs) in itertools.product(("bert", "modernbert", "distilbert"), forms):
+families = (("bert", forms), ("modernbert", forms[2:]), ("distilbert", forms[2:]))
+for family, (hidden, inputs) in ((name, form) for name, of_family in families for form in of_family):
     plain = TappedModel(tiny_model(family, attention=ATTENTION))
     compiled = TappedModel(plain.model)
     tap = Tap((plain.num_layers - 1,), hidden)
@@ -47,7 +48,7 @@ from tests.support import tiny_model
 torch.compile = functools.partial(torch.compile, backend="eager")
 models = [
     TappedModel(tiny_model("bert", attention=ATTENTION, hidden_size=16 * width, num_attention_heads=4))
-    for width in range(1, 4)
+    for width in (1, 2)
 ]
 for model in models:
     model.compile_forward(None, taps_layers=True)
@@ -75,7 +76,7 @@ def test_all_students_of_a_run_are_compiled() -> None:
 
     assert done.returncode == 0, done.stderr[-3000:]
     total, compiled = map(int, done.stdout.split())
-    assert total == compiled == 3 * 2 * 2, done.stderr[-3000:]  # twice for lengths: one, then any
+    assert total == compiled == 2 * 2 * 2, done.stderr[-3000:]  # twice for lengths: one, then any
 
 
 def test_students_with_whole_steps_are_replayed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

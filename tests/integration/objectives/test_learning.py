@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.curves import FILE, TRAINED, curve, make_world, served
+from tests.golden.curves import FILE, KINDS, TRAINED, Kind, curve, make_world, served
 
 BAND = 0.5
 """Greatest distance from a stored curve, as a share of what was learned: processors round otherwise."""
@@ -13,12 +13,12 @@ LEAST = 1e-3
 """The same as a share of the loss, for objectives that these random texts teach hardly anything."""
 
 
-@pytest.mark.parametrize("classes", [False, True], ids=["words", "classes"])
-def test_every_objective_learns_along_its_stored_curve(tmp_path: Path, classes: bool) -> None:
-    world = make_world(tmp_path, classes=classes)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_objective_learns_along_its_stored_curve(tmp_path: Path, kind: Kind) -> None:
+    world = make_world(tmp_path, kind)
     stored = json.loads(FILE.read_text())
     assert sorted(stored) == sorted(TRAINED)
-    for objective in served(classes=classes):
+    for objective in served(kind):
         found, expected = curve(world, objective), stored[objective]
         band = BAND * abs(expected[0] - expected[-1]) + LEAST * expected[0]
         assert found == pytest.approx(expected, abs=band), objective

@@ -27,7 +27,7 @@ from tests.processes import CONTEXT
 from tests.s3 import Between, tamper
 from tests.support import World
 
-KILLS = 20
+KILLS = 12
 """How often the dumps of each codec are killed."""
 
 

@@ -15,7 +15,7 @@ from minilm_cache.train.config import TrainConfig
 from minilm_cache.train.ranks import Ranks
 from minilm_cache.train.setup import build_trainers
 from minilm_cache.train.trainer import StudentTrainer
-from tests.golden.curves import ARCH, make_world, served
+from tests.golden.curves import ARCH, KINDS, Kind, make_world, served
 from tests.support import World
 
 CPU = torch.device("cpu")
@@ -36,11 +36,11 @@ def trainer_of(world: World, objective: str) -> tuple[StudentTrainer, BatchReade
     return trainer, BatchReader(cache, chosen.wanted, pad_token=0, device=CPU)
 
 
-@pytest.mark.parametrize("classes", [False, True], ids=["words", "classes"])
-def test_parts_of_a_step_add_up_to_the_step_for_every_objective(tmp_path: Path, classes: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_a_step_add_up_to_the_step_for_every_objective(tmp_path: Path, kind: Kind) -> None:
     """Four sequences at once, or two and two: the same losses, and the same gradient."""
-    world = make_world(tmp_path, classes=classes)
-    for objective in served(classes=classes):
+    world = make_world(tmp_path, kind)
+    for objective in served(kind):
         trainer, reader = trainer_of(world, objective)
         (whole,) = islice(reader.batches_of(range(4), 4), 1)
         gradients, losses = [], []

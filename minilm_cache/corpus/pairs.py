@@ -1,0 +1,247 @@
+"""Pairs of texts out of records: two columns, or a query and the documents that it is compared with.
+
+A query with several documents is a group: one pair for each document. Pairs of one query are held out
+together, and follow each other in a cache.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import datasets
+
+from minilm_cache.corpus.formats import TEXT
+from minilm_cache.corpus.records import COPIES_COLUMN, COPIES_OF, Record, as_key, plain_text, read_rows
+from minilm_cache.errors import CorpusError, InvalidConfigError
+
+BETWEEN: Final = "\x1e"
+"""Stands between the two texts of a pair, neither of which holds it."""
+_MOST_SCORE: Final = 1e30
+"""Scores are float32, and no model gives one of this size."""
+
+
+class PairColumns(NamedTuple):
+    """Columns of the texts that are read together."""
+
+    first: str
+    """Column of the first text, or of a query."""
+    seconds: tuple[str, ...]
+    """Columns of the second text, or of the documents of a query."""
+    are_groups: bool = False
+    """Whether each record is a query with its documents."""
+    scores: tuple[str, ...] = ()
+    """Columns of the scores of the documents, one for each column of documents. Empty means no scores."""
+
+    @classmethod
+    def of(cls, columns: str, scores: str | None = None) -> "PairColumns":
+        """Return the columns that are named like `question,sentence` or `query,pos+neg`.
+
+        Args:
+            columns: a column, a comma, and another column, or several with + between them.
+            scores: columns of scores, with + between them. None means no scores.
+
+        Raises:
+            InvalidConfigError: there are more or fewer, or one comes twice.
+        """
+        names = [part.strip() for part in columns.split(",")]
+        seconds = [part.strip() for part in names[-1].split("+")]
+        every = [*names[:1], *seconds]
+        if len(names) != 2 or not all(every) or len(set(every)) < len(every):  # noqa: PLR2004 - a pair
+            raise InvalidConfigError(
+                f"--pair-columns {columns}: give two different columns with a comma between them, like "
+                "question,sentence, or a query and the columns of its documents, like query,pos+neg."
+            )
+        of_scores = [] if scores is None else [part.strip() for part in scores.split("+")]
+        if scores is not None and (len(of_scores) != len(seconds) or not all(of_scores)):
+            raise InvalidConfigError(
+                f"--score-columns {scores}: give one column for each of {', '.join(seconds)}, with + between "
+                "them, like pos_scores+neg_scores."
+            )
+        return cls(names[0], tuple(seconds), len(seconds) > 1, tuple(of_scores))
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All columns that are read."""
+        return (self.first, *self.seconds, *self.scores)
+
+    def seen(self, row: Mapping[str, object] | None) -> "PairColumns":
+        """Return the columns of groups if a first record, None where there is none, holds a list."""
+        holds_list = row is not None and isinstance(row[self.seconds[0]], list)
+        return self._replace(are_groups=self.are_groups or holds_list)
+
+    def seen_in(self, file: Path) -> "PairColumns":
+        """Return the columns, of groups if the first record of a file holds a list of documents.
+
+        Raises:
+            CorpusError: the file is empty or broken, or lacks a column.
+        """
+        _refuse_text(file, self)
+        first = next(_rows(file, (self.first, *self.seconds)), None)
+        return self.seen(None if first is None else first[1])
+
+
+def read_pairs(file: Path, columns: PairColumns) -> Iterator[Record]:
+    """Yield the pairs of texts of a file, each as one text with `BETWEEN` between them.
+
+    Args:
+        file: a .jsonl, .csv, .tsv or .parquet file.
+        columns: columns of the texts.
+
+    Raises:
+        CorpusError: the file is empty or broken, lacks a column, or a record lacks a text or a score.
+    """
+    _refuse_text(file, columns)
+    for where, row in _rows(file, columns.every):
+        yield from pairs_of(row, columns, f"{where} of {file}")
+
+
+def pairs_of(row: Mapping[str, Any], columns: PairColumns, where: str) -> Iterator[Record]:
+    """Yield the pairs of a record: one, or one for each document of a query, in order and without repeats.
+
+    Args:
+        row: values of the columns; `None` where the record has none.
+        columns: columns of the texts.
+        where: the record, for messages.
+
+    Raises:
+        CorpusError: it lacks a text or a score, or has one of another kind.
+    """
+    query = _text(row[columns.first], columns.first, where)
+    if not columns.are_groups:
+        (second,) = columns.seconds
+        value = row[second]
+        if isinstance(value, list):
+            raise CorpusError(
+                f"corpus: {where} holds a list in column {second!r}, and the first record holds a text. Let "
+                "all records hold lists, or none."
+            )
+        score = None
+        if columns.scores:
+            (score,) = _scores(row[columns.scores[0]], columns.scores[0], 1, where=where)
+        text = joined_pair((query, _text(value, second, where)), where)
+        yield Record(text, as_key(row.get(COPIES_COLUMN)), COPIES_COLUMN in row, score=score)
+        return
+    known = set()
+    for number, column in enumerate(columns.seconds):
+        documents = _documents(row[column], column, where)
+        if number == 0 and not documents:
+            raise CorpusError(
+                f"corpus: {where} has a query and no document in column {column!r}, whose documents are the "
+                "right ones. Add one or remove the record."
+            )
+        scores: Sequence[float | None] = [None] * len(documents)
+        if columns.scores:
+            name = columns.scores[number]
+            scores = _scores(row[name], name, len(documents), where=where)
+        for document, score in zip(documents, scores, strict=True):
+            if document not in known:
+                text = joined_pair((query, document), where)
+                yield Record(text, query, says_copies=True, score=score)
+            known.add(document)
+
+
+def pairs_of_dataset(loaded: datasets.Dataset, where: str, columns: PairColumns) -> datasets.Dataset:
+    """Return the pairs of texts of a data set, each as one text."""
+
+    def expand(rows: Mapping[str, Sequence[object]], numbers: Sequence[int]) -> dict[str, list[str | None]]:
+        found = [
+            record
+            for at, number in enumerate(numbers)
+            for record in pairs_of(
+                {name: values[at] for name, values in rows.items()}, columns, f"record {number} of {where}"
+            )
+        ]
+        return {"text": [each.text for each in found], COPIES_OF: [each.copy_of for each in found]}
+
+    features = datasets.Features({"text": datasets.Value("string"), COPIES_OF: datasets.Value("string")})
+    copies = [COPIES_COLUMN] if COPIES_COLUMN in loaded.column_names and not columns.are_groups else []
+    asked = loaded.select_columns([columns.first, *columns.seconds, *copies])
+    pairs = asked.map(
+        expand, with_indices=True, batched=True, remove_columns=asked.column_names, features=features
+    )
+    return pairs if copies or columns.are_groups else pairs.remove_columns(COPIES_OF)
+
+
+def refuse_missing_columns(loaded: datasets.Dataset, columns: PairColumns) -> None:
+    """Raise CorpusError for a data set that lacks a column."""
+    missing = [name for name in columns.every if name not in loaded.column_names]
+    if missing:
+        raise CorpusError(
+            f"the corpus has no column {missing[0]!r}; it has {', '.join(loaded.column_names)}. Name the "
+            "ones with the texts: --pair-columns."
+        )
+
+
+def joined_pair(texts: tuple[str, str], where: str) -> str:
+    """Return two texts as one.
+
+    Raises:
+        CorpusError: one is empty, or holds what stands between them.
+    """
+    if not all(text.strip() for text in texts):
+        raise CorpusError(f"corpus: {where} lacks one of its two texts. Remove it.")
+    if any(BETWEEN in text for text in texts):
+        raise CorpusError(
+            f"corpus: {where} has a text with the control character U+001E, which stands between the texts "
+            "of a pair here. Remove it."
+        )
+    return BETWEEN.join(texts)
+
+
+def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the records of a file; errors name the option of pairs, not that of single texts."""
+    try:
+        yield from read_rows(file, columns)
+    except CorpusError as error:
+        raise CorpusError(str(error).replace("--text-column", "--pair-columns")) from error
+
+
+def _refuse_text(file: Path, columns: PairColumns) -> None:
+    if file.suffix in TEXT:
+        raise CorpusError(
+            f"--pair-columns {columns.first},{'+'.join(columns.seconds)}: {file} is a text file, which has "
+            "no columns. Give records (.jsonl, .csv, .tsv, .parquet)."
+        )
+
+
+def _text(value: object, column: str, where: str) -> str:
+    if not isinstance(value, str):
+        kind = "nothing" if value is None else f"a {type(value).__name__}"
+        raise CorpusError(
+            f"corpus: {where} holds {kind} in column {column!r}, not text. Name another with --pair-columns, "
+            "or store it as text."
+        )
+    return plain_text(value, where)
+
+
+def _documents(value: object, column: str, where: str) -> list[str]:
+    """Return the documents of a column of groups: those of a list, one text, or none."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return [_text(each, column, where) for each in values]
+
+
+def _scores(value: object, column: str, count: int, *, where: str) -> list[float]:
+    """Return as many scores as there are documents.
+
+    Raises:
+        CorpusError: there are more or fewer, or one is no number, NaN or infinite.
+    """
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if len(values) != count:
+        raise CorpusError(
+            f"corpus: {where} has {len(values)} scores in column {column!r} for {count} documents. Give one "
+            "for each."
+        )
+    scores = []
+    for each in values:
+        try:
+            score = float("nan") if isinstance(each, bool) else float(str(each))
+        except ValueError:
+            score = float("nan")
+        if not abs(score) < _MOST_SCORE:
+            raise CorpusError(
+                f"corpus: {where} has the score {str(each)[:40]!r} in column {column!r}, which is no number "
+                "that a score can be. Correct it or remove the record."
+            )
+        scores.append(score)
+    return scores

@@ -1,0 +1,230 @@
+"""Candidates of a first stage: written as groups to learn from, or ranked anew by cross-encoders."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from sentence_transformers import CrossEncoder
+
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.evaluate.models import Evaluated, find_models
+from minilm_cache.evaluate.retrieval import (
+    Measured,
+    OwnData,
+    Ranked,
+    Vectors,
+    measured,
+    nearest,
+    read_own_data,
+    values_of,
+    vectors_of,
+)
+from minilm_cache.evaluate.settings import MineConfig, OwnDataSettings, RerankConfig
+from minilm_cache.models.device import choose_device, enough_memory
+from minilm_cache.models.load import load_tokenizer, read_config
+from minilm_cache.session import ALONE, Session
+from minilm_cache.store.durable import new_file, refuse_existing, storage_errors
+
+QUERY, POSITIVE, NEGATIVE = "query", "positive", "negative"
+"""Columns of mined groups: `dump --pair-columns query,positive+negative` reads them."""
+_BATCHES_OF_A_PART: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mined:
+    """What was written of hard negatives."""
+
+    path: Path
+    queries: int
+    pairs: int
+    """Pairs of a query with a right document or a negative."""
+    lacking: int
+    """Queries with fewer negatives than were asked for."""
+
+
+def mine_negatives(config: MineConfig, name: str, out: Path, *, session: Session = ALONE) -> Mined:
+    """Write each query with its right documents and some near ones that are not right, as JSON lines.
+
+    Args:
+        config: the data, and which negatives are taken.
+        name: sentence encoder that finds them, same as for `compare_embeddings`.
+        out: file to write, which must not exist.
+        session: its progress shows the number of encoded texts. Its `should_stop` is called before each
+            part; True stops.
+
+    Raises:
+        CorpusError: the data are missing or damaged.
+        TeacherError: the model does not exist.
+        InvalidConfigError: the model has fewer positions than `max_length`, or stands for several.
+        StorageError: the file exists, or cannot be written.
+        InterruptedRunError: a stop was requested.
+    """
+    refuse_existing(out)
+    data = read_own_data(config.retrieval)
+    found = _hard_negatives(data, _encoded(data, name, config, session=session), config)
+    drawn, num_pairs, lacking = np.random.default_rng(config.seed), 0, 0
+    with storage_errors("write", out), new_file(out) as opened:
+        for query, text in data.queries.items():
+            negatives = found[query]
+            lacking += len(negatives) < config.negatives
+            chosen = negatives
+            if len(negatives) > config.negatives:
+                chosen = [
+                    negatives[at]
+                    for at in sorted(drawn.choice(len(negatives), config.negatives, replace=False))
+                ]
+            group = {
+                QUERY: text,
+                POSITIVE: [data.documents[each] for each in data.right[query]],
+                NEGATIVE: [data.documents[each] for each in chosen],
+            }
+            opened.write((json.dumps(group, ensure_ascii=False) + "\n").encode())
+            num_pairs += len(data.right[query]) + len(chosen)
+    return Mined(path=out, queries=len(data.queries), pairs=num_pairs, lacking=lacking)
+
+
+def _hard_negatives(
+    data: OwnData, vectors: tuple[Vectors, Vectors], config: MineConfig
+) -> dict[str, list[str]]:
+    """Return the nearest documents of each query that are not right, and not too near, the nearest first.
+
+    The margin is from the right document that is farthest, as sentence-transformers takes it.
+    """
+    (queries, documents), names = vectors, list(data.documents)
+    numbers, found = {name: at for at, name in enumerate(names)}, dict[str, list[str]]()
+    for query, vector in zip(data.queries, queries, strict=True):
+        cosines = documents @ vector
+        right = [numbers[name] for name in data.right[query]]
+        farthest = float(cosines[right].min())
+        cosines[right] = -np.inf
+        if config.margin is not None:
+            cosines[cosines > farthest - config.margin * abs(farthest)] = -np.inf
+        order = np.argsort(-cosines, kind="stable")[: config.among]
+        found[query] = [names[at] for at in order if cosines[at] > -np.inf]
+    return found
+
+
+def _encoded(
+    data: OwnData, name: str, config: OwnDataSettings, *, session: Session
+) -> tuple[Vectors, Vectors]:
+    """Return a sentence encoder's vectors of the queries and of the documents."""
+    models = find_models([name], config.revision, untrained=False)
+    if len(models) != 1:
+        raise InvalidConfigError(
+            f"{name} is a run of {len(models)} students. Name the folder of one: {models[0].folder}."
+        )
+    session.progress.start("embed", len(data.queries) + len(data.documents), "texts")
+    return vectors_of(models[0], data, config, session=session)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RerankScores:
+    """Scores of a cross-encoder that ranks candidates anew, or of the first stage itself."""
+
+    model: str
+    ndcg_at_10: Measured
+    mrr_at_10: Measured
+    pairs_per_s: float | None
+    """Pairs that were scored in a second. None means the first stage, which scores no pairs."""
+
+
+def compare_rerankers(
+    config: RerankConfig, names: Sequence[str], *, session: Session = ALONE
+) -> list[RerankScores]:
+    """Score cross-encoders by how well they rank the candidates of a first stage, after the first stage.
+
+    Scores are taken before any activation.
+
+    Args:
+        config: the data, the first stage and the number of candidates.
+        names: cross-encoders: folders of models or of runs, or hub ids.
+        session: its progress shows the number of encoded texts and of pairs. Its `should_stop` is called
+            before each part; True stops.
+
+    Raises:
+        CorpusError: the data are missing or damaged.
+        TeacherError: a model does not exist.
+        InvalidConfigError: a model answers with more than one score, or has fewer positions than
+            `max_length`.
+        InterruptedRunError: a stop was requested.
+    """
+    data = _first(read_own_data(config.retrieval), config.max_queries)
+    models = find_models(names, config.revision, untrained=False)
+    for model in models:
+        _refuse_other_answers(model)
+    vectors = _encoded(data, config.first_stage, config, session=session)
+    found = nearest(data, *vectors, most=config.candidates)
+    values = values_of(data, found)
+    first = RerankScores(
+        model=f"{config.first_stage} (first stage)",
+        ndcg_at_10=measured(values["ndcg_at_10"]),
+        mrr_at_10=measured(values["mrr_at_10"]),
+        pairs_per_s=None,
+    )
+    session.progress.start("rank", len(models) * sum(map(len, found.values())), "pairs")
+    return [first, *(_reranked(model, data, found, config=config, session=session) for model in models)]
+
+
+def _first(data: OwnData, most: int | None) -> OwnData:
+    queries = dict(islice(data.queries.items(), most))
+    return replace(data, queries=queries, right={query: data.right[query] for query in queries})
+
+
+def _refuse_other_answers(model: Evaluated) -> None:
+    """Raise InvalidConfigError for a model that is no cross-encoder of one score."""
+    config = read_config(model.folder)
+    is_classifier = any("SequenceClassification" in name for name in config.architectures or ())
+    if not is_classifier or config.num_labels != 1:
+        what = f"answers with {config.num_labels} classes" if is_classifier else "scores no pairs"
+        raise InvalidConfigError(
+            f"{model.name} {what}; rerank takes cross-encoders with one score. Train one: "
+            "`minilm-cache train CACHE --objective score`."
+        )
+
+
+def _reranked(
+    model: Evaluated, data: OwnData, found: Ranked, *, config: RerankConfig, session: Session
+) -> RerankScores:
+    """Return the scores of a cross-encoder."""
+    device = choose_device(config.device)
+    load_tokenizer(model.folder)
+    encoder = CrossEncoder(
+        str(model.folder),
+        device=str(device),
+        max_length=config.max_length,
+        activation_fn=torch.nn.Identity(),
+        local_files_only=True,
+        model_kwargs={"use_safetensors": True},
+    )
+    pairs = [(query, name) for query, documents in found.items() for name in documents]
+    texts = [(data.queries[query], data.documents[name]) for query, name in pairs]
+    # Pairs of about one length share a batch across parts, too: padding would be most of a reranker's time.
+    order = np.argsort([len(one) + len(other) for one, other in texts], kind="stable")[::-1]
+    scores, started = np.empty(len(texts)), time.perf_counter()
+    with enough_memory(device, "Take a lower --batch-size or --max-length"):
+        for start in range(0, len(texts), _BATCHES_OF_A_PART * config.batch_size):
+            if session.should_stop():
+                raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
+            part = order[start : start + _BATCHES_OF_A_PART * config.batch_size]
+            scores[part] = encoder.predict(
+                [texts[at] for at in part], batch_size=config.batch_size, show_progress_bar=False
+            )
+            session.progress.advance(len(part))
+    pairs_per_s = len(texts) / (time.perf_counter() - started)
+    run: Ranked = {query: {} for query in found}
+    for (query, name), score in zip(pairs, scores.tolist(), strict=True):
+        run[query][name] = score
+    ranked = {query: dict(sorted(of.items(), key=lambda item: -item[1])) for query, of in run.items()}
+    values = values_of(data, ranked)
+    return RerankScores(
+        model=model.name,
+        ndcg_at_10=measured(values["ndcg_at_10"]),
+        mrr_at_10=measured(values["mrr_at_10"]),
+        pairs_per_s=pairs_per_s,
+    )

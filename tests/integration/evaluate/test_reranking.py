@@ -1,0 +1,151 @@
+"""Hard negatives and reranking: sentence-transformers' own mining and ranking are the oracles."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.util import mine_hard_negatives
+
+from tests.conftest import Command
+from tests.integration.evaluate.test_retrieval import models, questions, write_beir
+from tests.support import World, save_teacher, write_corpus
+
+__all__ = ["models"]
+Models = tuple[Path, Path]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Forty questions, each with one right answer."""
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in questions()[:-1]))
+    return path
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("margin", [None, 0.02])
+def test_negatives_are_those_of_sentence_transformers(
+    tmp_path: Path, models: Models, file: Path, command: Command, margin: float | None
+) -> None:
+    """The nearest ones, none of them right, and no nearer than the margin allows."""
+    out = tmp_path / "groups.jsonl"
+    words = () if margin is None else ("--margin", margin)
+    sizes = ("--negatives", 5, "--among", 5, "--max-length", 32)
+    code, printed, err = command(
+        "mine", models[0], "--retrieval", file, "--out", out, *sizes, *words, "--json"
+    )
+    assert code == 0, err
+    groups, asked = rows_of(out), rows_of(file)
+    assert json.loads(printed)["pairs"] == sum(1 + len(group["negative"]) for group in groups)
+    mined = mine_hard_negatives(
+        datasets.Dataset.from_list(asked),
+        SentenceTransformer(str(models[0]), device="cpu"),
+        anchor_column_name="question",
+        positive_column_name="answer",
+        num_negatives=5,
+        range_max=39,
+        relative_margin=margin,
+        sampling_strategy="top",
+        output_format="n-tuple" if margin is None else "triplet",
+        verbose=False,
+    )
+    expected: dict[str, list[str]] = {row["question"]: [] for row in asked}
+    for row in mined:
+        expected[row["question"]] += [text for name, text in row.items() if name.startswith("negative")]
+    assert {group["query"]: group["negative"] for group in groups} == expected
+    assert [group["positive"] for group in groups] == [[row["answer"]] for row in asked]
+
+
+def test_mined_groups_are_dumped_as_they_are(
+    tmp_path: Path, models: Models, file: Path, command: Command
+) -> None:
+    """Drawn by the seed; the command that is printed names the columns that a dump takes."""
+    write_beir(tmp_path / "beir", questions())
+    texts = []
+    for number, seed in enumerate((0, 0, 1)):
+        out = tmp_path / f"{number}.jsonl"
+        words = ("--retrieval", tmp_path / "beir", "--out", out, "--negatives", 2, "--max-length", 32)
+        code, printed, err = command("mine", models[0], *words, "--seed", seed)
+        assert code == 0, err
+        texts.append(out.read_text())
+    assert texts[0] == texts[1] != texts[2]
+    assert "--pair-columns query,positive+negative" in printed
+    teacher = save_teacher(tmp_path / "scorer", head="sequences", num_labels=1)
+    world = World(tmp_path, teacher, tmp_path / "0.jsonl")
+    cache = world.dump(pair_columns="query,positive+negative", **{"for": "listwise"})
+    assert cache.manifest.identity.corpus.groups
+    assert cache.manifest.num_sequences == sum(
+        len({*row["positive"], *row["negative"]}) for row in rows_of(tmp_path / "0.jsonl")
+    )
+
+
+def test_rankings_are_those_of_cross_encoder(
+    tmp_path: Path, models: Models, file: Path, command: Command
+) -> None:
+    """With one right document, nDCG is 1 / log2(1 + rank) and MRR 1 / rank, 0 below the tenth place."""
+    scorers = [save_teacher(tmp_path / f"s{n}", seed=n, head="sequences", num_labels=1) for n in (0, 1)]
+    words = ("--retrieval", file, "--first-stage", models[0], "--candidates", 12, "--max-length", 32)
+    code, printed, err = command("rerank", *scorers, *words, "--json")
+    assert code == 0, err
+    first, *found = json.loads(printed)["models"]
+    assert first["pairs_per_s"] is None
+    asked, encoder = rows_of(file), SentenceTransformer(str(models[0]), device="cpu")
+    answers = [row["answer"] for row in asked]
+    similar = encoder.encode([row["question"] for row in asked]) @ encoder.encode(answers).T
+    nearest = (-torch.from_numpy(similar)).argsort(dim=1, stable=True)[:, :12].tolist()
+    rankings = [[[answers[at] for at in row] for row in nearest]]
+    for folder in scorers:
+        scorer = CrossEncoder(str(folder), device="cpu", max_length=32)
+        rankings.append(
+            [
+                [str(each["text"]) for each in scorer.rank(row["question"], documents, return_documents=True)]
+                for row, documents in zip(asked, rankings[0], strict=True)
+            ]
+        )
+    for scores, ranking in zip((first, *found), rankings, strict=True):
+        places = [
+            documents.index(row["answer"]) + 1 if row["answer"] in documents[:10] else math.inf
+            for row, documents in zip(asked, ranking, strict=True)
+        ]
+        gains = sum(1 / math.log2(1 + place) for place in places if place < math.inf) / len(places)
+        assert scores["ndcg_at_10"]["mean"] == pytest.approx(100 * gains, abs=1e-6)
+        ranks = sum(1 / place for place in places) / len(places)
+        assert scores["mrr_at_10"]["mean"] == pytest.approx(100 * ranks, abs=1e-6)
+    code, printed, _ = command("rerank", scorers[0], *words, "--max-queries", 5)
+    assert code == 0
+    assert "pairs/s" in printed
+
+
+def test_what_does_not_rank_is_one_line(tmp_path: Path, models: Models, file: Path, command: Command) -> None:
+    classes = save_teacher(tmp_path / "classes", head="sequences", num_labels=3)
+    scorer = save_teacher(tmp_path / "scorer", head="sequences", num_labels=1)
+    own = ("--retrieval", file, "--max-length", 32)
+    rerank, first = ("rerank", *own), ("--first-stage", models[0])
+    command.fails(*rerank, classes, *first, code=2, says="answers with 3 classes")
+    command.fails(*rerank, models[1], *first, code=2, says="scores no pairs")
+    command.fails(*rerank, scorer, code=2, says="--first-stage")
+    command.fails(*rerank, scorer, "--first-stage", tmp_path / "none", code=1, says="none")
+    command.fails(*rerank, scorer, *first, "--candidates", 1, code=2, says="--candidates")
+    mine, out = ("mine", models[0], *own, "--out"), tmp_path / "out.jsonl"
+    command.fails(*mine, file, code=2, says=str(file))
+    command.fails(*mine, out, "--negatives", 60, code=2, says="--among 50 is below --negatives 60")
+    command.fails(
+        "mine", models[0], "--retrieval", tmp_path / "no", "--out", out, code=1, says="does not exist"
+    )
+    assert not out.exists()
+    world = World(tmp_path, models[0], write_corpus(tmp_path / "text.txt"))
+    world.dump(packing="records", pooled=True, codec="none")
+    world.train("run", objective="embedding", arch=("1x32", "2x32"), steps=1)
+    command.fails(
+        *("mine", tmp_path / "run", *own, "--out", out),
+        code=2,
+        says="is a run of 2 students. Name the folder",
+    )

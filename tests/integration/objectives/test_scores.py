@@ -1,0 +1,197 @@
+"""Scores of pairs, from records of queries with documents to cross-encoders and bi-encoders in use."""
+
+import json
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from transformers import AutoModel
+
+from minilm_cache.cache import Cache, open_cache
+from minilm_cache.objectives.check import choose_objective
+from minilm_cache.objectives.scores import LISTWISE, MARGIN_MSE, RANKNET, SCORE
+from minilm_cache.storage_schema.states import LOGITS
+from minilm_cache.train.batches import BatchReader
+from minilm_cache.train.sampler import plan_steps
+from tests.conftest import Command
+from tests.integration.corpus.test_pairs import with_segments
+from tests.integration.objectives.conftest import CPU, settings, trainer_of
+from tests.support import World, save_teacher, tiny_tokenizer, write_corpus, write_groups
+
+GROUPS: dict[str, Any] = {"pair_columns": "query,right+wrong", "for": "listwise", "seed": 3}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """A cross-encoder with segments, and queries with four documents each."""
+    teacher = save_teacher(tmp_path / "teacher", head="sequences", num_labels=1)
+    with_segments().save_pretrained(teacher)
+    return World(tmp_path, teacher, write_groups(tmp_path / "groups.jsonl", wrong=3))
+
+
+def rows_of(world: World) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in world.corpus.read_text().splitlines()]
+
+
+def pairs_of(world: World) -> list[tuple[str, str]]:
+    """Return all pairs, a query's one after the other, the right document first."""
+    return [(row["query"], document) for row in rows_of(world) for document in (*row["right"], *row["wrong"])]
+
+
+def texts_of(cache: Cache) -> list[tuple[str, str]]:
+    """Return the two texts of each sequence."""
+    tokenizer = tiny_tokenizer()
+    found = []
+    for sequence in cache:
+        first, second, _ = str(tokenizer.decode(sequence.input_ids.tolist())).split("[SEP]")
+        found.append((first.removeprefix("[CLS]").strip(), second.strip()))
+    return found
+
+
+def test_scores_are_those_of_the_teacher_and_pairs_of_a_query_stay_together(world: World) -> None:
+    """Every pair once, its score the teacher's own; a query's pairs follow each other, also when held out."""
+    cache = open_cache(world.dump(**GROUPS).path)
+    found, expected = texts_of(cache), pairs_of(world)
+    assert sorted(found) == sorted(expected)
+    queries = [query for query, _ in found]
+    assert sum(one != other for one, other in pairwise(queries)) == 39  # of 40 queries
+    place = {pair: number for number, pair in enumerate(expected)}
+    assert all(place[one] + 1 == place[other] for one, other in pairwise(found) if one[0] == other[0])
+    num_train = cache.manifest.num_train
+    assert cache.manifest.num_held_out > 0
+    assert not {*queries[:num_train]} & {*queries[num_train:]}
+    encoder = CrossEncoder(str(world.teacher), device="cpu", max_length=32, activation_fn=torch.nn.Identity())
+    stored = [float(sequence.states()[LOGITS][0]) for sequence in cache]
+    np.testing.assert_allclose(stored, encoder.predict(found), atol=1e-5)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "csv", "list"])
+def test_groups_are_read_in_the_layouts_that_people_have(world: World, tmp_path: Path, ending: str) -> None:
+    """Columns of texts or of lists, one of documents or several; a repeated document counts once."""
+    expected, rows, columns = pairs_of(world), rows_of(world), "query,right+wrong"
+    file = tmp_path / f"again.{'jsonl' if ending == 'list' else ending}"
+    if ending == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(str(file))
+    elif ending == "csv":
+        columns = "query,right+w0+w1+w2"
+        lines = [",".join([row["query"], *row["right"], *row["wrong"]]) for row in rows]
+        file.write_text("\n".join(["query,right,w0,w1,w2", *lines]) + "\n")
+    else:
+        columns = "query,documents" if ending == "list" else columns
+        for row in rows:
+            row["documents"] = [*row["right"], *row["wrong"], *row["wrong"]]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    again = World(world.root, world.teacher, file)
+    cache = open_cache(again.dump("again", **{**GROUPS, "pair_columns": columns}).path)
+    assert sorted(texts_of(cache)) == sorted(expected)
+    assert cache.manifest.identity.corpus.groups
+
+
+def test_batches_hold_queries_with_their_documents(world: World) -> None:
+    cache = open_cache(world.dump(**GROUPS, shard_tokens=512).path)
+    config = settings(LISTWISE, batch_size=16, batches="by-query")
+    wanted = choose_objective(config, cache, arch=config.arch).wanted
+    reader, seen = BatchReader(cache, wanted, pad_token=0, device=CPU), []
+    for batch in islice(reader.train_batches(plan_steps(config, cache.reader), 0), 9):
+        assert batch.queries is not None
+        assert batch.queries.tolist() == sorted(batch.queries.tolist())
+        seen += [tuple(row.tolist()) for row in batch.inputs.ids.sort(1).values]
+        # At most two queries of a batch are cut: the first and the last.
+        sizes = torch.bincount(batch.queries).tolist()
+        assert all(size == 4 for size in sizes[1:-1])
+    resumed = islice(reader.train_batches(plan_steps(config, cache.reader), 5), 4)
+    assert seen[5 * 16 :] == [
+        tuple(row.tolist()) for batch in resumed for row in batch.inputs.ids.sort(1).values
+    ]
+
+
+@pytest.mark.parametrize("objective", [SCORE, LISTWISE, RANKNET, MARGIN_MSE])
+def test_a_cross_encoder_that_is_the_teacher_has_no_loss(world: World, objective: str) -> None:
+    world.dump(**GROUPS)
+    changes: dict[str, Any] = {"encoder": "cross"} if objective == MARGIN_MSE else {}
+    run = world.train(
+        "run", arch=("3x32:ff64",), objective=objective, steps=1, lr=1e-9, warmup=0.0, **changes
+    )
+    before = run.record.students[0].loss_before
+    assert before is not None
+    if objective == RANKNET:  # its least value is not 0
+        assert before < 0.7
+    else:
+        assert before < 1e-6
+
+
+@pytest.mark.parametrize("objective", [MARGIN_MSE, LISTWISE])
+def test_a_bi_encoder_reads_texts_apart_and_opens_with_its_scores(world: World, objective: str) -> None:
+    """It reads what the tokenizer makes of single texts; in use, the score is the dot product it learned."""
+    cache = open_cache(world.dump(**GROUPS).path)
+    config = settings(objective, encoder="bi", arch=("2x32",), steps=150, lr=3e-3)
+    trainer, batch = trainer_of(config, cache)
+    tokenizer, first = tiny_tokenizer(), cache.manifest.num_train
+    held_out = texts_of(cache)[first : first + 4]
+    texts = [*dict.fromkeys(query for query, _ in held_out), *(document for _, document in held_out)]
+    read = [row[:length].tolist() for row, length in zip(batch.inputs.ids, batch.inputs.lengths, strict=True)]
+    assert read == tokenizer(texts)["input_ids"]
+    del trainer
+    run = world.train("run", **config.model_dump(exclude={"device"}, exclude_none=True))
+    lines = [json.loads(line) for line in (run.path / "log.jsonl").read_text().splitlines()]
+    losses = [line["students"]["2x32"][objective] for line in lines if "students" in line]
+    assert losses[-1] < 0.7 * losses[0]
+    encoder = SentenceTransformer(str(run.student_path("2x32")), device="cpu")
+    assert encoder.similarity_fn_name == "dot"
+    queries, documents = (encoder.encode([pair[side] for pair in held_out]) for side in (0, 1))
+    model = AutoModel.from_pretrained(run.student_path("2x32")).eval()
+
+    def plain(text: str) -> np.ndarray:
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            return np.asarray(model(ids).last_hidden_state[0].mean(0))
+
+    expected = [float(plain(query) @ plain(document)) for query, document in held_out]
+    np.testing.assert_allclose((queries * documents).sum(1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_does_not_go_with_scores_is_one_line(world: World, command: Command, tmp_path: Path) -> None:
+    dump = ("dump", "--teacher", world.teacher, "--max-length", 32, "--codec", "none", "--logits")
+    bad = tmp_path / "bad.jsonl"
+    group = {"query": "ba", "right": ["be"], "wrong": ["bi"]}
+    for changes, columns, says in (
+        ({"right": []}, "query,right+wrong", "no document in column 'right'"),
+        ({"right": None}, "query,right+wrong", "no document in column 'right'"),
+        ({"query": " "}, "query,right+wrong", "lacks one of its two texts"),
+        ({"query": None}, "query,right+wrong", "holds nothing in column 'query'"),
+        ({"wrong": [3]}, "query,right+wrong", "holds a int in column 'wrong'"),
+        ({}, "query,right+more", "no column 'more'"),
+    ):
+        bad.write_text(json.dumps(group) + "\n" + json.dumps({**group, **changes}) + "\n")
+        line = command.fails(
+            *dump, "--corpus", bad, "--pair-columns", columns, "--out", tmp_path / "x", code=1, says=says
+        )
+        assert str(bad) in line
+    bad.write_text(json.dumps({**group, "wrong": "bi"}) + "\n" + json.dumps(group) + "\n")
+    words = ("--corpus", bad, "--pair-columns", "query,wrong", "--out", tmp_path / "x")
+    command.fails(*dump, *words, code=1, says="holds a list in column 'wrong'")
+    world.dump(**GROUPS)
+    train = ("train", world.root / "cache", "--arch", "1x32", "--objective")
+    for objective, option, value in (
+        ("embedding", "--encoder", "bi"),
+        ("score", "--teacher-temperature", "2"),
+        ("margin-mse", "--temperature", "2"),
+    ):
+        command.fails(*train, objective, option, value, code=2, says=f"{option} goes with --objective")
+    single = World(world.root, world.teacher, write_corpus(world.root / "text.txt"))
+    single.dump("single", codec="none", logits=True, packing="records")
+    train = ("train", world.root / "single", "--arch", "1x32", "--objective")
+    command.fails(*train, "listwise", code=2, says="needs scores of pairs of texts")
+    command.fails(*train, "score", "--batches", "by-query", code=2, says="is for pairs of texts")
+    three = save_teacher(world.root / "three", head="sequences", num_labels=3)
+    World(world.root, three, world.corpus).dump("classes", **GROUPS)
+    command.fails(
+        *("train", world.root / "classes", "--arch", "1x32", "--objective", "ranknet"),
+        code=2,
+        says="answers with 3 classes",
+    )
