@@ -107,7 +107,7 @@ def _pairs(manifest: CacheManifest, committed: int, num_shards: int) -> dict[str
         "fingerprint": manifest.fingerprint,
         "teacher": f"{manifest.labels.teacher} ({teacher.model_type}, {teacher.num_layers} layers, hidden "
         f"{teacher.hidden_size}, {teacher.num_heads} heads), weights sha256 {teacher.weights_sha256[:12]}...",
-        **({"imported": "vectors were given in a file; no teacher ran"} if manifest.labels.imported else {}),
+        **({"imported": "given in a file; no teacher ran"} if manifest.labels.imported else {}),
         "corpus": f"{manifest.labels.corpus} ({identity.corpus.num_documents:,} documents), "
         f"sha256 {identity.corpus.sha256[:12]}...",
         **({} if prompt is None else {"prompt": f"{prompt!r} before every text"}),

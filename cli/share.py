@@ -1,6 +1,7 @@
 """`minilm-cache push`, `pull`, `merge`, `export`, `import`: share caches in a team, and vectors."""
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import Annotated
@@ -121,16 +122,36 @@ def _print_shared(
 
 def export(
     cache: Annotated[str, typer.Argument(metavar="CACHE", help="Folder or URL of a cache.")],
-    out: Annotated[Path, typer.Argument(metavar="FILE", help="Parquet file, which must not exist yet.")],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="Parquet file, or folder of scores, that is new."),
+    ],
+    *,
+    scores: Annotated[
+        bool, typer.Option("--scores", help="Write a data set of the teacher's scores, with a card.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Write the texts and pooled vectors of a cache to a Parquet file.
+    """Write the texts and pooled vectors of a cache to a Parquet file, or its scores as a data set.
 
     Example: minilm-cache export CACHE vectors.parquet
     """
     from minilm_cache.workflows.export import export_vectors  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.workflows.export_scores import export_scores  # noqa: PLC0415 - it, too
 
     quiet_libraries()
+    if scores:
+        with stoppable_session() as session:
+            written = export_scores(cache, out, session=session)
+        if json:
+            print_json({**asdict(written), "path": str(written.path)})
+            return
+        upload = f"hf upload NAME {quote(str(written.path))} --repo-type dataset"
+        columns = ", ".join(written.columns)
+        print_pairs(
+            {"folder": written.path, "rows of": columns, "answers": f"{written.num_pairs:,}", "next": upload}
+        )
+        return
     with stoppable_session() as session:
         result = export_vectors(cache, out, session=session)
     if json:
@@ -143,22 +164,25 @@ def export(
 def import_file(
     given: Given,
     *,
-    vectors: Annotated[str, typer.Argument(metavar="FILE", help="Parquet file of texts and vectors.")],
+    vectors: Annotated[
+        str, typer.Argument(metavar="FILE", help="Parquet file of texts and vectors, or records of scores.")
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder of the cache. [default: in the cache home]")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Make a cache of texts and vectors that another model computed.
+    """Make a cache of vectors or scores that another model computed.
 
     Example: minilm-cache import vectors.parquet --tokenizer mini --out CACHE
     """
-    from minilm_cache.dump.imported import import_vectors  # noqa: PLC0415 - importing it takes seconds
+    from minilm_cache.dump.imported import import_scores, import_vectors  # noqa: PLC0415 - takes seconds
 
     config = validated(ImportConfig, {**given, "vectors": vectors})
+    has_scores = config.score_columns is not None
     quiet_libraries()
     with stoppable_session() as session:
-        result = import_vectors(config, out=out, session=session)
+        result = (import_scores if has_scores else import_vectors)(config, out=out, session=session)
     manifest = result.manifest
     if json:
         print_json(
@@ -174,8 +198,9 @@ def import_file(
     print_pairs(
         {
             "cache": result.path,
-            "texts": f"{manifest.num_sequences:,}, {manifest.held_out_in_words}",
-            "next": f"minilm-cache train {cache} --objective embedding --arch 3x384 --init random",
+            "pairs" if has_scores else "texts": f"{manifest.num_sequences:,}, {manifest.held_out_in_words}",
+            "next": f"minilm-cache train {cache} --objective {'score' if has_scores else 'embedding'} "
+            "--arch 3x384 --init random",
         }
     )
     fidelity_table(manifest)

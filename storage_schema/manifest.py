@@ -203,7 +203,7 @@ class Labels(StoredModel):
     documents: Literal["lines"] | None = None
     """`lines`: documents are the lines of .txt files. None means paragraphs."""
     imported: Literal[True] | None = None
-    """True: the vectors were given in a file, and no teacher ran. None means a dump."""
+    """True: vectors or scores were given in a file, and no teacher ran. None means a dump."""
     revision: Name | None = None
     """Revision of a teacher from the hub. None means the newest, or a cache of the first releases, which
     did not record it."""
@@ -213,6 +213,8 @@ class Labels(StoredModel):
     pair_columns: Name | None = None
     """Columns of the two texts of each record, with a comma between them. None means that records are single
     texts."""
+    score_columns: Name | None = None
+    """Columns of the scores of imported pairs, with + between them. None means that no scores were given."""
     texts_sha256: Sha256 | None = None
     """Hash of the corpus as in its identity, without the prompt. None means that there is no prompt, or a
     cache of an earlier release."""
@@ -220,7 +222,7 @@ class Labels(StoredModel):
     sections: ClassVar[frozenset[str]] = frozenset(
         {
             *("text_column", "documents", "imported", "revision"),
-            *("role_column", "pair_columns", "texts_sha256"),
+            *("role_column", "pair_columns", "score_columns", "texts_sha256"),
         }
     )
 

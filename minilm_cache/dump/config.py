@@ -58,7 +58,8 @@ class TextSettings(SequenceSettings):
     with `--for embedding`) or of each pair of texts (`pairs`, the default with `--pair-columns`)."""
     pair_columns: Annotated[str, Field(min_length=3, max_length=512)] | None = None
     """Two columns of records, like question,sentence, whose texts are read together, as cross-encoders and
-    tasks of pairs read them; the longer text is cut first. None means that each document is one text."""
+    tasks of pairs read them; the longer text is cut first. A query has a pair with each of its documents,
+    which are a list, or in several columns like query,pos+neg. None means that each document is one text."""
     prompt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """Words to put before every text, like "query: ". None means `--prompt-name`."""
     prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -297,18 +298,24 @@ class DumpConfig(TeacherSettings, TextSettings, CodecSettings, StateSettings, Sp
 
 
 class ImportConfig(FrozenSettings):
-    """Settings of an import of texts and vectors."""
+    """Settings of an import of texts and vectors, or of pairs of texts and scores."""
 
     group = "Import"
     vectors: str
-    """Parquet file of texts and their vectors."""
+    """Parquet file of texts and their vectors, or .jsonl, .parquet, .csv or .tsv file of pairs and scores."""
     tokenizer: str
     """Model whose tokenizer, family and sizes students have: `mini`, a folder or a hub id. Its weights are
     not read."""
     teacher: str | None = None
-    """Name of the model that computed the vectors, for people. None means the name of the file."""
+    """Name of the model that computed them, for people. None means the name of the file."""
+    pair_columns: Annotated[str, Field(min_length=3, max_length=512)] | None = None
+    """Columns of pairs of texts that have scores, like question,answer or, of a query and its documents,
+    query,pos+neg. None means that the file holds texts and vectors."""
+    score_columns: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    """Columns of the scores, one for each column of documents, like pos_scores+neg_scores. None means that
+    the file holds texts and vectors."""
     text_column: str | None = None
-    """Column of the texts. None means `text`."""
+    """Column of the texts with vectors. None means `text`."""
     vector_column: str = "embedding"
     """Column of the vectors, lists of numbers."""
     pooling: PoolingMode = "mean"
@@ -325,6 +332,19 @@ class ImportConfig(FrozenSettings):
     """Tokens per shard, a power of two. None means 262144, and more for many texts."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of texts."""
+
+    @model_validator(mode="after")
+    def _scores_are_of_pairs(self) -> "ImportConfig":
+        if (self.pair_columns is None) != (self.score_columns is None):
+            raise ValueError("--pair-columns and --score-columns go together: give both, or neither")
+        if self.score_columns is not None:
+            of_vectors = ("text_column", "vector_column", "pooling", "min_cosine")
+            defaults = type(self).model_fields
+            for name in of_vectors:
+                if getattr(self, name) != defaults[name].default:
+                    flag = f"--{name.replace('_', '-')}"
+                    raise ValueError(f"{flag} is about vectors, and --score-columns asks for scores")
+        return self
 
 
 class VerifyConfig(ColumnSettings, DeviceSettings):

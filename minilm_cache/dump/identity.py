@@ -18,6 +18,7 @@ from minilm_cache.dump.config import (
     DEFAULT_MIN_COSINE,
     Chosen,
     DumpConfig,
+    ImportConfig,
 )
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.prompts import chosen_prompt
@@ -174,7 +175,7 @@ def _states(config: DumpConfig, teacher: Teacher) -> StatesIdentity | None:
             if config.labels
             else None
         ),
-        num_classes=teacher.model.config.num_labels if config.logits else None,
+        num_classes=teacher.num_classes if config.logits else None,
         pooled=_pooling(config, teacher) if config.pooled else None,
         others=tuple(own_signal(name).described(teacher.identity) for name in config.signal),
     )
@@ -256,7 +257,7 @@ def plan_manifest(
     sequences: SequenceTable,
     attachments: Mapping[str, bytes],
     texts_sha256: str,
-    imported: bool = False,
+    imported: ImportConfig | None = None,
 ) -> tuple[CacheManifest, ShardRanges]:
     """Return the manifest of a dump, everything but what is measured at its end, and its shards.
 
@@ -267,7 +268,7 @@ def plan_manifest(
         sequences: the corpus as sequences.
         attachments: content of the files that are not shards, by path in the cache.
         texts_sha256: hash of the corpus without a prompt.
-        imported: whether vectors were given in a file.
+        imported: settings of what was given in a file. None means that a teacher ran.
 
     Raises:
         InvalidConfigError: a shard or a commit record would be too large, or there would be too many shards.
@@ -288,7 +289,10 @@ def plan_manifest(
     files = {path: digest_bytes(content) for path, content in contents.items()}
     _refuse_many_files(len(array_specs(identity, calibration)) + 1)
     has_prompt = identity.packing.prompt is not None or config.role_column is not None
-    named = {"imported": imported or None, "texts_sha256": texts_sha256 if has_prompt else None}
+    named: dict[str, object] = {"texts_sha256": texts_sha256 if has_prompt else None}
+    if imported is not None:
+        scores = imported.score_columns
+        named |= {"imported": True, "score_columns": None if scores is None else printable(scores)[:512]}
     manifest = CacheManifest(
         fingerprint=identity.fingerprint(),
         complete=False,

@@ -1,8 +1,8 @@
-"""Make a cache of vectors that somebody else computed: a teacher that is only known by its answers.
+"""Make a cache of what somebody else computed, vectors or scores: a teacher that only its answers tell of.
 
-A Parquet file holds texts and their vectors. A model's folder gives the tokenizer, and the family and sizes
-that students are built from; its weights are not read. Everything else is an ordinary dump, whose reader
-looks vectors up instead of running a teacher.
+A Parquet file holds texts and their vectors, or a file of records holds pairs of texts and their scores. A
+model's folder gives the tokenizer, and the family and sizes that students are built from; its weights are not
+read. Everything else is an ordinary dump, whose reader looks answers up instead of running a teacher.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedConfig
 
-from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.load import Corpus, load_corpus
+from minilm_cache.corpus.pairs import BETWEEN, PairColumns, read_pairs
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.dump.reading import CPU_BATCH, SequenceReader
@@ -45,7 +46,7 @@ from minilm_cache.relations.signals import Signals
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.identity import TeacherIdentity, canonical_sha256
-from minilm_cache.storage_schema.states import MAX_POOLED_WIDTH, POOLED, PoolingMode, SignalName
+from minilm_cache.storage_schema.states import LOGITS, MAX_POOLED_WIDTH, POOLED, PoolingMode, SignalName
 from minilm_cache.store.durable import refuse_file
 from minilm_cache.store.parquet_headers import HeaderError, refuse_bomb
 
@@ -55,7 +56,7 @@ _UNIT: Final = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextVectors:
-    """Texts and their vectors, row by row of a file."""
+    """Texts and their vectors, row by row of a file. A score is a vector of one number."""
 
     texts: Sequence[str]
     vectors: npt.NDArray[np.float32]
@@ -84,22 +85,50 @@ def import_vectors(config: ImportConfig, *, out: Path | None = None, session: Se
     Raises:
         MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
     """
+    of_vectors = {"pooled": True, "pooling": config.pooling, "min_cosine": config.min_cosine}
+    dump = _dump_of(config, {**of_vectors, "packing": "records"})
+    known, corpus = read_vectors(config, session), load_corpus(config.vectors, config.text_column)
+    return _write(config, dump, known, corpus=corpus, out=out, session=session)
+
+
+def import_scores(config: ImportConfig, *, out: Path | None = None, session: Session = ALONE) -> DumpResult:
+    """Write a cache of pairs of texts and scores that are in a file of records.
+
+    Args:
+        config: the file, its columns of texts and of scores, and how students read its texts.
+        out: folder of the cache. None means a folder below `home`, named by content.
+        session: its home is the folder of caches. Its progress shows tokens done. Its `should_stop` is called
+            before each batch; True stops and keeps what is committed.
+
+    Raises:
+        MiniLMCacheError: see `minilm_cache.errors`; committed shards are kept whatever happens.
+    """
+    assert config.pair_columns is not None
+    dump = _dump_of(config, {"logits": True, "pair_columns": config.pair_columns})
+    corpus = load_corpus(config.vectors, pair_columns=config.pair_columns)
+    return _write(config, dump, read_scores(config), corpus=corpus, out=out, session=session)
+
+
+def _dump_of(config: ImportConfig, more: Mapping[str, object]) -> DumpConfig:
+    """Return the settings of a dump that stores what is given."""
     settings = {name: getattr(config, name) for name in _OF_A_DUMP}
-    dump = validated(
-        DumpConfig,
-        {
-            **settings,
-            "teacher": config.teacher or Path(config.vectors).stem,
-            "corpus": config.vectors,
-            "codec": "none",
-            "pooled": True,
-            "packing": "records",
-        },
-    )
-    known = read_vectors(config, session)
+    teacher = config.teacher or Path(config.vectors).stem
+    named = {"teacher": teacher, "corpus": config.vectors, "codec": "none"}
+    return validated(DumpConfig, {**settings, **named, **more})
+
+
+def _write(
+    config: ImportConfig,
+    dump: DumpConfig,
+    known: TextVectors,
+    *,
+    corpus: Corpus,
+    out: Path | None,
+    session: Session,
+) -> DumpResult:
+    """Write a cache of what is given, which belongs to the documents of a corpus in order."""
     teacher = ImportedTeacher(dump.teacher, config, known)
-    corpus = load_corpus(config.vectors, config.text_column)
-    if list(corpus.texts()) != list(known.texts):  # each vector belongs to the text of its row
+    if list(corpus.texts()) != list(known.texts):
         raise CorpusError(f"{config.vectors} changed while it was read. Run the same command again.")
     identity, path = identity_and_place(dump, teacher, corpus=corpus, out=out, home=session.home)
     refuse_file(path)
@@ -112,26 +141,23 @@ def import_vectors(config: ImportConfig, *, out: Path | None = None, session: Se
         path=path,
         donor=None,
         tokens_of=None,
-        imported=True,
+        imported=config,
     )
     sequences = resolved.sequences(session)
     reader = _VectorReader(
-        teacher=teacher, states=identity.states, masker=None, vectors=known.vectors, sequences=sequences
+        teacher=teacher,
+        states=identity.states,
+        masker=None,
+        vectors=known.vectors,
+        signal=POOLED if dump.pooled else LOGITS,
+        sequences=sequences,
     )
     return write_cache(resolved, reader, sequences=sequences, session=session)
 
 
 _SAME_VECTOR: Final = 0.998
 """Least cosine of the vectors of one text in two rows; a code of `--min-cosine` 0.9995 rounds each."""
-_OF_A_DUMP: Final = (
-    "text_column",
-    "max_length",
-    "max_tokens",
-    "shard_tokens",
-    "seed",
-    "pooling",
-    "min_cosine",
-)
+_OF_A_DUMP: Final = ("text_column", "max_length", "max_tokens", "shard_tokens", "seed")
 """Settings that an import shares with a dump."""
 
 
@@ -172,6 +198,34 @@ def read_vectors(config: ImportConfig, session: Session = ALONE) -> TextVectors:
     known = np.concatenate(blocks)
     _refuse_rows(texts, known, file)
     return TextVectors(texts=[str(text) for text in texts], vectors=known)
+
+
+def read_scores(config: ImportConfig) -> TextVectors:
+    """Read pairs of texts and their scores, and check every record.
+
+    Raises:
+        CorpusError: the file cannot be read, or lacks a column; or a record lacks a text or a score, or has a
+            score that is no number; or a query stands twice with a document and different scores.
+    """
+    assert config.pair_columns is not None
+    file = Path(config.vectors)
+    if not file.is_file():
+        raise CorpusError(f"{file} is not a file. Give records of pairs of texts and their scores.")
+    columns = PairColumns.of(config.pair_columns, config.score_columns).seen_in(file)
+    texts: list[str] = []
+    scores: list[float] = []
+    known: dict[str, float] = {}
+    for record in read_pairs(file, columns):
+        assert record.score is not None
+        if known.setdefault(record.text, record.score) != record.score:
+            first, second = (part[:40] for part in record.text.split(BETWEEN))
+            raise CorpusError(
+                f"{file}: {first!r} with {second!r} stands twice, with scores {known[record.text]:g} and "
+                f"{record.score:g}. Remove one of them."
+            )
+        texts.append(record.text)
+        scores.append(record.score)
+    return TextVectors(texts=texts, vectors=np.array(scores, np.float32)[:, None])
 
 
 def _batches(
@@ -322,6 +376,11 @@ class ImportedTeacher(Teacher):
         return Prompts({}, None)
 
     @property
+    def num_classes(self) -> int:
+        """Numbers of an answer: one score."""
+        return 1
+
+    @property
     def num_layers(self) -> int:
         """Layers of the model whose sizes students are built from."""
         return int(self.config.num_hidden_layers)
@@ -354,9 +413,10 @@ class ImportedTeacher(Teacher):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _VectorReader(SequenceReader):
-    """Looks vectors up by the document of a sequence."""
+    """Looks vectors or scores up by the document of a sequence."""
 
     vectors: npt.NDArray[np.float32]
+    signal: SignalName
     sequences: SequenceTable
 
     def read(
@@ -368,7 +428,7 @@ class _VectorReader(SequenceReader):
         wanted: Sequence[SignalName],
         reading: int = 0,
     ) -> tuple[list[LayerRelations], Signals]:
-        """Return the vectors of sequences; arguments as for a teacher that runs."""
+        """Return what is given of sequences; arguments as for a teacher that runs."""
         del inputs, layers, wanted
         documents = [int(self.sequences.read(number, number + 1).documents[0]) for number in numbers]
-        return [], Signals(values={POOLED: torch.from_numpy(self.vectors[documents])}, reading=reading)
+        return [], Signals(values={self.signal: torch.from_numpy(self.vectors[documents])}, reading=reading)

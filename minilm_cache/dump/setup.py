@@ -13,7 +13,7 @@ from minilm_cache.corpus.formats import num_skipped
 from minilm_cache.corpus.load import Corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
-from minilm_cache.dump.config import DumpConfig
+from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.dump.identity import identify, name_labels, text_of
 from minilm_cache.dump.reading import batch_size_for
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
@@ -110,8 +110,8 @@ class ResolvedDump:
     tokens_of: Path | None
     """Folder of a complete cache whose token files are linked where they are the same. None means those
     of the donor, or that tokens are written."""
-    imported: bool = False
-    """Whether vectors are given in a file, and no teacher runs."""
+    imported: ImportConfig | None = None
+    """Settings of what is given in a file. None means that a teacher runs."""
 
     def sequences(self, session: Session) -> SequenceTable:
         """Return the corpus as sequences; it is tokenised if that was not done before."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,10 +84,9 @@ class Inputs:
         before, after = (torch.tensor(part, dtype=torch.int64) for part in (pair.before, pair.after))
         rows = zip(self.ids, self.lengths.tolist(), queries.tolist(), strict=True)
         for row, length, query in rows:
-            tokens = row[len(before) : length - len(after)]
-            place = int((tokens == pair.between[0]).int().argmax())
-            firsts.setdefault(query, tokens[:place])
-            seconds.append(tokens[place + len(pair.between) :])
+            first, second = (torch.from_numpy(part) for part in texts_of_pair(row[:length].numpy(), pair))
+            firsts.setdefault(query, first)
+            seconds.append(second)
         texts = [firsts[query] for query in range(len(firsts))] + seconds
         return Inputs.of([torch.cat((before, text, after)) for text in texts], pad_token)
 
@@ -115,6 +115,18 @@ class Inputs:
     def _with(self, moved: Callable[[Tensor], Tensor]) -> "Inputs":
         segments = None if self.segments is None else moved(self.segments)
         return Inputs(moved(self.ids), moved(self.lengths), segments, self.is_full)
+
+
+def texts_of_pair(row: npt.NDArray[Any], pair: PairTemplate) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return the tokens of the two texts of a pair, without those around and between them.
+
+    Args:
+        row: tokens of the pair, without padding.
+        pair: what stands around and between the texts.
+    """
+    texts = row[len(pair.before) : len(row) - len(pair.after)]
+    place = int((texts == pair.between[0]).argmax())
+    return texts[:place], texts[place + len(pair.between) :]
 
 
 def query_numbers(rows: Iterable[npt.NDArray[np.generic]], pair: PairTemplate) -> Int[Tensor, " batch"]:

@@ -24,6 +24,7 @@ from minilm_cache.models.load import check_positions, draw_weights
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.storage_schema.base import REMEDY
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
+from minilm_cache.wording import printable
 
 _SHARED_FIELDS: Final = (
     "vocab_size",
@@ -37,6 +38,7 @@ _SHARED_FIELDS: Final = (
 _FFN_FIELDS: Final = ("intermediate_size", "hidden_dim")
 _TEACHER_FIELDS: Final = frozenset({"model_type", "architectures", "id2label", "label2id", "num_labels"})
 """Keys of a teacher's configuration that a student does not get: the family is set, labels differ."""
+_MAX_NAME: Final = 256
 _MAX_WEIGHT_RATIO: Final = 4
 """Greatest ratio of a model's weights to what its sizes suggest: a stranger's must not fill memory."""
 _BAD_CONFIG: Final = (
@@ -200,6 +202,29 @@ def teacher_config(document: bytes, manifest: CacheManifest) -> PreTrainedConfig
         raise _unusable(error) from error
     assert isinstance(config, PreTrainedConfig)
     return config
+
+
+def class_names(document: bytes, manifest: CacheManifest) -> dict[int, str]:
+    """Return the names of the classes that a teacher tells apart, by their number in its logits.
+
+    It is empty where a cache has no logits, or its teacher has names for another number of classes.
+
+    Args:
+        document: `teacher/config.json` of the cache, untrusted.
+        manifest: manifest of the cache.
+
+    Raises:
+        CacheCorruptError: it is not that of the teacher in the manifest, or a name is no text.
+    """
+    _read_teacher_config(document, manifest)
+    states = manifest.identity.states
+    num_classes = 0 if states is None else states.num_classes or 0
+    names = json.loads(document).get("id2label") or {}
+    if names.keys() != set(map(str, range(num_classes))):
+        return {}
+    if not all(isinstance(name, str) and len(name) <= _MAX_NAME for name in names.values()):
+        raise _unusable("a name of a class is no text, or is far too long")
+    return {number: printable(names[str(number)]) for number in range(num_classes)}
 
 
 def _last_layer_types(types: list[str], shape: StudentShape) -> list[str]:

@@ -144,6 +144,11 @@ class Teacher:
         """Number of all its layers."""
         return self._tapped.num_layers
 
+    @property
+    def num_classes(self) -> int:
+        """Numbers of an answer of a teacher with a head of classes, or of one score."""
+        return self.model.config.num_labels or 1
+
     @cached_property
     def identity(self) -> TeacherIdentity:
         """What identifies the teacher: hashes of its content, and its sizes."""

@@ -71,22 +71,26 @@ def dump_command(manifest: CacheManifest) -> str:
 
 
 def _import_command(manifest: CacheManifest) -> str:
-    """Return a command that imports the same vectors; the cache does not know whose tokenizer it has."""
+    """Return a command that imports the same; the cache does not know whose tokenizer it has."""
     identity = manifest.identity
     assert identity.states is not None
-    assert identity.states.pooled is not None
+    labels, pooled = manifest.labels, identity.states.pooled
+    of_vectors: dict[str, Any] = {}
+    if pooled is not None:
+        of_vectors = {"pooling": pooled.mode, "min_cosine": pooled.min_cosine}
     given: dict[str, Any] = {
         "tokenizer": "MODEL",
-        "teacher": manifest.labels.teacher,
-        "text_column": manifest.labels.text_column,
-        "pooling": identity.states.pooled.mode,
-        "min_cosine": identity.states.pooled.min_cosine,
+        "teacher": labels.teacher,
+        "pair_columns": labels.pair_columns,
+        "score_columns": labels.score_columns,
+        "text_column": labels.text_column,
+        **of_vectors,
         "max_length": identity.packing.max_length,
         "max_tokens": identity.packing.max_tokens,
         "shard_tokens": manifest.shard_tokens,
         "seed": identity.packing.seed,
     }
-    words = ["minilm-cache", "import", manifest.labels.corpus]
+    words = ["minilm-cache", "import", labels.corpus]
     return shlex.join(words + [word for name, value in given.items() for word in option_words(name, value)])
 
 

@@ -86,9 +86,16 @@ def save_student(
                 record=record,
                 untrained=untrained,
                 head=head,
+                similarity=_similarity(trainer),
                 vocabulary=run.vocabulary,
             )
         )
+
+
+def _similarity(trainer: StudentTrainer) -> str | None:
+    """Return what compares a student's vectors of texts: `cosine` or `dot`. None means that it has none."""
+    objective = trainer.learner.objective
+    return None if objective.sentence_pooler is None else objective.similarity or "cosine"
 
 
 def _save_pooling(folder: Path, trainer: StudentTrainer, reader: CacheReader) -> None:
@@ -229,6 +236,7 @@ def student_card(
     record: StudentRecord,
     untrained: Sequence[str],
     head: Head | None,
+    similarity: str | None = None,
     vocabulary: VocabularyRecord | None = None,
 ) -> str:
     """Return the model card.
@@ -239,17 +247,21 @@ def student_card(
         record: record of the student.
         untrained: names of modules that keep their initial values.
         head: head of the student. None means no head.
+        similarity: what compares its vectors of texts. None means that it has none.
         vocabulary: the pieces that the student has. None means all of the teacher's.
     """
-    is_sentence_encoder = identity.spec.needs.pooled
+    states, pair = manifest.identity.states, manifest.identity.packing.pair
+    is_scorer = head == "sequences" and pair is not None and states is not None and states.num_classes == 1
+    of_texts = {"similarity": "sentence-similarity", "scores": "text-ranking"}
+    use = "similarity" if similarity is not None else "scores" if is_scorer else None
     is_of_donor = record.init == ANOTHER_MODEL  # whose licence is not known here
     base_model = None if is_of_donor else _base_model(manifest.labels.teacher)
     licence, language = _TERMS.get(base_model or "", (None, None))
     data = ModelCardData(
         license=licence,
         language=language,
-        library_name="sentence-transformers" if is_sentence_encoder else "transformers",
-        pipeline_tag="sentence-similarity" if is_sentence_encoder else _PIPELINES[head],
+        library_name="transformers" if use is None else "sentence-transformers",
+        pipeline_tag=_PIPELINES[head] if use is None else of_texts[use],
         base_model=base_model,
         tags=["minilm-cache", "knowledge-distillation"],
     )
@@ -265,7 +277,8 @@ def student_card(
         untrained=untrained,
         vocabulary=vocabulary,
         measure=measure_in_words(identity, record),
-        is_sentence_encoder=is_sentence_encoder,
+        use=use,
+        similarity=similarity,
         auto_class=auto_class,
         output=output,
     )

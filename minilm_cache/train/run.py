@@ -17,7 +17,7 @@ from minilm_cache.models.student import teacher_config
 from minilm_cache.models.vocabulary import StudentTokens, Vocabulary
 from minilm_cache.objectives.check import Objective, choose_objective
 from minilm_cache.session import ALONE, Session
-from minilm_cache.storage_schema.manifest import TEACHER_CONFIG, CacheManifest
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.store.durable import PARTIAL, storage_errors
 from minilm_cache.store.urls import place_of, without_secrets
 from minilm_cache.train.batches import BatchReader
@@ -140,8 +140,7 @@ def _train(
     plan = plan_steps(config, cache.reader, num_ranks=ranks.num_data, rank=ranks.data_number)
     beginnings = initial_weights(config, cache, shapes=shapes, head=objective.head, home=session.home)
     tokens = beginnings.tokens or student_vocabulary(config, cache)
-    _refuse_other_pairs(manifest, tokens, option="--vocab" if beginnings.tokens is None else "--init-teacher")
-    _refuse_other_singles(cache, objective)
+    _refuse_other_texts(cache, objective, tokens, are_of_donor=beginnings.tokens is not None)
     identity = RunIdentity.of(
         config,
         manifest,
@@ -180,29 +179,30 @@ def _train(
         return run.train(plan, session)
 
 
-def _refuse_other_pairs(manifest: CacheManifest, tokens: StudentTokens | None, *, option: str) -> None:
-    """Raise InvalidConfigError for students that would read pairs of texts with a tokenizer of their own."""
-    if tokens is not None and manifest.identity.packing.pair is not None:
+def _refuse_other_texts(
+    cache: Cache, objective: Objective, tokens: StudentTokens | None, *, are_of_donor: bool
+) -> None:
+    """Raise InvalidConfigError for students that would not read in use what they learned of pairs of texts.
+
+    These are those with a tokenizer of their own, and bi-encoders whose tokenizer puts other tokens around a
+    text alone: they learn it between the tokens that are before and after a pair.
+    """
+    pair = cache.manifest.identity.packing.pair
+    if pair is None:
+        return
+    if tokens is not None:
+        option = "--init-teacher" if are_of_donor else "--vocab"
         raise InvalidConfigError(
             f"{option}: the sequences of this cache are pairs of texts, which students read with the "
             "teacher's own tokenizer. Leave it out."
         )
-
-
-def _refuse_other_singles(cache: Cache, objective: Objective) -> None:
-    """Raise InvalidConfigError for bi-encoders whose tokenizer puts other tokens around a text than a pair.
-
-    They learn texts between the tokens that are before and after a pair, and read what it makes of them.
-    """
-    pair = cache.manifest.identity.packing.pair
-    if pair is None or not objective.wanted.apart:
-        return
-    single = template_of(cached_tokenizer(cache.reader))
-    if (single.before, single.after) != (pair.before, pair.after):
-        raise InvalidConfigError(
-            "--encoder bi: the tokenizer of this cache puts other tokens around a text than a pair, so that "
-            "bi-encoders would read other texts than they learned. Take --encoder cross."
-        )
+    if objective.wanted.apart:
+        single = template_of(cached_tokenizer(cache.reader))
+        if (single.before, single.after) != (pair.before, pair.after):
+            raise InvalidConfigError(
+                "--encoder bi: the tokenizer of this cache puts other tokens around a text than a pair, so "
+                "that bi-encoders would read other texts than they learned. Take --encoder cross."
+            )
 
 
 def _teacher_layer(config: TrainConfig, objective: Objective) -> int | None:

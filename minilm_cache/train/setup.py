@@ -12,7 +12,7 @@ from minilm_cache.errors import DeviceError
 from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import free_bytes
 from minilm_cache.models.load import locate_teacher, read_config
-from minilm_cache.models.student import build_student, shape_config, student_config
+from minilm_cache.models.student import build_student, class_names, shape_config, student_config
 from minilm_cache.models.tap import TappedModel
 from minilm_cache.models.vocabulary import StudentTokens, Vocabulary, trim_model
 from minilm_cache.objectives.check import Objective
@@ -158,6 +158,10 @@ def build_trainers(
         )
         if objective.num_classes is not None:
             model_config.num_labels = objective.num_classes
+            names = class_names(teacher_config, manifest)
+            if names:
+                model_config.id2label = names
+                model_config.label2id = {name: number for number, name in names.items()}
         initial.adapt(model_config)
         model = build_student(model_config, seed, objective.head)
         initial.begin(model, objective.head)
