@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from minilm_cache.errors import InvalidConfigError
+from minilm_cache.objectives.spec import Repeated
 from minilm_cache.settings import FrozenSettings, flag_of
 from minilm_cache.train.config import presets
 
@@ -244,6 +245,8 @@ def _parameter(
     model, field = fields[0]
     info = model.model_fields[field]
     kind, metavar = _option_type(info.annotation)
+    if any(isinstance(each, Repeated) for each in info.metadata):
+        kind = list[str]
     flag = flag_of(name, info)
     is_number = int in (kind, *get_args(kind))
     option = typer.Option(

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -163,6 +164,13 @@ class StudentObjective(nn.Module, ABC):
 
 class ObjectiveKind(ABC):
     """One kind of objective: what it needs of a cache, and how it is built for a student."""
+
+    @staticmethod
+    def named(place: str) -> "ObjectiveKind":
+        """Return the kind at `package.module:Class`."""
+        kind = resolve_name(place)()
+        assert isinstance(kind, ObjectiveKind)
+        return kind
 
     @abstractmethod
     def wanted(self, request: ObjectiveRequest) -> WantedTargets:

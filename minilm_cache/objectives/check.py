@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import InvalidConfigError
@@ -47,13 +46,7 @@ class Objective:
             InvalidConfigError: the student is not of a shape that can learn it.
         """
         student = StudentFacts.of(model.model.config, model.num_layers)
-        return _kind(self.request.config).build(self.request, self.wanted, student)
-
-
-def _kind(config: ObjectiveConfig) -> ObjectiveKind:
-    kind = resolve_name(config.spec.kind)()
-    assert isinstance(kind, ObjectiveKind)
-    return kind
+        return ObjectiveKind.named(self.request.config.spec.kind).build(self.request, self.wanted, student)
 
 
 def choose_objective(
@@ -78,7 +71,8 @@ def choose_objective(
             fit.
     """
     manifest = cache.manifest
-    check_codec(config, manifest.identity.codec.name)
+    for each in config.each:
+        check_codec(each, manifest.identity.codec.name)
     others = other_teachers(cache, config.also, home=home, local_bytes=local_bytes)
     objective = live_objective(config, cache, arch=arch, others=others)
     wanted = objective.wanted
@@ -100,7 +94,7 @@ def live_objective(
         InvalidConfigError: the objective does not go with the teacher or the students.
     """
     request = ObjectiveRequest(config=config, arch=tuple(arch), cache=cache, others=others)
-    return Objective(request=request, wanted=_kind(config).wanted(request))
+    return Objective(request=request, wanted=ObjectiveKind.named(config.spec.kind).wanted(request))
 
 
 _OTHER_OBJECTIVE = "If it holds pooled vectors, take --objective embedding. "

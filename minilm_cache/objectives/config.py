@@ -4,9 +4,17 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from minilm_cache.objectives.spec import OBJECTIVES, Form, LayerMap, ObjectiveName, ObjectiveSpec
+from minilm_cache.objectives.spec import (
+    OBJECTIVES,
+    Form,
+    LayerMap,
+    ObjectiveName,
+    ObjectiveSpec,
+    parts_of,
+    spec_of,
+)
 from minilm_cache.settings import FrozenSettings
 
 EMBEDDING_LOSSES: Final = ("cosine", "mse", "similarity", "centred", "neighbours")
@@ -47,7 +55,9 @@ class ObjectiveFields(FrozenSettings):
 
     group = "Objective"
     objective: ObjectiveName = Field(
-        "minilm", description=f"What students learn: {', '.join(OBJECTIVES)} (docs/objectives.md)."
+        "minilm",
+        description=f"What students learn: {', '.join(OBJECTIVES)} (docs/objectives.md). Repeat it, with "
+        "weights like minilm=1 and embedding=0.5, for several at once.",
     )
     relation_heads: Annotated[
         Annotated[int, Field(ge=1, le=1024)] | None, Shown("h{}", "{} relation heads")
@@ -107,7 +117,7 @@ class ObjectiveFields(FrozenSettings):
     @property
     def spec(self) -> ObjectiveSpec:
         """The row of the objective."""
-        return OBJECTIVES[self.objective]
+        return spec_of(self.objective)
 
     def in_words(self) -> str:
         """Return the name of the objective and those of its settings that are not the defaults."""
@@ -147,6 +157,14 @@ def slug_forms() -> dict[str, str]:
     return {**forms, "first": "", **last}
 
 
+def named_spec(name: object) -> ObjectiveSpec | None:
+    """Return the row of what was given as `--objective`. None means that it is no objective."""
+    try:
+        return spec_of("+".join(map(str, name)) if isinstance(name, list | tuple) else str(name))
+    except ValueError:
+        return None
+
+
 class ObjectiveConfig(ObjectiveFields):
     """What students learn: the settings that `train`, `chain` and `study` share."""
 
@@ -166,8 +184,8 @@ class ObjectiveConfig(ObjectiveFields):
     def _fill_in_defaults_of_the_objective(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Fill in the layer map and the form of the objective where none is given."""
         name = values.get("objective") or "minilm"
-        spec = OBJECTIVES.get(name) if isinstance(name, str) else None
-        if spec is None:  # the check of the field names the objectives that exist
+        spec = named_spec(name)
+        if spec is None:  # the check of the field says what is wrong
             return values
         layer_map, form = values.get("layer_map"), values.get("form")
         if layer_map is not None and layer_map not in spec.maps and layer_map in get_args(LayerMap):
@@ -180,6 +198,37 @@ class ObjectiveConfig(ObjectiveFields):
             "layer_map": spec.maps[0] if layer_map is None else layer_map,
             "form": ("authors" if spec.has_forms else None) if form is None else form,
         }
+
+    @property
+    def each(self) -> tuple["ObjectiveConfig", ...]:
+        """The settings of each objective alone, where several are learned at once; else these.
+
+        Raises:
+            pydantic.ValidationError: a setting does not go with one of them.
+        """
+        names = list(parts_of(self.objective))
+        if len(names) == 1:
+            return (self,)
+        every = {option for spec in OBJECTIVES.values() for option in spec.options}
+        values = {option: getattr(self, option) for option in every}
+        return tuple(
+            ObjectiveConfig.model_validate(
+                {
+                    "objective": name,
+                    **{option: values[option] for option in OBJECTIVES[name].options},
+                    **({"form": self.form} if OBJECTIVES[name].has_forms else {}),
+                }
+            )
+            for name in names
+        )
+
+    @model_validator(mode="after")
+    def _options_go_with_each(self) -> "ObjectiveConfig":
+        try:
+            _ = self.each
+        except ValidationError as error:
+            raise ValueError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from error
+        return self
 
     @model_validator(mode="after")
     def _options_go_with_the_objective(self) -> "ObjectiveConfig":

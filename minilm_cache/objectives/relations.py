@@ -21,6 +21,7 @@ from minilm_cache.objectives.base import (
     valid_tokens,
 )
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets
+from minilm_cache.objectives.spec import parts_of
 from minilm_cache.relations.loss import Method, relation_loss
 from minilm_cache.relations.scores import Vectors, split_heads
 from minilm_cache.storage_schema.identity import RelationKind
@@ -121,7 +122,7 @@ def split_into(objective: str, relation_heads: int | None, teacher_heads: int) -
     Returns:
         Number of relation heads. None means that the objective compares attention heads as they are.
     """
-    return relation_heads or teacher_heads if objective == "minilmv2" else None
+    return relation_heads or teacher_heads if "minilmv2" in parts_of(objective) else None
 
 
 class ValueObjective(StudentObjective):

@@ -5,11 +5,12 @@ objective), `study`, `info`, model cards and the documentation. Nothing here imp
 """
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 
 LayerMap = Literal["last", "last-two", "first-last", "all", "top", "bottom"]
 Which = Literal["last", "all"]
@@ -144,6 +145,7 @@ class ObjectiveSpec:
         return self.learns_from.format(layers=f"layer {teacher_layer} of a teacher, counted from 0")
 
 
+_MOST_WEIGHT: Final = 1e6
 _PACKAGE: Final = "minilm_cache.objectives"
 _ALL_MAPS: Final[tuple[LayerMap, ...]] = get_args(LayerMap)
 _LAST_LAYER_UNTRAINED: Final = "The student's last layer behind its queries, keys and values is untrained."
@@ -321,18 +323,82 @@ for _spec in (
     register_objective(_spec)
 
 
-def known_objective(name: str) -> str:
-    """Return the name of an objective as it is.
+def parts_of(name: str) -> dict[str, float]:
+    """Return the objectives of a name, with their weights.
+
+    Args:
+        name: one objective, or several with + or a comma between them and weights, like
+            `minilm+embedding=0.5`. A weight that is not given is 1.
 
     Raises:
-        ValueError: there is no objective of this name.
+        ValueError: there is no objective of one of these names, one comes twice, or a weight is no positive
+            number.
     """
-    if name not in OBJECTIVES:
-        raise ValueError(f"there is no objective {name}; take {', '.join(OBJECTIVES)}")
-    return name
+    weights: dict[str, float] = {}
+    for text in name.replace(",", "+").split("+"):
+        objective, separator, weight = (part.strip() for part in text.partition("="))
+        if objective not in OBJECTIVES:
+            raise ValueError(f"there is no objective {objective}; take {', '.join(OBJECTIVES)}")
+        if objective in weights:
+            raise ValueError(f"objective {objective} is given twice")
+        is_number = re.fullmatch(r"\d*\.?\d+", weight) is not None
+        if separator and not (is_number and 0 < float(weight) <= _MOST_WEIGHT):
+            raise ValueError(
+                f"the weight {weight!r} of objective {objective} is no number above 0 and up to "
+                f"{_MOST_WEIGHT:g}; write it like {objective}=0.5"
+            )
+        weights[objective] = float(weight) if separator else 1.0
+    if len(weights) == 1 and set(weights.values()) != {1.0}:
+        raise ValueError(f"{name}: a weight says how much one of several objectives counts; leave it out")
+    return weights
 
 
-ObjectiveName = Annotated[str, AfterValidator(known_objective)]
+def known_objective(name: str) -> str:
+    """Return the name of an objective, or of several that are learned at once, like `minilm+embedding=0.5`.
+
+    Raises:
+        ValueError: same as for `parts_of`.
+    """
+    return "+".join(
+        objective if weight == 1 else f"{objective}={weight:g}"
+        for objective, weight in parts_of(name).items()
+    )
+
+
+def spec_of(name: str) -> ObjectiveSpec:
+    """Return the row of an objective, or one that says what several need together.
+
+    Raises:
+        ValueError: same as for `parts_of`.
+    """
+    specs = [OBJECTIVES[objective] for objective in parts_of(name)]
+    if len(specs) == 1:
+        return specs[0]
+    recipes = [spec.recipe for spec in reversed(specs)]
+    return ObjectiveSpec(
+        name=known_objective(name),
+        kind=f"{_PACKAGE}.together:TogetherKind",
+        needs=functools.reduce(Needs.with_, [spec.needs for spec in specs]),
+        learns_from=" and ".join(dict.fromkeys(spec.learns_from for spec in specs)),
+        untrained=specs[0].untrained if all(spec.untrained for spec in specs) else None,
+        stops_early=all(spec.stops_early for spec in specs),
+        options=frozenset().union(*(spec.options for spec in specs)),
+        has_forms=any(spec.has_forms for spec in specs),
+        compares_heads=any(spec.compares_heads for spec in specs),
+        recipe=functools.reduce(lambda first, second: {**first, **second}, recipes),
+    )
+
+
+def _joined(names: object) -> object:
+    """Return a list of names with weights as one name."""
+    return "+".join(map(str, names)) if isinstance(names, list | tuple) else names
+
+
+class Repeated(NamedTuple):
+    """Says that an option may be repeated on the command line, though its setting is one text."""
+
+
+ObjectiveName = Annotated[str, BeforeValidator(_joined), AfterValidator(known_objective), Repeated()]
 
 
 def objective_names(names: object) -> tuple[str, ...]:
@@ -353,5 +419,5 @@ def needs_of(objectives: Sequence[str]) -> Needs:
     Raises:
         ValueError: there is no objective of one of these names.
     """
-    needs = [OBJECTIVES[known_objective(name)].needs for name in objectives]
+    needs = [spec_of(name).needs for name in objectives]
     return functools.reduce(Needs.with_, needs) if needs else Needs()

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from minilm_cache.errors import InvalidConfigError
-from minilm_cache.objectives.config import ObjectiveConfig
+from minilm_cache.objectives.config import ObjectiveConfig, named_spec
 from minilm_cache.objectives.spec import OBJECTIVES, Preset
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings
 
@@ -131,7 +131,7 @@ class TrainConfig(StudentSettings, ObjectiveConfig, RecipeSettings, ComputeSetti
     @classmethod
     def _fill_in_recipe_of_the_objective(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Fill in the settings that the objective trains best with, where they are not given."""
-        spec = OBJECTIVES.get(str(values.get("objective")))
+        spec = named_spec(values.get("objective"))
         return values if spec is None else {**spec.recipe, **values}
 
     @model_validator(mode="after")

@@ -1,11 +1,12 @@
 """What a run begins with: its steps, the memory it needs, and its students with their initial weights."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
 from rich.filesize import decimal
+from transformers import PreTrainedConfig
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import DeviceError
@@ -157,11 +158,7 @@ def build_trainers(
             else shape_config(shape, donor.to_dict(), donor.model_type)
         )
         if objective.num_classes is not None:
-            model_config.num_labels = objective.num_classes
-            names = class_names(teacher_config, manifest)
-            if names:
-                model_config.id2label = names
-                model_config.label2id = {name: number for number, name in names.items()}
+            _name_classes(model_config, class_names(teacher_config, manifest), objective.num_classes)
         initial.adapt(model_config)
         model = build_student(model_config, seed, objective.head)
         initial.begin(model, objective.head)
@@ -172,6 +169,14 @@ def build_trainers(
             StudentTrainer(shape, tapped, config=config, objective=objective, steps=steps, ranks=ranks)
         )
     return trainers
+
+
+def _name_classes(config: PreTrainedConfig, names: Mapping[int, str], num_classes: int) -> None:
+    """Give a student as many classes as its teacher tells apart, with their names if these are known."""
+    config.num_labels = num_classes
+    if names:
+        config.id2label = dict(names)
+        config.label2id = {name: number for number, name in names.items()}
 
 
 def fit_objectives(trainers: Sequence[StudentTrainer], reader: BatchReader, num_train: int) -> None:

@@ -233,7 +233,8 @@ def check_chain(config: ChainConfig, folder: Path, *, here: bool = True) -> Chai
         choose_device(config.train.device)
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     check_parts(config.train, int(num_ranks) if num_ranks.isdecimal() else 1)
-    check_codec(config.train, config.dump.codec)
+    for each in config.train.each:
+        check_codec(each, config.dump.codec)
     if config.train.first is not None:
         _check_first(config)
     if config.train.spec.needs not in _NEEDS:

@@ -10,7 +10,7 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.load import locate_teacher, read_config
 from minilm_cache.models.student import model_size, shape_config
-from minilm_cache.objectives.spec import OBJECTIVES
+from minilm_cache.objectives.spec import spec_of
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
 from minilm_cache.train.config import CostConfig, with_preset
@@ -97,7 +97,7 @@ def operations(config: CostConfig, dump: DumpConfig) -> Operations:
     train_tokens(config, 1, length)
     teacher_config = read_config(locate_teacher(dump.teacher, dump.revision).folder)
     served = dump.serve or (("minilm",) if dump.codec != "none" else ())
-    stops_early = bool(served) and all(OBJECTIVES[name].stops_early for name in served)
+    stops_early = bool(served) and all(spec_of(name).stops_early for name in served)
     students = {}
     for arch in config.arch:
         shape = parse_arch(arch, teacher_config.num_attention_heads)

@@ -288,7 +288,8 @@ def _check_pass(
     study: Study, training: TrainConfig, *, teacher: PreTrainedConfig, codec: str, heads: int
 ) -> None:
     try:
-        check_codec(training, codec)
+        for each in training.each:
+            check_codec(each, codec)
         check_parts(training)
     except InvalidConfigError as error:
         study.source.fail(("train",), str(error))

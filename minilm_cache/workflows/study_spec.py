@@ -325,7 +325,8 @@ def _check_fits(source: Source, location: Location, *, config: TrainConfig, cach
         first = first_config(config)
         _check_fits(source, location, config=first, cache=cache)
     try:
-        check_codec(config, cache.codec)
+        for each in config.each:
+            check_codec(each, cache.codec)
     except InvalidConfigError as error:
         source.fail(location, str(error))
     if config.spec.is_relational and config.layer_map != "last" and cache.layers == "last":

@@ -51,6 +51,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pairs = zip(paragraphs[::2], paragraphs[1::2], strict=False)
     lines = (json.dumps({"question": left, "answer": right}) for left, right in pairs)
     (folder / "pairs.jsonl").write_text("\n".join(lines))
+    save_teacher(folder / "reranker", max_position_embeddings=256, head="sequences", num_labels=1, **shape)
+    scored = {"query": "ba", "pos": ["be"], "neg": ["bi", "bo"], "pos_scores": [2.5], "neg_scores": [0, -1]}
+    rows = [{**scored, "query": part} for part in paragraphs]
+    (folder / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_glue(folder / "glue")
     return folder
 
@@ -63,7 +67,7 @@ def test_commands_do_what_the_page_says(
     if soak == 1 and page.stem == "head-start":
         pytest.skip("the commands of this page are on others, too; tried with --soak")
     words = {"mini": "small", "bert-base": "small", "RUN": "run", "CACHE": "notes.cache", "DIR": "slice"}
-    words |= {"300": "4", "400": "6"}  # steps of the tutorial
+    words |= {"RERANKER": "reranker", "300": "4", "400": "6"}  # steps of the tutorial
     commands = [line for block in blocks(page) for line in block]
     if not any("--out notes.cache" in line for line in commands):
         assert command("dump", "--teacher", "small", "--corpus", "notes.txt", "--out", "notes.cache")[0] == 0
