@@ -187,7 +187,8 @@ def _without_section(text: str, name: str) -> str:
 
 
 def _dataset(summary: Summary) -> str:
-    return f"{TASKS[summary.task].title} {summary.track}".strip()
+    task = TASKS.get(summary.task)
+    return f"{summary.task if task is None else task.title} {summary.track}".strip()
 
 
 def _place(result: EvalResult) -> tuple[object, ...]:
@@ -195,12 +196,12 @@ def _place(result: EvalResult) -> tuple[object, ...]:
 
 
 def _results(summary: Summary) -> list[EvalResult]:
-    task = TASKS[summary.task]
-    places = {name: task.place(name) for name in summary.scores}
+    task = TASKS.get(summary.task)  # None: one's own, which is on no hub
+    places = {name: (None, name) if task is None else task.place(name) for name in summary.scores}
     return [
         EvalResult(
             task_type="question-answering" if isinstance(task, SpanTask) else "text-classification",
-            dataset_type=task.hub,
+            dataset_type=summary.task if task is None else task.hub,
             dataset_name=_dataset(summary),
             dataset_config=places[name][0],
             dataset_split=places[name][1],

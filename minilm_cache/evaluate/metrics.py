@@ -164,10 +164,6 @@ def headline(scores: Mapping[str, Mapping[str, float]]) -> float:
     )
 
 
-_SCALE = (0.0, 5.0)
-"""Range of STS-B's scores; GLUE's server rejects values outside of it."""
-
-
 def predictions_file(task: Task, set_name: str) -> str:
     """Return the name of the file for the predictions of a set."""
     return f"{set_name}.json" if isinstance(task, SpanTask) else task.submission(set_name)
@@ -206,7 +202,8 @@ def write_predictions(
 def _words(task: TextTask, predicted: np.ndarray) -> list[str]:
     """Return predictions as text: names of classes, or values within the scale."""
     if task.is_regression:
-        return [f"{value:.3f}" for value in np.clip(predicted, *_SCALE)]
+        least, most = task.scale or (-np.inf, np.inf)
+        return [f"{value:.3f}" for value in np.clip(predicted, least, most)]
     return [task.labels[int(value)] for value in predicted]
 
 

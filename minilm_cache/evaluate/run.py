@@ -28,7 +28,8 @@ from minilm_cache.evaluate.metrics import (
     write_predictions,
 )
 from minilm_cache.evaluate.models import Evaluated, find_models
-from minilm_cache.evaluate.settings import TRIAL_FILE, EvaluateConfig, TrialIdentity, TrialRecord
+from minilm_cache.evaluate.own_task import read_own_task
+from minilm_cache.evaluate.settings import TRIAL_FILE, EvaluateConfig, TrialIdentity, TrialRecord, is_own_task
 from minilm_cache.evaluate.squad import read_span_task
 from minilm_cache.evaluate.tasks import TASKS, SpanTask, Task
 from minilm_cache.models.device import enough_memory
@@ -102,7 +103,7 @@ def evaluate_models(
     trials = [
         trial
         for name in config.task
-        for task, tracks in [_read(config, TASKS[name], session)]
+        for task, tracks in [_read(config, name, session)]
         for model in models
         for trial in _trials(config, model, task=task, tracks=tracks, out=out)
     ]
@@ -130,13 +131,11 @@ def _card(model: Evaluated, summaries: Sequence[Summary]) -> Path:
     )
 
 
-def _read(config: EvaluateConfig, task: Task, session: Session) -> tuple[Task, list[Track[Any]]]:
+def _read(config: EvaluateConfig, name: str, session: Session) -> tuple[Task, list[Track[Any]]]:
     """Return a task with the configured length, and its tracks."""
+    task, tracks = _whole_task(config, name, session)
     task = task if config.max_length is None else task.cut(config.max_length)
-    folder, hub = data_source(config.data)
-    source = Source(folder=folder, hub=hub, unlabelled=config.predict, note=session.progress.note)
-    reader = read_span_task if isinstance(task, SpanTask) else read_text_task
-    tracks = [track.subset(config.max_train, config.max_dev) for track in reader(task, source)]  # type: ignore[arg-type]
+    tracks = [track.subset(config.max_train, config.max_dev) for track in tracks]
     if config.predict and not any(track.unlabelled() for track in tracks):
         raise CorpusError(f"--predict: {task.title} has no test set without labels. Leave --predict out.")
     for track in tracks:
@@ -144,6 +143,17 @@ def _read(config: EvaluateConfig, task: Task, session: Session) -> tuple[Task, l
         language = f" ({track.name})" if track.name else ""
         session.progress.note(f"{task.title}{language}: {len(track.train):,} training examples, {sizes}")
     return task, tracks
+
+
+def _whole_task(config: EvaluateConfig, name: str, session: Session) -> tuple[Task, list[Track[Any]]]:
+    if is_own_task(name):
+        return read_own_task(Path(name), config, session.progress.note)
+    assert config.data is not None
+    task, (folder, hub) = TASKS[name], data_source(config.data)
+    source = Source(folder=folder, hub=hub, unlabelled=config.predict, note=session.progress.note)
+    if isinstance(task, SpanTask):
+        return task, list(read_span_task(task, source))
+    return task, list(read_text_task(task, source))
 
 
 def _trials(

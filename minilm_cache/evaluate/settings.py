@@ -1,11 +1,11 @@
 """Settings of evaluations and comparisons, and the stored identity and record of each trial."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from minilm_cache.evaluate.tasks import TASKS, Task
+from minilm_cache.evaluate.tasks import TASKS, Metric, Task
 from minilm_cache.settings import FrozenSettings, ModelSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 
@@ -14,16 +14,34 @@ TRIAL_FILE = "trial.json"
 """Name of the file of a trial's record in its folder."""
 
 
+RECORDS: Final = (".csv", ".tsv", ".jsonl", ".parquet")
+"""Endings of files of records."""
+
+
+def is_own_task(name: str) -> bool:
+    """Return whether `--task` names a file of one's own, and not a published task."""
+    return name not in TASKS and Path(name).suffix in RECORDS
+
+
 class EvaluateConfig(ModelSettings):
     """Settings of an evaluation on downstream tasks."""
 
     group = "Evaluation"
     task: Annotated[tuple[str, ...], Field(min_length=1)]
     """Task: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, wnli, squad, squad2, xnli, xnli-translate-train or
-    mlqa; may be repeated."""
-    data: str
+    mlqa, or a .csv, .tsv, .jsonl or .parquet file of your own labelled texts; may be repeated."""
+    data: str | None = None
     """Folder of the task's published files, or a folder of such folders by the tasks' names. `hf` downloads
-    them from the Hugging Face hub, `hf:ID` from another repository there."""
+    them from the Hugging Face hub, `hf:ID` from another repository there. None means that tasks are files."""
+    text_columns: Annotated[str, Field(min_length=1, max_length=512)] = "text"
+    """Column of the texts of a task of your own, or of both texts of pairs, like question,answer."""
+    label_column: Annotated[str, Field(min_length=1, max_length=256)] = "label"
+    """Column of its labels: names or numbers of classes, or values on a scale."""
+    metric: Metric | None = None
+    """Metric of a task of your own. None means accuracy, or pearson and spearman where labels are numbers
+    that are not all whole."""
+    dev: Path | None = None
+    """File with the same columns that a task of your own is scored on. None means a tenth of its texts."""
     grid: Literal["none", "paper"] = "none"
     """Settings to try: one (`none`), or the learning rates and epochs that MiniLM searched over (`paper`)."""
     lr: tuple[Lr, ...] = ()
@@ -54,10 +72,29 @@ class EvaluateConfig(ModelSettings):
     @field_validator("task")
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        unknown = next((name for name in value if name not in TASKS), None)
+        unknown = next((name for name in value if name not in TASKS and not is_own_task(name)), None)
         if unknown is not None:
-            raise ValueError(f"there is no task {unknown}; the tasks are {', '.join(TASKS)}")
+            raise ValueError(
+                f"there is no task {unknown}; the tasks are {', '.join(TASKS)}, or a file of labelled texts "
+                f"({', '.join(RECORDS)})"
+            )
         return tuple(dict.fromkeys(value))
+
+    @model_validator(mode="after")
+    def _tasks_have_data(self) -> "EvaluateConfig":
+        own = [name for name in self.task if is_own_task(name)]
+        if len(own) < len(self.task) and self.data is None:
+            raise ValueError("--data is missing: the folder with the published files of the task, or hf")
+        fields = type(self).model_fields
+        for name in ("text_columns", "label_column", "metric", "dev"):
+            if not own and getattr(self, name) != fields[name].default:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} is about a task of your own: --task FILE")
+        if self.dev is not None and len(own) > 1:
+            raise ValueError("--dev is the file of one task of your own; give one --task FILE")
+        if not 1 <= len(self.text_columns.split(",")) <= 2:  # noqa: PLR2004 - a text or a pair
+            raise ValueError(f"--text-columns {self.text_columns}: give one column, or two with a comma")
+        return self
 
     @model_validator(mode="after")
     def _grid_or_own(self) -> "EvaluateConfig":

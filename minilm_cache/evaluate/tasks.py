@@ -54,6 +54,8 @@ class TextTask:
     train: SetFile = SetFile(name="train", stem="train", split="train")
     dev: tuple[SetFile, ...] = (SetFile(name="dev", stem="dev", split="validation"),)
     test: tuple[SetFile, ...] = (SetFile(name="test", stem="test", split="test"),)
+    scale: tuple[float, float] | None = None
+    """Least and greatest value that a benchmark's server takes. None means any."""
     languages: Literal["one", "cross-lingual", "translate-train"] = "one"
     """One language, or several: `cross-lingual` trains on English and scores every language,
     `translate-train` trains and scores each language separately."""
@@ -189,7 +191,14 @@ _ALL: Final[tuple[Task, ...]] = (
         hub_labels=("not_duplicate", "duplicate"),
         metrics=("accuracy", "f1"),
     ),
-    TextTask(name="stsb", title="STS-B", texts=_PAIR, label="score", metrics=("pearson", "spearman")),
+    TextTask(
+        name="stsb",
+        title="STS-B",
+        texts=_PAIR,
+        label="score",
+        metrics=("pearson", "spearman"),
+        scale=(0.0, 5.0),
+    ),
     TextTask(
         name="mnli",
         title="MNLI",

@@ -52,6 +52,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lines = (json.dumps({"question": left, "answer": right}) for left, right in pairs)
     (folder / "pairs.jsonl").write_text("\n".join(lines))
     save_teacher(folder / "reranker", max_position_embeddings=256, head="sequences", num_labels=1, **shape)
+    rated = [f"{part.replace(',', ' ')},{number % 2}" for number, part in enumerate(paragraphs)]
+    (folder / "reviews.csv").write_text("\n".join(["text,stars", *rated]) + "\n")
     scored = {"query": "ba", "pos": ["be"], "neg": ["bi", "bo"], "pos_scores": [2.5], "neg_scores": [0, -1]}
     rows = [{**scored, "query": part} for part in paragraphs]
     (folder / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

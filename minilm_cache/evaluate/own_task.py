@@ -1,0 +1,168 @@
+"""A task of one's own: a file of texts with labels, as examples to fine-tune on and to be scored by."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from minilm_cache.corpus.records import read_rows
+from minilm_cache.errors import CorpusError
+from minilm_cache.evaluate.examples import TextExample, Track
+from minilm_cache.evaluate.glue import read_text
+from minilm_cache.evaluate.settings import EvaluateConfig
+from minilm_cache.evaluate.tasks import Metric, TextTask
+from minilm_cache.wording import printable
+
+_HELD_OUT: Final = 0.1
+"""Share of the texts that are scored where there is no file of them."""
+_MOST_CLASSES: Final = 1000
+_CORRELATIONS: Final[tuple[Metric, ...]] = ("pearson", "spearman")
+Row = tuple[tuple[str, ...], object, str]
+"""Texts of a record, its label, and where it is, in words."""
+
+
+def read_own_task(
+    file: Path, config: EvaluateConfig, note: Callable[[str], None]
+) -> tuple[TextTask, list[Track[TextExample]]]:
+    """Return the task that a file of labelled texts is, and its examples.
+
+    Labels that are numbers, some of which are not whole, are values on a scale, which models learn by squared
+    error; all others are classes. `config.metric` says otherwise.
+
+    Args:
+        file: a .csv, .tsv, .jsonl or .parquet file.
+        config: names of its columns, the metric, and the file that is scored. Without that file a tenth of
+            the texts is scored, always the same ones; equal texts stay together.
+        note: shows what was found in the file.
+
+    Raises:
+        CorpusError: a file does not exist or is damaged, lacks a column, a text or a label; there is one
+            class, or more than 1,000; a label is not among those to train on; or the metric does not suit.
+    """
+    columns = tuple(part.strip() for part in config.text_columns.split(","))
+    train = _rows(file, columns, config.label_column)
+    if config.dev is None:
+        train, dev = _split(train, file)
+    else:
+        dev = _rows(config.dev, columns, config.label_column)
+    labels = [label for _, label, _ in train]
+    classes = () if _is_scale(labels, config.metric) else _classes(labels, file)
+    task = TextTask(
+        name=printable(file.name),
+        title=printable(file.name),
+        texts=columns,
+        label=config.label_column,
+        labels=classes,
+        metrics=_metrics(config, classes, file),
+    )
+    sets = {"train": train, "dev": dev}
+    examples = {
+        name: [
+            TextExample(texts, _number(label, classes, where), str(at))
+            for at, (texts, label, where) in enumerate(rows)
+        ]
+        for name, rows in sets.items()
+    }
+    kind = f"{len(classes)} classes ({', '.join(classes[:8])})" if classes else "values on a scale"
+    note(f"{task.title}: {kind}, scored by {' and '.join(task.metrics)}")
+    return task, [Track(name="", train=examples["train"], dev={"dev": examples["dev"]}, test={})]
+
+
+def _rows(file: Path, columns: Sequence[str], label_column: str) -> list[Row]:
+    """Return the records of a file.
+
+    Raises:
+        CorpusError: see `read_own_task`; messages name the options of this command.
+    """
+    if not file.is_file():
+        raise CorpusError(f"{file} is not a file. Give a .csv, .tsv, .jsonl or .parquet file.")
+    rows: list[Row] = []
+    try:
+        for where, row in read_rows(file, (*columns, label_column)):
+            at = f"{file}, {where}"
+            rows.append((tuple(_text(row[name], at) for name in columns), row[label_column], at))
+    except CorpusError as error:
+        words = str(error).replace("--text-column", "--text-columns, --label-column")
+        raise CorpusError(words) from error
+    return rows
+
+
+def _text(value: object, where: str) -> str:
+    text = read_text(value, where)
+    if not text.strip():
+        raise CorpusError(f"{where}: a text is empty. Remove the record.")
+    return text
+
+
+def _split(rows: Sequence[Row], file: Path) -> tuple[list[Row], list[Row]]:
+    """Return the rows to train on, and those that are scored, with all rows of equal texts on one side."""
+    known = list(dict.fromkeys(texts for texts, _, _ in rows))
+    order = np.random.default_rng(0).permutation(len(known))
+    held_out = {known[at] for at in order[: max(1, round(_HELD_OUT * len(known)))]}
+    dev = [row for row in rows if row[0] in held_out]
+    train = [row for row in rows if row[0] not in held_out]
+    if not train:
+        raise CorpusError(f"{file} has one text. Give more, or --dev with others that are scored.")
+    return train, dev
+
+
+def _value(label: object) -> float:
+    """Return a label as a number. NaN means that it is none."""
+    try:
+        return math.nan if isinstance(label, bool) or label is None else float(str(label))
+    except ValueError:
+        return math.nan
+
+
+def _is_scale(labels: Sequence[object], metric: Metric | None) -> bool:
+    if metric is not None:
+        return metric in _CORRELATIONS
+    values = np.array([_value(label) for label in labels])
+    return bool(np.isfinite(values).all() and (values != np.round(values)).any())
+
+
+def _classes(labels: Sequence[object], file: Path) -> tuple[str, ...]:
+    """Return the names of classes, numbers by their value and others by the alphabet."""
+    found = {_word(label) for label in labels} - {""}
+    if not 1 < len(found) <= _MOST_CLASSES:
+        raise CorpusError(
+            f"{file} has {len(found):,} different labels to train on, and a classifier has from 2 to "
+            f"{_MOST_CLASSES:,}. Name another column (--label-column), or give --metric pearson if labels "
+            "are values on a scale."
+        )
+    return tuple(sorted(found, key=lambda word: (math.isnan(_value(word)), _value(word), word)))
+
+
+def _word(label: Any) -> str:  # noqa: ANN401 - any value of a file
+    """Return the name of a class; whole numbers have the same one in every kind of file."""
+    is_whole = isinstance(label, float) and label.is_integer()
+    return "" if label is None else str(int(label) if is_whole else label).strip()
+
+
+def _metrics(config: EvaluateConfig, classes: Sequence[str], file: Path) -> tuple[Metric, ...]:
+    if config.metric is None:
+        return ("accuracy",) if classes else _CORRELATIONS
+    if config.metric == "f1" and len(classes) > 2:  # noqa: PLR2004 - the positive one, and the other
+        raise CorpusError(
+            f"--metric f1 is about the second of two classes, and {file} has {len(classes)}. Take accuracy "
+            "or matthews."
+        )
+    return (config.metric,)
+
+
+def _number(label: object, classes: Sequence[str], where: str) -> float:
+    """Return the number of a class, or the value on a scale.
+
+    Raises:
+        CorpusError: it is missing, or is no finite number or no class of the training set.
+    """
+    word = _word(label)
+    if classes and word in classes:
+        return float(classes.index(word))
+    value = _value(label)
+    if classes or not math.isfinite(value):
+        wanted = f"a class of the training set ({', '.join(classes[:8])})" if classes else "a number"
+        raise CorpusError(f"{where}: label {str(label)[:40]!r} is not {wanted}. Correct it.")
+    return value

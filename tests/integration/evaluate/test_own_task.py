@@ -1,0 +1,144 @@
+"""Labelled texts of one's own: the kept model, asked by transformers alone, is the oracle."""
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.conftest import Command
+from tests.support import WORDS, save_teacher
+from tests.tasks import LEARNABLE, evaluated
+
+NAMES = ("good", "bad, or worse")
+Rows = list[dict[str, Any]]
+
+
+def rows(count: int = 80, *, is_pair: bool = False) -> Rows:
+    """Return texts whose class is the word that they are made of, every third of them twice."""
+    drawn, found = random.Random(0), Rows()
+    for number in range(count):
+        text = " ".join([*[LEARNABLE[number % 2]] * drawn.randint(2, 5), WORDS[2 + number % 20]])
+        found.append({"text": text, "label": NAMES[number % 2]} | ({"other": "ba"} if is_pair else {}))
+    return [*found, *found[::3]]
+
+
+def write(file: Path, found: Rows) -> Path:
+    if file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in found))
+    elif file.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(found), file)
+    else:
+        with file.open("w", newline="") as opened:
+            writer = csv.DictWriter(opened, found[0], delimiter="\t" if file.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(found)
+    return file
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_teacher(tmp_path_factory.mktemp("models") / "teacher")
+
+
+TUNED = ("--lr", "1e-3", "--epochs", "6", "--batch-size", "8")
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet"])
+def test_classes_are_learned_from_any_file(
+    teacher: Path, tmp_path: Path, command: Command, ending: str
+) -> None:
+    """The same trial from every kind of file; equal texts are not on both sides."""
+    file = write(tmp_path / f"reviews.{ending}", rows())
+    out = ("--out", tmp_path / "out", "--keep-models")
+    (trial,) = evaluated(command, teacher, "--task", file, *TUNED, *out)["trials"]
+    accuracy = trial["scores"]["dev"]["accuracy"]
+    assert accuracy > 90
+    assert trial["num_train"] + trial["num_scored"]["dev"] == len(rows())
+    (folder,) = (tmp_path / "out" / file.name).iterdir()
+    predicted = (folder / "predictions" / "dev.tsv").read_text().splitlines()[1:]
+    assert {line.split("\t")[1] for line in predicted} == set(NAMES)
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    with torch.no_grad():
+        numbers = [int(model(**tokenizer(w, return_tensors="pt")).logits.argmax()) for w in LEARNABLE]
+    assert [model.config.id2label[number] for number in numbers] == list(NAMES)
+
+
+def test_values_pairs_and_a_file_of_its_own_to_score(teacher: Path, tmp_path: Path, command: Command) -> None:
+    """Values are predicted as they are, below the scale of GLUE's server, too."""
+    scaled = [
+        {"first": row["text"], "second": "ba", "stars": 10.5 if row["label"] == NAMES[0] else -7.25}
+        for row in rows()
+    ]
+    train, dev = write(tmp_path / "train.csv", scaled), write(tmp_path / "dev.jsonl", scaled[:20])
+    words = ("--text-columns", "first,second", "--label-column", "stars", "--dev", dev)
+    out = ("--out", tmp_path / "out", "--card")
+    found = evaluated(command, teacher, "--task", train, *words, *TUNED, *out)
+    (trial,) = found["trials"]
+    assert trial["scores"]["dev"]["pearson"] > 80
+    assert trial["num_scored"] == {"dev": 20}
+    (folder,) = (tmp_path / "out" / "train.csv").iterdir()
+    lines = (folder / "predictions" / "dev.tsv").read_text().splitlines()[1:]
+    values = np.array([float(line.split("\t")[1]) for line in lines])
+    assert values.min() < 0
+    assert "train.csv" in (teacher / "README.md").read_text()
+    whole = [{**row, "label": int(row["label"] == NAMES[0])} for row in rows()]
+    file = write(tmp_path / "whole.csv", whole)
+    for metric, names in (("pearson", {"pearson"}), ("f1", {"f1"}), ("matthews", {"matthews"})):
+        asked = (teacher, "--task", file, "--metric", metric, "--epochs", 1, "--out", tmp_path / metric)
+        (trial,) = evaluated(command, *asked)["trials"]
+        assert trial["scores"]["dev"].keys() == names
+
+
+def test_what_is_wrong_with_a_file_is_one_line(teacher: Path, tmp_path: Path, command: Command) -> None:
+    good = write(tmp_path / "good.csv", rows())
+    base = ("evaluate", teacher, "--max-length", 32, "--out", tmp_path / "out", "--task")
+    command.fails(*base, tmp_path / "no.csv", code=1, says="no.csv is not a file")
+    command.fails(*base, tmp_path / "no.txt", code=2, says="or a file of labelled texts (.csv, .tsv")
+    command.fails(*base, "sst2", code=2, says="--data is missing")
+    command.fails(
+        *base, "sst2", "--data", tmp_path, "--metric", "f1", code=2, says="is about a task of your own"
+    )
+    command.fails(
+        *base, good, "--label-column", "stars", code=1, says=("no column 'stars'", "--label-column")
+    )
+    command.fails(*base, good, "--text-columns", "a,b,c", code=2, says="give one column, or two")
+    command.fails(
+        *base,
+        good,
+        "--text-columns",
+        "label",
+        "--label-column",
+        "text",
+        "--metric",
+        "f1",
+        code=1,
+        says="two classes",
+    )
+    for change, says in (
+        ({"text": " "}, "a text is empty"),
+        ({"text": None}, "is not a text"),
+        ({"text": 3}, "is not a text"),
+        ({"label": None}, "label 'None' is not a class of the training set"),
+        ({"label": ""}, "label '' is not a class of the training set"),
+    ):
+        bad = write(tmp_path / "bad.jsonl", [*rows(), {"text": "ba be", "label": "good"} | change])
+        assert str(bad) in command.fails(*base, bad, code=1, says=says)
+    one = write(tmp_path / "one.csv", [{**row, "label": "same"} for row in rows()])
+    command.fails(*base, one, code=1, says="has 1 different labels to train on")
+    other = write(tmp_path / "other.csv", [{"text": "ba", "label": "worst"}])
+    command.fails(
+        *base, good, "--dev", other, code=1, says="label 'worst' is not a class of the training set"
+    )
+    nan = write(tmp_path / "nan.csv", [{"text": "ba", "label": "1.5"}, {"text": "be", "label": "nan"}])
+    command.fails(*base, nan, "--metric", "pearson", code=1, says="label 'nan' is not a number")
+    alone = write(tmp_path / "alone.csv", [{"text": "ba", "label": "1"}])
+    command.fails(*base, alone, code=1, says="has one text")
