@@ -236,7 +236,9 @@ def _section(summary: Summary) -> str:
         "|---|---|---|",
         *rows,
         "",
-        f"Fine-tuned on {summary.num_train:,} examples with learning rate {summary.lr:g} for "
+        "Scored as it is, without fine-tuning."
+        if summary.epochs == 0
+        else f"Fine-tuned on {summary.num_train:,} examples with learning rate {summary.lr:g} for "
         f"{summary.epochs} epochs; mean over {summary.seeds} seeds.{chosen}",
         f"<!-- end of scores of {name} -->",
     ]

@@ -136,7 +136,7 @@ def fine_tune(
         tokenizer: tokenizer of the model.
         task: task of the track.
         track: training set, and the sets that are predicted.
-        identity: learning rate, epochs, batch size, seed and precision.
+        identity: learning rate, epochs (0 leaves the model as it is), batch size, seed and precision.
         device: device from `check_device`.
         watcher: shows progress; it is called after each step and can stop the trial.
 
@@ -146,7 +146,7 @@ def fine_tune(
     encoded_sets = {
         name: _EncodedSet.of(examples, tokenizer, task) for name, examples in track.sets().items()
     }
-    features = _EncodedSet.of(track.train, tokenizer, task).features
+    features = _EncodedSet.of(track.train, tokenizer, task).features if identity.epochs else []
     num_scored = sum(len(encoded.features) for encoded in encoded_sets.values())
     total = len(features) * identity.epochs + num_scored
     watcher.session.progress.start(watcher.title, total, "sequences")
@@ -160,7 +160,8 @@ def fine_tune(
         )
         trainer.remove_callback(PrinterCallback)
         began = time.perf_counter()
-        trainer.train()
+        if identity.epochs:
+            trainer.train()
         train_s = time.perf_counter() - began
         predictions = {
             name: _predictions(task, encoded, _logits(trainer, encoded.features))

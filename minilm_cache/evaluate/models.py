@@ -1,12 +1,15 @@
 """Find and load the models to evaluate: teachers, teacher assistants and students, trained or untrained."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.evaluate.tasks import SpanTask, Task, TextTask
@@ -125,6 +128,58 @@ class Evaluated:
         drawn = draw_weights(model.config, head, attention="sdpa")
         drawn.eval()
         return drawn
+
+    def load_as_is(self, task: Task) -> PreTrainedModel:
+        """Return a classifier with the head that it has, whose classes are put into the order of the task's.
+
+        Raises:
+            InvalidConfigError: it has no such head, or other classes than the task.
+        """
+        assert isinstance(task, TextTask)
+        config = read_config(self.folder)
+        named = {str(number): str(name) for number, name in (config.id2label or {}).items()}
+        names = [named.get(str(number), "unknown") for number in range(config.num_labels or 1)]
+        if not any("SequenceClassification" in name for name in config.architectures or ()):
+            raise InvalidConfigError(
+                f"--as-is: {self.name} is no classifier ({', '.join(config.architectures or ('unknown',))}). "
+                "Leave it out to fine-tune the model."
+            )
+        model = load_for_task(self.folder, "sequences", None)
+        order = _class_order(names, task.labels)
+        if order is None:
+            wanted = ", ".join(task.labels) or "one value"
+            raise InvalidConfigError(
+                f"--as-is: {self.name} answers with {', '.join(names)}, and {task.title} is about {wanted}."
+            )
+        _reorder(model, order)
+        return model
+
+
+_DRAWN_NAME: Final = re.compile(r"LABEL_\d+")
+
+
+def _class_order(names: Sequence[str], labels: Sequence[str]) -> list[int] | None:
+    """Return the number of a model's class for each label of a task. None means that they do not agree.
+
+    Classes without names of their own, as transformers names them, are in the order of the task's.
+    """
+    if len(names) != max(1, len(labels)):
+        return None
+    if not labels or all(_DRAWN_NAME.fullmatch(name) for name in names):
+        return list(range(len(names)))
+    return [names.index(label) for label in labels] if set(names) == set(labels) else None
+
+
+def _reorder(model: PreTrainedModel, order: Sequence[int]) -> None:
+    """Put the answers of a classifier into another order, by a hook on what it returns."""
+
+    def ordered(_: nn.Module, __: object, output: SequenceClassifierOutput) -> SequenceClassifierOutput:
+        assert output.logits is not None
+        output.logits = output.logits[:, list(order)]
+        return output
+
+    if list(order) != sorted(order):
+        model.register_forward_hook(ordered)
 
 
 def refuse_run_as_teacher(names: Sequence[str]) -> None:

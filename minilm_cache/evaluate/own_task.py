@@ -44,7 +44,7 @@ def read_own_task(
     columns = tuple(part.strip() for part in config.text_columns.split(","))
     train = _rows(file, columns, config.label_column)
     if config.dev is None:
-        train, dev = _split(train, file)
+        train, dev = (train, train) if config.as_is else _split(train, file)
     else:
         dev = _rows(config.dev, columns, config.label_column)
     labels = [label for _, label, _ in train]

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -226,7 +226,8 @@ def _run_trial(
     identity = trial.identity
     name = f"{trial.task.title}, {trial.model.title}, lr {identity.lr:g}, seed {identity.seed}"
     watcher = replace(watcher, title=f"{name} ({which})")
-    model = trial.model.load(trial.task, identity.seed)
+    load = trial.model.load_as_is if config.as_is else partial(trial.model.load, seed=identity.seed)
+    model = load(trial.task)
     with enough_memory(device, "Take a lower --batch-size or --max-length"):
         tuned = fine_tune(
             model,

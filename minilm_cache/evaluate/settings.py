@@ -5,7 +5,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from minilm_cache.evaluate.tasks import TASKS, Metric, Task
+from minilm_cache.evaluate.tasks import TASKS, Metric, SpanTask, Task
 from minilm_cache.settings import FrozenSettings, ModelSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 
@@ -58,6 +58,9 @@ class EvaluateConfig(ModelSettings):
     """Most training examples, drawn once for all models. None means all of them."""
     max_dev: Annotated[int, Field(ge=1)] | None = None
     """Most examples of each dev set. None means all of them."""
+    as_is: bool = False
+    """Score classifiers with the heads that they have, without fine-tuning, such as students of answers or of
+    scores. A task of your own is then scored as a whole."""
     untrained: bool = False
     """Evaluate each model's shape with random weights, too."""
     predict: bool = False
@@ -102,8 +105,24 @@ class EvaluateConfig(ModelSettings):
             raise ValueError("--grid paper names learning rates and epochs; leave out --lr and --epochs")
         return self
 
+    @model_validator(mode="after")
+    def _is_tuned_or_not(self) -> "EvaluateConfig":
+        if not self.as_is:
+            return self
+        fields = type(self).model_fields
+        for name in ("grid", "lr", "epochs", "batch_size", "seeds", "max_train", "untrained", "keep_models"):
+            if getattr(self, name) != fields[name].default:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} is about fine-tuning, which --as-is leaves out; leave it out")
+        spans = [name for name in self.task if isinstance(TASKS.get(name), SpanTask)]
+        if spans:
+            raise ValueError(f"--as-is scores classes and values, and {spans[0]} is about spans")
+        return self
+
     def settings(self, task: Task) -> list[tuple[float, int]]:
-        """Return the learning rates and epochs that are tried of a task."""
+        """Return the learning rates and epochs that are tried of a task; 0 of both means no fine-tuning."""
+        if self.as_is:
+            return [(0.0, 0)]
         default = (3e-5,) if len(task.recipe.lrs) > 1 else task.recipe.lrs
         lrs = task.recipe.lrs if self.grid == "paper" else self.lr or default
         epochs = task.recipe.epochs if self.grid == "paper" else self.epochs or (task.recipe.epochs[0],)

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.conftest import Command
 from tests.support import WORDS, save_teacher
-from tests.tasks import LEARNABLE, evaluated
+from tests.tasks import LEARNABLE, SHORT, evaluated
 
 NAMES = ("good", "bad, or worse")
 Rows = list[dict[str, Any]]
@@ -70,6 +70,32 @@ def test_classes_are_learned_from_any_file(
     with torch.no_grad():
         numbers = [int(model(**tokenizer(w, return_tensors="pt")).logits.argmax()) for w in LEARNABLE]
     assert [model.config.id2label[number] for number in numbers] == list(NAMES)
+
+
+def test_a_classifier_is_scored_as_it_is(teacher: Path, tmp_path: Path, command: Command) -> None:
+    """Its score is that of its fine-tuning, and classes go by their names."""
+    file, dev = write(tmp_path / "a.csv", rows()), write(tmp_path / "b.csv", rows(30))
+    out = ("--out", tmp_path / "out")
+    words = (teacher, "--task", file, "--dev", dev, *TUNED, *out, "--keep-models")
+    (tuned,) = evaluated(command, *words)["trials"]
+    (folder,) = (tmp_path / "out" / "a.csv").iterdir()
+    model = folder / "model"
+    as_is = ("--task", file, "--dev", dev, "--as-is", *out)
+    (trial,) = evaluated(command, model, *as_is)["trials"]
+    assert trial["scores"] == tuned["scores"]
+    config = json.loads((model / "config.json").read_text())
+    config |= {"id2label": {"0": NAMES[0], "1": NAMES[1]}, "label2id": {NAMES[0]: 0, NAMES[1]: 1}}
+    (model / "config.json").write_text(json.dumps(config))
+    (trial,) = evaluated(command, model, *as_is)["trials"]
+    assert trial["scores"]["dev"]["accuracy"] == pytest.approx(100 - tuned["scores"]["dev"]["accuracy"])
+    config |= {"id2label": {"0": "no", "1": "yes"}}
+    (model / "config.json").write_text(json.dumps(config))
+    base = ("evaluate", *SHORT, *as_is)
+    command.fails(*base, model, code=2, says="answers with no, yes, and a.csv is about good, bad, or worse")
+    command.fails(*base, teacher, code=2, says="is no classifier")
+    command.fails(*base, model, "--epochs", 2, code=2, says="--epochs is about fine-tuning")
+    squad = ("--task", "squad", "--data", tmp_path, "--as-is")
+    command.fails("evaluate", model, *squad, code=2, says="squad is about spans")
 
 
 def test_values_pairs_and_a_file_of_its_own_to_score(teacher: Path, tmp_path: Path, command: Command) -> None:
