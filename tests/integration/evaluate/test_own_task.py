@@ -91,7 +91,7 @@ def test_a_classifier_is_scored_as_it_is(teacher: Path, tmp_path: Path, command:
     config |= {"id2label": {"0": "no", "1": "yes"}}
     (model / "config.json").write_text(json.dumps(config))
     base = ("evaluate", *SHORT, *as_is)
-    command.fails(*base, model, code=2, says="answers with no, yes, and a.csv is about good, bad, or worse")
+    command.fails(*base, model, code=2, says="answers with no, yes, and a.csv is about bad, or worse, good")
     command.fails(*base, teacher, code=2, says="is no classifier")
     command.fails(*base, model, "--epochs", 2, code=2, says="--epochs is about fine-tuning")
     squad = ("--task", "squad", "--data", tmp_path, "--as-is")
