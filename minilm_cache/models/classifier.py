@@ -8,9 +8,30 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from minilm_cache.models.load import head_config, load_model
-from minilm_cache.models.pooling import DenseLayer, SentenceEncoder, SentencePooler, load_pooler
+from minilm_cache.errors import TeacherError
+from minilm_cache.models.load import head_config, load_model, read_config
+from minilm_cache.models.pooling import MODULES, DenseLayer, SentenceEncoder, SentencePooler, load_pooler
 from minilm_cache.models.student import build_model
+
+
+def load_pooled_head(folder: Path) -> SentencePooler | None:
+    """Return what makes the answers of a folder that `PooledClassifier` saved. None means another model.
+
+    Raises:
+        TeacherError: its `modules.json` is damaged, or gives another number of answers than `config.json`.
+    """
+    config = read_config(folder)
+    is_classifier = any("SequenceClassification" in name for name in config.architectures or ())
+    if is_classifier or getattr(config, "problem_type", None) is None or not (folder / MODULES).is_file():
+        return None
+    pooler = load_pooler(folder, None, config.hidden_size, adds_prompts=True)
+    width = pooler.width(config.hidden_size)
+    if width != config.num_labels:
+        raise TeacherError(
+            f"{folder} pools vectors of {width} numbers, and its config.json names {config.num_labels} classes. "
+            "Save it again."
+        )
+    return pooler.eval().requires_grad_(requires_grad=False)
 
 
 class PooledClassifier(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from minilm_cache.errors import DeviceError, InvalidConfigError, TeacherError
+from minilm_cache.models.classifier import load_pooled_head
 from minilm_cache.models.complete import refuse_longer_texts
 from minilm_cache.models.device import CPU, free_bytes
 from minilm_cache.models.files import VOLATILE, library_errors, weight_stamps, weights_sha256
@@ -79,6 +80,9 @@ class Teacher:
         self.name = source.name
         self.folder = source.folder
         self.tokenizer = load_tokenizer(source.folder, has_ends=False)
+        self._classifier = load_pooled_head(source.folder) if head == "sequences" else None
+        if self._classifier is not None:
+            head = None
         self.memory = TeacherMemory.of(source, device, precision, head=head)
         """What its weights take of the device's memory."""
         model = self._load(head)
@@ -101,6 +105,8 @@ class Teacher:
             for weight in tapped.parameters():
                 weight.data = weight.data.bfloat16()
         self._tapped = tapped.to(device)
+        if self._classifier is not None:
+            self._classifier.to(device)
         if head == "sequences" and self._is_causal():
             # Decoders answer at the last token that is not this one; batches have the tokenizer's padding.
             model.config.pad_token_id = self.tokenizer.pad_token_id
@@ -152,10 +158,12 @@ class Teacher:
     @cached_property
     def identity(self) -> TeacherIdentity:
         """What identifies the teacher: hashes of its content, and its sizes."""
-        config = self.model.config
+        config, weights = self.model.config, self._weights_sha256
+        if self._classifier is not None:
+            weights = canonical_sha256([weights, self._classifier.mode, self._classifier.dense_sha256()])
         return TeacherIdentity(
             model_type=config.model_type,
-            weights_sha256=self._weights_sha256,
+            weights_sha256=weights,
             config_sha256=canonical_sha256(self._config()),
             num_layers=self._tapped.num_layers,
             hidden_size=config.hidden_size,
@@ -360,11 +368,21 @@ class Teacher:
                 `tokens`. None means all.
         """
         inputs = inputs.to(self.device)
+        if tap.head == "sequences" and self._classifier is not None:
+            return self._read_pooled(inputs, tap, self._classifier)
         with products_in(self.precision):
             outputs = self._tapped(inputs, tap, None if places is None else send(places, self.device))
         relations = [LayerRelations(vectors, inputs.lengths) for vectors in outputs.vectors]
         states = {number: values.float() for number, values in outputs.hidden.items()}
         return TeacherReading(relations, states, None if outputs.logits is None else outputs.logits.float())
+
+    def _read_pooled(self, inputs: Inputs, tap: Tap, classifier: SentencePooler) -> "TeacherReading":
+        """Return the outputs of a teacher whose answers are made of the vector that it pools."""
+        last = self._tapped.num_layers
+        found = self.read(inputs, tap._replace(head=None, hidden=tuple(sorted({*tap.hidden, last}))))
+        logits = classifier(found.hidden[last], inputs.lengths)
+        hidden = {number: state for number, state in found.hidden.items() if number in tap.hidden}
+        return found._replace(hidden=hidden, logits=logits.float())
 
 
 class TeacherMemory(NamedTuple):

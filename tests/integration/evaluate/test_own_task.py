@@ -11,10 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from minilm_cache.cache import open_cache
+from minilm_cache.storage_schema.states import LOGITS
 from tests.conftest import Command
-from tests.support import WORDS, save_teacher
+from tests.encoders import save_encoder
+from tests.support import WORDS, World, save_teacher
 from tests.tasks import LEARNABLE, SHORT, evaluated
 
 NAMES = ("good", "bad, or worse")
@@ -168,3 +172,34 @@ def test_what_is_wrong_with_a_file_is_one_line(teacher: Path, tmp_path: Path, co
     command.fails(*base, nan, "--metric", "pearson", code=1, says="label 'nan' is not a number")
     alone = write(tmp_path / "alone.csv", [{"text": "ba", "label": "1"}])
     command.fails(*base, alone, code=1, says="has one text")
+
+
+def test_a_sentence_encoder_that_was_fine_tuned_teaches_its_answers(tmp_path: Path, command: Command) -> None:
+    """It answers from the vector that it pools; students are ordinary classifiers with the same classes."""
+    encoder = save_teacher(tmp_path / "encoder")
+    save_encoder(encoder, "mean", max_length=32)
+    file, dev = write(tmp_path / "a.csv", rows()), write(tmp_path / "b.csv", rows(30))
+    out = ("--out", tmp_path / "out")
+    evaluated(command, encoder, "--task", file, "--dev", dev, *TUNED, *out, "--keep-models")
+    (folder,) = (tmp_path / "out" / "a.csv").iterdir()
+    world = World(tmp_path, folder / "model", file)
+    cache = open_cache(world.dump(codec="none", logits=True, packing="records").path)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    texts = [tokenizer.decode(sequence.input_ids, skip_special_tokens=True) for sequence in cache]
+    expected = SentenceTransformer(str(folder / "model"), device="cpu").encode(texts)
+    stored = np.stack([sequence.states()[LOGITS][0].numpy() for sequence in cache])
+    np.testing.assert_allclose(stored, expected, atol=1e-4)
+    train = ("--objective", "tinybert-prediction", "--arch", "2x32", "--steps", 60, "--batch-size", 8)
+    code, _, err = command("train", cache.reader.root, *train, "--lr", "1e-3", "--out", tmp_path / "run")
+    assert code == 0, err
+    (trial,) = evaluated(command, tmp_path / "run", "--task", file, "--dev", dev, "--as-is", *out)["trials"]
+    assert trial["scores"]["dev"]["accuracy"] > 90
+    modules = json.loads((folder / "model" / "config.json").read_text()) | {
+        "id2label": dict(enumerate("abc"))
+    }
+    (folder / "model" / "config.json").write_text(json.dumps(modules))
+    dump = ("dump", "--teacher", folder / "model", "--corpus", file, "--codec", "none", "--logits")
+    more = ("--packing", "records", "--max-length", 32, "--out", tmp_path / "no")
+    command.fails(
+        *dump, *more, code=1, says="pools vectors of 2 numbers, and its config.json names 1 classes"
+    )
