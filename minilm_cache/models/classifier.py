@@ -28,8 +28,8 @@ def load_pooled_head(folder: Path) -> SentencePooler | None:
     width = pooler.width(config.hidden_size)
     if width != config.num_labels:
         raise TeacherError(
-            f"{folder} pools vectors of {width} numbers, and its config.json names {config.num_labels} classes. "
-            "Save it again."
+            f"{folder} pools vectors of {width} numbers, and its config.json names {config.num_labels} "
+            "classes. Save it again."
         )
     return pooler.eval().requires_grad_(requires_grad=False)
 

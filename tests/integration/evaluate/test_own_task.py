@@ -201,5 +201,5 @@ def test_a_sentence_encoder_that_was_fine_tuned_teaches_its_answers(tmp_path: Pa
     dump = ("dump", "--teacher", folder / "model", "--corpus", file, "--codec", "none", "--logits")
     more = ("--packing", "records", "--max-length", 32, "--out", tmp_path / "no")
     command.fails(
-        *dump, *more, code=1, says="pools vectors of 2 numbers, and its config.json names 1 classes"
+        *dump, *more, code=1, says="pools vectors of 2 numbers, and its config.json names 3 classes"
     )
