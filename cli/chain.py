@@ -1,13 +1,15 @@
 """`minilm-cache chain`: trains students via teacher assistants, in one command."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
 from minilm_cache.cli.environment import is_first_process, note_default_corpus, quiet_libraries
+from minilm_cache.cli.evaluate import print_scores
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import (
     EngineOption,
@@ -20,13 +22,14 @@ from minilm_cache.cli.options import (
     options,
 )
 from minilm_cache.dump.config import DumpConfig
-from minilm_cache.settings import cache_home
+from minilm_cache.settings import cache_home, validated
 from minilm_cache.storage_schema.identity import RelationKind
 from minilm_cache.train.config import TrainConfig, describe_preset
 from minilm_cache.wording import number_text
-from minilm_cache.workflows.config import NOT_OF_A_CHAIN, ChainConfig
+from minilm_cache.workflows.config import NOT_OF_A_CHAIN, ChainConfig, TaskStageConfig
 
 if TYPE_CHECKING:
+    from minilm_cache.session import Session
     from minilm_cache.workflows.chain import ChainRecord, ChainResult
     from minilm_cache.workflows.chain_plan import Stage
 
@@ -39,16 +42,24 @@ DocumentArgument = Annotated[
 ]
 
 
+_OTHERS: Final = ("CHAIN.yaml", "--preset", "--cache-store", "--engine", "--gpus-per-task", "--dry-run")
+"""Options of a chain of assistants that a task stage does not have."""
+
+
+class _Options(TaskStageConfig, ChainConfig):
+    """Options of a chain of assistants, or of a task stage."""
+
+
 @options(
-    ChainConfig,
+    _Options,
     DumpConfig,
     TrainConfig,
-    leave_out={ChainConfig: ("dump", "train"), DumpConfig: NOT_OF_A_CHAIN},
+    leave_out={_Options: ("dump", "train"), DumpConfig: NOT_OF_A_CHAIN},
     rename={DumpConfig: {"batch_size": "dump_batch_size", "precision": "dump_precision"}},
     may_lack=True,
     common=(
         *("teacher", "corpus", "max_tokens", "assistants", "arch", "objective", "preset", "steps", "epochs"),
-        *("compare_direct", "device", "out", "dry_run", "json"),
+        *("task", "data", "student", "augment", "compare_direct", "device", "out", "dry_run", "json"),
     ),
 )
 def chain(
@@ -76,21 +87,26 @@ def chain(
     Example: minilm-cache chain notes.yaml --dry-run
 
     Example: minilm-cache chain --teacher bert-base --assistant 12x384 --arch 3x384 --compare-direct
+
+    With --task, students of a teacher that was fine-tuned on a task learn its answers to the task's texts.
+
+    Example: minilm-cache chain --task sst2 --data glue --teacher FINE-TUNED --arch 3x384
     """
     from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows import chain_plan as plan  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows.chain import run_chain  # noqa: PLC0415 - importing it takes seconds
 
+    if TaskStageConfig.model_fields.keys() & given.keys():
+        others = (document, preset, cache_store, engine, gpus_per_task, dry_run or None)
+        _task_stage(given, dump, recipe, out=out, json=json, others=dict(zip(_OTHERS, others, strict=True)))
+        return
     config, preset = plan.read_chain(document, chain=given, dump=dump, train=recipe, preset=preset)
     check_engine(engine, gpus_per_task)
     quiet_libraries()
     folder = out or plan.chain_folder(config, cache_home())
     with stoppable_session() as session:
         if is_first_process():
-            given_corpus = {"corpus": "corpus" in config.dump.model_fields_set}
-            note_default_corpus(given_corpus, config.dump.corpus, session)
-            if preset is not None:
-                session.progress.note(describe_preset(preset, config.train))
+            _note_settings(config, preset, session)
         if dry_run and not is_first_process():
             return
         if dry_run:
@@ -106,6 +122,46 @@ def chain(
         )
     if result.is_first:
         _show(result, json=json)
+
+
+def _note_settings(config: ChainConfig, preset: str | None, session: "Session") -> None:
+    given_corpus = {"corpus": "corpus" in config.dump.model_fields_set}
+    note_default_corpus(given_corpus, config.dump.corpus, session)
+    if preset is not None:
+        session.progress.note(describe_preset(preset, config.train))
+
+
+def _task_stage(
+    given: Given,
+    dump: Given,
+    recipe: Given,
+    *,
+    out: Path | None,
+    json: bool,
+    others: Mapping[str, object],
+) -> None:
+    from minilm_cache.workflows.task_stage import check_task_stage, run_task_stage  # noqa: PLC0415 - seconds
+
+    own = TaskStageConfig.model_fields
+    config = validated(TaskStageConfig, {name: value for name, value in given.items() if name in own})
+    check_task_stage(config, chain=given.keys() - own.keys(), dump=dump, others=others)
+    quiet_libraries()
+    name = Path(str(config.task)).stem
+    folder = out or cache_home() / "chains" / f"{name}-{Path(str(dump['teacher'])).name}"
+    with stoppable_session() as session:
+        result = run_task_stage(config, dump=dump, train=recipe, out=folder, session=session)
+    if json:
+        print_json(
+            {
+                "chain": str(result.path),
+                "texts": result.num_texts,
+                "run": str(result.run.path),
+                "summaries": [asdict(summary) for summary in result.evaluation.summaries],
+            }
+        )
+        return
+    print_pairs({"chain": result.path, "students": result.run.path / "students"})
+    print_scores(result.evaluation)
 
 
 def _show(result: "ChainResult", *, json: bool) -> None:

@@ -86,15 +86,20 @@ def _print(evaluation: "Evaluation") -> None:
         {"evaluations": evaluation.path, "trials": len(evaluation.trials)}
         | {str(file): "card" for file in evaluation.cards}
     )
+    print_scores(evaluation)
+    print_pairs(
+        {"predictions": "in the folders of trials; of the reported settings, by seed:"} | _folders(evaluation)
+    )
+
+
+def print_scores(evaluation: "Evaluation") -> None:
+    """Print the scores of an evaluation as a table."""
     tried = max(summary.settings for summary in evaluation.summaries)
     chosen = "" if tried == 1 else f"; best of {tried} settings on dev, so that scores on dev are optimistic"
     print_table(
         f"Scores between 0 and 100, mean over seeds +- standard deviation{chosen}",
         ["model", "task", "set", "score", "seeds", "lr", "epochs", "diverged"],
         [row for summary in evaluation.summaries for row in _rows(summary)],
-    )
-    print_pairs(
-        {"predictions": "in the folders of trials; of the reported settings, by seed:"} | _folders(evaluation)
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from minilm_cache.corpus.load import load_corpus
+from minilm_cache.corpus.pairs import BETWEEN
 from minilm_cache.corpus.sequences import mask_token
 from minilm_cache.dump.config import AugmentConfig
 from minilm_cache.errors import InterruptedRunError
@@ -84,6 +85,8 @@ class _Word:
 def augment(config: AugmentConfig, out: Path, *, session: Session = ALONE) -> Augmented:
     """Write a corpus and its augmented copies as JSON lines: `text`, and the number of its `document`.
 
+    Of pairs of texts, both are replaced, and the lines have `first` and `second`.
+
     Args:
         config: what to augment, by which model, how much.
         out: file to write, which must not exist.
@@ -101,23 +104,27 @@ def augment(config: AugmentConfig, out: Path, *, session: Session = ALONE) -> Au
     tokenizer = load_tokenizer(source.folder)
     model = TappedModel(load_model(source.folder, "tokens", name=source.name))
     check_length(model, source.name, token=tokenizer.cls_token_id, max_length=config.max_length)
-    corpus = load_corpus(config.corpus, config.text_column, config.documents)
+    corpus = load_corpus(
+        config.corpus, config.text_column, config.documents, pair_columns=config.pair_columns
+    )
     device = choose_device(config.device)
     replacer = _WordReplacer(
         model=model.to(device).eval(),
         tokenizer=tokenizer,
         config=config,
-        vocabulary=_frequent_words(corpus.texts(), tokenizer),
+        vocabulary=_frequent_words(map(_apart, corpus.texts()), tokenizer),
     )
-    num_lines = 0
+    names, num_lines = ("text",) if config.pair_columns is None else ("first", "second"), 0
     session.progress.start("augment", corpus.identity.num_documents, "documents")
     with storage_errors("write", out), new_file(out) as file:
         for number, text in enumerate(corpus.texts()):
             if session.should_stop():
                 raise InterruptedRunError("interrupted: nothing was written. Run the same command again.")
-            versions = [text, *replacer.copies(text, number)]
+            texts = (text,) if config.pair_columns is None else tuple(text.split(BETWEEN))
+            versions = [texts, *replacer.copies(texts, number)]
             lines = (
-                json.dumps({"text": version, "document": number}, ensure_ascii=False) for version in versions
+                json.dumps({**dict(zip(names, each, strict=True)), "document": number}, ensure_ascii=False)
+                for each in versions
             )
             file.writelines(f"{line}\n".encode() for line in lines)
             num_lines += len(versions)
@@ -135,16 +142,21 @@ class _WordReplacer:
     vocabulary: Sequence[str]
     """Frequent words of the corpus."""
 
-    def copies(self, text: str, number: int) -> list[str]:
-        """Return the different copies of a document that are not equal to it.
+    def copies(self, texts: Sequence[str], number: int) -> list[tuple[str, ...]]:
+        """Return the different copies of a document, one text or two, that are not equal to it.
 
-        With the same model and settings, they depend only on the text and its number.
+        With the same model and settings, they depend only on the texts and their number.
         """
+        each = [self._replaced(text, [number, *[side] * (side > 0)]) for side, text in enumerate(texts)]
+        return [copy for copy in dict.fromkeys(zip(*each, strict=True)) if copy != tuple(texts)]
+
+    def _replaced(self, text: str, key: Sequence[int]) -> list[str]:
+        """Return the copies of a text, some of which may be equal; `key` is part of their seed."""
         words = _words(text, self.tokenizer)
         candidates = self._candidates(text, words)
         copies = []
         for copy in range(self.config.copies):
-            generator = np.random.default_rng([self.config.seed, number, copy])
+            generator = np.random.default_rng([self.config.seed, key[0], copy, *key[1:]])
             parts, end = [], 0
             for word, choices in zip(words, candidates, strict=True):
                 written = word.text
@@ -153,7 +165,7 @@ class _WordReplacer:
                 parts += [text[end : word.start], written]
                 end = word.end
             copies.append("".join([*parts, text[end:]]))
-        return [copy_text for copy_text in dict.fromkeys(copies) if copy_text != text]
+        return copies
 
     @property
     def _is_authors(self) -> bool:
@@ -263,6 +275,11 @@ class _WordReplacer:
         table = self.model.model.get_input_embeddings()
         assert isinstance(table, nn.Embedding)
         return table.weight.detach()[torch.tensor(pieces)].mean(0).cpu()
+
+
+def _apart(text: str) -> str:
+    """Return the texts of a pair with a space between them; a single text stays."""
+    return text.replace(BETWEEN, " ")
 
 
 def _may_be_replaced(word: str) -> bool:

@@ -388,6 +388,8 @@ class AugmentConfig(TeacherSettings, CorpusSettings):
     group = "Augmentation"
     corpus: str
     """The text: a file, a folder, or `hf:ID[:CONFIG][:SPLIT]`; each record is a document."""
+    pair_columns: Annotated[str, Field(min_length=3, max_length=512)] | None = None
+    """Columns of pairs of texts like question,sentence, both of which get copies. None means single texts."""
     copies: Annotated[int, Field(ge=1, le=1000)] = 20
     """Copies of each document, N_a in the paper; copies that are equal are kept once."""
     candidates: Annotated[int, Field(ge=1, le=1000)] = 15
@@ -402,6 +404,12 @@ class AugmentConfig(TeacherSettings, CorpusSettings):
     """Tokens that the model reads of a document; words beyond them are not replaced."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the random replacements."""
+
+    @model_validator(mode="after")
+    def _texts_or_pairs(self) -> "AugmentConfig":
+        if self.pair_columns is not None and self.text_column is not None:
+            raise ValueError("--text-column and --pair-columns both name the texts: give one of them")
+        return self
 
 
 PLANNED = frozenset(

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.evaluate.tasks import SpanTask, Task, TextTask
-from minilm_cache.models.classifier import PooledClassifier
+from minilm_cache.models.classifier import PooledClassifier, load_pooled_head
 from minilm_cache.models.files import weights_sha256
 from minilm_cache.models.load import (
     TaskHead,
@@ -129,7 +129,7 @@ class Evaluated:
         drawn.eval()
         return drawn
 
-    def load_as_is(self, task: Task) -> PreTrainedModel:
+    def load_as_is(self, task: Task) -> PreTrainedModel | PooledClassifier:
         """Return a classifier with the head that it has, whose classes are put into the order of the task's.
 
         Raises:
@@ -139,18 +139,25 @@ class Evaluated:
         config = read_config(self.folder)
         named = {str(number): str(name) for number, name in (config.id2label or {}).items()}
         names = [named.get(str(number), "unknown") for number in range(config.num_labels or 1)]
-        if not any("SequenceClassification" in name for name in config.architectures or ()):
+        head = load_pooled_head(self.folder)
+        if head is None and not any("SequenceClassification" in name for name in config.architectures or ()):
             raise InvalidConfigError(
                 f"--as-is: {self.name} is no classifier ({', '.join(config.architectures or ('unknown',))}). "
                 "Leave it out to fine-tune the model."
             )
-        model = load_for_task(self.folder, "sequences", None)
         order = _class_order(names, task.labels)
         if order is None:
             wanted = ", ".join(task.labels) or "one value"
             raise InvalidConfigError(
                 f"--as-is: {self.name} answers with {', '.join(names)}, and {task.title} is about {wanted}."
             )
+        model = (
+            load_for_task(self.folder, "sequences", None)
+            if head is None
+            else PooledClassifier(
+                SentenceEncoder(load_model(self.folder, attention="sdpa"), head), task.max_length
+            )
+        )
         _reorder(model, order)
         return model
 
@@ -170,7 +177,7 @@ def _class_order(names: Sequence[str], labels: Sequence[str]) -> list[int] | Non
     return [names.index(label) for label in labels] if set(names) == set(labels) else None
 
 
-def _reorder(model: PreTrainedModel, order: Sequence[int]) -> None:
+def _reorder(model: nn.Module, order: Sequence[int]) -> None:
     """Put the answers of a classifier into another order, by a hook on what it returns."""
 
     def ordered(_: nn.Module, __: object, output: SequenceClassifierOutput) -> SequenceClassifierOutput:

@@ -13,9 +13,9 @@ import torch
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from minilm_cache.errors import CorpusError, IdentityMismatchError
+from minilm_cache.errors import CorpusError, IdentityMismatchError, InvalidConfigError
 from minilm_cache.evaluate.card import Summary, check_cards, summarise, write_card
-from minilm_cache.evaluate.examples import Track, is_labelled
+from minilm_cache.evaluate.examples import TextExample, Track, is_labelled
 from minilm_cache.evaluate.files import data_source
 from minilm_cache.evaluate.finetune import Predictions, Tuned, Watcher, check_device, fine_tune
 from minilm_cache.evaluate.glue import Source, read_text_task
@@ -143,6 +143,26 @@ def _read(config: EvaluateConfig, name: str, session: Session) -> tuple[Task, li
         language = f" ({track.name})" if track.name else ""
         session.progress.note(f"{task.title}{language}: {len(track.train):,} training examples, {sizes}")
     return task, tracks
+
+
+def training_examples(config: EvaluateConfig, name: str, session: Session) -> Sequence[TextExample]:
+    """Return the training examples of a task of single texts or pairs in one language.
+
+    Args:
+        config: where its data are.
+        name: name of the task, or the file of one of your own.
+        session: its progress shows what was found.
+
+    Raises:
+        CorpusError: the data are missing or damaged.
+        InvalidConfigError: the task is about spans, or has several languages.
+    """
+    task = TASKS.get(name)
+    if isinstance(task, SpanTask) or (task is not None and task.languages != "one"):
+        raise InvalidConfigError(f"--task {name}: take a task of single texts or pairs in one language.")
+    _, (track,) = _whole_task(config, name, session)
+    found: Sequence[TextExample] = track.train
+    return found
 
 
 def _whole_task(config: EvaluateConfig, name: str, session: Session) -> tuple[Task, list[Track[Any]]]:

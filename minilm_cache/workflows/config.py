@@ -1,6 +1,7 @@
 """Settings of workflows that run several dumps and trainings."""
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import Field
@@ -51,3 +52,32 @@ class ChainConfig(FrozenSettings):
     """Shape of an assistant; may be repeated, and then each assistant learns from the one before."""
     compare_direct: bool = False
     """Also train the students directly from the teacher, to compare them."""
+
+
+class TaskStageConfig(FrozenSettings):
+    """Settings of a task stage, beside those of its dump and of its training."""
+
+    group = "Task stage"
+    task: str | None = None
+    """Task of GLUE, like sst2, or a .csv, .tsv, .jsonl or .parquet file of labelled texts. Students learn the
+    answers of a teacher that was fine-tuned on it. None means a chain with assistants."""
+    data: str | None = None
+    """Folder of the task's published files, or a folder of such folders; `hf` or `hf:ID` for the hub. None
+    means that the task is a file."""
+    student: str | None = None
+    """Folder of a student, or of a run, that training begins with. None means `--init`."""
+    augment: str | None = None
+    """Model with a head for masked tokens that makes copies of the texts with other words. None means no
+    copies."""
+    copies: Annotated[int, Field(ge=1, le=1000)] = 20
+    """Copies of each text."""
+    intermediate: bool = False
+    """Learn the teacher's layers before its answers, as TinyBERT does; a token then takes about 2 kB."""
+    max_train: Annotated[int, Field(ge=1)] | None = None
+    """Most training examples whose texts are taken, the same as those of evaluate. None means all of them."""
+    text_columns: str = "text"
+    """Column of the texts of a task of your own, or of both texts of pairs, like question,answer."""
+    label_column: str = "label"
+    """Column of its labels."""
+    dev: Path | None = None
+    """File with the same columns that a task of your own is scored on."""

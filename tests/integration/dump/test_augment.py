@@ -220,3 +220,28 @@ def test_the_task_specific_stage_goes_the_whole_way(
     record = json.loads((second / "run.json").read_text())["students"][0]
     assert record["held_out_after"]["prediction"] < record["held_out_before"]["prediction"]
     assert AutoModelForSequenceClassification.from_pretrained(second / "students/2x16").config.num_labels == 2
+
+
+def test_both_texts_of_pairs_get_the_copies_that_they_get_alone(
+    model: Path, tmp_path: Path, command: Command
+) -> None:
+    """The first text is replaced as it is without the second; groups are dumped as pairs of one document."""
+    rows = [{"one": TEXT, "other": "bu baka"}, {"one": "ba be bi bo", "other": "dedo, fa"}]
+    pairs, single = tmp_path / "pairs.jsonl", tmp_path / "single.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    single.write_text("".join(json.dumps({"text": row["one"]}) + "\n" for row in rows))
+    words = ("augment", "--teacher", model, "--max-length", 64, "--copies", 3, "--corpus")
+    for file, more in ((pairs, ("--pair-columns", "one,other")), (single, ())):
+        code, _, err = command(*words, file, *more, "--out", file.with_suffix(".out.jsonl"))
+        assert code == 0, err
+    found, alone = (
+        [json.loads(line) for line in file.with_suffix(".out.jsonl").read_text().splitlines()]
+        for file in (pairs, single)
+    )
+    assert [row for row in found if (row["first"], row["second"]) == (TEXT, "bu baka")]
+    for number in (0, 1):
+        of_pairs = [row["first"] for row in found if row["document"] == number]
+        assert {row["text"] for row in alone if row["document"] == number} <= set(of_pairs)
+    assert len({row["second"] for row in found}) > 2
+    both = (*words, pairs, "--pair-columns", "one,other", "--text-column", "one")
+    command.fails(*both, "--out", tmp_path / "no", code=2, says="--text-column and --pair-columns")

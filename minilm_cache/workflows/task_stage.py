@@ -1,0 +1,200 @@
+"""TinyBERT's task stage: students of a fine-tuned teacher's answers, over a task's own texts and copies.
+
+The task's training texts, without their labels, and augmented copies of them are dumped once; students learn
+the teacher's layers, if wanted, and then its answers, and are scored as they are (Jiao et al. 2020, arXiv
+1909.10351, section 3.2). Everything that is made is an ordinary file, cache or run in one folder.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from minilm_cache.dump.augment import augment
+from minilm_cache.dump.config import AugmentConfig, DumpConfig
+from minilm_cache.dump.run import dump_cache
+from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, first_line
+from minilm_cache.evaluate.examples import TextExample, sample_examples
+from minilm_cache.evaluate.run import Evaluation, evaluate_models, training_examples
+from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task
+from minilm_cache.models.load import locate_teacher, read_config
+from minilm_cache.session import ALONE, Session
+from minilm_cache.settings import validated
+from minilm_cache.store.durable import new_file, read_bounded, refuse_file, storage_errors
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import TrainResult, train_students
+from minilm_cache.workflows.config import TaskStageConfig
+
+TEXTS, COPIES, CACHE, RUN, TRIALS = "texts.jsonl", "augmented.jsonl", "cache", "run", "evaluations"
+"""Names of what is made, in the folder of the stage."""
+_STATED: Final = "stage.json"
+_MAX_BYTES: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStage:
+    """What a task stage has made."""
+
+    path: Path
+    num_texts: int
+    """Texts, or pairs, that the task has to train on."""
+    run: TrainResult
+    evaluation: Evaluation
+    """Scores of the teacher and of the students, as they are."""
+
+
+def run_task_stage(
+    config: TaskStageConfig,
+    *,
+    dump: Mapping[str, Any],
+    train: Mapping[str, Any],
+    out: Path,
+    session: Session = ALONE,
+) -> TaskStage:
+    """Dump a fine-tuned teacher over the texts of its task, train students on its answers, and score them.
+
+    What is complete is not done again.
+
+    Args:
+        config: the task, and what students learn from it.
+        dump: settings of `DumpConfig`, by name; the teacher, its device, ...
+        train: settings of `TrainConfig`, by name; shapes, steps, ...
+        out: folder of everything that is made.
+        session: its home is the folder of tokens. Its progress shows each part. Its `should_stop` is called
+            before each step; True stops.
+
+    Raises:
+        IdentityMismatchError: the folder is of another stage.
+        MiniLMCacheError: see the functions of dumps, trainings and evaluations.
+    """
+    assert config.task is not None
+    shared = {name: dump[name] for name in ("max_length", "device") if name in dump}
+    evaluating = validated(EvaluateConfig, {**_of_evaluation(config), "as_is": True, **shared})
+    examples = sample_examples(training_examples(evaluating, config.task, session), config.max_train)
+    teacher = str(dump["teacher"])
+    num_classes = read_config(locate_teacher(teacher, dump.get("revision")).folder).num_labels or 1
+    refuse_file(out)
+    is_pair = len(examples[0].texts) > 1
+    columns = {"pair_columns": "first,second"} if is_pair else {"text_column": "text"}
+    corpus = _write_texts(config, examples, out)
+    if config.augment is not None:
+        corpus = _write_copies(config, {**columns, **shared}, out=out, session=session)
+    served = ["tinybert"] * config.intermediate + ["tinybert-prediction"]
+    stored = {"for": served} if config.intermediate else {"codec": "none", "logits": True}
+    packing = "pairs" if is_pair else "records"
+    dumping = validated(DumpConfig, {**dump, **columns, **stored, "packing": packing, "corpus": str(corpus)})
+    dump_cache(dumping, out=out / CACHE, session=session)
+    run = train_students(_training(config, train, num_classes), out / CACHE, out=out / RUN, session=session)
+    models = [teacher, str(run.path)]
+    evaluation = evaluate_models(evaluating, models, out=out / TRIALS, session=session)
+    return TaskStage(path=out, num_texts=len(examples), run=run, evaluation=evaluation)
+
+
+def _of_evaluation(config: TaskStageConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {"task": (config.task,), "data": config.data}
+    own = {name: getattr(config, name) for name in ("text_columns", "label_column", "dev")}
+    defaults = TaskStageConfig.model_fields
+    return settings | {name: value for name, value in own.items() if value != defaults[name].default}
+
+
+def _training(config: TaskStageConfig, train: Mapping[str, Any], num_classes: int) -> TrainConfig:
+    """Return the settings of the training: one objective, or the teacher's layers first.
+
+    Raises:
+        InvalidConfigError: a setting is not valid.
+    """
+    answers = "score" if num_classes == 1 and not config.intermediate else "tinybert-prediction"
+    settings: dict[str, Any] = {"objective": answers, "dropout": "none", **train}
+    if config.intermediate:
+        settings = {"first": "tinybert", **settings}
+    if config.student is not None:
+        settings["init"] = config.student
+    return validated(TrainConfig, settings)
+
+
+def _write_texts(config: TaskStageConfig, examples: Sequence[TextExample], out: Path) -> Path:
+    """Write the texts of examples, without their labels, once.
+
+    Raises:
+        IdentityMismatchError: the folder has the texts of another stage.
+        StorageError: the folder cannot be written to.
+    """
+    stated = config.model_dump(mode="json", include={"task", "max_train", "augment", "copies"})
+    file, content = out / TEXTS, "".join(_lines(examples)).encode()
+    with storage_errors("write", out):
+        out.mkdir(parents=True, exist_ok=True)
+        if (out / _STATED).exists():
+            _refuse_other(out, stated, content)
+            return file
+        with new_file(file) as opened:
+            opened.write(content)
+        with new_file(out / _STATED) as opened:
+            opened.write((json.dumps(stated, indent=1) + "\n").encode())
+    return file
+
+
+def _lines(examples: Sequence[TextExample]) -> Iterator[str]:
+    for example in examples:
+        names = ("text",) if len(example.texts) == 1 else ("first", "second")
+        yield json.dumps(dict(zip(names, example.texts, strict=True)), ensure_ascii=False) + "\n"
+
+
+def _refuse_other(out: Path, stated: Mapping[str, object], texts: bytes) -> None:
+    """Raise IdentityMismatchError where a folder is of another stage, or of other texts."""
+    try:
+        known = json.loads(read_bounded(out / _STATED, _MAX_BYTES))
+        same = [name for name, value in stated.items() if known.get(name) != value]
+    except (OSError, ValueError, AttributeError) as error:
+        raise IdentityMismatchError(
+            f"{out / _STATED} is damaged: {first_line(error)}. Choose another --out."
+        ) from error
+    if same or not (out / TEXTS).is_file() or (out / TEXTS).read_bytes() != texts:
+        what = ", ".join(f"--{name.replace('_', '-')}" for name in same) or "the task's texts"
+        raise IdentityMismatchError(f"{out} was begun with other settings: {what}. Choose another --out.")
+
+
+def _write_copies(
+    config: TaskStageConfig, more: Mapping[str, object], *, out: Path, session: Session
+) -> Path:
+    """Return the file of the texts with their augmented copies, which is made once."""
+    file = out / COPIES
+    if file.exists():
+        return file
+    settings = {"teacher": config.augment, "corpus": str(out / TEXTS), "copies": config.copies, **more}
+    augment(validated(AugmentConfig, settings), file, session=session)
+    return file
+
+
+def check_task_stage(
+    config: TaskStageConfig, *, chain: Collection[str], dump: Mapping[str, Any], others: Mapping[str, object]
+) -> None:
+    """Raise InvalidConfigError for options that a task stage does not have, or that lack.
+
+    Args:
+        config: settings of the stage.
+        chain: names of the settings of `ChainConfig` that are given.
+        dump: settings of `DumpConfig` that are given.
+        others: further options of a chain of assistants, by name; None where they are not given.
+    """
+    if config.task is None:
+        given = min(config.model_fields_set)
+        raise InvalidConfigError(f"--{given.replace('_', '-')} goes with --task, and only with it.")
+    for name, value in others.items():
+        if value is not None:
+            raise InvalidConfigError(
+                f"{name} goes with a chain of assistants, not with --task. Leave it out."
+            )
+    for name in chain:
+        flag = "--assistant" if name == "assistants" else f"--{name.replace('_', '-')}"
+        raise InvalidConfigError(f"{flag} goes with a chain of assistants, not with --task. Leave it out.")
+    for name in ("corpus", "text_column", "pair_columns", "packing", "codec", "logits"):
+        if name in dump:
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidConfigError(f"{flag}: --task takes the task's own texts. Leave it out.")
+    if "teacher" not in dump:
+        raise InvalidConfigError("--teacher is missing: a model that was fine-tuned on the task.")
+    if is_own_task(str(config.task)) and config.dev is None:
+        raise InvalidConfigError(f"--task {config.task}: give --dev, the file that students are scored on.")
+    if config.augment is None and config.copies != TaskStageConfig.model_fields["copies"].default:
+        raise InvalidConfigError("--copies goes with --augment, and only with it.")

@@ -1,0 +1,125 @@
+"""The task stage as one command: from a fine-tuned teacher and a task's texts to students that are scored."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minilm_cache.cache import open_cache
+from minilm_cache.storage_schema.states import LOGITS
+from tests.conftest import Command
+from tests.support import save_teacher
+from tests.tasks import evaluated, write_glue
+
+TUNED = ("--lr", "1e-3", "--epochs", "6", "--batch-size", "8", "--keep-models")
+SHORT = (
+    "--max-length",
+    32,
+    "--steps",
+    80,
+    "--batch-size",
+    8,
+    "--lr",
+    "2e-3",
+    "--arch",
+    "2x32",
+    "--device",
+    "cpu",
+)
+
+
+def tuned(command: Command, folder: Path, task: str) -> Path:
+    """Return the folder of a classifier that was fine-tuned on a task."""
+    plain = save_teacher(folder / "plain")
+    out = folder / "tuned"
+    evaluated(command, plain, "--task", task, "--data", folder / "glue", *TUNED, "--out", out)
+    (trial,) = (out / task).iterdir()
+    return trial / "model"
+
+
+def stage(command: Command, folder: Path, *words: object) -> dict[str, Any]:
+    code, out, err = command("chain", *words, "--out", folder / "stage", *SHORT, "--json")
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("task", "metric"), [("sst2", "accuracy"), ("mrpc", "accuracy"), ("stsb", "pearson")]
+)
+def test_students_learn_a_task_from_its_texts(
+    tmp_path: Path, command: Command, task: str, metric: str
+) -> None:
+    """Single texts, pairs and values; the cache has the texts and their copies, and no label."""
+    write_glue(tmp_path / "glue")
+    teacher = tuned(command, tmp_path, task)
+    words = ("--task", task, "--data", tmp_path / "glue", "--teacher", teacher)
+    masker = save_teacher(tmp_path / "masker", head="tokens")
+    found = stage(command, tmp_path, *words, "--augment", masker, "--copies", 3)
+    scores = {summary["model"]: summary["scores"]["dev"][metric]["mean"] for summary in found["summaries"]}
+    of_teacher, of_student = scores.values()
+    if task != "stsb":  # whose few values here say nothing of their texts
+        assert of_teacher > 80
+        assert of_student > of_teacher - 15
+    cache = open_cache(tmp_path / "stage" / "cache")
+    rows = [json.loads(line) for line in (tmp_path / "stage" / "augmented.jsonl").read_text().splitlines()]
+    assert len(cache) == len(rows)
+    assert rows[0].keys() == {"text", "document"} if task == "sst2" else {"first", "second", "document"}
+    assert LOGITS in cache[0].states()
+    before = (tmp_path / "stage" / "run" / "run.json").read_bytes()
+    assert stage(command, tmp_path, *words, "--augment", masker, "--copies", 3) == found
+    assert (tmp_path / "stage" / "run" / "run.json").read_bytes() == before
+    other = ("chain", *words, "--out", tmp_path / "stage", *SHORT)
+    command.fails(*other, code=1, says=("was begun with other settings", "--augment, --copies"))
+
+
+def test_the_layers_of_the_teacher_are_learned_first(tmp_path: Path, command: Command) -> None:
+    write_glue(tmp_path / "glue")
+    teacher = tuned(command, tmp_path, "sst2")
+    student = stage(
+        command,
+        tmp_path,
+        "--task",
+        "sst2",
+        "--data",
+        tmp_path / "glue",
+        "--teacher",
+        teacher,
+        "--max-train",
+        40,
+    )
+    words = ("--task", "sst2", "--data", tmp_path / "glue", "--teacher", teacher)
+    code, out, err = command(
+        *("chain", *words, "--student", student["run"], "--intermediate", "--out", tmp_path / "second"),
+        *(*SHORT, "--json"),
+    )
+    assert code == 0, err
+    second = json.loads(out)
+    first = json.loads((Path(second["run"]).parent / "run-first" / "run.json").read_text())
+    assert first["identity"]["objective"] == "tinybert"
+    scores = [summary["scores"]["dev"]["accuracy"]["mean"] for summary in second["summaries"]]
+    assert scores[1] > scores[0] - 15
+    assert len((tmp_path / "stage" / "texts.jsonl").read_text().splitlines()) == 40
+
+
+def test_what_a_task_stage_does_not_take_is_one_line(tmp_path: Path, command: Command) -> None:
+    write_glue(tmp_path / "glue")
+    plain = save_teacher(tmp_path / "plain")
+    base: tuple[object, ...] = ("chain", "--out", tmp_path / "stage", *SHORT)
+    task = ("--task", "sst2", "--data", tmp_path / "glue")
+    command.fails(*base, *task, code=2, says="--teacher is missing")
+    base = (*base, "--teacher", plain)
+    command.fails(*base, *task, code=1, says="has no head that classifies sequences")
+    command.fails(*base, *task, "--assistant", "2x32", code=2, says="--assistant goes with a chain")
+    command.fails(*base, *task, "--corpus", plain, code=2, says="--corpus: --task takes the task's own texts")
+    command.fails(*base, *task, "--dry-run", code=2, says="--dry-run goes with a chain of assistants")
+    command.fails(*base, *task, "--preset", "minilm", code=2, says="--preset goes with a chain")
+    command.fails(*base, *task, "--copies", 3, code=2, says="--copies goes with --augment")
+    command.fails(*base, "--data", tmp_path, code=2, says="--data goes with --task")
+    command.fails(*base, "--task", "sst2", code=2, says="--data is missing")
+    command.fails(*base, "--task", "squad", "--data", tmp_path, code=2, says="squad is about spans")
+    command.fails(*base, "--task", "xnli", "--data", tmp_path, code=2, says="in one language")
+    own = tmp_path / "own.csv"
+    own.write_text("text,label\nba,1\nbe,0\n")
+    command.fails(*base, "--task", own, code=2, says="give --dev")
