@@ -1,0 +1,90 @@
+"""Measure the task stage: students of a fine-tuned teacher's answers to the texts of GLUE's tasks.
+
+    python -m benchmarks.task_stage --data DATA [--task NAME ...]
+
+`mini` is fine-tuned on a part of a task's training set. Students learn its answers to all texts of that set,
+whose labels are not read, and are scored on the dev set as they are (`chain --task`). Beside them stand
+students that are fine-tuned alone on the same examples, from a slice of `mini`. One seed.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.report import add_to_result, cpu, read_result
+from minilm_cache.evaluate.run import Evaluation, evaluate_models
+from minilm_cache.evaluate.settings import EvaluateConfig
+from minilm_cache.models.load import MINI
+from minilm_cache.session import Session
+from minilm_cache.settings import SliceConfig, validated
+from minilm_cache.slicing.run import slice_teacher
+from minilm_cache.workflows.config import TaskStageConfig
+from minilm_cache.workflows.task_stage import run_task_stage
+
+LABELLED: Final = {"sst2": 3000, "stsb": 2000, "mrpc": 3668}
+"""Training examples that the teacher is fine-tuned on."""
+TUNED: Final[dict[str, Any]] = {"lr": (1e-4,), "epochs": (3,), "batch_size": 32, "precision": "bfloat16"}
+ARCHS: Final = ("3x384", "3x192")
+_SLICED: Final = "1,4,5"
+_RECIPE: Final = {"batch_size": 64, "lr": 3e-4, "dropout": "none", "precision": "bfloat16"}
+RECIPES: Final[dict[str, dict[str, Any]]] = {
+    "sst2": {**_RECIPE, "steps": 1500, "batches": "by-length"},
+    "stsb": {**_RECIPE, "steps": 800, "batches": "by-length"},
+    "mrpc": {**_RECIPE, "steps": 500, "batches": "by-length"},
+}
+_MAX_LENGTH: Final = 128
+
+
+def main() -> None:
+    """Make what is missing, measure it, and write the scores."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--home", type=Path, default=Path("task-stages"))
+    parser.add_argument("--task", action="append", help="all of them without it")
+    given = parser.parse_args()
+    home, session, data = given.home, Session(given.home), str(given.data / "glue")
+    for task in given.task or LABELLED:
+        tuning = {**TUNED, "task": (task,), "data": data, "max_train": LABELLED[task], "keep_models": True}
+        config = validated(EvaluateConfig, tuning)
+        tuned = evaluate_models(config, [MINI, *_slices(home)], out=home / "tuned", session=session)
+        train = {**RECIPES[task], "arch": ARCHS, "init": "slice", "init_layers": _SLICED}
+        stage = run_task_stage(
+            validated(TaskStageConfig, {"task": task, "data": data}),
+            dump={"teacher": str(tuned.folders[0] / "model"), "max_length": _MAX_LENGTH},
+            train=train,
+            out=home / task,
+            session=session,
+        )
+        rows = read_result("task_stage").get("tasks", {})
+        names = [f"{arch}, fine-tuned alone" for arch in ARCHS]
+        of_stage = [f"{arch}, task stage" for arch in ARCHS]
+        rows[task] = {
+            "labelled": LABELLED[task],
+            "texts": stage.num_texts,
+            "steps": RECIPES[task]["steps"],
+            "scores": dict(zip(["teacher", *names], _scores(tuned), strict=True))
+            | dict(zip(["teacher, as it is", *of_stage], _scores(stage.evaluation), strict=True)),
+        }
+        add_to_result("task_stage", tasks=rows, tuned={**TUNED, "lr": 1e-4, "epochs": 3}, cpu=cpu())
+
+
+def _slices(home: Path) -> list[str]:
+    """Return the folders of slices of `mini`, not fitted to any text of a task."""
+    folders = []
+    for arch in ARCHS:
+        folder = home / f"slice-{arch}"
+        if not folder.exists():
+            slice_teacher(validated(SliceConfig, {"teacher": MINI, "arch": arch, "layers": _SLICED}), folder)
+        folders.append(str(folder))
+    return folders
+
+
+def _scores(evaluation: Evaluation) -> list[dict[str, float]]:
+    return [
+        {metric: round(score.mean, 2) for metric, score in summary.scores["dev"].items()}
+        for summary in evaluation.summaries
+    ]
+
+
+if __name__ == "__main__":
+    main()
