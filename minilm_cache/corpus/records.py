@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple, NoReturn
 
@@ -116,7 +116,8 @@ def read_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping
     """Yield where each record of a file is, in words, and its values of some columns, of any type.
 
     Column `COPIES_COLUMN` is read, too, where there is one. A record of .jsonl that lacks a column, which
-    another has, has None there.
+    another has, has None there. Columns of .csv and .tsv may be named by number, from 0 on, if no column has
+    such a name: the file then has no header.
 
     Args:
         file: a .jsonl, .csv, .tsv or .parquet file.
@@ -147,6 +148,9 @@ def _csv_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapp
     with file.open(encoding="utf-8-sig", newline="") as opened:
         rows = _csv_rows(file, opened)
         header = next(rows, [])
+        if header and all(name.isdecimal() and name not in header for name in columns):
+            rows = chain([header], rows)
+            header = [str(number) for number in range(len(header))]
         names = _present(file, header, columns)
         for number, row in enumerate(rows):
             yield f"record {number} (counted from 0)", {name: row[header.index(name)] for name in names}

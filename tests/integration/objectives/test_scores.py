@@ -70,13 +70,17 @@ def test_scores_are_those_of_the_teacher_and_pairs_of_a_query_stay_together(worl
     np.testing.assert_allclose(stored, encoder.predict(found), atol=1e-5)
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "csv", "list"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "csv", "tsv", "list"])
 def test_groups_are_read_in_the_layouts_that_people_have(world: World, tmp_path: Path, ending: str) -> None:
     """Columns of texts or of lists, one of documents or several; a repeated document counts once."""
     expected, rows, columns = pairs_of(world), rows_of(world), "query,right+wrong"
     file = tmp_path / f"again.{'jsonl' if ending == 'list' else ending}"
     if ending == "parquet":
         datasets.Dataset.from_list(rows).to_parquet(str(file))
+    elif ending == "tsv":  # without a header, as MS MARCO has it
+        columns = "0,1+2+3+4"
+        lines = ["\t".join([row["query"], *row["right"], *row["wrong"]]) for row in rows]
+        file.write_text("\n".join(lines) + "\n")
     elif ending == "csv":
         columns = "query,right+w0+w1+w2"
         lines = [",".join([row["query"], *row["right"], *row["wrong"]]) for row in rows]
