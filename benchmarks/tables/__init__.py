@@ -44,8 +44,11 @@ from benchmarks.tables.students import (
     many_epochs,
     objective_students,
     pair_scores,
+    reranker_peer,
+    rerankers,
     scores,
     students,
+    task_stages,
 )
 
 ROOT: Final = Path(__file__).parents[2]
@@ -69,6 +72,9 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "steps": steps,
     "scores": scores,
     "pair_scores": pair_scores,
+    "rerankers": rerankers,
+    "reranker_peer": reranker_peer,
+    "task_stages": task_stages,
     "objective_bytes": objective_bytes,
     "objective_rows": objective_rows,
     "objective_students": objective_students,

@@ -177,3 +177,52 @@ def pair_scores() -> str:
         for name, scores in result["scores"].items()
     ]
     return table_of(["model", "Pearson", "Spearman"], rows)
+
+
+def rerankers() -> str:
+    """Return how well and how fast students of a reranker's scores rank, beside the teacher."""
+    rows = [
+        [
+            _reranker(name),
+            f"{row['ndcg_at_10']:.1f} ({row['interval'][0]:.1f} to {row['interval'][1]:.1f})",
+            f"{row['mrr_at_10']:.1f}",
+            f"{row['pairs_per_s']}" if "pairs_per_s" in row else "-",
+        ]
+        for name, row in read("rerankers")["rows"].items()
+    ]
+    return table_of(["model", "nDCG@10, 95 % interval", "MRR@10", "pairs per second, one core"], rows)
+
+
+def _reranker(name: str) -> str:
+    arch, _, objective = name.partition(" ")
+    kinds = {"first stage": "`mini` alone, the first stage", "teacher": "the teacher, 6x384"}
+    if name in kinds:
+        return kinds[name]
+    kind = "bi-encoder" if objective.startswith("margin-mse") else "cross-encoder"
+    return f"`{arch}`, {kind}, `{objective}`"
+
+
+def reranker_peer() -> str:
+    """Return what the same student costs and is worth by sentence-transformers."""
+    rows = [
+        [name, f"{row['ndcg_at_10']:.1f}", f"{row['step_s']:.2f}"]
+        for name, row in read("rerankers")["peer"].items()
+    ]
+    return table_of(["trained by", "nDCG@10", "seconds a step, one core"], rows)
+
+
+def task_stages() -> str:
+    """Return dev scores of teachers, of students that are fine-tuned alone, and of task stages."""
+    tasks = read("task_stage")["tasks"]
+    names = ("teacher", *(f"{arch}, {way}" for arch in ("3x384", "3x192") for way in _WAYS))
+    rows = []
+    for task, found in tasks.items():
+        metric = next(iter(found["scores"]["teacher"]))
+        labelled = f"{found['labelled']:,} of {found['texts']:,}"
+        rows.append(
+            [f"{task}, {metric}", labelled, *(f"{found['scores'][name][metric]:.1f}" for name in names)]
+        )
+    return table_of(["task", "labelled examples", "teacher", *(f"`{name}`" for name in names[1:])], rows)
+
+
+_WAYS: Final = ("fine-tuned alone", "task stage")
