@@ -279,7 +279,7 @@ class StatesIdentity(StoredModel):
         if self.masking is not None and self.masking.readings is not None:
             parts.append(f"{self.masking.readings} masked readings of each sequence")
         if self.num_classes is not None:
-            parts.append(f"logits of {self.num_classes} classes")
+            parts.append("scores" if self.num_classes == 1 else f"logits of {self.num_classes} classes")
         if self.pooled is not None:
             parts.append(self.pooled.in_words)
         parts += [f"{other.name} ({other.width} numbers of each {other.axis})" for other in self.others]

@@ -248,36 +248,21 @@ for _spec in (
         options=frozenset({"temperature"}),
         has_forms=True,
     ),
-    ObjectiveSpec(
-        name="score",
-        kind=f"{_PACKAGE}.scores:ScoresOfPairs",
-        needs=Needs(logits=True, relations=False),
-        learns_from="the scores of a teacher",
-        options=frozenset({"encoder"}),
-    ),
-    ObjectiveSpec(
-        name="margin-mse",
-        kind=f"{_PACKAGE}.scores:ScoresOfPairs",
-        needs=Needs(logits=True, relations=False),
-        learns_from="the scores of a teacher",
-        options=frozenset({"encoder"}),
-        recipe=_OF_GROUPS,
-    ),
-    ObjectiveSpec(
-        name="listwise",
-        kind=f"{_PACKAGE}.scores:ScoresOfPairs",
-        needs=Needs(logits=True, relations=False),
-        learns_from="the scores of a teacher",
-        options=frozenset({"encoder", "temperature", "teacher_temperature"}),
-        recipe=_OF_GROUPS,
-    ),
-    ObjectiveSpec(
-        name="ranknet",
-        kind=f"{_PACKAGE}.scores:ScoresOfPairs",
-        needs=Needs(logits=True, relations=False),
-        learns_from="the scores of a teacher",
-        options=frozenset({"encoder"}),
-        recipe=_OF_GROUPS,
+    *(
+        ObjectiveSpec(
+            name=_name,
+            kind=f"{_PACKAGE}.scores:ScoresOfPairs",
+            needs=Needs(logits=True, relations=False),
+            learns_from="the scores of a teacher",
+            options=frozenset({"encoder", *_options}),
+            recipe={} if _name == "score" else _OF_GROUPS,
+        )
+        for _name, _options in {
+            "score": (),
+            "margin-mse": (),
+            "listwise": ("temperature", "teacher_temperature"),
+            "ranknet": (),
+        }.items()
     ),
     ObjectiveSpec(
         name="distilbert",
