@@ -158,13 +158,13 @@ class Teacher:
     @cached_property
     def identity(self) -> TeacherIdentity:
         """What identifies the teacher: hashes of its content, and its sizes."""
-        config, weights = self.model.config, self._weights_sha256
-        if self._classifier is not None:
-            weights = canonical_sha256([weights, self._classifier.mode, self._classifier.dense_sha256()])
+        config, described = self.model.config, canonical_sha256(self._config())
+        if self._classifier is not None:  # students are cut from the encoder, whose weights are found by hash
+            described = canonical_sha256([described, self._classifier.mode, self._classifier.dense_sha256()])
         return TeacherIdentity(
             model_type=config.model_type,
-            weights_sha256=weights,
-            config_sha256=canonical_sha256(self._config()),
+            weights_sha256=self._weights_sha256,
+            config_sha256=described,
             num_layers=self._tapped.num_layers,
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,

@@ -189,8 +189,9 @@ def test_a_sentence_encoder_that_was_fine_tuned_teaches_its_answers(tmp_path: Pa
     expected = SentenceTransformer(str(folder / "model"), device="cpu").encode(texts)
     stored = np.stack([sequence.states()[LOGITS][0].numpy() for sequence in cache])
     np.testing.assert_allclose(stored, expected, atol=1e-4)
-    train = ("--objective", "tinybert-prediction", "--arch", "2x32", "--steps", 60, "--batch-size", 8)
-    code, _, err = command("train", cache.reader.root, *train, "--lr", "1e-3", "--out", tmp_path / "run")
+    train = ("--objective", "tinybert-prediction", "--arch", "2x32", "--init", "slice", "--lr", "1e-3")
+    sizes = ("--steps", 60, "--batch-size", 8, "--out", tmp_path / "run")
+    code, _, err = command("train", cache.reader.root, *train, *sizes)
     assert code == 0, err
     (trial,) = evaluated(command, tmp_path / "run", "--task", file, "--dev", dev, "--as-is", *out)["trials"]
     assert trial["scores"]["dev"]["accuracy"] > 90
