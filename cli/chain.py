@@ -144,10 +144,12 @@ def _task_stage(
 
     own = TaskStageConfig.model_fields
     config = validated(TaskStageConfig, {name: value for name, value in given.items() if name in own})
-    check_task_stage(config, chain=given.keys() - own.keys(), dump=dump, others=others)
+    check_task_stage(config, chain=given.keys() - own.keys(), dump=dump, train=recipe, others=others)
     quiet_libraries()
-    name = Path(str(config.task)).stem
-    folder = out or cache_home() / "chains" / f"{name}-{Path(str(dump['teacher'])).name}"
+    teacher = Path(str(dump["teacher"])).resolve()
+    if teacher.name == "model":  # as evaluate calls the models that it keeps, each in the folder of its trial
+        teacher = teacher.parent
+    folder = out or cache_home() / "chains" / f"{Path(str(config.task)).stem}-{teacher.name}"
     with stoppable_session() as session:
         result = run_task_stage(config, dump=dump, train=recipe, out=folder, session=session)
     if json:

@@ -111,6 +111,11 @@ class PairTemplate(StoredModel):
     """Ids of the tokens after the second text."""
     has_segments: bool
     """Whether the second text and what is after it are in segment 1, and the rest in segment 0."""
+    cut: Literal["second"] | None = None
+    """`second`: of a pair that is too long, the second text alone is cut, and the first only where it leaves
+    no room for one token of the second. None means that the longer text is cut first."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"cut"})
 
 
 class Packing(StoredModel):

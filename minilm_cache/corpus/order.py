@@ -25,7 +25,7 @@ from minilm_cache.corpus.tokens import LOCK, Tokens
 from minilm_cache.errors import CorpusError
 from minilm_cache.storage_schema.base import StoredModel
 from minilm_cache.storage_schema.documents import FileDigest, StoredDocument
-from minilm_cache.storage_schema.identity import Packing, canonical_sha256
+from minilm_cache.storage_schema.identity import Packing, PairTemplate, canonical_sha256
 from minilm_cache.store.checked import digest_file
 from minilm_cache.store.durable import storage_errors, write_file
 
@@ -158,9 +158,7 @@ class Part:
         if self.packing.is_by_record:
             numbers, pair = self.order[first:last], self.packing.pair
             found = documents(numbers)
-            bodies = [
-                ids[: self.room] if pair is None else cut_pair(ids, self.room, pair.between) for ids in found
-            ]
+            bodies = [ids[: self.room] if pair is None else cut_pair(ids, self.room, pair) for ids in found]
             return bodies, numbers.astype(np.int64)
         start = first * self.room
         stop = min(last * self.room, int(self.ends[-1]))
@@ -179,7 +177,7 @@ class Part:
         return np.split(stream, (cuts - start)[1:]), numbers.astype(np.int64)
 
 
-def cut_pair(ids: Ids, room: int, between: Sequence[int]) -> Ids:
+def cut_pair(ids: Ids, room: int, pair: PairTemplate) -> Ids:
     """Return two texts and the tokens between them, cut to fit: the longer one first.
 
     Lengths are those of tokenizers' own truncation `longest_first`: one text alone is cut while the other is
@@ -188,12 +186,18 @@ def cut_pair(ids: Ids, room: int, between: Sequence[int]) -> Ids:
     Args:
         ids: the tokens of the first text, those between, and those of the second text.
         room: most tokens of all of them.
-        between: the tokens between the texts, the first of which the first text does not hold.
+        pair: what stands between the texts, and which of them is cut. Where it is the second alone, the first
+            is cut only where it leaves no room for a token of the second, so that a query is the same with
+            each of its documents.
     """
+    between = pair.between
     if len(ids) <= room:
         return ids
     place, most = int(np.flatnonzero(ids == between[0])[0]), room - len(between)
     first, second = ids[:place], ids[place + len(between) :]
+    if pair.cut == "second":
+        first = first[: most - 1]
+        return np.concatenate((first, np.asarray(between, dtype=ids.dtype), second[: most - len(first)]))
     shorter, longer = sorted((len(first), len(second)))
     longer = shorter if shorter > most else max(shorter, most - shorter)
     if shorter + longer > most:
@@ -447,7 +451,7 @@ def _token_keys(files: _OrderFiles) -> Numbers:
     for first in range(0, len(keys), _READ_AT_ONCE):
         numbers = np.arange(first, min(first + _READ_AT_ONCE, len(keys)))
         for number, ids in zip(numbers.tolist(), tokens.read(numbers, most), strict=True):
-            held = ids if pair is None else cut_pair(ids, packing.room, pair.between)
+            held = ids if pair is None else cut_pair(ids, packing.room, pair)
             keys[number] = xxhash.xxh3_64_intdigest(held.data)
     return keys.view(np.ndarray)
 

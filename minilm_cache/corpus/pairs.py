@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import datasets
+import xxhash
 
 from minilm_cache.corpus.formats import TEXT
 from minilm_cache.corpus.records import COPIES_COLUMN, COPIES_OF, Record, as_key, plain_text, read_rows
@@ -16,8 +17,10 @@ from minilm_cache.errors import CorpusError, InvalidConfigError
 
 BETWEEN: Final = "\x1e"
 """Stands between the two texts of a pair, neither of which holds it."""
-_MOST_SCORE: Final = 1e30
-"""Scores are float32, and no model gives one of this size."""
+_MOST_SCORE: Final = 1e6
+"""Scores are float32, and so are the sums of their squares; no model gives one of this size."""
+_SAME_SCORE: Final = 1e-3
+"""Greatest difference of two scores of one pair, which other batches of a model explain."""
 
 
 class PairColumns(NamedTuple):
@@ -52,7 +55,8 @@ class PairColumns(NamedTuple):
                 "question,sentence, or a query and the columns of its documents, like query,pos+neg."
             )
         of_scores = [] if scores is None else [part.strip() for part in scores.split("+")]
-        if scores is not None and (len(of_scores) != len(seconds) or not all(of_scores)):
+        is_each = len(of_scores) == len(seconds) == len(set(of_scores)) and all(of_scores)
+        if scores is not None and not is_each:
             raise InvalidConfigError(
                 f"--score-columns {scores}: give one column for each of {', '.join(seconds)}, with + between "
                 "them, like pos_scores+neg_scores."
@@ -91,20 +95,28 @@ def read_pairs(file: Path, columns: PairColumns) -> Iterator[Record]:
         CorpusError: the file is empty or broken, lacks a column, or a record lacks a text or a score.
     """
     _refuse_text(file, columns)
+    known: Known = {}
     for where, row in _rows(file, columns.every):
-        yield from pairs_of(row, columns, f"{where} of {file}")
+        yield from pairs_of(row, columns, f"{where} of {file}", known=known)
 
 
-def pairs_of(row: Mapping[str, Any], columns: PairColumns, where: str) -> Iterator[Record]:
-    """Yield the pairs of a record: one, or one for each document of a query, in order and without repeats.
+Known = dict[int, float | None]
+"""Scores of pairs that were read, None where there are none, by the hash of both texts."""
+
+
+def pairs_of(row: Mapping[str, Any], columns: PairColumns, where: str, *, known: Known) -> Iterator[Record]:
+    """Yield the pairs of a record: one, or one for each document of a query, in order.
+
+    A document that a query had before, in this record or in another one, is left out.
 
     Args:
         row: values of the columns; `None` where the record has none.
         columns: columns of the texts.
         where: the record, for messages.
+        known: pairs of the records before; those of this one are added.
 
     Raises:
-        CorpusError: it lacks a text or a score, or has one of another kind.
+        CorpusError: it lacks a text or a score, has one of another kind, or another score than before.
     """
     query = _text(row[columns.first], columns.first, where)
     if not columns.are_groups:
@@ -119,9 +131,11 @@ def pairs_of(row: Mapping[str, Any], columns: PairColumns, where: str) -> Iterat
         if columns.scores:
             (score,) = _scores(row[columns.scores[0]], columns.scores[0], 1, where=where)
         text = joined_pair((query, _text(value, second, where)), where)
-        yield Record(text, as_key(row.get(COPIES_COLUMN)), COPIES_COLUMN in row, score=score)
+        if columns.scores:
+            _is_new(text, score, where, known=known)
+        has_copies = COPIES_COLUMN in row and COPIES_COLUMN not in columns.every
+        yield Record(text, as_key(row[COPIES_COLUMN]) if has_copies else None, has_copies, score=score)
         return
-    known = set()
     for number, column in enumerate(columns.seconds):
         documents = _documents(row[column], column, where)
         if number == 0 and not documents:
@@ -134,27 +148,51 @@ def pairs_of(row: Mapping[str, Any], columns: PairColumns, where: str) -> Iterat
             name = columns.scores[number]
             scores = _scores(row[name], name, len(documents), where=where)
         for document, score in zip(documents, scores, strict=True):
-            if document not in known:
-                text = joined_pair((query, document), where)
+            text = joined_pair((query, document), where)
+            if _is_new(text, score, where, known=known):
                 yield Record(text, query, says_copies=True, score=score)
-            known.add(document)
+
+
+def _is_new(text: str, score: float | None, where: str, *, known: Known) -> bool:
+    """Return whether a pair was not read before, and note it.
+
+    Raises:
+        CorpusError: it was read with another score.
+    """
+    key = xxhash.xxh3_64_intdigest(text.encode())
+    if key not in known:
+        known[key] = score
+        return True
+    before = known[key]
+    if score is not None and before is not None and abs(before - score) > _SAME_SCORE * max(1.0, abs(score)):
+        first, second = (part[:40] for part in text.split(BETWEEN))
+        raise CorpusError(
+            f"corpus: {where} has {first!r} with {second!r} for the second time, with the scores {before:g} "
+            f"and {score:g}. Remove one of them."
+        )
+    return False
 
 
 def pairs_of_dataset(loaded: datasets.Dataset, where: str, columns: PairColumns) -> datasets.Dataset:
     """Return the pairs of texts of a data set, each as one text."""
+    known: Known = {}
 
     def expand(rows: Mapping[str, Sequence[object]], numbers: Sequence[int]) -> dict[str, list[str | None]]:
         found = [
             record
             for at, number in enumerate(numbers)
             for record in pairs_of(
-                {name: values[at] for name, values in rows.items()}, columns, f"record {number} of {where}"
+                {name: values[at] for name, values in rows.items()},
+                columns,
+                f"record {number} of {where}",
+                known=known,
             )
         ]
         return {"text": [each.text for each in found], COPIES_OF: [each.copy_of for each in found]}
 
     features = datasets.Features({"text": datasets.Value("string"), COPIES_OF: datasets.Value("string")})
-    copies = [COPIES_COLUMN] if COPIES_COLUMN in loaded.column_names and not columns.are_groups else []
+    has_copies = COPIES_COLUMN in loaded.column_names and COPIES_COLUMN not in columns.every
+    copies = [COPIES_COLUMN] if has_copies and not columns.are_groups else []
     asked = loaded.select_columns([columns.first, *columns.seconds, *copies])
     pairs = asked.map(
         expand, with_indices=True, batched=True, remove_columns=asked.column_names, features=features
@@ -235,7 +273,8 @@ def _scores(value: object, column: str, count: int, *, where: str) -> list[float
     scores = []
     for each in values:
         try:
-            score = float("nan") if isinstance(each, bool) else float(str(each))
+            is_number = not isinstance(each, bool) and str(each).isascii() and "_" not in str(each)
+            score = float(str(each)) if is_number else float("nan")
         except ValueError:
             score = float("nan")
         if not abs(score) < _MOST_SCORE:

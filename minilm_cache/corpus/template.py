@@ -130,8 +130,11 @@ def packing_of(
     seed: int,
     split: Split | None = "tokens",
     prompt: str | None = None,
+    has_groups: bool = False,
 ) -> Packing:
     """Return how text becomes the sequences that a tokenizer's own template makes of it; see `Packing`.
+
+    With `has_groups`, queries have several documents, and documents alone are cut.
 
     Raises:
         TeacherError: same as for `template_of`.
@@ -145,6 +148,8 @@ def packing_of(
             "tokenizer_config.json, and give texts that fit."
         )
     pair = pair_template_of(tokenizer) if mode == "pairs" else None
+    if pair is not None and has_groups:
+        pair = pair.model_copy(update={"cut": "second"})
     template = template_of(tokenizer)
     num_special = len(template.before) + len(template.after)
     if pair is not None:

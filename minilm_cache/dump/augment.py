@@ -27,7 +27,7 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.pairs import BETWEEN
 from minilm_cache.corpus.sequences import mask_token
 from minilm_cache.dump.config import AugmentConfig
-from minilm_cache.errors import InterruptedRunError
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import load_model, load_tokenizer, locate_teacher
@@ -95,6 +95,7 @@ def augment(config: AugmentConfig, out: Path, *, session: Session = ALONE) -> Au
 
     Raises:
         TeacherError: the model has no head for masked tokens.
+        InvalidConfigError: records are queries with several documents.
         CorpusError: the corpus cannot be read.
         InterruptedRunError: a stop was requested.
         StorageError: the file cannot be written.
@@ -107,6 +108,11 @@ def augment(config: AugmentConfig, out: Path, *, session: Session = ALONE) -> Au
     corpus = load_corpus(
         config.corpus, config.text_column, config.documents, pair_columns=config.pair_columns
     )
+    if corpus.identity.groups:
+        raise InvalidConfigError(
+            f"--pair-columns {config.pair_columns}: records are queries with several documents, whose pairs "
+            "belong together. augment takes pairs of two texts."
+        )
     device = choose_device(config.device)
     replacer = _WordReplacer(
         model=model.to(device).eval(),

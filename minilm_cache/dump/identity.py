@@ -109,6 +109,7 @@ def packing_for(
         seed=config.seed,
         split=split,
         prompt=corpus.prompt,
+        has_groups=bool(corpus.identity.groups),
     )
 
 

@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from minilm_cache.corpus.load import Corpus, load_corpus
-from minilm_cache.corpus.pairs import BETWEEN, PairColumns, read_pairs
+from minilm_cache.corpus.pairs import PairColumns, read_pairs
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.dump.config import DumpConfig, ImportConfig
 from minilm_cache.dump.reading import CPU_BATCH, SequenceReader
@@ -214,15 +214,8 @@ def read_scores(config: ImportConfig) -> TextVectors:
     columns = PairColumns.of(config.pair_columns, config.score_columns).seen_in(file)
     texts: list[str] = []
     scores: list[float] = []
-    known: dict[str, float] = {}
     for record in read_pairs(file, columns):
         assert record.score is not None
-        if known.setdefault(record.text, record.score) != record.score:
-            first, second = (part[:40] for part in record.text.split(BETWEEN))
-            raise CorpusError(
-                f"{file}: {first!r} with {second!r} stands twice, with scores {known[record.text]:g} and "
-                f"{record.score:g}. Remove one of them."
-            )
         texts.append(record.text)
         scores.append(record.score)
     return TextVectors(texts=texts, vectors=np.array(scores, np.float32)[:, None])

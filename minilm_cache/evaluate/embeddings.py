@@ -18,7 +18,7 @@ from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.models.pooling import load_pooler
-from minilm_cache.models.prompts import read_prompts
+from minilm_cache.models.prompts import read_prompts, read_similarity
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import bounded_bytes, new_folder, refuse_existing, refuse_file
@@ -111,6 +111,7 @@ def compare_embeddings(
         with enough_memory(device, "Take a lower --batch-size or --max-length"):
             parts = list(_encoded(encoder, texts, config, session=session))
         vectors = np.concatenate(parts).astype(np.float64)
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)  # a dot product's are not of unit length
         teacher = vectors if teacher is None else teacher
         path = paths[model.name]
         if path is not None:
@@ -136,6 +137,8 @@ def _encoded(
 
 def sentence_encoder(model: Evaluated, max_length: int, device: str) -> SentenceTransformer:
     """Return a model as a sentence-transformer that pools as its folder says, and scales to unit length.
+
+    Vectors are not scaled where the folder says that their dot products are compared.
 
     Args:
         model: model to wrap.
@@ -170,9 +173,11 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         for layer in pooler.dense
     ]
     prompts = read_prompts(model.folder)
+    similarity = read_similarity(model.folder)
     return SentenceTransformer(
-        modules=[transformer, pooling, *dense, Normalize()],
+        modules=[transformer, pooling, *dense, *([] if similarity == "dot" else [Normalize()])],
         device=device,
+        similarity_fn_name=similarity,
         prompts=prompts.by_name,
         default_prompt_name=prompts.default,
     )

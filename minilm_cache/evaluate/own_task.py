@@ -119,7 +119,7 @@ def _value(label: object) -> float:
 def _is_scale(labels: Sequence[object], metric: Metric | None) -> bool:
     if metric is not None:
         return metric in _CORRELATIONS
-    values = np.array([_value(label) for label in labels])
+    values = np.array([_value(label) for label in labels if _word(label)])
     return bool(np.isfinite(values).all() and (values != np.round(values)).any())
 
 
@@ -136,9 +136,10 @@ def _classes(labels: Sequence[object], file: Path) -> tuple[str, ...]:
 
 
 def _word(label: Any) -> str:  # noqa: ANN401 - any value of a file
-    """Return the name of a class; whole numbers have the same one in every kind of file."""
+    """Return the name of a class, empty where it is missing; whole numbers have one in every kind of file."""
     is_whole = isinstance(label, float) and label.is_integer()
-    return "" if label is None else str(int(label) if is_whole else label).strip()
+    is_missing = label is None or (isinstance(label, float) and math.isnan(label))
+    return "" if is_missing else str(int(label) if is_whole else label).strip()
 
 
 def _metrics(config: EvaluateConfig, classes: Sequence[str], file: Path) -> tuple[Metric, ...]:

@@ -119,6 +119,10 @@ def _encoded(
         raise InvalidConfigError(
             f"{name} is a run of {len(models)} students. Name the folder of one: {models[0].folder}."
         )
+    if _is_classifier(models[0]) and not models[0].pools:
+        raise InvalidConfigError(
+            f"{name} scores or classifies, and is no sentence encoder, which finds texts by their vectors."
+        )
     session.progress.start("embed", len(data.queries) + len(data.documents), "texts")
     return vectors_of(models[0], data, config, session=session)
 
@@ -176,10 +180,14 @@ def _first(data: OwnData, most: int | None) -> OwnData:
     return replace(data, queries=queries, right={query: data.right[query] for query in queries})
 
 
+def _is_classifier(model: Evaluated) -> bool:
+    names = read_config(model.folder).architectures or ()
+    return any("SequenceClassification" in name for name in names)
+
+
 def _refuse_other_answers(model: Evaluated) -> None:
     """Raise InvalidConfigError for a model that is no cross-encoder of one score."""
-    config = read_config(model.folder)
-    is_classifier = any("SequenceClassification" in name for name in config.architectures or ())
+    config, is_classifier = read_config(model.folder), _is_classifier(model)
     if not is_classifier or config.num_labels != 1:
         what = f"answers with {config.num_labels} classes" if is_classifier else "scores no pairs"
         raise InvalidConfigError(

@@ -31,7 +31,7 @@ from minilm_cache.evaluate.models import Evaluated, find_models
 from minilm_cache.evaluate.own_task import read_own_task
 from minilm_cache.evaluate.settings import TRIAL_FILE, EvaluateConfig, TrialIdentity, TrialRecord, is_own_task
 from minilm_cache.evaluate.squad import read_span_task
-from minilm_cache.evaluate.tasks import TASKS, SpanTask, Task
+from minilm_cache.evaluate.tasks import TASKS, SpanTask, Task, TextTask
 from minilm_cache.models.device import enough_memory
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
@@ -145,8 +145,8 @@ def _read(config: EvaluateConfig, name: str, session: Session) -> tuple[Task, li
     return task, tracks
 
 
-def training_examples(config: EvaluateConfig, name: str, session: Session) -> Sequence[TextExample]:
-    """Return the training examples of a task of single texts or pairs in one language.
+def text_task(config: EvaluateConfig, name: str, session: Session) -> tuple[TextTask, Sequence[TextExample]]:
+    """Return a task of single texts or pairs in one language, and its training examples.
 
     Args:
         config: where its data are.
@@ -160,9 +160,9 @@ def training_examples(config: EvaluateConfig, name: str, session: Session) -> Se
     task = TASKS.get(name)
     if isinstance(task, SpanTask) or (task is not None and task.languages != "one"):
         raise InvalidConfigError(f"--task {name}: take a task of single texts or pairs in one language.")
-    _, (track,) = _whole_task(config, name, session)
-    found: Sequence[TextExample] = track.train
-    return found
+    found, (track,) = _whole_task(config, name, session)
+    assert isinstance(found, TextTask)
+    return found, track.train
 
 
 def _whole_task(config: EvaluateConfig, name: str, session: Session) -> tuple[Task, list[Track[Any]]]:
@@ -187,6 +187,9 @@ def _trials(
     model_sha256 = model.sha256()
     for track in tracks:
         data_sha256 = track.sha256()
+        if task.name not in TASKS:  # of one's own, whose kind, classes and metric are settings
+            assert isinstance(task, TextTask)
+            data_sha256 = canonical_sha256([data_sha256, task.labels, task.metrics])
         for lr, epochs in config.settings(task):
             for seed in range(config.seeds):
                 identity = TrialIdentity(

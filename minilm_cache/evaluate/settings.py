@@ -88,6 +88,14 @@ class EvaluateConfig(ModelSettings):
         own = [name for name in self.task if is_own_task(name)]
         if len(own) < len(self.task) and self.data is None:
             raise ValueError("--data is missing: the folder with the published files of the task, or hf")
+        if own and len(own) == len(self.task) and self.data is not None:
+            raise ValueError(f"--data {self.data}: {own[0]} is a file of its own. Leave it out.")
+        names = [Path(name).name for name in own]
+        doubled = next((name for name in names if names.count(name) > 1), None)
+        if doubled is not None:
+            raise ValueError(
+                f"two tasks are files called {doubled}, which tables could not tell apart; rename one"
+            )
         fields = type(self).model_fields
         for name in ("text_columns", "label_column", "metric", "dev"):
             if not own and getattr(self, name) != fields[name].default:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.files import read_json
@@ -49,6 +49,22 @@ def read_prompts(folder: Path) -> Prompts:
     file = folder / PROMPTS_FILE
     content = read_json(file) if file.exists() else {}
     return prompts_of(content, str(file))
+
+
+def read_similarity(folder: Path) -> Literal["dot"] | None:
+    """Return what compares two vectors of a folder's model, as its file says. None means the cosine.
+
+    Raises:
+        TeacherError: the file is damaged, or names a function that is neither `cosine` nor `dot`.
+    """
+    file = folder / PROMPTS_FILE
+    found = read_json(file).get("similarity_fn_name") if file.exists() else None
+    if found not in (None, "cosine", "dot"):
+        raise TeacherError(
+            f"{file} compares vectors by {str(found)[:40]!r}, which is not done here. Set similarity_fn_name "
+            "to cosine or dot, or leave it out."
+        )
+    return "dot" if found == "dot" else None
 
 
 def prompts_of(content: object, where: str) -> Prompts:

@@ -35,8 +35,8 @@ class Objective:
 
     @property
     def head(self) -> Head | None:
-        """The head that students need. None means no head."""
-        wanted = self.wanted.signals
+        """The head that students need. None means no head, as for bi-encoders, which give vectors."""
+        wanted = () if self.wanted.apart else self.wanted.signals
         return "tokens" if LABELS in wanted else "sequences" if LOGITS in wanted else None
 
     def of(self, model: TappedModel) -> StudentObjective:

@@ -12,6 +12,7 @@ from minilm_cache.objectives.spec import (
     LayerMap,
     ObjectiveName,
     ObjectiveSpec,
+    joined_names,
     parts_of,
     spec_of,
 )
@@ -160,7 +161,7 @@ def slug_forms() -> dict[str, str]:
 def named_spec(name: object) -> ObjectiveSpec | None:
     """Return the row of what was given as `--objective`. None means that it is no objective."""
     try:
-        return spec_of("+".join(map(str, name)) if isinstance(name, list | tuple) else str(name))
+        return spec_of(str(joined_names(name)))
     except ValueError:
         return None
 
@@ -189,10 +190,10 @@ class ObjectiveConfig(ObjectiveFields):
             return values
         layer_map, form = values.get("layer_map"), values.get("form")
         if layer_map is not None and layer_map not in spec.maps and layer_map in get_args(LayerMap):
-            raise ValueError(f"--layer-map {layer_map} does not go with --objective {name}")
+            raise ValueError(f"--layer-map {layer_map} does not go with --objective {spec.name}")
         if form is not None and not spec.has_forms:
             having = ", ".join(sorted(spec.name for spec in OBJECTIVES.values() if spec.has_forms))
-            raise ValueError(f"--form does not go with --objective {name}; it goes with {having}")
+            raise ValueError(f"--form does not go with --objective {spec.name}; it goes with {having}")
         return {
             **values,
             "layer_map": spec.maps[0] if layer_map is None else layer_map,
@@ -217,6 +218,7 @@ class ObjectiveConfig(ObjectiveFields):
                     "objective": name,
                     **{option: values[option] for option in OBJECTIVES[name].options},
                     **({"form": self.form} if OBJECTIVES[name].has_forms else {}),
+                    **({"layer_map": self.layer_map} if len(OBJECTIVES[name].maps) > 1 else {}),
                 }
             )
             for name in names

@@ -174,6 +174,12 @@ class ScoresOfPairs(ObjectiveKind):
                 f"--objective {name} needs scores of pairs of texts, and this cache holds single texts. Dump "
                 "one with --pair-columns and --logits."
             )
+        if is_grouped and not manifest.identity.corpus.groups:
+            raise InvalidConfigError(
+                f"--objective {name} compares the documents of a query, and the records of this cache are "
+                "single pairs. Dump records of queries with several documents (--pair-columns "
+                "query,documents), or take --objective score."
+            )
         classes = None if states is None else states.num_classes
         if classes is not None and classes > 1 and (is_bi or is_grouped):
             raise InvalidConfigError(

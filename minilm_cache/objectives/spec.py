@@ -145,7 +145,7 @@ class ObjectiveSpec:
         return self.learns_from.format(layers=f"layer {teacher_layer} of a teacher, counted from 0")
 
 
-_MOST_WEIGHT: Final = 1e6
+_MOST_WEIGHT: Final = 1e4
 _PACKAGE: Final = "minilm_cache.objectives"
 _ALL_MAPS: Final[tuple[LayerMap, ...]] = get_args(LayerMap)
 _LAST_LAYER_UNTRAINED: Final = "The student's last layer behind its queries, keys and values is untrained."
@@ -327,9 +327,9 @@ def parts_of(name: str) -> dict[str, float]:
         if objective in weights:
             raise ValueError(f"objective {objective} is given twice")
         is_number = re.fullmatch(r"\d*\.?\d+", weight) is not None
-        if separator and not (is_number and 0 < float(weight) <= _MOST_WEIGHT):
+        if separator and not (is_number and 1 / _MOST_WEIGHT <= float(weight) <= _MOST_WEIGHT):
             raise ValueError(
-                f"the weight {weight!r} of objective {objective} is no number above 0 and up to "
+                f"the weight {weight!r} of objective {objective} is no number from {1 / _MOST_WEIGHT:g} to "
                 f"{_MOST_WEIGHT:g}; write it like {objective}=0.5"
             )
         weights[objective] = float(weight) if separator else 1.0
@@ -345,7 +345,7 @@ def known_objective(name: str) -> str:
         ValueError: same as for `parts_of`.
     """
     return "+".join(
-        objective if weight == 1 else f"{objective}={weight:g}"
+        objective if weight == 1 else f"{objective}={weight:.10g}"
         for objective, weight in parts_of(name).items()
     )
 
@@ -367,6 +367,7 @@ def spec_of(name: str) -> ObjectiveSpec:
         learns_from=" and ".join(dict.fromkeys(spec.learns_from for spec in specs)),
         untrained=specs[0].untrained if all(spec.untrained for spec in specs) else None,
         stops_early=all(spec.stops_early for spec in specs),
+        maps=_common_maps(specs),
         options=frozenset().union(*(spec.options for spec in specs)),
         has_forms=any(spec.has_forms for spec in specs),
         compares_heads=any(spec.compares_heads for spec in specs),
@@ -374,8 +375,23 @@ def spec_of(name: str) -> ObjectiveSpec:
     )
 
 
-def _joined(names: object) -> object:
-    """Return a list of names with weights as one name."""
+def _common_maps(specs: Sequence[ObjectiveSpec]) -> tuple[LayerMap, ...]:
+    """Return the layer maps that go with all of several objectives that have any, in the order of the first.
+
+    Raises:
+        ValueError: there is none.
+    """
+    mapped = [spec.maps for spec in specs if len(spec.maps) > 1]
+    common = (
+        tuple(name for name in mapped[0] if all(name in maps for maps in mapped)) if mapped else ("last",)
+    )
+    if not common:
+        raise ValueError(f"no layer map goes with all of {' and '.join(spec.name for spec in specs)}")
+    return common
+
+
+def joined_names(names: object) -> object:
+    """Return a list of names with weights as one name; anything else stays."""
     return "+".join(map(str, names)) if isinstance(names, list | tuple) else names
 
 
@@ -383,7 +399,7 @@ class Repeated(NamedTuple):
     """Says that an option may be repeated on the command line, though its setting is one text."""
 
 
-ObjectiveName = Annotated[str, BeforeValidator(_joined), AfterValidator(known_objective), Repeated()]
+ObjectiveName = Annotated[str, BeforeValidator(joined_names), AfterValidator(known_objective), Repeated()]
 
 
 def objective_names(names: object) -> tuple[str, ...]:

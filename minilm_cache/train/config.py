@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.config import ObjectiveConfig, named_spec
-from minilm_cache.objectives.spec import OBJECTIVES, Preset
+from minilm_cache.objectives.spec import OBJECTIVES, Preset, joined_names
 from minilm_cache.settings import DEFAULT_LOCAL_BYTES, DeviceSettings, FrozenSettings
 
 DEFAULT_EPOCHS = 5.0
@@ -202,7 +202,7 @@ def with_preset(name: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     settings = {} if name is None else dict(_preset(name).settings)
     if "epochs" in given:
         settings.pop("steps", None)
-    if given.get("objective", settings.get("objective")) != settings.get("objective"):
+    if joined_names(given.get("objective", settings.get("objective"))) != settings.get("objective"):
         settings.pop("relation_heads", None)
     return settings | given
 

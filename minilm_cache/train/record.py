@@ -63,8 +63,9 @@ class RunIdentity(ObjectiveFields, StoredModel):
     vocab: Annotated[str, Field(pattern="^[0-9a-f]{12}$")] | None = None
     """Hash of the students' vocabulary: of some of the teacher's pieces, or of a donor's tokenizer. None
     means that they have the teacher's tokenizer."""
-    batches: Literal["by-length"] | None = None
-    """`by-length`: sequences of about the same length share a batch. None means that they come at random."""
+    batches: Literal["by-length", "by-query"] | None = None
+    """Which sequences share a batch: `by-length`, those of about the same length; `by-query`, pairs of one
+    query. None means that they come at random."""
     weight_decay: float
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     buffer_shards: int
@@ -134,7 +135,7 @@ class RunIdentity(ObjectiveFields, StoredModel):
             "steps": steps,
             "num_streams": len(plan.streams),
             "dropout": "none" if config.dropout == "none" else None,
-            "batches": "by-length" if config.batches == "by-length" else None,
+            "batches": None if config.batches == "shuffled" else config.batches,
             "frozen": "embeddings" if config.frozen == "embeddings" else None,
             "form": "authors" if config.form == "authors" else None,
             "dealing": "sequences" if len(plan.streams) > 1 else None,

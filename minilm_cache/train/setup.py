@@ -157,7 +157,7 @@ def build_trainers(
             if donor is None
             else shape_config(shape, donor.to_dict(), donor.model_type)
         )
-        if objective.num_classes is not None:
+        if objective.head == "sequences" and objective.num_classes is not None:
             _name_classes(model_config, class_names(teacher_config, manifest), objective.num_classes)
         initial.adapt(model_config)
         model = build_student(model_config, seed, objective.head)

@@ -6,11 +6,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import DatasetCardData
 
 from minilm_cache.cache import Cache, open_cache
+from minilm_cache.corpus.template import named_template
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.models.inputs import texts_of_pair
 from minilm_cache.models.student import class_names
@@ -120,14 +122,19 @@ def _answers(
     cache: Cache, numbers: range, *, session: Session
 ) -> Iterator[tuple[tuple[str, ...], list[float]]]:
     """Yield the texts of each sequence, and the teacher's answer."""
-    tokenizer, pair = cached_tokenizer(cache.reader), cache.manifest.identity.packing.pair
+    tokenizer, packing = cached_tokenizer(cache.reader), cache.manifest.identity.packing
+    template, pair = packing.template or named_template(tokenizer), packing.pair
     for number in numbers:
         if session.should_stop():
             raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
         sequence = cache[number]
         ids = sequence.input_ids.numpy()
-        parts = (ids,) if pair is None else texts_of_pair(ids, pair)
-        texts = tuple(str(tokenizer.decode(part, skip_special_tokens=True)) for part in parts)
+        parts: tuple[npt.NDArray[Any], ...] = (ids,)
+        if pair is not None:
+            parts = texts_of_pair(ids, pair)
+        elif template is not None:
+            parts = (ids[len(template.before) : len(ids) - len(template.after)],)
+        texts = tuple(str(tokenizer.decode(part)) for part in parts)  # unknown words stay, as such
         yield texts, sequence.states()[LOGITS][0].tolist()
         session.progress.advance(1)
 

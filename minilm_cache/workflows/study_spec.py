@@ -13,7 +13,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.objectives.check import check_codec
 from minilm_cache.objectives.config import ObjectiveConfig, default_of, slug_forms
-from minilm_cache.objectives.spec import Which, known_objective
+from minilm_cache.objectives.spec import Which, joined_names, known_objective
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
 from minilm_cache.storage_schema.upgrades import TRAININGS_OF_STUDIES
@@ -165,6 +165,8 @@ def _choices(source: Source, document: StudyDocument) -> list[ObjectiveChoice]:
     for index, given in enumerate(document.objective):
         values = {"objective": given} if isinstance(given, str) else given
         location: Location = ("objective", index)
+        if isinstance(values, dict):
+            values = {**values, "objective": joined_names(values.get("objective"))}
         if not isinstance(values, dict) or not isinstance(values.get("objective"), str):
             source.fail(location, "give the name of an objective, as {objective: NAME}")
         try:

@@ -16,7 +16,8 @@ from minilm_cache.dump.config import AugmentConfig, DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError, first_line
 from minilm_cache.evaluate.examples import TextExample, sample_examples
-from minilm_cache.evaluate.run import Evaluation, evaluate_models, training_examples
+from minilm_cache.evaluate.models import find_models
+from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
 from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task
 from minilm_cache.models.load import locate_teacher, read_config
 from minilm_cache.session import ALONE, Session
@@ -29,6 +30,11 @@ from minilm_cache.workflows.config import TaskStageConfig
 TEXTS, COPIES, CACHE, RUN, TRIALS = "texts.jsonl", "augmented.jsonl", "cache", "run", "evaluations"
 """Names of what is made, in the folder of the stage."""
 _STATED: Final = "stage.json"
+_OF_OTHER_TEXTS: Final = (
+    *("corpus", "text_column", "documents", "pair_columns", "packing", "codec", "logits"),
+    *("prompt", "prompt_name", "role_column"),
+)
+"""Settings of a dump that say which texts it reads, or what of them is stored."""
 _MAX_BYTES: Final = 2**20
 
 
@@ -71,8 +77,11 @@ def run_task_stage(
     assert config.task is not None
     shared = {name: dump[name] for name in ("max_length", "device") if name in dump}
     evaluating = validated(EvaluateConfig, {**_of_evaluation(config), "as_is": True, **shared})
-    examples = sample_examples(training_examples(evaluating, config.task, session), config.max_train)
+    task, examples = text_task(evaluating, config.task, session)
+    examples = sample_examples(examples, config.max_train)
     teacher = str(dump["teacher"])
+    for model in find_models([teacher], dump.get("revision"), untrained=False):
+        model.load_as_is(task)  # refuses one of other classes before anything is made
     num_classes = read_config(locate_teacher(teacher, dump.get("revision")).folder).num_labels or 1
     refuse_file(out)
     is_pair = len(examples[0].texts) > 1
@@ -167,7 +176,12 @@ def _write_copies(
 
 
 def check_task_stage(
-    config: TaskStageConfig, *, chain: Collection[str], dump: Mapping[str, Any], others: Mapping[str, object]
+    config: TaskStageConfig,
+    *,
+    chain: Collection[str],
+    dump: Mapping[str, Any],
+    train: Mapping[str, Any],
+    others: Mapping[str, object],
 ) -> None:
     """Raise InvalidConfigError for options that a task stage does not have, or that lack.
 
@@ -175,26 +189,32 @@ def check_task_stage(
         config: settings of the stage.
         chain: names of the settings of `ChainConfig` that are given.
         dump: settings of `DumpConfig` that are given.
+        train: settings of `TrainConfig` that are given.
         others: further options of a chain of assistants, by name; None where they are not given.
     """
     if config.task is None:
         given = min(config.model_fields_set)
         raise InvalidConfigError(f"--{given.replace('_', '-')} goes with --task, and only with it.")
-    for name, value in others.items():
-        if value is not None:
-            raise InvalidConfigError(
-                f"{name} goes with a chain of assistants, not with --task. Leave it out."
-            )
-    for name in chain:
-        flag = "--assistant" if name == "assistants" else f"--{name.replace('_', '-')}"
-        raise InvalidConfigError(f"{flag} goes with a chain of assistants, not with --task. Leave it out.")
-    for name in ("corpus", "text_column", "pair_columns", "packing", "codec", "logits"):
-        if name in dump:
-            flag = f"--{name.replace('_', '-')}"
-            raise InvalidConfigError(f"{flag}: --task takes the task's own texts. Leave it out.")
+    of_chains = [name for name, value in others.items() if value is not None]
+    of_chains += ["--assistant" if name == "assistants" else _flag(name) for name in sorted(chain)]
+    texts = [_flag(name) for name in _OF_OTHER_TEXTS if name in dump]
+    learned = [_flag(name) for name in ("objective", "first") if name in train]
+    if config.student is not None and "init" in train:
+        learned.append("--init")
+    for names, what in (
+        (of_chains, "it goes with a chain of assistants, not with --task"),
+        (texts, "--task takes the task's own texts as they are"),
+        (learned, "--task and --student say what students learn and begin with"),
+    ):
+        if names:
+            raise InvalidConfigError(f"{names[0]}: {what}. Leave it out.")
     if "teacher" not in dump:
         raise InvalidConfigError("--teacher is missing: a model that was fine-tuned on the task.")
     if is_own_task(str(config.task)) and config.dev is None:
         raise InvalidConfigError(f"--task {config.task}: give --dev, the file that students are scored on.")
     if config.augment is None and config.copies != TaskStageConfig.model_fields["copies"].default:
         raise InvalidConfigError("--copies goes with --augment, and only with it.")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

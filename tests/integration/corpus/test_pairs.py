@@ -30,6 +30,7 @@ from minilm_cache.models.load import load_model
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.slicing.cut import cut
 from minilm_cache.slicing.forward import Calibration
+from minilm_cache.storage_schema.identity import PairTemplate
 from minilm_cache.storage_schema.states import LOGITS, POOLED
 from tests.conftest import Command
 from tests.support import VOCABULARY, World, save_teacher, tiny_tokenizer
@@ -110,7 +111,14 @@ def test_pairs_are_cut_as_tokenizers_cut_them(first: int, second: int, room: int
     one, two = " ".join([WORDS[0]] * first), " ".join([WORDS[1]] * second)
     whole = tokenizer(one, two)["input_ids"][1:-1]
     expected = tokenizer(one, two, truncation="longest_first", max_length=room + 2)["input_ids"]
-    found = cut_pair(np.asarray(whole), room, (3,))
+    pair = PairTemplate(before=(2,), between=(3,), after=(3,), has_segments=False)
+    found = cut_pair(np.asarray(whole), room, pair)
+    assert [2, *found.tolist(), 3] == expected
+    found = cut_pair(np.asarray(whole), room, pair.model_copy(update={"cut": "second"}))
+    if len(whole) <= room or first < room - 1:
+        expected = tokenizer(one, two, truncation="only_second", max_length=room + 2)["input_ids"]
+    else:  # which tokenizers refuse: one token of the second text stays
+        expected = [2, *whole[: room - 2], 3, whole[first + 1], 3]
     assert [2, *found.tolist(), 3] == expected
 
 

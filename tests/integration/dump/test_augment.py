@@ -243,5 +243,9 @@ def test_both_texts_of_pairs_get_the_copies_that_they_get_alone(
         of_pairs = [row["first"] for row in found if row["document"] == number]
         assert {row["text"] for row in alone if row["document"] == number} <= set(of_pairs)
     assert len({row["second"] for row in found}) > 2
+    lists = tmp_path / "lists.jsonl"
+    lists.write_text(json.dumps({"one": "ba", "other": ["be", "bi"]}) + "\n")
+    groups = (*words, lists, "--pair-columns", "one,other", "--out", tmp_path / "no")
+    command.fails(*groups, code=2, says="queries with several documents")
     both = (*words, pairs, "--pair-columns", "one,other", "--text-column", "one")
     command.fails(*both, "--out", tmp_path / "no", code=2, says="--text-column and --pair-columns")

@@ -105,6 +105,23 @@ def test_scores_are_given_to_others_as_a_data_set(world: World, command: Command
     assert len(scores) == cache.manifest.num_train
 
 
+def test_unknown_words_stay_and_the_data_set_is_imported_again(world: World, command: Command) -> None:
+    file, rows = write_scores(world)
+    for row in rows[::2]:
+        row["query"] += " zzz"
+        row["wrong"][0] = "zzz"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = imported(world, command, file)
+    assert command("export", out, world.root / "data", "--scores")[0] == 0
+    words = ("--pair-columns", "query,documents", "--score-columns", "scores")
+    (world.root / "imported").rename(world.root / "first")
+    again = imported(world, command, world.root / "data" / "data" / "train.parquet", *words)
+    first = open_cache(world.root / "first")
+    known = {tuple(each.input_ids.tolist()): float(each.states()[LOGITS][0]) for each in first}
+    for sequence in open_cache(again):
+        assert known[tuple(sequence.input_ids.tolist())] == float(sequence.states()[LOGITS][0])
+
+
 @pytest.mark.parametrize("is_pair", [True, False])
 def test_answers_of_classes_keep_their_order_and_names(world: World, command: Command, is_pair: bool) -> None:
     teacher = save_teacher(world.root / "classes", head="sequences", num_labels=3)
@@ -150,7 +167,12 @@ def test_what_is_wrong_with_scores_is_one_line(world: World, command: Command) -
         command.fails("import", file, *base, *COLUMNS, code=1, says=says)
     first = write_scores(world)[1][0]
     file, _ = write_scores(world, **{**first, "right_scores": [7.5]})
-    command.fails("import", file, *base, *COLUMNS, code=1, says="stands twice, with scores")
+    command.fails("import", file, *base, *COLUMNS, code=1, says="for the second time, with the scores")
+    file, _ = write_scores(world, right=["ba"], right_scores=[5.0], wrong=["ba"], wrong_scores=[-3.0])
+    command.fails("import", file, *base, *COLUMNS, code=1, says="with the scores 5 and -3")
+    for odd in (1e25, "1_000", "\u0663"):
+        file, _ = write_scores(world, right_scores=[odd])
+        command.fails("import", file, *base, *COLUMNS, code=1, says="which is no number that a score can be")
     file, _ = write_scores(world)
     pairs = ("--pair-columns", "query,right+wrong")
     command.fails("import", file, *base, *pairs, code=2, says="go together: give both, or neither")

@@ -123,7 +123,7 @@ def test_values_pairs_and_a_file_of_its_own_to_score(teacher: Path, tmp_path: Pa
     whole = [{**row, "label": int(row["label"] == NAMES[0])} for row in rows()]
     file = write(tmp_path / "whole.csv", whole)
     for metric, names in (("pearson", {"pearson"}), ("f1", {"f1"}), ("matthews", {"matthews"})):
-        asked = (teacher, "--task", file, "--metric", metric, "--epochs", 1, "--out", tmp_path / metric)
+        asked = (teacher, "--task", file, "--metric", metric, "--epochs", 1, "--out", tmp_path / "one")
         (trial,) = evaluated(command, *asked)["trials"]
         assert trial["scores"]["dev"].keys() == names
 
@@ -159,9 +159,14 @@ def test_what_is_wrong_with_a_file_is_one_line(teacher: Path, tmp_path: Path, co
         ({"text": 3}, "is not a text"),
         ({"label": None}, "label 'None' is not a class of the training set"),
         ({"label": ""}, "label '' is not a class of the training set"),
+        ({"label": float("nan")}, "label 'nan' is not a class of the training set"),
     ):
         bad = write(tmp_path / "bad.jsonl", [*rows(), {"text": "ba be", "label": "good"} | change])
         assert str(bad) in command.fails(*base, bad, code=1, says=says)
+    (tmp_path / "b").mkdir()
+    again = write(tmp_path / "b" / "good.csv", rows())
+    command.fails(*base, good, "--task", again, code=2, says="two tasks are files called good.csv")
+    command.fails(*base, good, "--data", tmp_path, code=2, says="is a file of its own")
     one = write(tmp_path / "one.csv", [{**row, "label": "same"} for row in rows()])
     command.fails(*base, one, code=1, says="has 1 different labels to train on")
     other = write(tmp_path / "other.csv", [{"text": "ba", "label": "worst"}])

@@ -1,7 +1,7 @@
 """Scores of pairs, from records of queries with documents to cross-encoders and bi-encoders in use."""
 
 import json
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import AutoModel
 
 from minilm_cache.cache import Cache, open_cache
+from minilm_cache.models.inputs import texts_of_pair
 from minilm_cache.objectives.check import choose_objective
 from minilm_cache.objectives.scores import LISTWISE, MARGIN_MSE, RANKNET, SCORE
 from minilm_cache.storage_schema.states import LOGITS
@@ -159,6 +160,85 @@ def test_a_bi_encoder_reads_texts_apart_and_opens_with_its_scores(world: World, 
     np.testing.assert_allclose((queries * documents).sum(1), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_long_queries_are_the_same_with_each_of_their_documents(world: World) -> None:
+    """Documents alone are cut; a query that leaves no room is cut for all of them alike."""
+    rows = rows_of(world)
+    for number, row in enumerate(rows):
+        row["query"] = " ".join([row["query"]] * (1 + number % 5))
+        row["wrong"] = [" ".join([text] * (1 + number % 4)) for text in row["wrong"]]
+    world.corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cache = open_cache(world.dump(**GROUPS, max_length=16).path)
+    pair = cache.manifest.identity.packing.pair
+    assert pair is not None
+    assert pair.cut == "second"
+    queries = [tuple(texts_of_pair(sequence.input_ids.numpy(), pair)[0].tolist()) for sequence in cache]
+    sizes = [len(list(same)) for _, same in groupby(queries)]
+    assert sizes == [4] * len(rows)
+    assert max(map(len, queries)) == 16 - 4
+
+
+def test_a_document_that_a_query_has_twice_counts_once(world: World) -> None:
+    """Triples repeat the right document in every record of a query."""
+    rows = rows_of(world)
+    triples = [
+        {"query": row["query"], "right": row["right"][0], "wrong": text}
+        for row in rows
+        for text in row["wrong"]
+    ]
+    world.corpus.write_text("".join(json.dumps(row) + "\n" for row in triples))
+    cache = open_cache(world.dump(**GROUPS).path)
+    expected = {(row["query"], text) for row in rows for text in (*row["right"], *row["wrong"])}
+    found = texts_of(cache)
+    assert sorted(found) == sorted(expected)
+    assert sum(one != other for one, other in pairwise(query for query, _ in found)) == 39
+
+
+def test_a_run_remembers_that_batches_go_by_query(world: World, command: Command) -> None:
+    """Other batches are another run; the command that is printed repeats it."""
+    world.dump(**GROUPS)
+    sizes = ("--arch", "1x32", "--steps", 3, "--batch-size", 8, "--init", "random", "--device", "cpu")
+    words = ("train", world.root / "cache", "--objective", "listwise", *sizes, "--out", world.root / "run")
+    assert command(*words)[0] == 0
+    document = json.loads((world.root / "run" / "run.json").read_text())
+    assert document["identity"]["batches"] == "by-query"
+    page = world.root / "page.html"
+    assert command("report", world.root / "run", "--out", page)[0] == 0
+    assert "--objective listwise" in page.read_text()
+    assert "--batches shuffled" not in page.read_text()
+    command.fails(*words, "--batches", "shuffled", code=1, says="batches")
+
+
+def test_bi_encoders_have_no_head_and_are_compared_by_their_dot_products(
+    world: World, command: Command
+) -> None:
+    """A folder without a head is no reranker, and `embeddings` ranks as its card says."""
+    world.dump(**GROUPS)
+    run = world.train("run", objective=MARGIN_MSE, arch=("2x32",), steps=40, batch_size=8, lr=3e-3)
+    folder = run.student_path("2x32")
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["BertModel"]
+    assert "each text alone" in (folder / "README.md").read_text()
+    data = world.root / "questions.jsonl"
+    rows = [{"question": row["query"], "answer": row["right"][0]} for row in rows_of(world)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--retrieval", data, "--max-length", 32)
+    command.fails("rerank", folder, *words, "--first-stage", folder, code=2, says="scores no pairs")
+    command.fails(
+        "rerank", world.teacher, *words, "--first-stage", world.teacher, code=2, says="no sentence enc"
+    )
+    code, printed, err = command("embeddings", folder, *words, "--json")
+    assert code == 0, err
+    encoder = SentenceTransformer(str(folder), device="cpu")
+    answers = [*dict.fromkeys(row["answer"] for row in rows)]
+    questions = [*dict.fromkeys(row["question"] for row in rows)]
+    scores = encoder.encode(questions) @ encoder.encode(answers).T
+    ranks = [
+        int((row > row[answers.index(right["answer"])]).sum()) + 1
+        for row, right in zip(scores, rows, strict=True)
+    ]
+    expected = 100 * sum(1 / rank for rank in ranks if rank <= 10) / len(ranks)
+    assert json.loads(printed)["retrieval"][0]["mrr_at_10"]["mean"] == pytest.approx(expected, abs=0.01)
+
+
 def test_what_does_not_go_with_scores_is_one_line(world: World, command: Command, tmp_path: Path) -> None:
     dump = ("dump", "--teacher", world.teacher, "--max-length", 32, "--codec", "none", "--logits")
     bad = tmp_path / "bad.jsonl"
@@ -191,6 +271,15 @@ def test_what_does_not_go_with_scores_is_one_line(world: World, command: Command
     single.dump("single", codec="none", logits=True, packing="records")
     train = ("train", world.root / "single", "--arch", "1x32", "--objective")
     command.fails(*train, "listwise", code=2, says="needs scores of pairs of texts")
+    flat = write_groups(world.root / "flat.jsonl")
+    rows = [
+        {"query": row["query"], "text": row["right"][0]}
+        for row in map(json.loads, flat.read_text().splitlines())
+    ]
+    flat.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    World(world.root, world.teacher, flat).dump("flat", pair_columns="query,text", **{"for": "score"})
+    of_pairs = ("train", world.root / "flat", "--arch", "1x32", "--objective")
+    command.fails(*of_pairs, "listwise", code=2, says="compares the documents of a query")
     command.fails(*train, "score", "--batches", "by-query", code=2, says="is for pairs of texts")
     three = save_teacher(world.root / "three", head="sequences", num_labels=3)
     World(world.root, three, world.corpus).dump("classes", **GROUPS)

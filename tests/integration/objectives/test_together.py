@@ -10,7 +10,8 @@ from sentence_transformers import SentenceTransformer
 from minilm_cache.cache import open_cache
 from minilm_cache.objectives.base import Losses
 from minilm_cache.objectives.batch import UNITS, StudentBatch
-from minilm_cache.objectives.spec import known_objective, parts_of
+from minilm_cache.objectives.spec import OBJECTIVES, known_objective, parts_of
+from minilm_cache.train.config import with_preset
 from minilm_cache.train.trainer import StudentTrainer, read
 from tests.conftest import Command
 from tests.integration.objectives.conftest import settings, trainer_of
@@ -59,11 +60,13 @@ def test_the_loss_is_the_weighted_sum_of_each_alone(
     """Value, parts, units and gradient."""
     world: World = request.getfixturevalue(kind)
     cache = open_cache(world.root / "cache")
-    joint, batch = trainer_of(settings(objective, arch=(arch,)), cache)
+    config = settings(objective, arch=(arch,))
+    joint, batch = trainer_of(config, cache)
     total, gradients = torch.tensor(0.0), dict[str, torch.Tensor]()
     losses, found = loss_of(joint, batch)
     for number, (name, weight) in enumerate(parts_of(objective).items()):
-        alone, own_batch = trainer_of(settings(name, arch=(arch,)), cache)
+        maps = {"layer_map": config.layer_map} if len(OBJECTIVES[name].maps) > 1 else {}
+        alone, own_batch = trainer_of(settings(name, arch=(arch,), **maps), cache)
         assert torch.equal(own_batch.inputs.ids, batch.inputs.ids)
         encoder_of(alone).load_state_dict(encoder_of(joint).state_dict())
         of_joint = joint.learner.objective.get_submodule(f"_objectives.{number}")
@@ -118,15 +121,23 @@ def test_both_are_learned_and_the_command_is_repeated(pooled: World, command: Co
 def test_names_have_one_form() -> None:
     assert known_objective("minilm=1.0, embedding=.50") == "minilm+embedding=0.5"
     assert known_objective("embedding") == "embedding"
+    for weight in ("0.0001", "10000", "0.123456789", "3"):
+        name = known_objective(f"minilm={weight}+embedding")
+        assert known_objective(name) == name
+        assert parts_of(name)["minilm"] == float(weight)
+    kept = with_preset("minilmv2", {"objective": ["minilmv2"]})
+    assert kept["relation_heads"] == 48
 
 
 def test_what_cannot_be_learned_at_once_is_one_line(words: World, pooled: World, command: Command) -> None:
     train = ("train", pooled.root / "cache", "--arch", "2x16", "--batch-size", 8, "--init", "random")
     for objectives, says in (
         (("minilm", "minilm"), "objective minilm is given twice"),
-        (("minilm=0", "embedding"), "the weight '0' of objective minilm is no number above 0"),
+        (("minilm=0", "embedding"), "the weight '0' of objective minilm is no number from"),
         (("minilm=nan", "embedding"), "the weight 'nan' of objective minilm"),
         (("minilm=-1", "embedding"), "the weight '-1' of objective minilm"),
+        (("minilm=0.00001", "embedding"), "is no number from 0.0001 to 10000"),
+        (("minilm=1e2", "embedding"), "the weight '1e2' of objective minilm"),
         (("minilm=2",), "leave it out"),
         (("minilm", "none"), "there is no objective none"),
         (("minilm", "=1"), "there is no objective"),
@@ -135,7 +146,9 @@ def test_what_cannot_be_learned_at_once_is_one_line(words: World, pooled: World,
         given = [word for name in objectives for word in ("--objective", name)]
         command.fails(*train, *given, code=2, says=says)
     both = ("--objective", "minilm", "--objective", "embedding")
-    command.fails(*train, *both, "--layer-map", "all", code=2, says="--layer-map all does not go with")
+    command.fails(*train, *both, "--layer-map", "all", code=2, says="--layer-map all needs layer")
+    of_answers = ("--objective", "tinybert-prediction,embedding", "--layer-map", "all")
+    command.fails(*train, *of_answers, code=2, says="--layer-map all does not go with --objective tinybert-p")
     command.fails(*train, *both, "--teacher-layer", 1, code=2, says="--teacher-layer does not go with")
     command.fails(*train, *both, "--relation-heads", 4, code=2, says="--relation-heads goes with")
     command.fails(*train, *both, "--temperature", 2, code=2, says="--temperature goes with --loss neighbours")
