@@ -67,6 +67,8 @@ def read_own_task(
     }
     kind = f"{len(classes)} classes ({', '.join(classes[:8])})" if classes else "values on a scale"
     note(f"{task.title}: {kind}, scored by {' and '.join(task.metrics)}")
+    if config.as_is and config.dev is None:
+        note(f"{task.title}: all of its texts are scored, also those that a model may have been tuned on")
     return task, [Track(name="", train=examples["train"], dev={"dev": examples["dev"]}, test={})]
 
 
