@@ -21,11 +21,12 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 
 # Shapes and types of all arguments are checked in the tests of units. Tests of whole commands make the same
 # calls many thousand times, and took a fifth longer with these checks, those of trainings three times as long.
+# They also wait for processes and disks, so that a third process has a core to itself a fifth of the time.
 SHAPES := --jaxtyping-packages=minilm_cache,beartype.beartype
 
 test: .venv/dev
 	$(PYTEST) $(SHAPES) tests/unit
-	$(PYTEST) --no-loadscope-reorder tests/integration
+	$(PYTEST) -n 3 --no-loadscope-reorder tests/integration
 
 # While you work: the tests of one file a room, and of the way from a text to a student.
 quick: .venv/dev

@@ -58,8 +58,8 @@ class _Options(TaskStageConfig, ChainConfig):
     rename={DumpConfig: {"batch_size": "dump_batch_size", "precision": "dump_precision"}},
     may_lack=True,
     common=(
-        *("teacher", "corpus", "max_tokens", "assistants", "arch", "objective", "preset", "steps", "epochs"),
-        *("task", "data", "student", "augment", "compare_direct", "device", "out", "dry_run", "json"),
+        *("teacher", "corpus", "assistants", "arch", "objective", "preset", "steps", "epochs"),
+        *("task", "compare_direct", "device", "out", "dry_run", "json"),
     ),
 )
 def chain(
