@@ -205,7 +205,7 @@ def _reranker(name: str) -> str:
 def reranker_peer() -> str:
     """Return what the same student costs and is worth by sentence-transformers."""
     rows = [
-        [name, f"{row['ndcg_at_10']:.1f}", f"{row['step_s']:.2f}"]
+        [name, f"{row['ndcg_at_10']:.1f}", f"{row['seconds_a_step']:.2f}"]
         for name, row in read("rerankers")["peer"].items()
     ]
     return table_of(["trained by", "nDCG@10", "seconds a step, one core"], rows)
