@@ -262,7 +262,7 @@ def _scores(value: object, column: str, count: int, *, where: str) -> list[float
     """Return as many scores as there are documents.
 
     Raises:
-        CorpusError: there are more or fewer, or one is no number, NaN or infinite.
+        CorpusError: there are more or fewer, or one is not a number, NaN or infinite.
     """
     values = value if isinstance(value, list) else [] if value is None else [value]
     if len(values) != count:
@@ -279,7 +279,7 @@ def _scores(value: object, column: str, count: int, *, where: str) -> list[float
             score = float("nan")
         if not abs(score) < _MOST_SCORE:
             raise CorpusError(
-                f"corpus: {where} has the score {str(each)[:40]!r} in column {column!r}, which is no number "
+                f"corpus: {where} has the score {str(each)[:40]!r} in column {column!r}, which is not a number "
                 "that a score can be. Correct it or remove the record."
             )
         scores.append(score)

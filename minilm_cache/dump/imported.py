@@ -205,7 +205,7 @@ def read_scores(config: ImportConfig) -> TextVectors:
 
     Raises:
         CorpusError: the file cannot be read, or lacks a column; or a record lacks a text or a score, or has a
-            score that is no number; or a query stands twice with a document and different scores.
+            score that is not a number; or a query stands twice with a document and different scores.
     """
     assert config.pair_columns is not None
     file = Path(config.vectors)

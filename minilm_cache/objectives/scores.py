@@ -78,7 +78,7 @@ def listwise(scores: Scores, temperature: float, teacher_temperature: float) -> 
         (values / divisor).expand(members.shape).masked_fill(~members, -torch.inf).log_softmax(1)
         for values, divisor in ((scores.student, temperature), (scores.teacher, teacher_temperature))
     )
-    # Outside a group both are -infinity, and their difference is no number.
+    # Outside a group both are -infinity, and their difference is not a number.
     terms = torch.where(members, theirs.exp() * (theirs - mine).masked_fill(~members, 0.0), 0.0)
     return (terms.sum(1) * members.sum(1)).sum() / len(scores.student) * temperature**2
 

@@ -172,7 +172,9 @@ def test_what_is_wrong_with_scores_is_one_line(world: World, command: Command) -
     command.fails("import", file, *base, *COLUMNS, code=1, says="with the scores 5 and -3")
     for odd in (1e25, "1_000", "\u0663"):
         file, _ = write_scores(world, right_scores=[odd])
-        command.fails("import", file, *base, *COLUMNS, code=1, says="which is no number that a score can be")
+        command.fails(
+            "import", file, *base, *COLUMNS, code=1, says="which is not a number that a score can be"
+        )
     file, _ = write_scores(world)
     pairs = ("--pair-columns", "query,right+wrong")
     command.fails("import", file, *base, *pairs, code=2, says="go together: give both, or neither")

@@ -133,10 +133,10 @@ def test_what_cannot_be_learned_at_once_is_one_line(words: World, pooled: World,
     train = ("train", pooled.root / "cache", "--arch", "2x16", "--batch-size", 8, "--init", "random")
     for objectives, says in (
         (("minilm", "minilm"), "objective minilm is given twice"),
-        (("minilm=0", "embedding"), "the weight '0' of objective minilm is no number from"),
+        (("minilm=0", "embedding"), "the weight '0' of objective minilm is not a number from"),
         (("minilm=nan", "embedding"), "the weight 'nan' of objective minilm"),
         (("minilm=-1", "embedding"), "the weight '-1' of objective minilm"),
-        (("minilm=0.00001", "embedding"), "is no number from 0.0001 to 10000"),
+        (("minilm=0.00001", "embedding"), "is not a number from 0.0001 to 10000"),
         (("minilm=1e2", "embedding"), "the weight '1e2' of objective minilm"),
         (("minilm=2",), "leave it out"),
         (("minilm", "none"), "there is no objective none"),
