@@ -279,8 +279,8 @@ def _scores(value: object, column: str, count: int, *, where: str) -> list[float
             score = float("nan")
         if not abs(score) < _MOST_SCORE:
             raise CorpusError(
-                f"corpus: {where} has the score {str(each)[:40]!r} in column {column!r}, which is not a number "
-                "that a score can be. Correct it or remove the record."
+                f"corpus: {where} has the score {str(each)[:40]!r} in column {column!r}, which is not a "
+                "number that a score can be. Correct it or remove the record."
             )
         scores.append(score)
     return scores

@@ -329,8 +329,8 @@ def parts_of(name: str) -> dict[str, float]:
         is_number = re.fullmatch(r"\d*\.?\d+", weight) is not None
         if separator and not (is_number and 1 / _MOST_WEIGHT <= float(weight) <= _MOST_WEIGHT):
             raise ValueError(
-                f"the weight {weight!r} of objective {objective} is not a number from {1 / _MOST_WEIGHT:g} to "
-                f"{_MOST_WEIGHT:g}; write it like {objective}=0.5"
+                f"the weight {weight!r} of objective {objective} is not a number from {1 / _MOST_WEIGHT:g} "
+                f"to {_MOST_WEIGHT:g}; write it like {objective}=0.5"
             )
         weights[objective] = float(weight) if separator else 1.0
     if len(weights) == 1 and set(weights.values()) != {1.0}:
