@@ -19,6 +19,7 @@ from minilm_cache.models.load import (
     TaskHead,
     check_positions,
     draw_weights,
+    is_classifier,
     load_for_task,
     load_model,
     load_tokenizer,
@@ -140,7 +141,7 @@ class Evaluated:
         named = {str(number): str(name) for number, name in (config.id2label or {}).items()}
         names = [named.get(str(number), "unknown") for number in range(config.num_labels or 1)]
         head = load_pooled_head(self.folder)
-        if head is None and not any("SequenceClassification" in name for name in config.architectures or ()):
+        if head is None and not is_classifier(config):
             raise InvalidConfigError(
                 f"--as-is: {self.name} is no classifier ({', '.join(config.architectures or ('unknown',))}). "
                 "Leave it out to fine-tune the model."
@@ -154,9 +155,7 @@ class Evaluated:
         model = (
             load_for_task(self.folder, "sequences", None)
             if head is None
-            else PooledClassifier(
-                SentenceEncoder(load_model(self.folder, attention="sdpa"), head), task.max_length
-            )
+            else PooledClassifier(SentenceEncoder.load(self.folder), task.max_length)
         )
         _reorder(model, order)
         return model

@@ -27,7 +27,7 @@ from minilm_cache.evaluate.retrieval import (
 )
 from minilm_cache.evaluate.settings import MineConfig, OwnDataSettings, RerankConfig
 from minilm_cache.models.device import choose_device, enough_memory
-from minilm_cache.models.load import load_tokenizer, read_config
+from minilm_cache.models.load import is_classifier, load_tokenizer, read_config
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, refuse_existing, storage_errors
 
@@ -119,7 +119,7 @@ def _encoded(
         raise InvalidConfigError(
             f"{name} is a run of {len(models)} students. Name the folder of one: {models[0].folder}."
         )
-    if _is_classifier(models[0]) and not models[0].pools:
+    if is_classifier(read_config(models[0].folder)) and not models[0].pools:
         raise InvalidConfigError(
             f"{name} scores or classifies, and is no sentence encoder, which finds texts by their vectors."
         )
@@ -180,16 +180,11 @@ def _first(data: OwnData, most: int | None) -> OwnData:
     return replace(data, queries=queries, right={query: data.right[query] for query in queries})
 
 
-def _is_classifier(model: Evaluated) -> bool:
-    names = read_config(model.folder).architectures or ()
-    return any("SequenceClassification" in name for name in names)
-
-
 def _refuse_other_answers(model: Evaluated) -> None:
     """Raise InvalidConfigError for a model that is no cross-encoder of one score."""
-    config, is_classifier = read_config(model.folder), _is_classifier(model)
-    if not is_classifier or config.num_labels != 1:
-        what = f"answers with {config.num_labels} classes" if is_classifier else "scores no pairs"
+    config = read_config(model.folder)
+    if not is_classifier(config) or config.num_labels != 1:
+        what = f"answers with {config.num_labels} classes" if is_classifier(config) else "scores no pairs"
         raise InvalidConfigError(
             f"{model.name} {what}; rerank takes cross-encoders with one score. Train one: "
             "`minilm-cache train CACHE --objective score`."

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from minilm_cache.errors import TeacherError
-from minilm_cache.models.load import head_config, load_model, read_config
+from minilm_cache.models.load import head_config, is_classifier, load_model, read_config
 from minilm_cache.models.pooling import MODULES, DenseLayer, SentenceEncoder, SentencePooler, load_pooler
 from minilm_cache.models.student import build_model
 
@@ -21,8 +21,8 @@ def load_pooled_head(folder: Path) -> SentencePooler | None:
         TeacherError: its `modules.json` is damaged, or gives another number of answers than `config.json`.
     """
     config = read_config(folder)
-    is_classifier = any("SequenceClassification" in name for name in config.architectures or ())
-    if is_classifier or getattr(config, "problem_type", None) is None or not (folder / MODULES).is_file():
+    has_task = getattr(config, "problem_type", None) is not None
+    if is_classifier(config) or not has_task or not (folder / MODULES).is_file():
         return None
     pooler = load_pooler(folder, None, config.hidden_size, adds_prompts=True)
     width = pooler.width(config.hidden_size)

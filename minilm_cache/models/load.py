@@ -155,6 +155,11 @@ def _mini_folder() -> Path:
     return folder
 
 
+def is_classifier(config: PreTrainedConfig) -> bool:
+    """Return whether a configuration is that of a model which classifies sequences, or gives them a score."""
+    return any("SequenceClassification" in name for name in config.architectures or ())
+
+
 def read_config(folder: Path) -> PreTrainedConfig:
     """Return the configuration in the folder of a teacher.
 

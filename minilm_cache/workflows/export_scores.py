@@ -1,8 +1,8 @@
 """Writes the texts and scores of a cache as a data set, so that a teacher's scores can be given to others."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,9 +74,10 @@ def export_scores(cache: str | Path, out: Path, *, session: Session = ALONE) -> 
     with saving("write", out), new_folder(out) as new:
         (new / "data").mkdir()
         for split, file in files.items():
+            rows = _rows(opened, numbers[split], schema, session=session)
             with pq.ParquetWriter(new / file, schema, compression="zstd") as writer:
-                for rows in _batched(_rows(opened, numbers[split], schema, session=session)):
-                    writer.write_table(pa.Table.from_pylist(rows, schema))
+                while some := list(islice(rows, _ROWS)):
+                    writer.write_table(pa.Table.from_pylist(some, schema))
         (new / "README.md").write_text(_card(opened, files, tuple(schema.names)))
     return ScoresResult(path=out, num_pairs=len(opened), columns=tuple(schema.names))
 
@@ -91,17 +92,6 @@ def _schema(cache: Cache, num_classes: int) -> pa.Schema:
     else:
         columns = [("text", text), answer]
     return pa.schema(columns)
-
-
-def _batched(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    batch: list[dict[str, Any]] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == _ROWS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _rows(cache: Cache, numbers: range, schema: pa.Schema, *, session: Session) -> Iterator[dict[str, Any]]:
