@@ -5,7 +5,8 @@
 `mini`, read as a classifier (without its pooling), becomes a cross-encoder on questions of half of SQuAD's
 articles, each with its paragraph and one that `mini` found near. It scores these and further negatives, and
 students learn the scores. All are measured on questions of the other articles: cross-encoders rank the
-nearest paragraphs that `mini` finds, bi-encoders find their own. One seed.
+nearest paragraphs that `mini` finds, bi-encoders find their own. Some students begin with a slice, and some
+with students of `mini`'s vectors of English Wikipedia, which are measured, too. One seed.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 
 from benchmarks.pair_scores import POOLING
 from benchmarks.report import add_to_result, cpu, read_result
+from benchmarks.texts import records
 from minilm_cache import DumpConfig, TrainConfig, dump_cache, train_students
 from minilm_cache.evaluate.reranking import RerankScores, compare_rerankers, mine_negatives
 from minilm_cache.evaluate.retrieval import RetrievalScores, compare_retrieval
@@ -32,6 +34,7 @@ from minilm_cache.evaluate.settings import EmbeddingsConfig, MineConfig, RerankC
 from minilm_cache.models.load import MINI, locate_teacher
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
+from minilm_cache.train.run import TrainResult
 
 MAX_LENGTH: Final = 128
 QUERIES: Final = 300
@@ -49,15 +52,22 @@ TUNED_NEGATIVES: Final = 1
 _ARCHS: Final = ("3x384", "3x192")
 _RECIPE: Final = {"steps": 500, "batch_size": 36, "lr": 3e-4, "dropout": "none", "precision": "bfloat16"}
 _SLICE: Final = {**_RECIPE, "init": "slice", "arch": _ARCHS, "init_layers": "1,4,5"}
+_LONGER: Final = {"steps": 1500, "lr": 1e-3}
 CROSS: Final[dict[str, dict[str, Any]]] = {
     "score": {**_SLICE, "objective": "score"},
     "listwise": {**_SLICE, "objective": "listwise"},
+    "listwise, from vectors": {**_RECIPE, **_LONGER, "objective": "listwise", "arch": _ARCHS[1:]},
 }
 """Settings of the training of cross-encoders."""
 BI: Final[dict[str, dict[str, Any]]] = {
+    "vectors": {},
     "margin-mse": {**_SLICE, "objective": "margin-mse"},
+    "margin-mse, from vectors": {**_RECIPE, "lr": 1e-4, "objective": "margin-mse", "arch": _ARCHS},
 }
-"""Settings of the training of bi-encoders, which are cut from `mini` itself."""
+"""Settings of the training of bi-encoders: of `mini`'s vectors, of scores from a slice, and of both."""
+VECTORS: Final = {**_SLICE, "objective": "embedding", "steps": 1000, "batch_size": 64, "lr": 5e-4}
+VECTOR_TOKENS: Final = 2_000_000
+"""Tokens of text whose vectors students learn."""
 
 
 def main() -> None:
@@ -79,13 +89,31 @@ def main() -> None:
         dump_cache(config, out=cache, session=session)
     for name in given.only or ["teacher", *CROSS, *BI]:
         folders = {"teacher": teacher}
-        if name in CROSS or name in BI:
+        if name == "vectors":
+            folders = {
+                f"{arch} {name}": _of_vectors(given.data, home, session).student_path(arch) for arch in _ARCHS
+            }
+        elif name in CROSS or name in BI:
             settings = {**(CROSS | BI)[name]}
-            if name in BI:
+            if "init" not in settings:
+                settings["init"] = str(_of_vectors(given.data, home, session).path)
+            elif name in BI:
                 settings["init_teacher"] = str(locate_teacher(MINI).folder)
             run = train_students(validated(TrainConfig, settings), cache, out=home / name, session=session)
-            folders = {f"{arch} {name}": run.student_path(arch) for arch in _ARCHS}
+            folders = {f"{arch} {name}": run.student_path(arch) for arch in settings["arch"]}
         _measure(folders, home, session, retrieves=name in BI)
+
+
+def _of_vectors(data: Path, home: Path, session: Session) -> TrainResult:
+    """Return the run of students of `mini`'s vectors, which know no question and no paragraph of SQuAD."""
+    text, cache = home / "text.txt", home / "vectors.cache"
+    if not text.exists():
+        files = [data / name / "train.txt" for name in ("enwiki", "enwiki_core")]
+        text.write_text("".join(f"{each}\n\n" for each in records(files, paragraphs=0.25, questions=0.1)))
+    if not (cache / "manifest.json").exists():
+        settings = {"teacher": MINI, "corpus": str(text), "for": "embedding", "max_tokens": VECTOR_TOKENS}
+        dump_cache(validated(DumpConfig, {**settings, "max_length": MAX_LENGTH}), out=cache, session=session)
+    return train_students(validated(TrainConfig, VECTORS), cache, out=home / "vectors", session=session)
 
 
 def _measure(folders: dict[str, Path], home: Path, session: Session, *, retrieves: bool) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from minilm_cache.cli.console import print_error, print_json, print_pairs, print_table
 from minilm_cache.cli.environment import quiet_libraries
@@ -164,12 +165,13 @@ def speed(
 def _speed_print(speeds: "list[ModelSpeed]", config: SpeedConfig) -> None:
     print_table(
         f"Parameters, and operations of a pass over sequences of {max(config.length)} tokens",
-        ["model", "parameters", "embeddings'", "layers'", "MFLOPs/token", "of the teacher's"],
+        ["model", "parameters", "embeddings'", "layers'", "bytes", "MFLOPs/token", "of the teacher's"],
         [
             [
                 model.model,
                 *(f"{count:,}" for count in (model.size.num_parameters, model.size.embedding_parameters)),
                 f"{model.size.transformer_parameters:,}",
+                decimal(model.num_bytes),
                 f"{model.size.flops_per_token / 1e6:.1f}",
                 f"{model.flops_share:.1%}",
             ]
@@ -177,7 +179,8 @@ def _speed_print(speeds: "list[ModelSpeed]", config: SpeedConfig) -> None:
         ],
     )
     print_table(
-        f"Passes, medians of {config.turns} turns; speed is relative to {speeds[0].model} in torch",
+        f"Passes, medians of {config.turns} turns; speed is relative to {speeds[0].model} in "
+        f"{speeds[0].passes[0].runtime}",
         ["model", "runtime", "batch", "length", "latency, ms", "tokens/s", "speed"],
         [
             [

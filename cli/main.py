@@ -20,10 +20,11 @@ from minilm_cache.cli.environment import settle_process
 from minilm_cache.cli.evaluate import embeddings, evaluate, speed
 from minilm_cache.cli.info import info, report
 from minilm_cache.cli.listing import ls, rm
-from minilm_cache.cli.models import augment, cut, head, tokenize, trim, truncate
+from minilm_cache.cli.models import augment, cut, export_model, head, tokenize, trim, truncate
 from minilm_cache.cli.options import GroupedCommand
 from minilm_cache.cli.plan import plan
 from minilm_cache.cli.ranking import mine, rerank
+from minilm_cache.cli.search import search
 from minilm_cache.cli.share import export, import_file, merge, pull, push
 from minilm_cache.cli.study import study
 from minilm_cache.cli.train import train
@@ -51,7 +52,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    *(dump, train, chain, study, report, info, verify, plan, push, pull, ls, rm, merge),
+    *(dump, train, chain, study, search, report, info, verify, plan, push, pull, ls, rm, merge),
     *(
         evaluate,
         speed,
@@ -64,6 +65,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
         cut,
         truncate,
         trim,
+        export_model,
         augment,
         tokenize,
         demo,

@@ -13,6 +13,7 @@ from minilm_cache.cli.console import print_json, print_pairs
 from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import shown_session, stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
+from minilm_cache.deploy.config import ExportModelConfig
 from minilm_cache.dump.config import AugmentConfig, HeadConfig
 from minilm_cache.settings import SliceConfig, TokenizeConfig, TrimConfig, TruncateConfig, validated
 
@@ -166,6 +167,49 @@ def trim(
     if trimmed.coverage is not None:
         pairs["text that was set aside"] = trimmed.coverage.in_words
     print_pairs(pairs)
+
+
+@options(ExportModelConfig)
+def export_model(
+    given: Given,
+    *,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A folder like RUN/students/3x384, mini, or a hub id."),
+    ],
+    out: OutOption,
+    json: JsonOption = False,
+) -> None:
+    """Write a model for a CPU as ONNX or OpenVINO, also in 8 bit, and refuse it if it has lost too much.
+
+    SentenceTransformer(FOLDER, backend="onnx") and CrossEncoder open the folder; `speed`, `embeddings`,
+    `rerank` and `evaluate --as-is` measure it.
+
+    Example: minilm-cache export-model RUN/students/3x384 --openvino --int8 --out small
+    """
+    from minilm_cache.workflows.export_model import export_model as run_export  # noqa: PLC0415 - takes seconds
+
+    config = validated(ExportModelConfig, given)
+    quiet_libraries()
+    with stoppable_session() as session:
+        exported = run_export(config, model, out, session=session)
+    if json:
+        drops = [drop._asdict() for drop in exported.drops]
+        print_json(
+            {**asdict(exported), "path": str(exported.path), "model": str(exported.model), "drops": drops}
+        )
+        return
+    least = "" if exported.least_cosine is None else f", the least {exported.least_cosine:.4f}"
+    scores = {drop.name: f"{drop.before:.2f} before, {drop.after:.2f} after" for drop in exported.drops}
+    print_pairs(
+        {
+            "folder": exported.path,
+            "size": f"{decimal(exported.num_bytes)} of {decimal(exported.bytes_before)}",
+            "cosine": f"{exported.cosine:.4f} with the model itself{least}, on {exported.judged_by} texts",
+            **scores,
+            "next": f"minilm-cache speed {quote(str(exported.model))} {quote(str(out))}",
+        }
+    )
 
 
 @options(TokenizeConfig)

@@ -38,6 +38,7 @@ from benchmarks.tables.embeddings import (
 from benchmarks.tables.families import families
 from benchmarks.tables.scale import far_and_together, growth, large_shards, many_shards, text_once
 from benchmarks.tables.students import (
+    exported_models,
     head_start_recipe,
     head_starts,
     head_starts_long,
@@ -73,6 +74,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "scores": scores,
     "pair_scores": pair_scores,
     "rerankers": rerankers,
+    "exported_models": exported_models,
     "reranker_peer": reranker_peer,
     "task_stages": task_stages,
     "objective_bytes": objective_bytes,

@@ -198,8 +198,45 @@ def _reranker(name: str) -> str:
     kinds = {"first stage": "`mini` alone, the first stage", "teacher": "the teacher, 6x384"}
     if name in kinds:
         return kinds[name]
+    if objective == "vectors":
+        return f"`{arch}`, bi-encoder, `embedding` (`mini`'s vectors)"
     kind = "bi-encoder" if objective.startswith("margin-mse") else "cross-encoder"
+    objective, _, begun = objective.partition(", ")
+    if begun:
+        return f"`{arch}`, {kind}, `{objective}` after `embedding`"
     return f"`{arch}`, {kind}, `{objective}`"
+
+
+def exported_models() -> str:
+    """Return what each form of a model costs and is worth, beside the model in torch."""
+    rows = []
+    for name, forms in read("exported_models")["models"].items():
+        for form, row in forms.items():
+            speeds = {(each["batch_size"], each["length"]): each["speedup"] for each in row["passes"]}
+            latencies = {(each["batch_size"], each["length"]): each["latency_ms"] for each in row["passes"]}
+            rows.append(
+                [
+                    f"`{name}`, {form}",
+                    f"{row['bytes'] / 1e6:.1f} MB",
+                    f"{latencies[1, 32]:.1f} ms",
+                    f"{speeds[1, 32]:.1f}x",
+                    f"{speeds[32, 128]:.1f}x",
+                    f"{row['cosine']:.4f}",
+                    f"{row['stsb_spearman']:.1f}",
+                    f"{row['squad_ndcg']:.1f}",
+                ]
+            )
+    heads = [
+        "model",
+        "size",
+        "one text",
+        "speed, one text",
+        "speed, 32 texts",
+        "cosine",
+        "STS-B",
+        "retrieval",
+    ]
+    return table_of(heads, rows)
 
 
 def reranker_peer() -> str:

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError, first_line
 from minilm_cache.evaluate.examples import TextExample, sample_examples
@@ -17,6 +18,7 @@ from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_t
 from minilm_cache.evaluate.settings import EmbeddingsConfig
 from minilm_cache.evaluate.tasks import TASKS, TextTask
 from minilm_cache.models.device import choose_device, enough_memory
+from minilm_cache.models.exported import ExportedModel
 from minilm_cache.models.pooling import load_pooler
 from minilm_cache.models.prompts import read_prompts, read_similarity
 from minilm_cache.models.truncate import saving
@@ -26,7 +28,7 @@ from minilm_cache.store.layout import CARD
 
 try:
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.base.modules import InputModule, Transformer
     from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 except ModuleNotFoundError as error:
     raise InvalidConfigError(
@@ -149,15 +151,19 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         InvalidConfigError: it has fewer positions than `max_length`.
         TeacherError: its folder has no model that is safe to load, or a pooling that cannot be computed.
     """
-    model.tokenizer(max_length)
+    tokenizer = model.tokenizer(max_length)
     safely = {"trust_remote_code": False, "local_files_only": True}
-    transformer = Transformer(
-        str(model.folder),
-        max_seq_length=max_length,
-        model_kwargs={**safely, "use_safetensors": True},
-        processor_kwargs=safely,
-        config_kwargs=safely,
-    )
+    transformer: Transformer | _ExportedTransformer
+    if model.runtime is not None:
+        transformer = _ExportedTransformer(ExportedModel(model.folder, model.runtime), tokenizer, max_length)
+    else:
+        transformer = Transformer(
+            str(model.folder),
+            max_seq_length=max_length,
+            model_kwargs={**safely, "use_safetensors": True},
+            processor_kwargs=safely,
+            config_kwargs=safely,
+        )
     width = transformer.get_embedding_dimension()
     pooler = load_pooler(model.folder, None if model.pools else "mean", width, adds_prompts=True)
     pooling = Pooling(width, pooling_mode=pooler.mode, include_prompt=pooler.includes_prompt)
@@ -181,6 +187,36 @@ def sentence_encoder(model: Evaluated, max_length: int, device: str) -> Sentence
         prompts=prompts.by_name,
         default_prompt_name=prompts.default,
     )
+
+
+class _ExportedTransformer(InputModule):
+    """The first module of a sentence-transformer whose model was exported."""
+
+    def __init__(self, model: ExportedModel, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model, self.max_seq_length = model, max_length
+        self._tokenizer = tokenizer
+
+    def get_embedding_dimension(self) -> int:
+        return int(self.model.config.hidden_size)
+
+    def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **_: object) -> dict[str, Any]:
+        texts = [f"{prompt or ''}{text}" for text in inputs]
+        return dict(
+            self._tokenizer(
+                texts, padding=True, truncation=True, max_length=self.max_seq_length, return_tensors="pt"
+            )
+        )
+
+    def forward(self, features: dict[str, Any], **_: object) -> dict[str, Any]:
+        output = self.model(features["input_ids"], features["attention_mask"])
+        device = features["attention_mask"].device
+        return {**features, "token_embeddings": output.last_hidden_state.to(device)}
+
+    def save(self, output_path: str, *_: object, **__: object) -> None:
+        raise InvalidConfigError(
+            f"--save {output_path}: a model that was exported is one already. Copy its folder."
+        )
 
 
 def _pairs(config: EmbeddingsConfig, note: Callable[[str], None]) -> Sequence[TextExample]:

@@ -35,6 +35,7 @@ from minilm_cache.evaluate.settings import TrialIdentity
 from minilm_cache.evaluate.tasks import SpanTask, Task
 from minilm_cache.models.classifier import PooledClassifier
 from minilm_cache.models.device import choose_device
+from minilm_cache.models.exported import ExportedModel
 from minilm_cache.session import Session
 
 _WARMUP = 0.1
@@ -51,7 +52,7 @@ Predictions = npt.NDArray[np.float64] | Mapping[str, SpanAnswer]
 class Tuned:
     """A fine-tuned model and its predictions."""
 
-    model: PreTrainedModel | PooledClassifier
+    model: PreTrainedModel | PooledClassifier | ExportedModel
     predictions: dict[str, Predictions] | None
     """Predictions by set. None means that the training diverged: some logits are NaN or infinite."""
     train_s: float
@@ -120,7 +121,7 @@ def check_device(name: str | None) -> torch.device:
 
 
 def fine_tune(
-    model: PreTrainedModel | PooledClassifier,
+    model: PreTrainedModel | PooledClassifier | ExportedModel,
     tokenizer: PreTrainedTokenizerFast,
     *,
     task: Task,

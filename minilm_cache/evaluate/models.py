@@ -14,14 +14,21 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.evaluate.tasks import SpanTask, Task, TextTask
 from minilm_cache.models.classifier import PooledClassifier, load_pooled_head
-from minilm_cache.models.files import weights_sha256
+from minilm_cache.models.exported import (
+    ExportedModel,
+    Runtime,
+    exported_bytes,
+    exported_sha256,
+    load_to_run,
+    runtime_of,
+)
+from minilm_cache.models.files import weight_files, weights_sha256
 from minilm_cache.models.load import (
     TaskHead,
     check_positions,
     draw_weights,
     is_classifier,
     load_for_task,
-    load_model,
     load_tokenizer,
     locate_teacher,
     read_config,
@@ -49,7 +56,9 @@ class Evaluated:
 
     def sha256(self) -> str:
         """Return the SHA-256 (hex) of its weights, configuration and pooling."""
-        texts = [sha256_file(self.folder / "config.json"), weights_sha256(self.folder)]
+        runtime = self.runtime
+        weights = weights_sha256(self.folder) if runtime is None else exported_sha256(self.folder, runtime)
+        texts = [sha256_file(self.folder / "config.json"), weights]
         if self.pools:
             width = read_config(self.folder).hidden_size
             pooler = load_pooler(self.folder, None, width, adds_prompts=True)
@@ -61,13 +70,33 @@ class Evaluated:
         """Whether its folder says how it pools, as those of sentence encoders do."""
         return (self.folder / MODULES).is_file()
 
-    def encoder(self) -> SentenceEncoder | PreTrainedModel:
+    @property
+    def answers(self) -> bool:
+        """Whether it gives logits: classes, or the score of a pair."""
+        return is_classifier(read_config(self.folder)) and not self.pools
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """What runs it where it was exported. None means torch."""
+        return runtime_of(self.folder)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its files of weights."""
+        runtime = self.runtime
+        if runtime is None:
+            return sum(file.stat().st_size for file in weight_files(self.folder))
+        return exported_bytes(self.folder, runtime)
+
+    def encoder(self) -> SentenceEncoder | PreTrainedModel | ExportedModel:
         """Return the model without a head: with its pooling where the folder has one, and without otherwise.
+
+        A classifier that was exported keeps its head.
 
         Raises:
             TeacherError: the folder holds no model, or a pooling that cannot be computed.
         """
-        return SentenceEncoder.load(self.folder) if self.pools else load_model(self.folder, attention="sdpa")
+        return SentenceEncoder.load(self.folder) if self.pools else load_to_run(self.folder)
 
     @property
     def slug(self) -> str:
@@ -88,9 +117,9 @@ class Evaluated:
         """
         tokenizer = load_tokenizer(self.folder)
         tokenizer.padding_side = tokenizer.truncation_side = "right"
-        model = load_model(self.folder, attention="sdpa")
-        table = model.get_input_embeddings()
-        rows = table.num_embeddings if isinstance(table, nn.Embedding) else len(tokenizer)
+        model = load_to_run(self.folder)
+        table = None if isinstance(model, ExportedModel) else model.get_input_embeddings()
+        rows = table.num_embeddings if isinstance(table, nn.Embedding) else model.config.vocab_size
         if len(tokenizer) > rows:
             raise TeacherError(
                 f"the tokenizer in {self.folder} has {len(tokenizer)} words, and the model {rows} "
@@ -100,6 +129,12 @@ class Evaluated:
             raise TeacherError(
                 f"{self.folder}/config.json names no pad_token_id, which is needed to batch texts of "
                 "different lengths. Set it there, or give an encoder."
+            )
+        # A runtime may read beyond a table of positions without a word.
+        if self.runtime is not None and max_length > tokenizer.model_max_length:
+            raise InvalidConfigError(
+                f"{option} {max_length} is more than {self.name} reads, which are "
+                f"{tokenizer.model_max_length} tokens by its tokenizer. Choose a smaller one."
             )
         ids = torch.full((1, max_length), tokenizer.cls_token_id)
         with torch.no_grad():
@@ -130,7 +165,7 @@ class Evaluated:
         drawn.eval()
         return drawn
 
-    def load_as_is(self, task: Task) -> PreTrainedModel | PooledClassifier:
+    def load_as_is(self, task: Task) -> PreTrainedModel | PooledClassifier | ExportedModel:
         """Return a classifier with the head that it has, whose classes are put into the order of the task's.
 
         Raises:
@@ -153,7 +188,7 @@ class Evaluated:
                 f"--as-is: {self.name} answers with {', '.join(names)}, and {task.title} is about {wanted}."
             )
         model = (
-            load_for_task(self.folder, "sequences", None)
+            load_to_run(self.folder, "sequences")
             if head is None
             else PooledClassifier(SentenceEncoder.load(self.folder), task.max_length)
         )

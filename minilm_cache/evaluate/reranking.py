@@ -2,13 +2,15 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sentence_transformers import CrossEncoder
 
@@ -27,13 +29,20 @@ from minilm_cache.evaluate.retrieval import (
 )
 from minilm_cache.evaluate.settings import MineConfig, OwnDataSettings, RerankConfig
 from minilm_cache.models.device import choose_device, enough_memory
-from minilm_cache.models.load import is_classifier, load_tokenizer, read_config
+from minilm_cache.models.exported import ExportedModel
+from minilm_cache.models.load import is_classifier, read_config
 from minilm_cache.session import ALONE, Session
 from minilm_cache.store.durable import new_file, refuse_existing, storage_errors
 
 QUERY, POSITIVE, NEGATIVE = "query", "positive", "negative"
 """Columns of mined groups: `dump --pair-columns query,positive+negative` reads them."""
 _BATCHES_OF_A_PART: Final = 16
+
+
+Pairs = Sequence[tuple[str, str]]
+"""Queries with documents."""
+Scores = npt.NDArray[np.float32]
+"""A score of each pair, `(pairs,)`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,20 +200,40 @@ def _refuse_other_answers(model: Evaluated) -> None:
         )
 
 
+def _scorer(model: Evaluated, config: RerankConfig, device: str) -> Callable[[Pairs], Scores]:
+    """Return a function that scores pairs by a cross-encoder, before any activation."""
+    tokenizer = model.tokenizer(config.max_length)
+    if model.runtime is None:
+        encoder = CrossEncoder(
+            str(model.folder),
+            device=device,
+            max_length=config.max_length,
+            activation_fn=torch.nn.Identity(),
+            local_files_only=True,
+            model_kwargs={"use_safetensors": True},
+        )
+        return partial(encoder.predict, batch_size=config.batch_size, show_progress_bar=False)
+    exported = ExportedModel(model.folder, model.runtime)
+
+    def scores(pairs: Pairs) -> Scores:
+        found = []
+        for first in range(0, len(pairs), config.batch_size):
+            sides = map(list, zip(*pairs[first : first + config.batch_size], strict=True))
+            encoded = tokenizer(
+                *sides, padding=True, truncation=True, max_length=config.max_length, return_tensors="pt"
+            )
+            found.append(exported(**encoded).logits[:, 0])
+        return np.asarray(torch.cat(found))
+
+    return scores
+
+
 def _reranked(
     model: Evaluated, data: OwnData, found: Ranked, *, config: RerankConfig, session: Session
 ) -> RerankScores:
     """Return the scores of a cross-encoder."""
     device = choose_device(config.device)
-    load_tokenizer(model.folder)
-    encoder = CrossEncoder(
-        str(model.folder),
-        device=str(device),
-        max_length=config.max_length,
-        activation_fn=torch.nn.Identity(),
-        local_files_only=True,
-        model_kwargs={"use_safetensors": True},
-    )
+    score = _scorer(model, config, str(device))
     pairs = [(query, name) for query, documents in found.items() for name in documents]
     texts = [(data.queries[query], data.documents[name]) for query, name in pairs]
     # Pairs of about one length share a batch across parts, too: padding would be most of a reranker's time.
@@ -215,14 +244,12 @@ def _reranked(
             if session.should_stop():
                 raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
             part = order[start : start + _BATCHES_OF_A_PART * config.batch_size]
-            scores[part] = encoder.predict(
-                [texts[at] for at in part], batch_size=config.batch_size, show_progress_bar=False
-            )
+            scores[part] = score([texts[at] for at in part])
             session.progress.advance(len(part))
     pairs_per_s = len(texts) / (time.perf_counter() - started)
     run: Ranked = {query: {} for query in found}
-    for (query, name), score in zip(pairs, scores.tolist(), strict=True):
-        run[query][name] = score
+    for (query, name), found_score in zip(pairs, scores.tolist(), strict=True):
+        run[query][name] = found_score
     ranked = {query: dict(sorted(of.items(), key=lambda item: -item[1])) for query, of in run.items()}
     values = values_of(data, ranked)
     return RerankScores(

@@ -33,6 +33,7 @@ from minilm_cache.evaluate.settings import TRIAL_FILE, EvaluateConfig, TrialIden
 from minilm_cache.evaluate.squad import read_span_task
 from minilm_cache.evaluate.tasks import TASKS, SpanTask, Task, TextTask
 from minilm_cache.models.device import enough_memory
+from minilm_cache.models.exported import ExportedModel
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.identity import canonical_sha256
@@ -312,6 +313,7 @@ def _write_trial(trial: _Trial, config: EvaluateConfig, *, tuned: Tuned, record:
             folder / PREDICTIONS, trial.task, track=trial.track, predictions=tuned.predictions or {}
         )
         if keeps_model and tuned.predictions is not None:
+            assert not isinstance(tuned.model, ExportedModel), "--as-is and --keep-models exclude each other"
             tuned.model.save_pretrained(folder / MODEL)
             trial.tokenizer.save_pretrained(folder / MODEL)
 

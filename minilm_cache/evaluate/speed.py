@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from minilm_cache.errors import InterruptedRunError
 from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_teacher
 from minilm_cache.evaluate.settings import SpeedConfig
 from minilm_cache.models.device import choose_device, enough_memory
+from minilm_cache.models.exported import CPU_PROVIDER, IDS, MASK, ExportedModel, onnx_session
 from minilm_cache.models.pooling import SentenceEncoder
 from minilm_cache.models.student import ModelSize, model_size, seconds_in_turns
 from minilm_cache.models.truncate import saving
@@ -25,10 +26,17 @@ TORCH: Final = "torch"
 ONNX: Final = "onnx"
 ONNX_FILE: Final = "model.onnx"
 _MILLISECONDS: Final = 1e3
-Encoder = PreTrainedModel | SentenceEncoder
+Encoder = PreTrainedModel | SentenceEncoder | ExportedModel
 """A model that gives last hidden states, or one that pools them."""
 Run = Callable[[Tensor, Tensor], object]
 """A forward pass of a model on ids and mask, both `(batch, length)`."""
+
+
+class _Key(NamedTuple):
+    """What is measured."""
+
+    runtime: str
+    model: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +44,7 @@ class Pass:
     """Cost of a forward pass of a model, as medians over turns."""
 
     runtime: str
-    """torch or onnx."""
+    """torch, onnx or openvino."""
     batch_size: int
     """Sequences of the pass."""
     length: int
@@ -45,7 +53,8 @@ class Pass:
     """Milliseconds of the pass."""
     tokens_per_s: float
     speedup: float
-    """The first model's time in torch over this one's, for the same batch size and length."""
+    """The first model's time over this one's, for the same batch size and length; of a first model that is
+    exported by `--onnx`, too, its time in torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +64,8 @@ class ModelSpeed:
     model: str
     size: ModelSize
     """Weights and operations, the latter for sequences of the greatest length."""
+    num_bytes: int
+    """Bytes of its files of weights."""
     flops_share: float
     """Operations of this model over the first one's."""
     passes: list[Pass]
@@ -65,7 +76,8 @@ class ModelSpeed:
 def compare_speed(config: SpeedConfig, names: Sequence[str], *, session: Session = ALONE) -> list[ModelSpeed]:
     """Measure models relative to the first one, which is the teacher.
 
-    A model whose folder has a `modules.json` is measured with its pooling.
+    A model whose folder has a `modules.json` is measured with its pooling, and one that `export-model` wrote
+    on its own runtime, on the CPU.
 
     Args:
         config: batch sizes, lengths, device and precision.
@@ -92,13 +104,12 @@ def compare_speed(config: SpeedConfig, names: Sequence[str], *, session: Session
     loaded = [model.encoder().eval() for model in models]
     exported = _export_all(models, loaded, folder=config.onnx, device=device, session=session)
     dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
-    torch_runs = {
-        f"{TORCH} {model.name}": _forward(_placed(encoder, device, dtype))
+    runs: dict[_Key, Run] = {
+        _Key(model.runtime or TORCH, model.name): _forward(_placed(encoder, device, dtype))
         for model, encoder in zip(models, loaded, strict=True)
     }
-    runs = torch_runs | {name: run for name, (run, _) in exported.items()}
-    token = min(tokens)
-    passes = list(_passes(runs, config, token=token, device=device, session=session))
+    runs |= {_Key(ONNX, name): run for name, (run, _) in exported.items()}
+    passes = list(_passes(runs, config, token=min(tokens), device=device, session=session))
     sizes = {model.name: _size(encoder, longest) for model, encoder in zip(models, loaded, strict=True)}
     teacher_flops = sizes[models[0].name].flops_per_token
     differences = {name: difference for name, (_, difference) in exported.items()}
@@ -106,9 +117,10 @@ def compare_speed(config: SpeedConfig, names: Sequence[str], *, session: Session
         ModelSpeed(
             model=model.name,
             size=sizes[model.name],
+            num_bytes=model.num_bytes,
             flops_share=sizes[model.name].flops_per_token / teacher_flops,
             passes=[measured for name, measured in passes if name == model.name],
-            onnx_difference=differences.get(f"{ONNX} {model.name}"),
+            onnx_difference=differences.get(model.name),
         )
         for model in models
     ]
@@ -138,19 +150,23 @@ def _export_all(
         refuse_existing(folder / model.slug, "--onnx")
     exported = {}
     for model, encoder in zip(models, loaded, strict=True):
-        session.progress.note(f"exporting {model.name}")
-        exported[f"{ONNX} {model.name}"] = _export(model, encoder, folder=folder, device=device)
+        if not isinstance(encoder, ExportedModel) and model.runtime is None:
+            session.progress.note(f"exporting {model.name}")
+            exported[model.name] = _export(model, encoder, folder=folder, device=device)
     return exported
 
 
-def _export(model: Evaluated, encoder: Encoder, *, folder: Path, device: torch.device) -> tuple[Run, float]:
-    from minilm_cache.evaluate.onnx import check_same, export, session  # noqa: PLC0415 - an extra
+def _export(
+    model: Evaluated, encoder: PreTrainedModel | SentenceEncoder, *, folder: Path, device: torch.device
+) -> tuple[Run, float]:
+    from minilm_cache.deploy.onnx import check_same, export  # noqa: PLC0415 - an extra
 
-    path = folder / model.slug
+    path, provider = folder / model.slug, "CUDAExecutionProvider" if device.type == "cuda" else CPU_PROVIDER
     with saving("write model", path), new_folder(path) as new:
         export(encoder, new / ONNX_FILE)
-        difference = check_same(encoder, session(new / ONNX_FILE, torch.device("cpu")), model.name)
-    return session(path / ONNX_FILE, device), difference
+        difference = check_same(encoder, onnx_session(new / ONNX_FILE)[0], model.name)
+    run, _ = onnx_session(path / ONNX_FILE, provider)
+    return lambda ids, mask: run({IDS: ids, MASK: mask}), difference
 
 
 def _placed(encoder: Encoder, device: torch.device, dtype: torch.dtype) -> Encoder:
@@ -177,7 +193,7 @@ def _forward(model: Encoder) -> Run:
 
 
 def _passes(
-    runs: Mapping[str, Run], config: SpeedConfig, *, token: int, device: torch.device, session: Session
+    runs: Mapping[_Key, Run], config: SpeedConfig, *, token: int, device: torch.device, session: Session
 ) -> Iterator[tuple[str, Pass]]:
     sweep = list(dict.fromkeys(product(config.batch_size, config.length)))
     session.progress.start("speed", len(sweep) * len(runs) * (config.turns + 1), "passes")
@@ -187,24 +203,19 @@ def _passes(
         with enough_memory(device, "Take a lower --batch-size or --length"):
             ids = torch.full((batch_size, length), token, device=device)
             mask = torch.ones_like(ids)
-        seconds: dict[str, float] = {}
+        seconds: dict[_Key, float] = {}
         # Idle threads of one runtime wait busily and slow down the other: measure one after the other.
-        for runtime in (TORCH, ONNX):
-            passes = {
-                name: partial(run, ids, mask)
-                for name, run in runs.items()
-                if name.partition(" ")[0] == runtime
-            }
+        for runtime in dict.fromkeys(key.runtime for key in runs):
+            passes = {key: partial(run, ids, mask) for key, run in runs.items() if key.runtime == runtime}
             with enough_memory(device, "Take a lower --batch-size or --length"):
                 seconds |= seconds_in_turns(passes, device, config.turns)
         session.progress.advance(len(runs) * (config.turns + 1))
-        first = next(iter(seconds.values()))
-        for name, latency_s in seconds.items():
-            runtime, _, model = name.partition(" ")
+        first = seconds[next(iter(runs))]
+        for key, latency_s in seconds.items():
             yield (
-                model,
+                key.model,
                 Pass(
-                    runtime=runtime,
+                    runtime=key.runtime,
                     batch_size=batch_size,
                     length=length,
                     latency_ms=latency_s * _MILLISECONDS,

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from minilm_cache.errors import TeacherError
+from minilm_cache.models.exported import answered
 from minilm_cache.models.load import head_config, is_classifier, load_model, read_config
 from minilm_cache.models.pooling import MODULES, DenseLayer, SentenceEncoder, SentencePooler, load_pooler
 from minilm_cache.models.student import build_model
@@ -85,18 +86,9 @@ class PooledClassifier(nn.Module):
         token_type_ids: Int[Tensor, "batch length"] | None = None,
         labels: Int[Tensor, " batch"] | Float[Tensor, " batch"] | None = None,
     ) -> SequenceClassifierOutput:
-        """Return logits, `(batch, labels)`, and their loss where there are labels.
-
-        The loss is the cross entropy in nats, and for values on a scale the squared error, as for
-        transformers' own classifiers.
-        """
-        logits = self.encoder(input_ids, attention_mask, token_type_ids)
-        loss = None
-        if labels is not None:
-            loss = (
-                F.mse_loss(logits[:, 0], labels) if logits.shape[1] == 1 else F.cross_entropy(logits, labels)
-            )
-        return SequenceClassifierOutput(loss=loss, logits=logits)
+        """Return logits, `(batch, labels)`, and their loss where there are labels, as `answered` has it."""
+        logits: Tensor = self.encoder(input_ids, attention_mask, token_type_ids)
+        return answered(logits, labels)
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the model and its pooling to a folder that sentence-transformers opens, without a tokenizer.
@@ -105,5 +97,6 @@ class PooledClassifier(nn.Module):
             OSError: the file system refused.
         """
         model, pooler = self.encoder.model, self.encoder.pooler
+        assert isinstance(model, PreTrainedModel), "an exported model has no weights to save"
         model.save_pretrained(folder)
         pooler.save(folder, hidden_size=model.config.hidden_size, max_length=self._max_length)

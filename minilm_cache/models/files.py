@@ -74,7 +74,18 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has weights of safetensors, or an index of them."""
+    return any((folder / name).is_file() for name in (_WEIGHTS, _INDEX))
+
+
 def _no_weights(folder: Path) -> str:
+    exported = next(iter([*folder.glob("onnx/*.onnx"), *folder.glob("openvino/*.xml")]), None)
+    if exported is not None:
+        return (
+            f"{folder} holds a model that was exported ({exported.relative_to(folder)}), which can be "
+            "measured and run, and nothing else. Give the model that it was made from."
+        )
     pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.ckpt")]), None)
     if pickled is None:
         return f"{folder} holds no weights: neither {_WEIGHTS} nor {_INDEX}. Give a model's folder."

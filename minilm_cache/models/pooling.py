@@ -17,15 +17,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
-from minilm_cache.models.complete import refuse_other_reading
+from minilm_cache.models.complete import refuse_other_reading, text_length
+from minilm_cache.models.exported import ExportedModel, load_to_run
 from minilm_cache.models.files import read_json
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_model, load_tokenizer
-from minilm_cache.models.prompts import read_prompts
+from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.prompts import read_prompts, read_similarity
 from minilm_cache.relations.scores import key_mask
+from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 from minilm_cache.storage_schema.states import POOLING_MODES, Pooling, PoolingMode
 
 MODULES: Final = "modules.json"
@@ -201,6 +203,26 @@ class SentencePooler(nn.Module):
             for number, (path, kind) in enumerate(modules)
         ]
         _write(folder / MODULES, listed)
+
+
+def copy_pooling(source: Path, folder: Path, config: PreTrainedConfig) -> None:
+    """Add what sentence-transformers reads to a folder of a model, where the source of the model has it.
+
+    Args:
+        source: folder of the model that it was made from.
+        folder: folder of the new model.
+        config: configuration of the new model.
+
+    Raises:
+        TeacherError: the source's pooling or prompts are damaged.
+        OSError: the file system refused.
+    """
+    if (source / MODULES).is_file():
+        width, tokenizer = config.hidden_size, load_tokenizer(source, has_ends=False)
+        pooler = load_pooler(source, None, width, adds_prompts=True)
+        pooler.save(folder, hidden_size=width, max_length=text_length(source, tokenizer, config))
+    if (source / PROMPTS_FILE).is_file():
+        (folder / PROMPTS_FILE).write_bytes(read_prompts(source).to_json(read_similarity(source)))
 
 
 def projection_to(width: int, hidden_size: int, *, bias: bool = True) -> list[DenseLayer]:
@@ -387,20 +409,20 @@ def _write(file: Path, content: object) -> None:
 class SentenceEncoder(nn.Module):
     """A model that makes vectors of token ids."""
 
-    def __init__(self, model: PreTrainedModel, pooler: SentencePooler) -> None:
+    def __init__(self, model: PreTrainedModel | ExportedModel, pooler: SentencePooler) -> None:
         """Join a model without a head and its pooling."""
         super().__init__()
         self.model, self.pooler = model, pooler
 
     @classmethod
     def load(cls, folder: Path) -> "SentenceEncoder":
-        """Load a folder with a `modules.json`, in evaluation mode on the CPU.
+        """Load a folder with a `modules.json`, in evaluation mode on the CPU; also one that was exported.
 
         Raises:
             TeacherError: the folder holds no model, or a pooling that cannot be computed.
             InvalidConfigError: the folder does not say how it pools.
         """
-        model = load_model(folder, attention="sdpa")
+        model = load_to_run(folder)
         return cls(model, load_pooler(folder, None, model.config.hidden_size, adds_prompts=True)).eval()
 
     @property

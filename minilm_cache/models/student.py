@@ -2,12 +2,12 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -448,10 +448,13 @@ def inference_rates(models: Mapping[str, Timed], device: torch.device) -> dict[s
     return {name: _BATCH_SIZE * models[name].length / taken for name, taken in seconds.items()}
 
 
+_Name = TypeVar("_Name", bound=Hashable)
+
+
 @torch.no_grad()
 def seconds_in_turns(
-    passes: Mapping[str, Callable[[], object]], device: torch.device, turns: int
-) -> dict[str, float]:
+    passes: Mapping[_Name, Callable[[], object]], device: torch.device, turns: int
+) -> dict[_Name, float]:
     """Return the seconds of each pass by name: medians over turns, in each of which every pass runs once.
 
     Args:
@@ -459,7 +462,7 @@ def seconds_in_turns(
         device: device that they compute on.
         turns: number of measured turns; one more comes first and is not counted.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    seconds: dict[_Name, list[float]] = {name: [] for name in passes}
     for _ in range(turns + 1):
         for name, run in passes.items():
             started = time.perf_counter()

@@ -4,8 +4,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from minilm_cache.deploy.config import FormName
 from minilm_cache.dump.config import DumpConfig, StateSettings
 from minilm_cache.settings import FrozenSettings
 from minilm_cache.storage_schema.upgrades import defaults_of_later, without_defaults
@@ -81,3 +82,47 @@ class TaskStageConfig(FrozenSettings):
     """Column of its labels."""
     dev: Path | None = None
     """File with the same columns that a task of your own is scored on."""
+
+
+class SearchConfig(FrozenSettings):
+    """Settings of a search for the best shape within a budget, beside those of the trainings."""
+
+    group = "Budget"
+    max_latency_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Most milliseconds that a pass may take on this machine, with as many threads as torch has. None means
+    that any time is fast enough."""
+    speedup: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """How many times as fast as the teacher in torch a student has to be. None means that any is."""
+    max_parameters: Annotated[int, Field(ge=1)] | None = None
+    """Most weights of a student, like 10M. None means any number."""
+    max_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Most bytes of the file in the form that is shipped, like 20M. None means any number."""
+    runtime: FormName = "torch"
+    """What students are shipped for: passes are timed and bytes counted in it. `export-model` writes what is
+    not torch."""
+    pass_texts: Annotated[int, Field(ge=1)] = 1
+    """Texts of a timed pass."""
+    pass_length: Annotated[int, Field(ge=4, le=2**16)] | None = None
+    """Tokens of each text of a timed pass. None means 128, or as many as the cache's sequences have at most,
+    if these are fewer."""
+    layers: str | None = None
+    """Numbers of layers to try, with commas between them. None means 2, 3, 4, 6, 9 and 12, up to the
+    teacher's."""
+    widths: str | None = None
+    """Widths to try. None means a quarter, a half, three quarters and the whole of the teacher's, as far as
+    they are multiples of the heads."""
+    feed_forward: str = "2,4"
+    """Sizes of the feed-forward network to try, in multiples of the width."""
+    every: bool = False
+    """Also try shapes than which another one within the budget is at least as large in everything: the whole
+    front of quality against speed, for more time. The default is to leave them out."""
+    keep: Annotated[float, Field(gt=0, lt=1)] = 1 / 3
+    """Share of the shapes that goes on after each round; each round has as many times the steps."""
+
+    @model_validator(mode="after")
+    def _has_a_budget(self) -> "SearchConfig":
+        if self.max_latency_ms is not None and self.speedup is not None:
+            raise ValueError("--max-latency-ms and --speedup both say how fast a student has to be: give one")
+        if (self.max_latency_ms, self.speedup, self.max_parameters, self.max_bytes) == (None,) * 4:
+            raise ValueError("give a budget: --max-latency-ms, --speedup, --max-parameters or --max-bytes")
+        return self

@@ -6,23 +6,20 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Final
 
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import DatasetCardData
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.corpus.template import named_template
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
-from minilm_cache.models.inputs import texts_of_pair
 from minilm_cache.models.student import class_names
 from minilm_cache.models.truncate import saving
 from minilm_cache.session import ALONE, Session
 from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
 from minilm_cache.storage_schema.states import LOGITS
 from minilm_cache.store.durable import new_folder, refuse_existing
-from minilm_cache.train.card import cached_tokenizer
 from minilm_cache.wording import rendered
+from minilm_cache.workflows.texts import texts_of
 
 FILES: Final = {"train": "data/train.parquet", "validation": "data/validation.parquet"}
 """Files of a data set by its splits, of which `validation` has what the cache holds out."""
@@ -112,19 +109,9 @@ def _answers(
     cache: Cache, numbers: range, *, session: Session
 ) -> Iterator[tuple[tuple[str, ...], list[float]]]:
     """Yield the texts of each sequence, and the teacher's answer."""
-    tokenizer, packing = cached_tokenizer(cache.reader), cache.manifest.identity.packing
-    template, pair = packing.template or named_template(tokenizer), packing.pair
-    for number in numbers:
+    for sequence, texts in texts_of(cache, numbers):
         if session.should_stop():
             raise InterruptedRunError("interrupted: nothing is kept. Run the same command again.")
-        sequence = cache[number]
-        ids = sequence.input_ids.numpy()
-        parts: tuple[npt.NDArray[Any], ...] = (ids,)
-        if pair is not None:
-            parts = texts_of_pair(ids, pair)
-        elif template is not None:
-            parts = (ids[len(template.before) : len(ids) - len(template.after)],)
-        texts = tuple(str(tokenizer.decode(part)) for part in parts)  # unknown words stay, as such
         yield texts, sequence.states()[LOGITS][0].tolist()
         session.progress.advance(1)
 

@@ -14,7 +14,6 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.corpus.tokens import Tokens
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
-from minilm_cache.models.complete import text_length
 from minilm_cache.models.load import (
     TaskHead,
     TeacherSource,
@@ -23,13 +22,12 @@ from minilm_cache.models.load import (
     locate_teacher,
     read_config,
 )
-from minilm_cache.models.pooling import MODULES, load_pooler
+from minilm_cache.models.pooling import copy_pooling
 from minilm_cache.models.prompts import read_prompts
 from minilm_cache.models.truncate import saving
 from minilm_cache.models.vocabulary import OF_CACHE, Coverage, Pieces, asked_vocabulary, trim_model
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import TrimConfig
-from minilm_cache.storage_schema.manifest import PROMPTS_FILE
 from minilm_cache.store.durable import new_folder, refuse_existing
 from minilm_cache.wording import rendered
 
@@ -107,7 +105,7 @@ def trim(config: TrimConfig, out: Path, *, session: Session = ALONE) -> Trimmed:
     with saving("write", out), new_folder(out) as folder:
         smaller.save_pretrained(folder)
         pieces.trimmed(kept).save_pretrained(folder)
-        _save_pooling(source.folder, folder, smaller)
+        copy_pooling(source.folder, folder, smaller.config)
         card = rendered("minilm_cache.workflows", "trim.md.jinja", source=source.name, trimmed=result)
         (folder / "README.md").write_text(card)
     return result
@@ -139,14 +137,3 @@ def _documents(
             raise InterruptedRunError("interrupted before a model was written. Run the same command again.")
         yield from tokens.read(numbers[first : first + _BATCH])
         session.progress.advance(min(_BATCH, len(numbers) - first))
-
-
-def _save_pooling(source: Path, folder: Path, model: PreTrainedModel) -> None:
-    """Add what sentence-transformers reads, where the source has it."""
-    if not (source / MODULES).is_file():
-        return
-    width, tokenizer = model.config.hidden_size, load_tokenizer(source, has_ends=False)
-    length = text_length(source, tokenizer, model.config)
-    pooler = load_pooler(source, None, width, adds_prompts=True)
-    pooler.save(folder, hidden_size=width, max_length=length)
-    (folder / PROMPTS_FILE).write_bytes(read_prompts(source).to_json())

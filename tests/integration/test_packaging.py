@@ -35,7 +35,7 @@ def test_the_wheel_holds_exactly_the_modules_of_the_checkout(tmp_path: Path) -> 
     data = {"minilm_cache/py.typed"}
     data |= {f"minilm_cache/storage_schema/{name}" for name in ("SPEC.md", "manifest.schema.json")}
     data |= {f"minilm_cache/{part}/card.md.jinja" for part in ("store", "train")}
-    data |= {f"minilm_cache/workflows/{name}.md.jinja" for name in ("scores", "trim")}
+    data |= {f"minilm_cache/workflows/{name}.md.jinja" for name in ("exported", "scores", "trim")}
     data |= {f"minilm_cache/report/page.{ending}" for ending in ("html", "css", "js")}
 
     assert found == modules | data

@@ -276,8 +276,8 @@ def test_an_extra_that_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, lacking, None)
-    for name in ("run", "metrics", "embeddings", "onnx"):  # imported anew, and put back afterwards
-        monkeypatch.delitem(sys.modules, f"minilm_cache.evaluate.{name}", raising=False)
+    for name in ("evaluate.run", "evaluate.metrics", "evaluate.embeddings", "deploy.onnx"):
+        monkeypatch.delitem(sys.modules, f"minilm_cache.{name}", raising=False)  # imported anew
     words = {"TEACHER": str(teacher), "OUT": str(tmp_path / "onnx")}
     arguments = [words.get(word, word) for word in command_line]
     command.fails(*arguments, code=2, says=f"{lacking}, which is not installed: pip install {says}")

@@ -1,0 +1,103 @@
+"""`minilm-cache search`: finds the best shape of a student within a budget."""
+
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.filesize import decimal
+
+from minilm_cache.cli.console import print_json, print_pairs, print_table
+from minilm_cache.cli.environment import chosen_cache, quiet_libraries
+from minilm_cache.cli.interrupt import stoppable_session
+from minilm_cache.cli.options import Given, JsonOption, options
+from minilm_cache.settings import validated
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.wording import number_text
+from minilm_cache.workflows.config import SearchConfig
+
+if TYPE_CHECKING:
+    from minilm_cache.workflows.search import Candidate, SearchResult
+
+
+@options(
+    SearchConfig,
+    TrainConfig,
+    leave_out={TrainConfig: ("arch",)},
+    common=(
+        *("max_latency_ms", "speedup", "max_parameters", "max_bytes", "runtime", "layers", "widths", "every"),
+        *("objective", "steps", "epochs", "batch_size", "lr", "out", "json"),
+    ),
+)
+def search(
+    given: Given,
+    train: Given,
+    *,
+    cache: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CACHE]", help="Folder or URL of the cache. [default: the newest complete one]"
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder of the search; the same command goes on with it.")
+    ],
+    json: JsonOption = False,
+) -> None:
+    """Find the best student within a budget of latency, weights or bytes.
+
+    Shapes are timed on this machine before any is trained. Those within the budget are trained together, the
+    better ones go on, and the last one is trained for all of --steps.
+
+    Example: minilm-cache search notes.cache --speedup 4 --objective embedding --out found
+    """
+    from minilm_cache.workflows.search import search as run_search  # noqa: PLC0415 - importing it takes seconds
+
+    config = validated(SearchConfig, given)
+    validated(TrainConfig, {**train, "arch": ("1x12",)})  # says what is wrong before torch is there
+    quiet_libraries()
+    with stoppable_session() as session:
+        place = cache or chosen_cache(None, session)
+        result = run_search(config, train, place, out=out, session=session)
+    if json:
+        record = result.record.model_dump(mode="json")
+        student = {"student": str(result.student), "latency_ms": result.latency_ms}
+        print_json({"search": str(out), "winner": result.winner.arch, **student, **record})
+        return
+    _print(result, config)
+
+
+def _print(result: "SearchResult", config: SearchConfig) -> None:
+    record = result.record
+    rounds = [f"loss after {each.steps:,} steps" for each in record.rounds]
+    print_table(
+        f"Shapes, a pass of {config.pass_texts} x {record.pass_length} tokens in {config.runtime}; the "
+        f"teacher takes {record.teacher_latency_ms:.2f} ms in torch",
+        ["shape", "weights", "bytes", "ms", "speed", "within the budget", *rounds],
+        [_row(each, result) for each in record.candidates],
+    )
+    runs = " ".join(quote(str(result.path / each.run)) for each in record.rounds)
+    form = {"torch": "--onnx"}.get(config.runtime, f"--{config.runtime.replace('-', ' --')}")
+    print_pairs(
+        {
+            "best": f"{result.winner.arch}, {result.latency_ms:.2f} ms when measured anew",
+            "student": result.student,
+            "page": f"minilm-cache report {runs} --out {quote(str(result.path / 'search.html'))}",
+            "next": f"minilm-cache export-model {quote(str(result.student))} {form} "
+            f"--out {quote(str(result.path / 'exported'))}",
+        }
+    )
+
+
+def _row(each: "Candidate", result: "SearchResult") -> list[str]:
+    record = result.record
+    losses = [part.losses.get(each.arch) for part in record.rounds]
+    fits = "no"
+    if each.fits:
+        fits = "yes" if each.is_tried else "yes, and a larger one is, too"
+    return [
+        *(each.arch, f"{each.num_parameters:,}", decimal(each.num_bytes), f"{each.latency_ms:.2f}"),
+        f"{record.teacher_latency_ms / each.latency_ms:.1f}x",
+        fits,
+        *("-" if loss is None else number_text(loss) for loss in losses),
+    ]

@@ -1,0 +1,171 @@
+"""Write models as files of ONNX, whole or in 8 bit."""
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from minilm_cache.errors import DeviceError, InvalidConfigError, first_line
+from minilm_cache.models.exported import IDS, LOGITS, MASK, POOLED, SEGMENTS, STATES, Run
+from minilm_cache.models.load import is_classifier
+from minilm_cache.models.pooling import SentenceEncoder
+
+try:
+    import onnx  # noqa: F401 - torch.onnx.export needs it
+    import onnxruntime.quantization as quantization
+    import onnxscript  # noqa: F401 - torch.onnx.export needs it
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+except ModuleNotFoundError as error:
+    raise InvalidConfigError(
+        f"an export needs {error.name}, which is not installed: pip install 'minilm-cache[onnx]'."
+    ) from error
+
+TOLERANCE: Final = 1e-3
+"""Largest allowed difference of outputs between torch and ONNX."""
+_MAX_ONE_FILE: Final = 2**30
+"""Most bytes of weights that are written into the .onnx file itself, whose format is limited to 2 GiB."""
+
+
+class Traced(nn.Module):
+    """A model that takes its inputs in order and returns one tensor, as an export needs it."""
+
+    def __init__(self, model: PreTrainedModel | SentenceEncoder) -> None:
+        """Take a model: its output is pooled vectors, logits or last hidden states."""
+        super().__init__()
+        self.model = model
+        self.inputs: tuple[str, ...] = (IDS, MASK)
+        self.output = STATES
+        if isinstance(model, SentenceEncoder):
+            self.output = POOLED
+        elif is_classifier(model.config):
+            has_sides = (getattr(model.config, "type_vocab_size", 0) or 0) > 1
+            self.inputs, self.output = (IDS, MASK, SEGMENTS) if has_sides else self.inputs, LOGITS
+
+    def forward(self, *values: Tensor) -> Tensor:
+        """Return the output for inputs in the order of `inputs`, each `(batch, length)`."""
+        output = self.model(**dict(zip(self.inputs, values, strict=True)))
+        tensor: Tensor = output if self.output == POOLED else getattr(output, self.output)
+        return tensor
+
+
+def export(model: PreTrainedModel | SentenceEncoder, file: Path) -> None:
+    """Write a model as ONNX, with a batch and a length of any size.
+
+    The output is `sentence_embedding` for an encoder with its pooling, `logits` for a classifier, and
+    `last_hidden_state` for another. Classifiers of families that tell the sides of a pair apart take these.
+
+    Args:
+        model: model in float32 on the CPU.
+        file: file to write. Weights of more than 1 GiB are written to a second file next to it.
+
+    Raises:
+        DeviceError: torch cannot export the model.
+        OSError: the file cannot be written.
+    """
+    traced = Traced(model).eval()
+    ids = torch.ones((2, 16), dtype=torch.int64)
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
+    num_bytes = 4 * sum(weight.numel() for weight in model.parameters())
+    with _quiet("torch.onnx"):
+        try:
+            torch.onnx.export(
+                traced,
+                tuple(torch.ones_like(ids) for _ in traced.inputs),
+                file,
+                input_names=list(traced.inputs),
+                output_names=[traced.output],
+                dynamic_shapes=(tuple(sizes for _ in traced.inputs),),
+                dynamo=True,
+                external_data=num_bytes > _MAX_ONE_FILE,
+                verbose=False,
+            )
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise DeviceError(f"torch cannot export this model to ONNX: {first_line(error)}.") from error
+
+
+def quantise(file: Path, out: Path) -> None:
+    """Write an ONNX file with weights in 8 bit; activations are rounded while it runs, by their own range.
+
+    Weights of a matrix are rounded by the range of each column, and use seven of the eight bits: on
+    processors without VNNI, sums of products of two 8-bit numbers do not fit their 16-bit registers.
+
+    Args:
+        file: whole file.
+        out: file to write.
+
+    Raises:
+        DeviceError: onnxruntime cannot read or convert the file.
+        OSError: the file cannot be written.
+    """
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder, _quiet("root"):
+        prepared = Path(folder) / file.name
+        large = sum(each.stat().st_size for each in file.parent.iterdir()) > _MAX_ONE_FILE
+        try:
+            quant_pre_process(file, prepared, skip_symbolic_shape=True, save_as_external_data=large)
+            quantization.quantize_dynamic(
+                prepared,
+                out,
+                weight_type=quantization.QuantType.QInt8,
+                per_channel=True,
+                reduce_range=True,
+                use_external_data_format=large,
+            )
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise DeviceError(
+                f"onnxruntime cannot convert this model to 8 bit: {first_line(error)}."
+            ) from error
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Show no warnings of libraries, which users cannot act on."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+@torch.no_grad()
+def check_same(model: PreTrainedModel | SentenceEncoder, run: Run, name: str) -> float:
+    """Return the greatest difference of outputs between a model and its whole file.
+
+    The batch has another shape than that of the export.
+
+    Args:
+        model: model that was exported.
+        run: function that runs the file.
+        name: name of the model, for the error message.
+
+    Raises:
+        DeviceError: the difference is more than `TOLERANCE`.
+    """
+    traced = Traced(model).eval()
+    config: Any = model.model.config if isinstance(model, SentenceEncoder) else model.config
+    ids = torch.arange(5, 5 + 3 * 24).reshape(3, 24) % config.vocab_size
+    mask = torch.ones_like(ids)
+    mask[0, 12:] = 0
+    sides = torch.zeros_like(ids)
+    sides[:, 8:] = 1
+    every: Mapping[str, Tensor] = {IDS: ids, MASK: mask, SEGMENTS: sides}
+    values = {each: every[each] for each in traced.inputs}
+    differences = (run(values) - traced(*values.values())).abs()
+    if traced.output == STATES:  # those of padding may differ
+        differences = differences[mask.bool()]
+    difference = float(differences.max())
+    if difference > TOLERANCE:
+        raise DeviceError(
+            f"{name}: outputs of the exported file differ from torch by {difference:.2g}. Do not use it."
+        )
+    return difference

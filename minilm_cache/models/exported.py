@@ -1,0 +1,228 @@
+"""Models that were exported for a CPU: a file of ONNX or OpenVINO beside a configuration and a tokenizer.
+
+The file has the place that sentence-transformers gives it, so that `SentenceTransformer(FOLDER,
+backend="onnx")` opens the folder, too.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
+
+from minilm_cache.errors import DeviceError, InvalidConfigError, TeacherError, first_line
+from minilm_cache.models.files import has_weights
+from minilm_cache.models.load import is_classifier, load_model, read_config
+from minilm_cache.models.tap import Head
+from minilm_cache.store.checked import sha256_files
+
+Runtime = Literal["onnx", "openvino"]
+"""What runs an exported model."""
+FILES: Final[Mapping[Runtime, str]] = {
+    "onnx": "onnx/model.onnx",
+    "openvino": "openvino/openvino_model.xml",
+}
+"""The file of a model, by what runs it. Weights may be in other files of the same folder."""
+STATES, LOGITS, POOLED = "last_hidden_state", "logits", "sentence_embedding"
+"""Names of outputs."""
+IDS, MASK, SEGMENTS = "input_ids", "attention_mask", "token_type_ids"
+"""Names of inputs."""
+Run = Callable[[Mapping[str, Tensor]], Tensor]
+"""Runs a file on its inputs, by name, each `(batch, length)`, and returns its output."""
+
+
+def runtime_of(folder: Path) -> Runtime | None:
+    """Return what runs the model in a folder. None means torch: there are weights, or no model at all.
+
+    Raises:
+        TeacherError: the folder has files of both runtimes and no weights.
+    """
+    if has_weights(folder):
+        return None
+    found = [runtime for runtime in get_args(Runtime) if (folder / FILES[runtime]).is_file()]
+    if len(found) > 1:
+        raise TeacherError(f"{folder} holds a model for {' and for '.join(found)}. Keep one in a folder.")
+    return found[0] if found else None
+
+
+def exported_sha256(folder: Path, runtime: Runtime) -> str:
+    """Return one SHA-256 (hex) for the files of an exported model."""
+    return sha256_files(_files(folder, runtime))
+
+
+def exported_bytes(folder: Path, runtime: Runtime) -> int:
+    """Return the bytes of the files of an exported model."""
+    return sum(file.stat().st_size for file in _files(folder, runtime))
+
+
+def _files(folder: Path, runtime: Runtime) -> list[Path]:
+    return sorted(file for file in (folder / FILES[runtime]).parent.iterdir() if file.is_file())
+
+
+class ExportedModel(nn.Module):
+    """Runs the file of an exported model on the CPU; called as the model of transformers is."""
+
+    config: PreTrainedConfig
+
+    def __init__(self, folder: Path, runtime: Runtime) -> None:
+        """Open the file of a folder.
+
+        Raises:
+            InvalidConfigError: the runtime is not installed.
+            TeacherError: the folder has no sound configuration.
+            DeviceError: the runtime cannot read the file.
+        """
+        super().__init__()
+        self.config = read_config(folder)
+        self.runtime = runtime
+        self._run, self._inputs = opened(folder / FILES[runtime], runtime)
+        self._answers = is_classifier(self.config)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Any:  # noqa: ANN401 - one of two outputs of transformers, which have no common base of use
+        """Return the last hidden states, `(batch, length, hidden)`, or logits, `(batch, classes)`.
+
+        Args:
+            input_ids: token ids, `(batch, length)`, padded at the end.
+            attention_mask: 1 at tokens, 0 at padding. None means that nothing is padded.
+            token_type_ids: the side of a pair that a token belongs to. None means one side.
+            labels: what a classifier should have answered, for its loss; same as for `answered`.
+        """
+        given = {IDS: input_ids, MASK: attention_mask, SEGMENTS: token_type_ids}
+        defaults = {MASK: torch.ones_like, SEGMENTS: torch.zeros_like}
+        values = {name: given[name] for name in self._inputs}
+        run = {name: defaults[name](input_ids) if value is None else value for name, value in values.items()}
+        output = self._run(run)
+        if self._answers:
+            return answered(output, labels)
+        return BaseModelOutput(last_hidden_state=output)
+
+
+def answered(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
+    """Return the logits of a classifier, `(batch, labels)`, and their loss where there are labels.
+
+    The loss is the cross entropy in nats, and for values on a scale the squared error, as for transformers'
+    own classifiers.
+
+    Args:
+        logits: what it answered.
+        labels: classes, or values on a scale, `(batch,)`. None means that there is no loss.
+    """
+    loss = None
+    if labels is not None:
+        loss = F.mse_loss(logits[:, 0], labels) if logits.shape[1] == 1 else F.cross_entropy(logits, labels)
+    return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def load_to_run(folder: Path, head: Head | None = None) -> "PreTrainedModel | ExportedModel":
+    """Load a model that only runs: with its weights, or what was exported, on the CPU.
+
+    Args:
+        folder: folder of the model.
+        head: head that the model needs. None means the encoder alone.
+
+    Raises:
+        TeacherError: the folder holds no such model.
+        InvalidConfigError: the runtime of an exported model is not installed.
+        DeviceError: the runtime cannot read the file.
+    """
+    runtime = runtime_of(folder)
+    if runtime is None:
+        model = load_model(folder, head, attention="sdpa")
+        model.eval()
+        return model
+    return ExportedModel(folder, runtime)
+
+
+def opened(file: Path, runtime: Runtime) -> tuple[Run, tuple[str, ...]]:
+    """Return a function that runs a file on the CPU with as many threads as torch, and its inputs' names.
+
+    Raises:
+        InvalidConfigError: the runtime is not installed.
+        DeviceError: it cannot read the file, or the file takes other inputs than a model of texts.
+    """
+    run, names = onnx_session(file) if runtime == "onnx" else openvino_session(file)
+    if not {IDS, MASK} <= {*names} <= {IDS, MASK, SEGMENTS}:
+        raise DeviceError(
+            f"{file} takes {', '.join(names)}, and a model of texts takes {IDS}, {MASK} and perhaps "
+            f"{SEGMENTS}. Export it again: `minilm-cache export-model`."
+        )
+    return run, names
+
+
+CPU_PROVIDER: Final = "CPUExecutionProvider"
+"""What onnxruntime runs files with on a CPU."""
+
+
+def onnx_session(file: Path, provider: str = CPU_PROVIDER) -> tuple[Run, tuple[str, ...]]:
+    """Return a function that runs an ONNX file, and the names of its inputs.
+
+    Args:
+        file: the file.
+        provider: what runs it, as onnxruntime names it.
+
+    Raises:
+        InvalidConfigError: onnxruntime is not installed.
+        DeviceError: onnxruntime cannot read the file, or does not support the device.
+    """
+    try:
+        import onnxruntime  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise missing("onnx", error) from error
+    if provider not in onnxruntime.get_available_providers():
+        raise DeviceError(f"onnxruntime has no {provider}. Install onnxruntime-gpu, or give --device cpu.")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other models run in between
+    try:
+        session = onnxruntime.InferenceSession(file, options, providers=[provider])
+    except Exception as error:
+        raise DeviceError(f"onnxruntime cannot read {file}: {first_line(error)}.") from error
+
+    def run(values: Mapping[str, Tensor]) -> Tensor:
+        arrays = {name: value.cpu().numpy() for name, value in values.items()}
+        return torch.from_numpy(np.asarray(session.run(None, arrays)[0]))
+
+    return run, tuple(each.name for each in session.get_inputs())
+
+
+def openvino_session(file: Path) -> tuple[Run, tuple[str, ...]]:
+    """Return a function that runs an OpenVINO file, and the names of its inputs.
+
+    Raises:
+        InvalidConfigError: openvino is not installed.
+        DeviceError: openvino cannot read the file.
+    """
+    try:
+        import openvino  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise missing("openvino", error) from error
+    settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
+    try:
+        model: Any = openvino.Core().compile_model(file, "CPU", settings)
+    except Exception as error:
+        raise DeviceError(f"openvino cannot read {file}: {first_line(error)}.") from error
+
+    def run(values: Mapping[str, Tensor]) -> Tensor:
+        arrays = {name: value.cpu().numpy() for name, value in values.items()}
+        return torch.from_numpy(np.asarray(model(arrays)[0]))
+
+    return run, tuple(each.get_any_name() for each in model.inputs)
+
+
+def missing(extra: str, error: ModuleNotFoundError) -> InvalidConfigError:
+    """Return the error about a package that is not installed, and the extra that has it."""
+    return InvalidConfigError(
+        f"this model needs {error.name}, which is not installed: pip install 'minilm-cache[{extra}]'."
+    )

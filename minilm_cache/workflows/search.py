@@ -1,0 +1,408 @@
+"""Searches the best shape of a student within a budget of latency, weights or bytes.
+
+Shapes are measured before any is trained, with random weights. Those within the budget are trained together
+from the cache, in rounds: after each, the better ones by held-out loss go on from their weights for more
+steps, and the last one is the student (successive halving, Jamieson and Talwalkar 2016, arXiv 1502.07943).
+Each round is an ordinary run, so that a search goes on where it was stopped.
+"""
+
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from minilm_cache.cache import Cache, open_cache
+from minilm_cache.deploy.forms import FORMS, write_form
+from minilm_cache.errors import DivergedError, IdentityMismatchError, InterruptedRunError, InvalidConfigError
+from minilm_cache.models.arch import parse_arch
+from minilm_cache.models.exported import FILES, IDS, MASK, SEGMENTS
+from minilm_cache.models.load import check_positions
+from minilm_cache.models.student import (
+    build_model,
+    model_size,
+    seconds_in_turns,
+    student_config,
+    teacher_config,
+)
+from minilm_cache.session import ALONE, Session
+from minilm_cache.settings import validated
+from minilm_cache.storage_schema.manifest import TEACHER_CONFIG
+from minilm_cache.store.durable import bounded_bytes, storage_errors, write_file
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import TrainResult, train_students
+from minilm_cache.train.setup import num_steps
+from minilm_cache.workflows.config import SearchConfig
+
+RECORD: Final = "search.json"
+_LAYERS: Final = (2, 3, 4, 6, 9, 12)
+_SHARES: Final = (0.25, 0.5, 0.75, 1.0)
+"""Widths that are tried, as shares of the teacher's."""
+_USUAL_RATIO: Final = 4
+"""Size of the feed-forward network, in multiples of the width, of a shape that does not name it."""
+_TURNS: Final = 10
+_TEACHER: Final = "teacher"
+_PASS_LENGTH: Final = 128
+_MAX_RECORD_BYTES: Final = 2**22
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Candidate(_Document):
+    """A shape, measured before it is trained."""
+
+    arch: str
+    num_parameters: int
+    num_bytes: int
+    """Bytes of its file in the form that is shipped; in torch, of its weights in float32."""
+    latency_ms: float
+    """Milliseconds of a pass in that form: the median of ten turns."""
+    fits: bool
+    """Whether it is within the budget."""
+    is_tried: bool
+    """Whether it is trained: within the budget, and no other one there is at least as large in everything."""
+
+
+class Round(_Document):
+    """A round of trainings."""
+
+    run: str
+    """Folder of the run, below that of the search."""
+    steps: int
+    losses: dict[str, float | None]
+    """Held-out loss of each shape afterwards, the best one first. None means that it diverged."""
+
+
+class SearchRecord(_Document):
+    """What a search measured and trained, and the settings that it depends on."""
+
+    settings: dict[str, Any]
+    fingerprint: str
+    """Fingerprint of the cache."""
+    pass_length: int
+    """Tokens of each text of a timed pass."""
+    teacher_latency_ms: float
+    """Milliseconds of a pass of the teacher's shape in torch."""
+    candidates: tuple[Candidate, ...]
+    """All shapes, the fastest one first."""
+    rounds: tuple[Round, ...] = ()
+    """Rounds that are over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The student that a search found."""
+
+    path: Path
+    record: SearchRecord
+    winner: Candidate
+    student: Path
+    """Folder of the student."""
+    latency_ms: float
+    """Milliseconds of a pass of the winner's shape, measured anew when all was trained."""
+
+
+def search(
+    config: SearchConfig,
+    train: Mapping[str, Any],
+    cache: str | Path,
+    *,
+    out: Path,
+    session: Session = ALONE,
+) -> SearchResult:
+    """Find the best student within a budget.
+
+    Args:
+        config: budget, form and shapes.
+        train: settings of `TrainConfig` that are given; `steps` or `epochs` are those of the last round.
+        cache: folder or URL of the cache, which has held-out sequences.
+        out: folder of the search; the same command goes on with it.
+        session: its home is the folder of what is kept of caches at URLs. Its progress shows shapes that are
+            measured, and tokens of trainings. Its `should_stop` is called before each step.
+
+    Raises:
+        InvalidConfigError: settings do not fit, or nothing is within the budget; the message names the
+            nearest shape.
+        IdentityMismatchError: the folder holds another search.
+        MiniLMCacheError: whatever a training raises; what was measured and trained is kept.
+    """
+    opened = open_cache(cache, home=session.home)
+    if not opened.manifest.num_held_out:
+        raise InvalidConfigError(
+            "a search compares students on held-out sequences, and this cache has none. Dump more text."
+        )
+    space = _Space.of(config, train, opened)
+    record = _read(out, space) or _begin(out, space, session)
+    tried = [each.arch for each in record.candidates if each.is_tried]
+    result: TrainResult | None = None
+    plan = _plan(len(tried), space.last_steps, config.keep)
+    for number, (count, steps) in enumerate(plan):
+        folder = out / f"round-{number + 1}"
+        settings = {**train, "epochs": None, "steps": steps, "arch": tuple(tried[:count])}
+        if result is not None:
+            settings |= {"init": str(result.path), "init_layers": None, "init_teacher": None}
+        session.progress.note(f"round {number + 1} of {len(plan)}: {count} shapes, {steps:,} steps")
+        result = train_students(validated(TrainConfig, settings), cache, out=folder, session=session)
+        done = Round(run=folder.name, steps=steps, losses=_ranked(result))
+        record = record.model_copy(update={"rounds": (*record.rounds[:number], done)})
+        _write(out, record)
+        tried = [arch for arch, loss in done.losses.items() if loss is not None]
+    assert result is not None
+    winner = next(each for each in record.candidates if each.arch == tried[0])
+    measured, _ = space.measured([winner.arch], session)
+    return SearchResult(
+        path=out,
+        record=record,
+        winner=winner,
+        student=result.student_path(winner.arch),
+        latency_ms=measured[winner.arch].latency_ms,
+    )
+
+
+def _ranked(result: TrainResult) -> dict[str, float | None]:
+    """Return the held-out loss of each student of a run, the best one first.
+
+    Raises:
+        DivergedError: all of them diverged.
+    """
+    losses = {each.arch: each.loss_after for each in result.record.students}
+    finite = {arch: loss for arch, loss in losses.items() if loss is not None}
+    if not finite:
+        raise DivergedError(f"every student of {result.path} diverged. Lower --lr, and choose another --out.")
+    order = sorted(finite, key=lambda arch: finite[arch])
+    return {arch: losses[arch] for arch in [*order, *(each for each in losses if each not in finite)]}
+
+
+def _plan(num_shapes: int, last_steps: int, keep: float) -> list[tuple[int, int]]:
+    """Return how many shapes each round trains, and for how many steps; the last one trains one shape."""
+    counts = [num_shapes]
+    while counts[-1] > 1:
+        counts.append(max(1, min(counts[-1] - 1, math.ceil(counts[-1] * keep))))
+    steps = [round(last_steps * keep**left) for left in reversed(range(len(counts)))]
+    if steps[0] < 1:
+        raise InvalidConfigError(
+            f"{last_steps} steps are too few for {len(counts)} rounds of {num_shapes} shapes. Give more "
+            "--steps."
+        )
+    return list(zip(counts, steps, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    latency_ms: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Space:
+    """The shapes of a search, and how they are measured."""
+
+    config: SearchConfig
+    train: Mapping[str, Any]
+    cache: Cache
+    last_steps: int
+    configs: Mapping[str, PreTrainedConfig]
+    """Configuration of each shape."""
+    teacher: PreTrainedConfig
+
+    @classmethod
+    def of(cls, config: SearchConfig, train: Mapping[str, Any], cache: Cache) -> "_Space":
+        """Return the shapes that the teacher's family and the objective have."""
+        manifest = cache.manifest
+        document = cache.reader.attachment(TEACHER_CONFIG)
+        teacher = teacher_config(document, manifest)
+        heads = manifest.identity.relation_heads
+        depth, width = teacher.num_hidden_layers, teacher.hidden_size
+        layers = _numbers(config.layers, "--layers") or [each for each in _LAYERS if each <= depth]
+        widths = _numbers(config.widths, "--widths") or [
+            round(share * width) for share in _SHARES if not share * width % heads
+        ]
+        ratios = _numbers(config.feed_forward, "--feed-forward")
+        configs = {}
+        probe = validated(TrainConfig, {**train, "arch": (f"{depth}x{width}",)})
+        for num_layers, size, ratio in product(layers, widths, ratios):
+            arch = f"{num_layers}x{size}" + ("" if ratio == _USUAL_RATIO else f":ff{ratio * size}")
+            shape = parse_arch(arch, heads, compares_heads=probe.spec.compares_heads)
+            configs[arch] = student_config(shape, document, manifest)
+        if probe.init is not None and probe.init not in ("slice", "random", "embeddings", "teacher-layers"):
+            raise InvalidConfigError(
+                "--init names one model, and a search has many shapes. Give slice or random."
+            )
+        return cls(
+            config=config,
+            train=train,
+            cache=cache,
+            last_steps=num_steps(probe, manifest),
+            configs=configs,
+            teacher=teacher,
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a search depends on, as JSON."""
+        probe = validated(TrainConfig, {**self.train, "arch": tuple(self.configs)})
+        return {"search": self.config.model_dump(mode="json"), "train": probe.model_dump(mode="json")}
+
+    @property
+    def pass_length(self) -> int:
+        """Tokens of each text of a timed pass."""
+        longest = self.cache.manifest.identity.packing.max_length
+        return self.config.pass_length or min(_PASS_LENGTH, longest)
+
+    def measured(self, arch: Sequence[str], session: Session) -> tuple[dict[str, _Measured], float]:
+        """Return latency and bytes of shapes with random weights, and the teacher's latency in torch, ms."""
+        config, form = self.config, FORMS.get(self.config.runtime)
+        ids = torch.full((config.pass_texts, self.pass_length), 1)
+        values = {IDS: ids, MASK: torch.ones_like(ids), SEGMENTS: torch.zeros_like(ids)}
+        passes: dict[str, Any] = {}
+        num_bytes = {}
+        session.progress.start("measure", len(arch), "shapes")
+        with tempfile.TemporaryDirectory() as scratch:
+            for each in arch:
+                if session.should_stop():
+                    raise InterruptedRunError(
+                        "interrupted before shapes were measured. Run the same command again."
+                    )
+                model = build_model(self.configs[each], "sdpa").eval()
+                check_positions(model, model.config, name=each, ids=ids[:1], option="--pass-length")
+                num_bytes[each] = 4 * sum(weight.numel() for weight in model.parameters())
+                passes[each] = partial(_run, model, values)
+                if form is not None:
+                    folder = Path(scratch) / each.replace(":", "-")
+                    folder.mkdir()
+                    run, wanted = write_form(model, folder, form, inputs=[values] * 2, name=each)
+                    passes[each] = partial(run, {name: values[name] for name in wanted})
+                    file = (folder / FILES[form.runtime]).parent
+                    num_bytes[each] = sum(part.stat().st_size for part in file.iterdir())
+                session.progress.advance(1)
+            teacher = build_model(self.teacher, "sdpa").eval()
+            passes[_TEACHER] = partial(_run, teacher, values)
+            seconds = seconds_in_turns(passes, torch.device("cpu"), _TURNS)
+        measured = {
+            each: _Measured(latency_ms=1e3 * seconds[each], num_bytes=num_bytes[each]) for each in arch
+        }
+        return measured, 1e3 * seconds[_TEACHER]
+
+
+def _run(model: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> object:
+    return model(input_ids=values[IDS], attention_mask=values[MASK])
+
+
+def _numbers(text: str | None, option: str) -> list[int]:
+    """Return numbers with commas between them."""
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) < 2**16 for part in parts):
+        raise InvalidConfigError(f"{option} {text}: give whole numbers with commas between them, like 2,4.")
+    return sorted(set(map(int, parts)))
+
+
+def _begin(out: Path, space: _Space, session: Session) -> SearchRecord:
+    """Measure all shapes, and write what is within the budget.
+
+    Raises:
+        InvalidConfigError: nothing is.
+    """
+    config = space.config
+    length = space.cache.manifest.identity.packing.max_length
+    measured, of_teacher = space.measured(list(space.configs), session)
+    weights = {
+        arch: model_size(described, length).num_parameters for arch, described in space.configs.items()
+    }
+    limits = {
+        "ms": config.max_latency_ms or (of_teacher / config.speedup if config.speedup else None),
+        "weights": config.max_parameters,
+        "bytes": config.max_bytes,
+    }
+    costs = {
+        arch: {"ms": each.latency_ms, "weights": weights[arch], "bytes": each.num_bytes}
+        for arch, each in measured.items()
+    }
+    over = {
+        arch: max(cost[name] / limit for name, limit in limits.items() if limit is not None)
+        for arch, cost in costs.items()
+    }
+    fitting = [arch for arch in costs if over[arch] <= 1]
+    if not fitting:
+        nearest = min(over, key=lambda arch: over[arch])
+        cost = costs[nearest]
+        raise InvalidConfigError(
+            f"no shape is within the budget. The nearest is {nearest}: {cost['ms']:.2f} ms, "
+            f"{cost['weights']:,} weights, {cost['bytes']:,} bytes. Give a larger budget, other --layers and "
+            "--widths, or another --runtime."
+        )
+    tried = fitting if config.every else [arch for arch in fitting if not _is_covered(space, arch, fitting)]
+    _plan(len(tried), space.last_steps, config.keep)  # refuses too few steps before anything is written
+    candidates = tuple(
+        Candidate(
+            arch=arch,
+            num_parameters=weights[arch],
+            num_bytes=measured[arch].num_bytes,
+            latency_ms=measured[arch].latency_ms,
+            fits=arch in fitting,
+            is_tried=arch in tried,
+        )
+        for arch in sorted(measured, key=lambda arch: measured[arch].latency_ms)
+    )
+    record = SearchRecord(
+        settings=space.settings,
+        fingerprint=space.cache.manifest.fingerprint,
+        pass_length=space.pass_length,
+        teacher_latency_ms=of_teacher,
+        candidates=candidates,
+    )
+    _write(out, record)
+    return record
+
+
+def _is_covered(space: _Space, arch: str, fitting: Sequence[str]) -> bool:
+    """Return whether another shape within the budget is at least as large in everything."""
+    sizes = {
+        each: (described.num_hidden_layers, described.hidden_size, described.intermediate_size)
+        for each, described in space.configs.items()
+    }
+    return any(
+        other != arch and all(mine <= theirs for mine, theirs in zip(sizes[arch], sizes[other], strict=True))
+        for other in fitting
+    )
+
+
+def _read(out: Path, space: _Space) -> SearchRecord | None:
+    """Return the record of a search that was begun. None means that there is none.
+
+    Raises:
+        IdentityMismatchError: it is another search, or damaged.
+    """
+    file = out / RECORD
+    if not file.exists():
+        if out.exists() and any(out.iterdir()):
+            raise IdentityMismatchError(f"{out} holds something else than a search. Choose another --out.")
+        return None
+    try:
+        record = SearchRecord.model_validate_json(bounded_bytes(file, _MAX_RECORD_BYTES))
+    except ValidationError as error:
+        raise IdentityMismatchError(
+            f"{file} is damaged: it is not a record of a search. Choose another --out."
+        ) from error
+    if (record.settings, record.fingerprint) != (space.settings, space.cache.manifest.fingerprint):
+        raise IdentityMismatchError(
+            f"{out} holds a search with other settings or another cache. Choose another --out."
+        )
+    return record
+
+
+def _write(out: Path, record: SearchRecord) -> None:
+    with storage_errors("write", out):
+        out.mkdir(parents=True, exist_ok=True)
+        write_file(out / RECORD, (record.model_dump_json(indent=2) + os.linesep).encode())

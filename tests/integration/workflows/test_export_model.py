@@ -1,0 +1,235 @@
+"""Exported models: their runtimes alone run the files, and transformers says what they should answer."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import openvino
+import pytest
+import torch
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from minilm_cache.session import Session
+from minilm_cache.settings import validated
+from minilm_cache.train.config import TrainConfig
+from minilm_cache.train.run import train_students
+from tests.conftest import Command
+from tests.encoders import save_encoder
+from tests.integration.evaluate.test_retrieval import questions
+from tests.support import World, save_teacher, write_corpus
+from tests.tasks import write_glue
+
+FORMS = [("--onnx",), ("--onnx", "--int8"), ("--openvino",), ("--openvino", "--int8")]
+FEW = ("--max-length", 32, "--texts", 16)
+TEXTS = ["ba be bi", "ba bo bu da de di do", "ma"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A sentence encoder, and a text."""
+    root = tmp_path_factory.mktemp("world")
+    encoder = save_teacher(root / "encoder", max_position_embeddings=40)
+    save_encoder(encoder, "mean", max_length=32)
+    return World(root, encoder, write_corpus(root / "corpus.txt", 120))
+
+
+def export(command: Command, model: Path, out: Path, *words: object, corpus: Path | None = None) -> Any:
+    given = () if corpus is None else ("--corpus", corpus)
+    code, printed, err = command("export-model", model, "--out", out, *given, *FEW, *words, "--json")
+    assert code == 0, err
+    return json.loads(printed)
+
+
+def run_alone(folder: Path, inputs: dict[str, torch.Tensor]) -> np.ndarray:
+    """Return the output of an exported file, by its own runtime."""
+    zeros = {"token_type_ids": torch.zeros_like(inputs["input_ids"])}
+    arrays = {name: value.numpy() for name, value in (zeros | inputs).items()}
+    if (folder / "onnx/model.onnx").exists():
+        session = onnxruntime.InferenceSession(folder / "onnx/model.onnx", providers=["CPUExecutionProvider"])
+        names = {each.name for each in session.get_inputs()}
+        return np.asarray(session.run(None, {name: arrays[name] for name in names})[0])
+    model = openvino.Core().compile_model(folder / "openvino/openvino_model.xml", "CPU")
+    names = {each.get_any_name() for each in model.inputs}
+    return np.asarray(model({name: arrays[name] for name in names})[0])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=" ".join)
+def test_files_answer_as_the_model_does(
+    world: World, tmp_path: Path, command: Command, form: tuple[str, ...]
+) -> None:
+    """Whole ones exactly, in 8 bit nearly, with what sentence-transformers needs beside the file."""
+    is_small = "--int8" in form
+    out = tmp_path / "out"
+    result = export(command, world.teacher, out, *form, "--min-cosine", 0.9, corpus=world.corpus)
+    assert (result["cosine"] < 1 - 1e-6) is is_small
+    assert not list(out.rglob("*.safetensors"))
+    record = json.loads((out / "export.json").read_text())
+    assert record["cosine"] == result["cosine"]
+    assert record["source_sha256"] == result["source_sha256"]
+    files = list((out / form[0].strip("-")).iterdir())
+    assert sum(file.stat().st_size for file in files) == result["num_bytes"]
+    plain = SentenceTransformer(str(world.teacher), device="cpu")
+    inputs = AutoTokenizer.from_pretrained(out)(TEXTS, padding=True, return_tensors="pt")
+    states = torch.from_numpy(run_alone(out, dict(inputs)))
+    mask = inputs["attention_mask"][..., None]
+    vectors = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1))
+    expected = torch.from_numpy(plain.encode(TEXTS))
+    cosines = (vectors * expected).sum(1)
+    assert cosines.min() > (0.9 if is_small else 1 - 1e-4)
+    modules = json.loads((world.teacher / "modules.json").read_text())
+    assert [each["path"] for each in json.loads((out / "modules.json").read_text())] == [
+        each["path"] for each in modules
+    ]
+    command.fails("export-model", out, "--out", tmp_path / "again", *form, code=1, says="was exported")
+    command.fails("dump", "--teacher", out, "--corpus", world.corpus, code=1, says="was exported")
+
+
+def test_measured_by_every_command_that_measures_vectors(
+    world: World, tmp_path: Path, command: Command
+) -> None:
+    whole, small = tmp_path / "whole", tmp_path / "small"
+    export(command, world.teacher, whole, "--onnx", corpus=world.corpus)
+    export(command, world.teacher, small, "--openvino", "--int8", "--min-cosine", 0.9, corpus=world.corpus)
+    models = (world.teacher, whole, small)
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps(row) + "\n" for row in questions()))
+    data = ("--data", write_glue(tmp_path / "glue"), "--retrieval", asked, "--max-length", 32)
+    code, printed, err = command("embeddings", *models, *data, "--json")
+    assert code == 0, err
+    scores = json.loads(printed)
+    assert scores["models"][1]["teacher_cosine"] == pytest.approx(1, abs=1e-5)
+    assert 0.9 < scores["models"][2]["teacher_cosine"] < 1 - 1e-6
+    assert scores["retrieval"][0]["ndcg_at_10"] == scores["retrieval"][1]["ndcg_at_10"]
+    sizes = ("--batch-size", 2, "--length", 16, "--turns", 1, "--device", "cpu", "--json")
+    code, printed, err = command("speed", *models, *sizes)
+    assert code == 0, err
+    speeds = json.loads(printed)["models"]
+    assert [each["passes"][0]["runtime"] for each in speeds] == ["torch", "onnx", "openvino"]
+    assert speeds[2]["num_bytes"] < speeds[1]["num_bytes"]
+    weights = (world.teacher / "model.safetensors").stat().st_size
+    assert speeds[0]["num_bytes"] == weights
+    command.fails(
+        "embeddings", *models, *data, "--save", tmp_path / "saved", code=2, says="was exported is one already"
+    )
+    too_long = ("embeddings", *models[1:], "--retrieval", asked, "--max-length", 64)
+    command.fails(*too_long, code=2, says="--max-length 64 is more than whole")
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_cross_encoders_keep_their_scores(
+    family: str, tmp_path: Path, command: Command, world: World
+) -> None:
+    """With the sides of pairs, where the family tells them apart; as CrossEncoder scores them."""
+    scorer = save_teacher(tmp_path / "scorer", family, head="sequences", num_labels=1)
+    if family == "bert":
+        file = scorer / "tokenizer_config.json"
+        inputs = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+        file.write_text(json.dumps(json.loads(file.read_text()) | inputs))
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"a": row["question"], "b": row["answer"]} for row in questions()]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    words = ("--openvino", "--int8", "--pair-columns", "a,b", "--min-cosine", 0.8)
+    result = export(command, scorer, out, *words, corpus=pairs)
+    assert result["least_cosine"] is None
+    texts = [(row["a"], row["b"]) for row in rows[16:32]]
+    encoded = AutoTokenizer.from_pretrained(out)(
+        *map(list, zip(*texts, strict=True)), padding=True, return_tensors="pt"
+    )
+    assert (len(encoded["token_type_ids"].unique()) == 2) if family == "bert" else len(encoded) == 2
+    mine = run_alone(out, dict(encoded))[:, 0]
+    theirs = CrossEncoder(str(scorer), device="cpu", max_length=32).predict(
+        texts, activation_fn=torch.nn.Identity()
+    )
+    assert np.corrcoef(mine, theirs)[0, 1] == pytest.approx(result["cosine"], abs=5e-3)
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps(row) + "\n" for row in questions()[:-1]))
+    first = ("--first-stage", world.teacher, "--candidates", 4, "--max-length", 32, "--device", "cpu")
+    exact = tmp_path / "exact"
+    export(command, scorer, exact, "--onnx", "--pair-columns", "a,b", corpus=pairs)
+    code, printed, err = command("rerank", scorer, exact, "--retrieval", asked, *first, "--json")
+    assert code == 0, err
+    _, before, after = json.loads(printed)["models"]
+    assert before["ndcg_at_10"] == after["ndcg_at_10"]
+    command.fails(
+        *("export-model", scorer, "--onnx", "--out", tmp_path / "no", "--retrieval", asked),
+        code=2,
+        says="--retrieval and --data are about vectors",
+    )
+
+
+def test_classifiers_answer_tasks_as_before(tmp_path: Path, command: Command, world: World) -> None:
+    """`evaluate --as-is` of the model and of its export, with classes in another order than the task's."""
+    names: dict[str, Any] = {"id2label": {0: "1", 1: "0"}, "label2id": {"1": 0, "0": 1}}
+    model = save_teacher(tmp_path / "model", head="sequences", num_labels=2, **names)
+    export(command, model, tmp_path / "out", "--onnx", corpus=world.corpus)
+    task = ("--task", "sst2", "--data", write_glue(tmp_path / "glue"), "--max-length", 32, "--device", "cpu")
+    code, printed, err = command("evaluate", model, tmp_path / "out", *task, "--as-is", "--json")
+    assert code == 0, err
+    before, after = json.loads(printed)["summaries"]
+    assert before["scores"] == after["scores"]
+    plain = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    inputs = AutoTokenizer.from_pretrained(model)(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        expected = plain(**inputs).logits.numpy()
+    assert np.abs(run_alone(tmp_path / "out", dict(inputs)) - expected).max() < 1e-4
+    tune = ("evaluate", tmp_path / "out", *task)
+    command.fails(*tune, code=1, says="was exported")
+
+
+def test_a_student_is_fitted_to_its_own_cache(world: World, tmp_path: Path, command: Command) -> None:
+    """Its texts are those of the cache, held-out ones to judge by, also with a vocabulary of its own."""
+    cache = world.dump(str(tmp_path / "cache"), **{"for": "embedding"})
+    settings = {"arch": ("2x32",), "objective": "embedding", "steps": 2, "vocab": "60", "device": "cpu"}
+    run = train_students(
+        validated(TrainConfig, settings), cache.path, out=tmp_path / "run", session=Session(world.home)
+    )
+    student = run.student_path("2x32")
+    result = export(command, student, tmp_path / "out", "--openvino", "--int8", "--min-cosine", 0.8)
+    assert (result["fitted_to"], result["judged_by"]) == (16, 16)
+    code, printed, _ = command("export-model", tmp_path / "run", "--onnx", "--out", tmp_path / "other", *FEW)
+    assert code == 0
+    assert "minilm-cache speed" in printed
+    shutil.rmtree(cache.path)
+    command.fails("export-model", student, "--onnx", "--out", tmp_path / "no", *FEW, code=1, says="cache")
+
+
+def test_what_has_lost_too_much_is_not_written(world: World, tmp_path: Path, command: Command) -> None:
+    """The figure is said, and nothing is left."""
+    model, out = world.teacher, tmp_path / "made/out"
+    small = ("export-model", model, "--onnx", "--int8", "--out", out, "--corpus", world.corpus, *FEW)
+    line = command.fails(*small, "--min-cosine", 0.999999, code=1, says="--min-cosine is 0.999999")
+    assert "--openvino" in line
+    rows = [
+        {"question": f"{first} {second}", "answer": f"{first} {second} ba"}
+        for first, second in zip("bcdfgh", "ghklmn", strict=True)
+    ]
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    measured = (*small, "--min-cosine", 0.5, "--retrieval", asked)
+    command.fails(*measured, "--max-drop", -1, code=2, says="--max-drop")
+    code, printed, err = command(*measured, "--data", write_glue(tmp_path / "glue"), "--max-drop", 100)
+    assert code == 0, err
+    assert "nDCG@10" in printed
+    assert "STS-B, Spearman" in printed
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_misuse_is_one_line(world: World, tmp_path: Path, command: Command) -> None:
+    begin, out = ("export-model", world.teacher, "--max-length", 32), ("--out", tmp_path / "out")
+    command.fails(*begin, *out, code=2, says="one of --onnx and --openvino")
+    command.fails(*begin, *out, "--onnx", "--openvino", code=2, says="one of --onnx and --openvino")
+    command.fails(*begin, *out, "--onnx", code=2, says="Give --corpus")
+    command.fails(*begin, *out, "--onnx", "--max-drop", 2, code=2, says="--max-drop is about")
+    text = ("--corpus", world.corpus)
+    few = tmp_path / "few.txt"
+    few.write_text("ba be\n\nbi bo\n")
+    command.fails(*begin, *out, "--corpus", few, "--onnx", code=2, says="has 2 texts, and at least 16")
+    command.fails(*begin, *out, *text, "--onnx", "--max-length", 64, code=2, says="--max-length 64")
+    command.fails(*begin, "--out", world.corpus, *text, "--onnx", code=2, says="exists")
+    command.fails("export-model", tmp_path, *out, *text, "--onnx", code=1, says="neither a model nor a run")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,156 @@
+"""Searches: budgets hold by measures of torch's own, rounds are ordinary runs, and stops change nothing."""
+
+import json
+from collections.abc import Callable
+from operator import le
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from minilm_cache.errors import InterruptedRunError, InvalidConfigError
+from minilm_cache.session import Session
+from minilm_cache.settings import validated
+from minilm_cache.train.record import load_record
+from minilm_cache.workflows.config import SearchConfig
+from minilm_cache.workflows.search import SearchRecord, search
+from tests.conftest import Command
+from tests.encoders import save_encoder
+from tests.support import World, save_teacher, write_corpus
+
+SHAPES = ("--layers", "1,2,3", "--widths", "16,32", "--pass-length", 8)
+TRAINED = ("--objective", "embedding", "--steps", 9, "--batch-size", 8, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Vectors of a tiny encoder of three layers of width 32."""
+    root = tmp_path_factory.mktemp("world")
+    encoder = save_teacher(root / "encoder")
+    save_encoder(encoder, "mean", max_length=32)
+    world = World(root, encoder, write_corpus(root / "corpus.txt", 120))
+    return world.dump(**{"for": "embedding"}).path
+
+
+def found(command: Command, cache: Path, out: Path, *words: object) -> dict[str, Any]:
+    code, printed, err = command("search", cache, "--out", out, *SHAPES, *TRAINED, *words, "--json")
+    assert code == 0, err
+    result: dict[str, Any] = json.loads(printed)
+    return result
+
+
+def sizes(arch: str) -> tuple[int, int, int]:
+    """Return layers, width and feed-forward size of a shape."""
+    shape, _, ffn = arch.partition(":ff")
+    layers, width = map(int, shape.split("x"))
+    return layers, width, int(ffn or 4 * width)
+
+
+def test_the_best_of_what_fits_is_trained_to_the_end(cache: Path, tmp_path: Path, command: Command) -> None:
+    """Each round has the better ones of the one before, and only shapes that no other one covers."""
+    budget = AutoModel.from_pretrained(cache.parent / "encoder").num_parameters() - 4500
+    result = found(command, cache, tmp_path / "out", "--max-parameters", budget)
+    fitting = {each["arch"] for each in result["candidates"] if each["fits"]}
+    assert fitting == {each["arch"] for each in result["candidates"] if each["num_parameters"] <= budget}
+    tried = {each["arch"] for each in result["candidates"] if each["is_tried"]}
+    assert 3 <= len(tried) < len(fitting)
+    for each in fitting:
+        larger = [all(map(le, sizes(each), sizes(other))) for other in fitting - {each}]
+        assert (each in tried) is not any(larger)
+    rounds = result["rounds"]
+    assert [(len(each["losses"]), each["steps"]) for each in rounds] == [(3, 3), (1, 9)]
+    for number, each in enumerate(rounds):
+        record = load_record(tmp_path / "out" / each["run"])
+        assert record.identity.steps == each["steps"]
+        losses = {student.arch: student.loss_after for student in record.students}
+        assert each["losses"] == losses
+        order = sorted(losses, key=lambda arch: losses[arch] or 0)
+        assert list(each["losses"]) == order
+        if number + 1 < len(rounds):
+            assert set(rounds[number + 1]["losses"]) == set(order[: len(rounds[number + 1]["losses"])])
+    assert result["winner"] == next(iter(rounds[-1]["losses"]))
+    student = AutoModel.from_pretrained(result["student"])
+    assert student.num_parameters() <= budget
+    again = found(command, cache, tmp_path / "out", "--max-parameters", budget)
+    assert again["rounds"] == rounds
+    begin = ("search", cache, "--out", tmp_path / "out", *SHAPES, *TRAINED, "--max-parameters")
+    code, printed, err = command(*begin, budget)
+    assert code == 0, err
+    assert "export-model" in printed
+    assert "report" in printed
+    command.fails(*begin, budget + 1, code=1, says="holds a search with other settings")
+
+
+def test_every_shape_is_tried_where_that_is_asked(cache: Path, tmp_path: Path, command: Command) -> None:
+    """The form's bytes count, and the better half goes on."""
+    words = ("--every", "--keep", 0.5, "--max-bytes", "10M", "--runtime", "onnx", "--feed-forward", "2")
+    result = found(command, cache, tmp_path / "out", *words, "--layers", "1,2", "--widths", "32")
+    assert all(each["is_tried"] for each in result["candidates"])
+    assert [(len(each["losses"]), each["steps"]) for each in result["rounds"]] == [(2, 4), (1, 9)]
+    sizes = {each["arch"]: each["num_bytes"] for each in result["candidates"]}
+    assert sizes["2x32:ff64"] - sizes["1x32:ff64"] + 4 * 32 * 8 * 32 > 4 * 2 * 32 * 6 * 32
+    assert result["teacher_latency_ms"] > 0
+
+
+class Stops:
+    """Stops a search at its n-th question."""
+
+    def __init__(self, after: int) -> None:
+        """Say yes once `after` questions are asked."""
+        self.left = after
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+def test_stopped_twice_it_ends_as_undisturbed(cache: Path, tmp_path: Path) -> None:
+    shapes = {"layers": "2,3", "widths": "16,32", "every": True}
+    config = validated(SearchConfig, {"max_parameters": 10**6, **shapes})
+    train = {"objective": "embedding", "steps": 9, "batch_size": 8, "device": "cpu", "checkpoint_steps": 1}
+
+    def run(out: str, should_stop: Callable[[], bool] | None = None) -> SearchRecord:
+        session = Session(tmp_path / "home", should_stop=should_stop or (lambda: False))
+        return search(config, train, cache, out=tmp_path / out, session=session).record
+
+    for number in (3, 11, 6):
+        with pytest.raises(InterruptedRunError):
+            run("stopped", Stops(number))
+    assert [each.losses for each in run("stopped").rounds] == [each.losses for each in run("whole").rounds]
+
+
+def test_misuse_is_one_line(cache: Path, tmp_path: Path, command: Command) -> None:
+    begin = ("search", cache, "--out", tmp_path / "out", *SHAPES, *TRAINED)
+    command.fails(*begin, code=2, says="give a budget")
+    both = ("--max-latency-ms", 4, "--speedup", 2)
+    command.fails(*begin, *both, code=2, says="give one")
+    line = command.fails(*begin, "--max-latency-ms", 1e-6, code=2, says="no shape is within the budget")
+    assert "The nearest is" in line
+    few = ("--max-parameters", "1M", "--every", "--keep", 0.1, "--steps", 2)
+    command.fails(*begin, *few, code=2, says="2 steps are too few for")
+    command.fails(*begin, "--max-bytes", 10, code=2, says="no shape is within the budget")
+    command.fails(*begin, "--speedup", 1, "--layers", "two", code=2, says="--layers two")
+    command.fails(*begin, "--speedup", 1, "--widths", 33, code=2, says="33")
+    command.fails(*begin, "--speedup", 1, "--init", cache, code=2, says="--init names one model")
+    command.fails(*begin, "--speedup", 1, "--runtime", "tflite", code=2, says="--runtime")
+    command.fails(*begin, "--speedup", 1, "--pass-length", 500, code=2, says="--pass-length 500")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes").write_text("mine")
+    command.fails(*begin, "--max-parameters", "1M", code=1, says="holds something else than a search")
+    (tmp_path / "out/search.json").write_text("{}")
+    command.fails(*begin, "--max-parameters", "1M", code=1, says="is damaged")
+
+
+def test_latency_is_that_of_a_pass_in_torch(cache: Path, tmp_path: Path, command: Command) -> None:
+    """A budget of time keeps what is faster, and the winner is measured anew."""
+    torch.manual_seed(0)
+    result = found(command, cache, tmp_path / "out", "--max-latency-ms", 1000)
+    assert all(each["fits"] for each in result["candidates"])
+    assert [each["arch"] for each in result["candidates"] if each["is_tried"]] == ["3x32"]
+    assert [len(each["losses"]) for each in result["rounds"]] == [1]
+    assert 0 < result["latency_ms"] < 1000
+    with pytest.raises(InvalidConfigError, match="give one"):
+        validated(SearchConfig, {"max_latency_ms": 1, "speedup": 1})
