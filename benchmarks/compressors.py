@@ -16,7 +16,8 @@ from benchmarks.inputs import KINDS, mini_relations, mini_teacher
 from benchmarks.report import write_result
 from minilm_cache.codecs.topk import TopKCodec
 from minilm_cache.codecs.vectors import calibrate
-from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
+from minilm_cache.corpus.formats import PYTHON_DOCS
+from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.models.inputs import Inputs

@@ -16,7 +16,8 @@ from benchmarks.report import write_for_cpu
 from minilm_cache.codecs.base import RelationCodec
 from minilm_cache.codecs.build import build_codec
 from minilm_cache.codecs.vectors import calibrate
-from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
+from minilm_cache.corpus.formats import PYTHON_DOCS
+from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.dump.config import DumpConfig

@@ -21,7 +21,7 @@ from minilm_cache.evaluate.embeddings import compare_embeddings
 from minilm_cache.evaluate.retrieval import compare_retrieval
 from minilm_cache.evaluate.settings import EmbeddingsConfig, SpeedConfig
 from minilm_cache.evaluate.speed import compare_speed
-from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.workflows.export_model import export_model

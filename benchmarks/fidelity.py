@@ -19,7 +19,7 @@ from benchmarks.inputs import KINDS, mini_teacher
 from benchmarks.plots import plot_fidelity
 from benchmarks.report import write_result
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.corpus.load import PYTHON_DOCS
+from minilm_cache.corpus.formats import PYTHON_DOCS
 from minilm_cache.dump.audit import audit_sequences
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache

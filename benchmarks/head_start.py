@@ -22,7 +22,8 @@ from minilm_cache import Cache, DumpConfig, TrainConfig, dump_cache, open_cache,
 from minilm_cache.evaluate.run import evaluate_models
 from minilm_cache.evaluate.settings import EvaluateConfig
 from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.load import load_model, locate_teacher
+from minilm_cache.models.load import load_model
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import build_student, student_config
 from minilm_cache.models.tap import ATTENTION
 from minilm_cache.session import Session

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
+from minilm_cache.corpus.formats import PYTHON_DOCS
+from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.sequences import SequenceTable
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import MINI, locate_teacher
+from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.storage_schema.identity import Packing, RelationKind
 

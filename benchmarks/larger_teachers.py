@@ -16,7 +16,7 @@ from benchmarks.crowded import scores_of, size_of, text_of
 from benchmarks.embeddings import SHORT_LENGTH
 from benchmarks.report import add_to_result, cpu, read_result
 from minilm_cache import DumpConfig, TrainConfig, dump_cache, train_students
-from minilm_cache.models.load import MINI, locate_teacher
+from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.states import POOLED

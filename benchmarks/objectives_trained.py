@@ -15,7 +15,7 @@ from minilm_cache.dump.config import DumpConfig, HeadConfig
 from minilm_cache.dump.mlm_head import fit_head
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.models.device import choose_device
-from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.spec import OBJECTIVES
 from minilm_cache.report.compare import live_held_out_kl

@@ -26,7 +26,7 @@ from benchmarks.report import cpu, write_result
 from minilm_cache import DumpConfig, TrainConfig, dump_cache, train_students
 from minilm_cache.evaluate.run import evaluate_models
 from minilm_cache.evaluate.settings import EvaluateConfig
-from minilm_cache.models.load import MINI, locate_teacher
+from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 

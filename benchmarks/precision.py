@@ -19,7 +19,7 @@ from benchmarks.student_quality import ARCH, SEEDS, STEPS, train_and_measure
 from minilm_cache.cache import open_cache
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
-from minilm_cache.models.load import MINI, locate_teacher
+from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.identity import Precision

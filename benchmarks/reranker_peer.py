@@ -26,7 +26,7 @@ from benchmarks.rerankers import CANDIDATES, CROSS, MAX_LENGTH
 from minilm_cache import TrainConfig, open_cache, train_students
 from minilm_cache.evaluate.reranking import compare_rerankers
 from minilm_cache.evaluate.settings import RerankConfig
-from minilm_cache.models.load import MINI
+from minilm_cache.models.locate import MINI
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.workflows.export_scores import export_scores

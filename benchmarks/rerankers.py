@@ -31,7 +31,7 @@ from minilm_cache import DumpConfig, TrainConfig, dump_cache, train_students
 from minilm_cache.evaluate.reranking import RerankScores, compare_rerankers, mine_negatives
 from minilm_cache.evaluate.retrieval import RetrievalScores, compare_retrieval
 from minilm_cache.evaluate.settings import EmbeddingsConfig, MineConfig, RerankConfig
-from minilm_cache.models.load import MINI, locate_teacher
+from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.train.run import TrainResult

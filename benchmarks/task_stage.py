@@ -14,7 +14,7 @@ from typing import Any, Final
 from benchmarks.report import add_to_result, cpu, read_result
 from minilm_cache.evaluate.run import Evaluation, evaluate_models
 from minilm_cache.evaluate.settings import EvaluateConfig
-from minilm_cache.models.load import MINI
+from minilm_cache.models.locate import MINI
 from minilm_cache.session import Session
 from minilm_cache.settings import SliceConfig, validated
 from minilm_cache.slicing.run import slice_teacher

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
+from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import is_first_process, note_default_corpus, quiet_libraries
 from minilm_cache.cli.evaluate import print_scores
 from minilm_cache.cli.interrupt import stoppable_session
@@ -92,6 +93,8 @@ def chain(
 
     Example: minilm-cache chain --task sst2 --data glue --teacher FINE-TUNED --arch 3x384
     """
+    check_engine(engine, gpus_per_task)
+    _refuse_missing([*given.get("assistants", ()), *recipe.get("arch", ())], dump, document)
     from minilm_cache.engines.ray_cluster import RayCluster  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows import chain_plan as plan  # noqa: PLC0415 - it takes seconds
     from minilm_cache.workflows.chain import run_chain  # noqa: PLC0415 - importing it takes seconds
@@ -101,17 +104,15 @@ def chain(
         _task_stage(given, dump, recipe, out=out, json=json, others=dict(zip(_OTHERS, others, strict=True)))
         return
     config, preset = plan.read_chain(document, chain=given, dump=dump, train=recipe, preset=preset)
-    check_engine(engine, gpus_per_task)
     quiet_libraries()
     folder = out or plan.chain_folder(config, cache_home())
     with stoppable_session() as session:
         if is_first_process():
             _note_settings(config, preset, session)
-        if dry_run and not is_first_process():
-            return
         if dry_run:
-            config = plan.check_chain(config, folder, here=engine is None)
-            _show_stages(folder, plan.stages(config, folder), json=json)
+            if is_first_process():
+                config = plan.check_chain(config, folder, here=engine is None)
+                _show_stages(folder, plan.stages(config, folder), json=json)
             return
         result = run_chain(
             config,
@@ -122,6 +123,10 @@ def chain(
         )
     if result.is_first:
         _show(result, json=json)
+
+
+def _refuse_missing(arch: Sequence[str], dump: Given, document: Path | None) -> None:
+    refuse_missing(teacher=dump.get("teacher"), corpus=dump.get("corpus"), arch=arch, document=document)
 
 
 def _note_settings(config: ChainConfig, preset: str | None, session: "Session") -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import TerminalProgress, print_json, print_pairs
+from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import (
     note_default_corpus,
     quiet_libraries,
@@ -30,6 +31,8 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.session import Session
 from minilm_cache.settings import validated
 from minilm_cache.storage_schema.manifest import CacheManifest
+from minilm_cache.store.durable import refuse_file
+from minilm_cache.store.urls import is_url
 
 if TYPE_CHECKING:
     from minilm_cache.dump.run import DumpResult
@@ -72,16 +75,18 @@ def dump(
 
     Example: minilm-cache dump --teacher mini --corpus notes.txt --for minilm,tinybert --add notes.cache
     """
-    from minilm_cache.dump.into_store import dump_into_store, dump_on_ray  # noqa: PLC0415 - it takes seconds
-    from minilm_cache.dump.run import dump_cache  # noqa: PLC0415 - importing it takes seconds
-    from minilm_cache.store.urls import is_url  # noqa: PLC0415 - with its siblings
-
     place = out if out is None or is_url(out) else Path(out)
     reuses = cache_store is not None or add is not None or not resume
     if isinstance(place, str) and reuses:
         raise InvalidConfigError(f"--out {out}: {_ONLY_LOCAL}")
     check_engine(engine, gpus_per_task)
     config = _config_of_rank(given) if engine is None else _config_of_engine(given, reuses=reuses)
+    if isinstance(place, Path):
+        refuse_file(place)
+    refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus)
+    from minilm_cache.dump.into_store import dump_into_store, dump_on_ray  # noqa: PLC0415 - it takes seconds
+    from minilm_cache.dump.run import dump_cache  # noqa: PLC0415 - importing it takes seconds
+
     quiet_libraries()
     with stoppable_session() as session:
         note_default_corpus(given, config.corpus, session)

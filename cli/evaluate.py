@@ -8,10 +8,12 @@ import typer
 from rich.filesize import decimal
 
 from minilm_cache.cli.console import print_error, print_json, print_pairs, print_table
+from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import ComparedModelsArgument, Given, JsonOption, options
 from minilm_cache.evaluate.settings import EmbeddingsConfig, EvaluateConfig, SpeedConfig
+from minilm_cache.evaluate.tasks import TASKS, task_folder
 from minilm_cache.settings import cache_home, validated
 
 if TYPE_CHECKING:
@@ -46,9 +48,13 @@ def evaluate(
 
     Example: minilm-cache evaluate mini RUN --task sst2 --task rte --data glue --seeds 3
     """
+    config = validated(EvaluateConfig, given)
+    refuse_missing(models=models, revision=config.revision)
+    if config.data is not None and config.data != "hf" and not config.data.startswith("hf:"):
+        for task in TASKS.keys() & {*config.task}:
+            task_folder(Path(config.data), TASKS[task].title)
     from minilm_cache.evaluate.run import evaluate_models  # noqa: PLC0415 - importing it takes seconds
 
-    config = validated(EvaluateConfig, given)
     quiet_libraries()
     with stoppable_session() as session:
         evaluation = evaluate_models(
@@ -150,9 +156,10 @@ def speed(
 
     Example: minilm-cache speed mini RUN --batch-size 1 --batch-size 64
     """
+    config = validated(SpeedConfig, given)
+    refuse_missing(models=models, revision=config.revision)
     from minilm_cache.evaluate.speed import compare_speed  # noqa: PLC0415 - importing it takes seconds
 
-    config = validated(SpeedConfig, given)
     quiet_libraries()
     with stoppable_session() as session:
         speeds = compare_speed(config, models, session=session)
@@ -205,9 +212,10 @@ def embeddings(
     Example: minilm-cache embeddings mini RUN --data glue --save encoders
     Example: minilm-cache embeddings mini RUN --retrieval questions.jsonl
     """
+    config = validated(EmbeddingsConfig, given)
+    refuse_missing(models=models, revision=config.revision, data=config.retrieval)
     from minilm_cache.evaluate.embeddings import compare_embeddings  # noqa: PLC0415 - takes seconds
 
-    config = validated(EmbeddingsConfig, given)
     quiet_libraries()
     if config.retrieval is not None:
         from minilm_cache.evaluate.retrieval import read_own_data  # noqa: PLC0415 - takes seconds

@@ -10,6 +10,7 @@ import typer
 from rich.filesize import decimal
 
 from minilm_cache.cli.console import print_json, print_pairs
+from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import shown_session, stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
@@ -28,9 +29,10 @@ def head(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
 
     Example: minilm-cache head --teacher mini --out mini-with-head
     """
+    config = validated(HeadConfig, given)
+    refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus, out=out)
     from minilm_cache.dump.mlm_head import fit_head  # noqa: PLC0415 - importing it takes seconds
 
-    config = validated(HeadConfig, given)
     quiet_libraries()
     with stoppable_session() as session:
         note_default_corpus(given, config.corpus, session)
@@ -66,9 +68,10 @@ def augment(
 
     Example: minilm-cache augment --teacher bert-base --corpus train.jsonl --out augmented.jsonl
     """
+    config = validated(AugmentConfig, given)
+    refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus, out=out)
     from minilm_cache.dump.augment import augment as run_augment  # noqa: PLC0415 - takes seconds
 
-    config = validated(AugmentConfig, given)
     quiet_libraries()
     with stoppable_session() as session:
         written = run_augment(config, out, session=session)
@@ -92,9 +95,16 @@ def cut(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
 
     Example: minilm-cache slice --teacher mini --arch 3x192 --out mini-3x192
     """
+    config = validated(SliceConfig, given)
+    refuse_missing(
+        teacher=config.teacher,
+        revision=config.revision,
+        corpus=config.corpus,
+        arch=[config.arch],
+        out=out,
+    )
     from minilm_cache.slicing.run import slice_teacher  # noqa: PLC0415 - importing it takes seconds
 
-    config = validated(SliceConfig, given)
     quiet_libraries()
     with shown_session() as session:
         note_default_corpus(given, config.corpus, session)
@@ -123,9 +133,10 @@ def truncate(given: Given, *, out: OutOption, json: JsonOption = False) -> None:
 
     Example: minilm-cache truncate --teacher mini --layers 0,1,2 --out bottom-3
     """
+    config = validated(TruncateConfig, given)
+    refuse_missing(teacher=config.teacher, revision=config.revision, out=out)
     from minilm_cache.models.truncate import truncate as run_truncate  # noqa: PLC0415 - takes seconds
 
-    config = validated(TruncateConfig, given)
     quiet_libraries()
     kept = run_truncate(config, out)
     if json:
@@ -148,9 +159,10 @@ def trim(
 
     Example: minilm-cache trim RUN/students/3x192 --corpus notes.txt --vocab 8k --out small
     """
+    config = validated(TrimConfig, {**given, "model": model})
+    refuse_missing(teacher=config.model, revision=config.revision, out=out)
     from minilm_cache.workflows.trim import trim as run_trim  # noqa: PLC0415 - importing it takes seconds
 
-    config = validated(TrimConfig, {**given, "model": model})
     quiet_libraries()
     with stoppable_session() as session:
         if not Path(config.vocab).is_file():  # a file lists the pieces, and no text is read then
@@ -187,9 +199,10 @@ def export_model(
 
     Example: minilm-cache export-model RUN/students/3x384 --openvino --int8 --out small
     """
+    config = validated(ExportModelConfig, given)
+    refuse_missing(models=[model], revision=config.revision, data=config.retrieval, out=out)
     from minilm_cache.workflows.export_model import export_model as run_export  # noqa: PLC0415 - takes seconds
 
-    config = validated(ExportModelConfig, given)
     quiet_libraries()
     with stoppable_session() as session:
         exported = run_export(config, model, out, session=session)
@@ -221,9 +234,10 @@ def tokenize(given: Given, *, json: JsonOption = False) -> None:
 
     Example: minilm-cache tokenize --teacher mini --corpus notes.txt
     """
+    config = validated(TokenizeConfig, given)
+    refuse_missing(teacher=config.teacher, revision=config.revision, corpus=config.corpus)
     from minilm_cache.corpus.tokenise import tokenise_for  # noqa: PLC0415 - importing it takes seconds
 
-    config = validated(TokenizeConfig, given)
     quiet_libraries()
     with stoppable_session() as session:
         note_default_corpus(given, config.corpus, session)

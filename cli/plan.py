@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
+from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import note_default_corpus, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
@@ -35,9 +36,10 @@ def plan(dump: Given, compared: Given, trained: Given, *, json: JsonOption = Fal
 
     Example: minilm-cache plan --teacher mini --max-bytes 50000000
     """
+    config, cost = validated(PlanConfig, compared), validated(CostConfig, trained)
+    refuse_missing(teacher=dump.get("teacher"), corpus=dump.get("corpus"), arch=cost.arch)
     from minilm_cache.workflows.plan import plan_dump, refuse_too_large  # noqa: PLC0415 - takes seconds
 
-    config, cost = validated(PlanConfig, compared), validated(CostConfig, trained)
     quiet_libraries()
     with stoppable_session() as session:
         note_default_corpus(dump, DumpConfig.model_fields["corpus"].default, session)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
+from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.evaluate import in_words
 from minilm_cache.cli.interrupt import stoppable_session
@@ -34,9 +35,10 @@ def mine(
 
     Example: minilm-cache mine mini --retrieval questions.jsonl --out groups.jsonl
     """
+    config = validated(MineConfig, given)
+    refuse_missing(models=[model], revision=config.revision, data=config.retrieval, out=out)
     from minilm_cache.evaluate.reranking import mine_negatives  # noqa: PLC0415 - importing it takes seconds
 
-    config = validated(MineConfig, given)
     quiet_libraries()
     with stoppable_session() as session:
         mined = mine_negatives(config, model, out, session=session)
@@ -69,9 +71,11 @@ def rerank(
 
     Example: minilm-cache rerank TEACHER RUN --retrieval questions.jsonl --first-stage mini
     """
+    config = validated(RerankConfig, given)
+    named = [*models, config.first_stage]
+    refuse_missing(models=named, revision=config.revision, data=config.retrieval)
     from minilm_cache.evaluate.reranking import compare_rerankers  # noqa: PLC0415 - takes seconds
 
-    config = validated(RerankConfig, given)
     quiet_libraries()
     with stoppable_session() as session:
         scores = compare_rerankers(config, models, session=session)

@@ -8,6 +8,7 @@ import typer
 from rich.filesize import decimal
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
+from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import chosen_cache, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
@@ -51,10 +52,11 @@ def search(
 
     Example: minilm-cache search notes.cache --speedup 4 --objective embedding --out found
     """
-    from minilm_cache.workflows.search import search as run_search  # noqa: PLC0415 - importing it takes seconds
-
     config = validated(SearchConfig, given)
     validated(TrainConfig, {**train, "arch": ("1x12",)})  # says what is wrong before torch is there
+    refuse_missing(cache=cache)
+    from minilm_cache.workflows.search import search as run_search  # noqa: PLC0415 - importing it takes seconds
+
     quiet_libraries()
     with stoppable_session() as session:
         place = cache or chosen_cache(None, session)

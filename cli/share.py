@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from minilm_cache.cli.console import print_json, print_pairs
+from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, options
@@ -136,6 +137,7 @@ def export(
 
     Example: minilm-cache export CACHE vectors.parquet
     """
+    refuse_missing(cache=cache, out=out)
     from minilm_cache.workflows.export import export_vectors  # noqa: PLC0415 - importing it takes seconds
     from minilm_cache.workflows.export_scores import export_scores  # noqa: PLC0415 - it, too
 
@@ -176,10 +178,11 @@ def import_file(
 
     Example: minilm-cache import vectors.parquet --tokenizer mini --out CACHE
     """
-    from minilm_cache.dump.imported import import_scores, import_vectors  # noqa: PLC0415 - takes seconds
-
     config = validated(ImportConfig, {**given, "vectors": vectors})
     has_scores = config.score_columns is not None
+    refuse_missing(models=[config.tokenizer])
+    from minilm_cache.dump.imported import import_scores, import_vectors  # noqa: PLC0415 - takes seconds
+
     quiet_libraries()
     with stoppable_session() as session:
         result = (import_scores if has_scores else import_vectors)(config, out=out, session=session)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minilm_cache.cli.console import print_error, print_json, print_pairs
+from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import chosen_cache, is_first_process, quiet_libraries
 from minilm_cache.cli.interrupt import stoppable_session
 from minilm_cache.cli.options import Given, JsonOption, PresetOption, ResumeOption, options
@@ -47,9 +48,10 @@ def train(
 
     Example: minilm-cache train notes.cache --arch 3x384 --arch 4x312:ff1200 --epochs 5
     """
+    config = validated(TrainConfig, with_preset(preset, given))
+    refuse_missing(cache=cache, arch=config.arch)
     from minilm_cache.train.run import train_students  # noqa: PLC0415 - importing it takes seconds
 
-    config = validated(TrainConfig, with_preset(preset, given))
     quiet_libraries()
     with stoppable_session() as session:
         if preset is not None and is_first_process():

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from minilm_cache.cli.console import print_json, print_pairs, print_table
+from minilm_cache.cli.early import refuse_missing
 from minilm_cache.cli.environment import chosen_cache, quiet_libraries
 from minilm_cache.cli.interrupt import shown_session
 from minilm_cache.cli.options import CacheArgument, Given, JsonOption, options
@@ -24,6 +25,7 @@ def verify(given: Given, *, cache: CacheArgument = None, json: JsonOption = Fals
     Example: minilm-cache verify --full notes.cache
     """
     config = validated(VerifyConfig, given)
+    refuse_missing(cache=cache, teacher=config.teacher)
 
     from minilm_cache.workflows.verify import verify_cache  # noqa: PLC0415 - importing it takes seconds
 

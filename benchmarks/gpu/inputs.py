@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, BertConfig, PreTrainedTokenizerFast
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
+from minilm_cache.corpus.formats import PYTHON_DOCS
+from minilm_cache.corpus.load import load_corpus
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.session import Session

@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu.inputs import Bench
 from benchmarks.loops import offline, rates, stream_of, trainers_of, usual
 from minilm_cache.cache import Cache
-from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.batch import WantedTargets
 from minilm_cache.objectives.check import choose_objective

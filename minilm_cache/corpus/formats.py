@@ -43,12 +43,20 @@ _MOST_NULS: Final = 0.05
 """Greatest share of NUL bytes in text."""
 
 
+PYTHON_DOCS: Final = "python-docs"
+HUB_PREFIX: Final = "hf:"
+
+
 def corpus_files(path: Path) -> list[Path]:
     """Return the files that are read of a file or a folder.
 
     Raises:
-        CorpusError: none is of a known kind.
+        CorpusError: it does not exist, or none is of a known kind.
     """
+    if not path.exists():
+        raise CorpusError(
+            f"corpus {path} does not exist. Give a file, a folder, {HUB_PREFIX}ID, or {PYTHON_DOCS}."
+        )
     if path.is_file():
         if path.suffix not in KNOWN:
             raise CorpusError(

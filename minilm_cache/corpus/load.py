@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from datasets.exceptions import DatasetsError
 from pydantic import ValidationError
 
-from minilm_cache.corpus.formats import TEXT, Documents, corpus_files
+from minilm_cache.corpus.formats import HUB_PREFIX, PYTHON_DOCS, TEXT, Documents, corpus_files
 from minilm_cache.corpus.pairs import PairColumns, pairs_of_dataset, read_pairs, refuse_missing_columns
 from minilm_cache.corpus.records import (
     COPIES_COLUMN,
@@ -163,8 +163,6 @@ def _docstrings(file: Path) -> Iterator[str]:
                 yield text
 
 
-PYTHON_DOCS: Final = "python-docs"
-HUB_PREFIX: Final = "hf:"
 _BATCH: Final = 1000
 """Documents that are read at a time."""
 _BATCH_CHARS: Final = 2**24
@@ -413,12 +411,7 @@ def _source_files(
         return python_files()
     if hub is not None:
         return [Path(file["filename"]) for file in hub.cache_files]
-    path = Path(name)
-    if not path.exists():
-        raise CorpusError(
-            f"corpus {name} does not exist. Give a file, a folder, {HUB_PREFIX}ID, or {PYTHON_DOCS}."
-        )
-    files = corpus_files(path)
+    files = corpus_files(Path(name))
     if documents == "lines" and all(file.suffix not in TEXT for file in files):
         raise InvalidConfigError(_NO_LINES.format(name=name))
     return files

@@ -30,7 +30,8 @@ from minilm_cache.dump.config import AugmentConfig
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_model, load_tokenizer, locate_teacher
+from minilm_cache.models.load import load_model, load_tokenizer
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
 from minilm_cache.session import ALONE, Session

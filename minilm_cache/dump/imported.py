@@ -32,11 +32,8 @@ from minilm_cache.dump.setup import ResolvedDump, identity_and_place
 from minilm_cache.errors import CorpusError, InterruptedRunError, TeacherError, first_line
 from minilm_cache.models.files import VOLATILE
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import (
-    load_tokenizer,
-    locate_teacher,
-    read_config,
-)
+from minilm_cache.models.load import load_tokenizer, read_config
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import SentencePooler
 from minilm_cache.models.prompts import Prompts
 from minilm_cache.models.student import check_family_positions

@@ -22,7 +22,8 @@ from minilm_cache.dump.config import HeadConfig
 from minilm_cache.errors import CorpusError, DivergedError, InterruptedRunError, TeacherError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import load_tokenizer, load_weights, locate_teacher
+from minilm_cache.models.load import load_tokenizer, load_weights
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length
 from minilm_cache.models.truncate import saving

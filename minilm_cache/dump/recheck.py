@@ -23,7 +23,7 @@ from minilm_cache.dump.reading import SequenceReader
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import MODULES
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import ALONE, Session

@@ -19,7 +19,7 @@ from minilm_cache.dump.reading import batch_size_for
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.device import choose_device
 from minilm_cache.models.known import remember_teacher
-from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session

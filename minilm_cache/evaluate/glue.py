@@ -9,7 +9,7 @@ from typing import Final
 from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.examples import TextExample, Track, is_labelled
 from minilm_cache.evaluate.files import Columns, find_file, load_hub, read_lines, read_table
-from minilm_cache.evaluate.tasks import SetFile, TextTask
+from minilm_cache.evaluate.tasks import SetFile, TextTask, task_folder
 
 _ENGLISH: Final = "en"
 _XTREME: Final = ("sentence1", "sentence2", "gold_label")
@@ -81,21 +81,6 @@ def _read(task: TextTask, source: Source, *, kind: str, set_file: SetFile) -> li
         if source.folder is None
         else _from_folder(task, source, kind=kind, set_file=set_file)
     )
-
-
-def task_folder(data: Path, title: str) -> Path:
-    """Return the folder of a task: the subfolder of its name, or `data` itself if there is none.
-
-    Raises:
-        CorpusError: `data` is not a folder.
-    """
-    if not data.is_dir():
-        raise CorpusError(
-            f"--data {data}: no such folder. Give a folder with the published files of {title}, as from "
-            "gluebenchmark.com, or hf, which downloads them from the Hugging Face hub."
-        )
-    within = data / title
-    return within if within.is_dir() else data
 
 
 def _from_folder(task: TextTask, source: Source, *, kind: str, set_file: SetFile) -> list[TextExample]:

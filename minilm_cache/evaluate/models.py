@@ -30,9 +30,9 @@ from minilm_cache.models.load import (
     is_classifier,
     load_for_task,
     load_tokenizer,
-    locate_teacher,
     read_config,
 )
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.pooling import MODULES, SentenceEncoder, load_pooler
 from minilm_cache.store.checked import sha256_file, sha256_texts
 from minilm_cache.train.folder import RUN_FILE, RunFolder, is_run

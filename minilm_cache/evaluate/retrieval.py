@@ -14,7 +14,7 @@ import numpy.typing as npt
 from minilm_cache.errors import CorpusError, InterruptedRunError, InvalidConfigError
 from minilm_cache.evaluate.embeddings import sentence_encoder
 from minilm_cache.evaluate.models import Evaluated, find_models, refuse_run_as_teacher
-from minilm_cache.evaluate.settings import EmbeddingsConfig
+from minilm_cache.evaluate.settings import EmbeddingsConfig, refuse_no_data
 from minilm_cache.models.device import choose_device, enough_memory
 from minilm_cache.session import ALONE, Session
 
@@ -201,8 +201,7 @@ def read_own_data(path: Path) -> OwnData:
     Raises:
         CorpusError: a file is missing or damaged, a record lacks a text, or a query lacks a right document.
     """
-    if not path.exists():
-        raise CorpusError(f"--retrieval {path} does not exist. Give a folder or a .jsonl file.")
+    refuse_no_data(path)
     data = _of_folder(path) if path.is_dir() else _of_questions(path)
     lacking = next((query for query in data.queries if not data.right.get(query)), None)
     if lacking is not None or not data.queries:

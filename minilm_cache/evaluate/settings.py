@@ -5,6 +5,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from minilm_cache.errors import CorpusError
 from minilm_cache.evaluate.tasks import TASKS, Metric, SpanTask, Task
 from minilm_cache.settings import FrozenSettings, ModelSettings
 from minilm_cache.storage_schema.identity import canonical_sha256
@@ -281,3 +282,9 @@ class TrialRecord(FrozenSettings):
     """Score that settings are chosen by, the mean over dev sets. None means that the trial diverged."""
     versions: dict[str, str]
     """Versions of the libraries that trained and scored the model, by library."""
+
+
+def refuse_no_data(retrieval: Path) -> None:
+    """Raise CorpusError if there are no retrieval data at a path."""
+    if not retrieval.exists():
+        raise CorpusError(f"--retrieval {retrieval} does not exist. Give a folder or a .jsonl file.")

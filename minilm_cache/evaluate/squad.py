@@ -7,8 +7,8 @@ from typing import Any, Final
 from minilm_cache.errors import CorpusError, first_line
 from minilm_cache.evaluate.examples import SpanExample, Track
 from minilm_cache.evaluate.files import load_hub, read_json, read_lines
-from minilm_cache.evaluate.glue import Source, read_text, task_folder
-from minilm_cache.evaluate.tasks import SpanTask
+from minilm_cache.evaluate.glue import Source, read_text
+from minilm_cache.evaluate.tasks import SpanTask, task_folder
 
 LANGUAGES: Final = ("ar", "de", "en", "es", "hi", "vi", "zh")
 """Languages of MLQA (Lewis et al. 2020, arXiv 1910.07475)."""

@@ -6,8 +6,11 @@ and 1806.03822), XNLI (Conneau et al. 2018, arXiv 1809.05053), MLQA (Lewis et al
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
+
+from minilm_cache.errors import CorpusError
 
 Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 
@@ -252,3 +255,18 @@ _ALL: Final[tuple[Task, ...]] = (
 )
 TASKS: Final[Mapping[str, Task]] = MappingProxyType({task.name: task for task in _ALL})
 """Tasks by the name that --task takes."""
+
+
+def task_folder(data: Path, title: str) -> Path:
+    """Return the folder of a task: the subfolder of its name, or `data` itself if there is none.
+
+    Raises:
+        CorpusError: `data` is not a folder.
+    """
+    if not data.is_dir():
+        raise CorpusError(
+            f"--data {data}: no such folder. Give a folder with the published files of {title}, as from "
+            "gluebenchmark.com, or hf, which downloads them from the Hugging Face hub."
+        )
+    within = data / title
+    return within if within.is_dir() else data

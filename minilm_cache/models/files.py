@@ -22,12 +22,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from minilm_cache.errors import MiniLMCacheError, TeacherError, first_line, is_panic
+from minilm_cache.models.locate import CONFIG, refuse_no_config
 from minilm_cache.storage_schema.documents import Xxh3
 from minilm_cache.store.checked import sha256_files, xxh3_file
 from minilm_cache.store.durable import open_regular, regular_bytes
-from minilm_cache.store.layout import described_otherwise
 
-CONFIG: Final = "config.json"
 _WEIGHTS: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _ADAPTER: Final = "adapter_config.json"
@@ -123,11 +122,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         TeacherError: it does not exist, is not a JSON object, gives a size that is out of bounds, or chooses
             other weights than the whole ones that are loaded here.
     """
-    if not (folder / CONFIG).exists():
-        kind = described_otherwise(folder)
-        raise TeacherError(
-            f"{folder} holds no model: {CONFIG} is not there.{kind or ' Give the folder of a model.'}"
-        )
+    refuse_no_config(folder)
     if (folder / _ADAPTER).exists():
         raise TeacherError(
             f"{folder} holds an adapter ({_ADAPTER}), whose base model lies elsewhere. Merge the two, and "

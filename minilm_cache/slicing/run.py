@@ -11,7 +11,8 @@ from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import CPU, enough_memory
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import TeacherSource, load_tokenizer, load_weights, locate_teacher, read_config
+from minilm_cache.models.load import load_tokenizer, load_weights, read_config
+from minilm_cache.models.locate import TeacherSource, locate_teacher
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import check_length

@@ -9,9 +9,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from minilm_cache.cache import Cache
 from minilm_cache.errors import CacheCorruptError, IdentityMismatchError, TeacherError
-from minilm_cache.models.files import CONFIG, VOLATILE, first_setting_that_differs, weights_sha256
+from minilm_cache.models.files import VOLATILE, first_setting_that_differs, weights_sha256
 from minilm_cache.models.known import find_teacher
-from minilm_cache.models.load import load_weights, locate_teacher, read_config
+from minilm_cache.models.load import load_weights, read_config
+from minilm_cache.models.locate import CONFIG, locate_teacher
 from minilm_cache.models.student import num_weights, teacher_config
 from minilm_cache.models.tap import ATTENTION, Head
 from minilm_cache.models.truncate import saving

@@ -6,6 +6,7 @@ from typing import Final
 
 from minilm_cache.errors import (
     CacheCorruptError,
+    CacheNotFoundError,
 )
 from minilm_cache.storage_schema.arrays import array_specs
 from minilm_cache.storage_schema.identity import CacheIdentity
@@ -51,6 +52,16 @@ _GOOD_SEGMENT_BYTES: Final = 2**28
 """Greatest decoded size of a layer of a segment."""
 _MAX_WRITTEN_BYTES: Final = 2**31
 """Greatest decoded size of a segment, since writers hold all layers of it."""
+
+
+def refuse_no_cache(root: Path) -> None:
+    """Raise CacheNotFoundError for a folder that holds no cache."""
+    if not (root / MANIFEST).is_file():
+        lacking = f"{MANIFEST} is not there" if root.exists() else "there is no such folder"
+        raise CacheNotFoundError(
+            f"no cache at {root}: {lacking}."
+            f"{described_otherwise(root) or ' Make one with `minilm-cache dump`, or check the path.'}"
+        )
 
 
 def cache_name(labels: Labels, identity: CacheIdentity) -> str:

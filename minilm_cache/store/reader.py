@@ -19,7 +19,6 @@ import pyarrow as pa
 from minilm_cache.errors import (
     CacheCorruptError,
     CacheIncompleteError,
-    CacheNotFoundError,
     IdentityMismatchError,
 )
 from minilm_cache.storage_schema.arrays import (
@@ -48,8 +47,8 @@ from minilm_cache.store.layout import (
     MAX_SEGMENT_BYTES,
     commit_path,
     decoded_bytes,
-    described_otherwise,
     file_bytes,
+    refuse_no_cache,
     segment_tokens,
     sequences_path,
 )
@@ -328,13 +327,8 @@ def read_manifest(root: Path) -> CacheManifest:
         CacheCorruptError: the manifest is damaged.
         UnsupportedFormatError: a newer release wrote the cache.
     """
+    refuse_no_cache(root)
     path = root / MANIFEST
-    if not path.is_file():
-        lacking = f"{MANIFEST} is not there" if root.exists() else "there is no such folder"
-        raise CacheNotFoundError(
-            f"no cache at {root}: {lacking}."
-            f"{described_otherwise(root) or ' Make one with `minilm-cache dump`, or check the path.'}"
-        )
     manifest = parse(CacheManifest, read_bounded(path, MAX_MANIFEST_BYTES), str(path))
     check_size(manifest, str(path))
     return manifest

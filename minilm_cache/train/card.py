@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from minilm_cache.errors import CacheCorruptError, TeacherError, first_line
-from minilm_cache.models.load import ALIASES, MINI, MINI_ID, load_tokenizer
+from minilm_cache.models.load import load_tokenizer
+from minilm_cache.models.locate import ALIASES, MINI, MINI_ID
 from minilm_cache.models.prompts import GIVEN, Prompts, prompts_of
 from minilm_cache.models.tap import Head
 from minilm_cache.models.truncate import saving

@@ -12,7 +12,8 @@ from minilm_cache.cache import Cache
 from minilm_cache.errors import DeviceError
 from minilm_cache.models.arch import StudentShape, parse_arch
 from minilm_cache.models.device import free_bytes
-from minilm_cache.models.load import locate_teacher, read_config
+from minilm_cache.models.load import read_config
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import build_student, class_names, shape_config, student_config
 from minilm_cache.models.tap import TappedModel
 from minilm_cache.models.vocabulary import StudentTokens, Vocabulary, trim_model

@@ -12,7 +12,8 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.errors import IdentityMismatchError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.device import choose_device
-from minilm_cache.models.load import locate_teacher, read_config
+from minilm_cache.models.load import read_config
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import shape_config
 from minilm_cache.objectives.check import check_codec
 from minilm_cache.objectives.relations import split_into

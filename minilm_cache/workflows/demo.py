@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from minilm_cache.cache import Cache, open_cache
-from minilm_cache.corpus.load import PYTHON_DOCS, load_corpus
+from minilm_cache.corpus.formats import PYTHON_DOCS
+from minilm_cache.corpus.load import load_corpus
 from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.run import DumpResult, dump_cache
-from minilm_cache.models.load import MINI, locate_teacher
+from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.models.pooling import SentenceModel
 from minilm_cache.report.config import ReportConfig
 from minilm_cache.report.page import report_runs

@@ -8,7 +8,8 @@ from minilm_cache.dump.config import DumpConfig, PlanConfig
 from minilm_cache.dump.plan import Plan, PlannedSetting, plan
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.load import locate_teacher, read_config
+from minilm_cache.models.load import read_config
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import model_size, shape_config
 from minilm_cache.objectives.spec import spec_of
 from minilm_cache.session import ALONE, Session

@@ -22,7 +22,8 @@ from minilm_cache.engines.ray_cluster import Job, RayCluster, run_jobs
 from minilm_cache.errors import DivergedError, InvalidConfigError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.device import choose_device
-from minilm_cache.models.load import locate_teacher, read_config
+from minilm_cache.models.load import read_config
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import shape_config, teacher_config
 from minilm_cache.models.tap import Head
 from minilm_cache.models.teacher import Teacher

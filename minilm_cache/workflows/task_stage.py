@@ -19,7 +19,8 @@ from minilm_cache.evaluate.examples import TextExample, sample_examples
 from minilm_cache.evaluate.models import find_models
 from minilm_cache.evaluate.run import Evaluation, evaluate_models, text_task
 from minilm_cache.evaluate.settings import EvaluateConfig, is_own_task
-from minilm_cache.models.load import locate_teacher, read_config
+from minilm_cache.models.load import read_config
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.session import ALONE, Session
 from minilm_cache.settings import validated
 from minilm_cache.store.durable import new_file, read_bounded, refuse_file, storage_errors

@@ -14,14 +14,8 @@ from minilm_cache.corpus.load import load_corpus
 from minilm_cache.corpus.tokenise import tokenise
 from minilm_cache.corpus.tokens import Tokens
 from minilm_cache.errors import InterruptedRunError, InvalidConfigError
-from minilm_cache.models.load import (
-    TaskHead,
-    TeacherSource,
-    load_tokenizer,
-    load_weights,
-    locate_teacher,
-    read_config,
-)
+from minilm_cache.models.load import TaskHead, load_tokenizer, load_weights, read_config
+from minilm_cache.models.locate import TeacherSource, locate_teacher
 from minilm_cache.models.pooling import copy_pooling
 from minilm_cache.models.prompts import read_prompts
 from minilm_cache.models.truncate import saving

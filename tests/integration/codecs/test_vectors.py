@@ -22,7 +22,7 @@ from minilm_cache.codecs.transform import TransformCode, quantise
 from minilm_cache.codecs.vectors import VectorsCodec, calibrate, concatenate, measured_kl, split_sample
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import CacheCorruptError, CorpusError, InterruptedRunError, InvalidConfigError
-from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.relations.scores import LayerRelations, Vectors, key_mask, relation_probs
 from minilm_cache.session import Session
 from minilm_cache.storage_schema.arrays import codes_path

@@ -13,7 +13,7 @@ from minilm_cache.dump.into_store import dump_into_store
 from minilm_cache.dump.run import dump_cache
 from minilm_cache.errors import IdentityMismatchError, InterruptedRunError, InvalidConfigError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import TeacherSource, locate_teacher
+from minilm_cache.models.locate import TeacherSource, locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session, Silent
 from minilm_cache.storage_schema.manifest import CacheManifest

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from minilm_cache.errors import TeacherError
 from minilm_cache.models.files import weights_sha256
-from minilm_cache.models.load import load_model, locate_teacher
+from minilm_cache.models.load import load_model
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session
 from minilm_cache.store.checked import digest_bytes

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoModel
 
 from minilm_cache.errors import InvalidConfigError, MiniLMCacheError, TeacherError
-from minilm_cache.models.load import MINI, load_for_task, load_model, load_weights, locate_teacher
+from minilm_cache.models.load import load_for_task, load_model, load_weights
+from minilm_cache.models.locate import MINI, locate_teacher
 from minilm_cache.session import Session
 from tests.conftest import Command
 from tests.support import TINY, World, save_teacher

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, PreTrainedModel
 
 from minilm_cache.errors import DeviceError
-from minilm_cache.models.load import TeacherSource, load_weights, locate_teacher
+from minilm_cache.models.load import load_weights
+from minilm_cache.models.locate import TeacherSource, locate_teacher
 from minilm_cache.models.teacher import Teacher, TeacherMemory
 from minilm_cache.storage_schema.identity import Precision
 from tests.conftest import Command

@@ -23,7 +23,7 @@ from minilm_cache.cache import open_cache
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.arch import parse_arch
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import TeacherSource
+from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.student import build_student, shape_config
 from minilm_cache.models.tap import Tap, TappedModel
 from minilm_cache.models.teacher import Teacher

@@ -11,7 +11,7 @@ from transformers import AutoModel, PreTrainedModel
 from minilm_cache.cache import Cache, open_cache
 from minilm_cache.errors import InvalidConfigError
 from minilm_cache.models.arch import parse_arch
-from minilm_cache.models.load import TeacherSource
+from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.base import map_layers
 from minilm_cache.objectives.batch import StudentBatch, WantedTargets

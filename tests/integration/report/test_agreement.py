@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModel
 
 from minilm_cache.cache import open_cache
-from minilm_cache.models.load import TeacherSource
+from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.page import _compared_students
 from minilm_cache.report.runs import TrainedRun

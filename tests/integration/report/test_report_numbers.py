@@ -12,7 +12,7 @@ import torch
 from matplotlib.axes import Axes
 
 from minilm_cache.dump.fidelity import max_kl_in_words
-from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.report.plots import curves_figure, storage_figure, tradeoff_figure
 from minilm_cache.report.provenance import dump_command, train_command

@@ -19,7 +19,7 @@ from minilm_cache.errors import (
     InterruptedRunError,
     InvalidConfigError,
 )
-from minilm_cache.models.load import TeacherSource
+from minilm_cache.models.locate import TeacherSource
 from minilm_cache.models.tap import ATTENTION, Tap, TappedModel
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.objectives.base import LayerPair

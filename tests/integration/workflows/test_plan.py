@@ -14,7 +14,7 @@ from minilm_cache.dump.config import DumpConfig
 from minilm_cache.dump.plan import TaskClock, _fixed_s, _load_sequences, plan
 from minilm_cache.dump.shards import COMPILE
 from minilm_cache.errors import InterruptedRunError
-from minilm_cache.models.load import locate_teacher
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.student import model_size
 from minilm_cache.models.teacher import Teacher
 from minilm_cache.session import Session, Silent

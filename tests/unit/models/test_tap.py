@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from minilm_cache.errors import InvalidConfigError, TeacherError
 from minilm_cache.models.inputs import Inputs
-from minilm_cache.models.load import draw_weights, load_model, locate_teacher
+from minilm_cache.models.load import draw_weights, load_model
+from minilm_cache.models.locate import locate_teacher
 from minilm_cache.models.tap import ATTENTION, Tap, TappedModel
 from minilm_cache.relations.scores import key_mask, relation_probs
 from minilm_cache.storage_schema.identity import RelationKind

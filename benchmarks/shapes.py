@@ -1,0 +1,98 @@
+"""Measure whether shapes can be ranked early: by a tenth of a training, and by their weights alone.
+
+    python -m benchmarks.shapes --data DATA --cache CACHE [--home HOME]
+
+24 shapes (2, 3, 4 and 6 layers, widths 96, 192 and 384, feed-forward networks of 2 and 4 times the width)
+learn the vectors of a cache of `mini` in one pass, and are evaluated on held-out texts ten times. Kendall's
+tau compares orders: of losses after a tenth of the steps with losses at the end, of numbers of weights with
+these, and of these with STS-B. The rest is what halving, as `search` does it, would have kept.
+"""
+
+import argparse
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+from scipy.stats import kendalltau
+
+from benchmarks.report import add_to_result, cpu
+from minilm_cache import TrainConfig, train_students
+from minilm_cache.evaluate.embeddings import compare_embeddings
+from minilm_cache.evaluate.settings import EmbeddingsConfig
+from minilm_cache.models.locate import MINI
+from minilm_cache.session import Session
+from minilm_cache.settings import validated
+
+ARCHS: Final = tuple(
+    f"{layers}x{width}:ff{width * ratio}"
+    for layers, width, ratio in product((2, 3, 4, 6), (96, 192, 384), (2, 4))
+)
+STEPS: Final = 320
+LOOKS: Final = 10
+RECIPE: Final[dict[str, Any]] = {
+    "objective": "embedding",
+    "init": "slice",
+    "steps": STEPS,
+    "batch_size": 32,
+    "lr": 1e-3,
+    "precision": "bfloat16",
+    "eval_steps": STEPS // LOOKS,
+}
+
+
+def main() -> None:
+    """Train what is missing, compare orders, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--home", type=Path, default=Path("shapes"))
+    given = parser.parse_args()
+    session = Session(given.home)
+    config = validated(TrainConfig, {**RECIPE, "arch": ARCHS})
+    run = train_students(config, given.cache, out=given.home / "grid", session=session)
+    weights = {each.arch: each.num_parameters for each in run.record.students}
+    looks = _looks(run.path)
+    last = looks[max(looks)]
+    settings = validated(EmbeddingsConfig, {"data": str(given.data / "glue"), "device": "cpu"})
+    scored = compare_embeddings(settings, [MINI, str(run.path)], session=session)[1:]
+    similar = dict(
+        zip((each.arch for each in run.record.students), (s.spearman for s in scored), strict=True)
+    )
+    add_to_result(
+        "shapes",
+        recipe={**RECIPE, "shapes": len(ARCHS)},
+        tau_by_share={f"{step / STEPS:.1f}": _tau(looks[step], last) for step in sorted(looks)},
+        tau_weights_loss=_tau({arch: -count for arch, count in weights.items()}, last),
+        tau_loss_stsb=_tau(last, {arch: -score for arch, score in similar.items()}),
+        best_after_a_third={str(kept): _kept(looks, last, kept) for kept in (1, 3, 8)},
+        shapes={
+            arch: {"weights": weights[arch], "loss": round(last[arch], 4), "stsb": round(similar[arch], 2)}
+            for arch in ARCHS
+        },
+        cpu=cpu(),
+    )
+
+
+def _looks(run: Path) -> dict[int, dict[str, float]]:
+    """Return the held-out loss of each shape, by step."""
+    found: dict[int, dict[str, float]] = {}
+    for line in (run / "log.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "held_out" in row:
+            found[row["step"]] = {arch: losses["loss"] for arch, losses in row["held_out"].items()}
+    return found
+
+
+def _tau(one: dict[str, float], other: dict[str, float]) -> float:
+    return round(float(kendalltau([one[arch] for arch in ARCHS], [other[arch] for arch in ARCHS])[0]), 3)
+
+
+def _kept(looks: dict[int, dict[str, float]], last: dict[str, float], count: int) -> bool:
+    """Return whether the best shape in the end is among the best ones after a tenth of the steps."""
+    first = looks[min(looks)]
+    return min(ARCHS, key=lambda arch: last[arch]) in sorted(ARCHS, key=lambda arch: first[arch])[:count]
+
+
+if __name__ == "__main__":
+    main()

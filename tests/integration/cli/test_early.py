@@ -1,0 +1,86 @@
+"""Mistakes in what a command names are said before libraries are imported that take seconds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import World, save_teacher, write_corpus
+
+SLOW = ("torch", "transformers", "datasets", "pyarrow")
+MISTAKES = {
+    "dump --teacher nosuch --corpus notes.txt": "nosuch",
+    "dump --teacher mini --corpus nosuch.txt": "corpus nosuch.txt does not exist",
+    "dump --teacher mini --corpus notes.txt --codec nosuch": "--codec nosuch",
+    "dump --teacher mini --corpus notes.txt --out notes.txt": "notes.txt is a file",
+    "dump --teacher empty --corpus notes.txt": "config.json is not there",
+    "dump --teacher mini --corpus notes.txt --max-length 2": "--max-length 2",
+    "train nosuch.cache --arch 3x384": "no cache at nosuch.cache",
+    "train empty --arch 3x384": "manifest.json is not there",
+    "train s3:/bucket/x --arch 3x384": "one slash",
+    "train cache --arch 3x38q": "--arch 3x38q",
+    "train cache --arch 3x384 --objective nosuch": "there is no objective nosuch",
+    "train cache --arch 3x384 --steps 1 --epochs 2": "exclude each other",
+    "search nosuch --speedup 2 --out o": "no cache at nosuch",
+    "search cache --out o": "give a budget",
+    "study bad.yaml": "this is not YAML",
+    "study nosuch.yaml": "cannot read nosuch.yaml",
+    "chain --teacher mini --assistant 3x38q --arch 2x96 --corpus notes.txt": "--arch 3x38q",
+    "evaluate mini --task nosuch --data .": "there is no task nosuch",
+    "evaluate nosuch --task sst2 --data .": "nosuch",
+    "evaluate mini --task sst2 --data nosuch": "--data nosuch",
+    "embeddings mini --retrieval nosuch.jsonl": "--retrieval nosuch.jsonl does not exist",
+    "rerank nosuch --retrieval notes.txt --first-stage mini": "nosuch",
+    "speed mini nosuch": "nosuch",
+    "verify nosuch": "no cache at nosuch",
+    "export nosuch out.parquet": "no cache at nosuch",
+    "trim nosuch --out o": "nosuch",
+    "slice --teacher mini --arch 3x38q --out o": "--arch 3x38q",
+    "mine mini --retrieval nosuch --out o.jsonl": "--retrieval nosuch does not exist",
+    "export-model nosuch --onnx --out o": "nosuch",
+    "export-model mini --onnx --openvino --out o": "give one of --onnx and --openvino",
+}
+CODE = """
+import contextlib, io, json, sys
+from minilm_cache.cli.main import run
+found = []
+for mistake in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = run(mistake.split())
+    lines = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+    found.append([code, lines, [name for name in json.loads(sys.argv[2]) if name in sys.modules]])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with what the mistakes are made beside."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "notes.txt").write_text("ba be\n\nbi bo\n")
+    (folder / "bad.yaml").write_text("x: [1\n")
+    (folder / "empty").mkdir()
+    world = World(folder, save_teacher(folder / "teacher"), write_corpus(folder / "corpus.txt"))
+    world.dump("cache")
+    return folder
+
+
+def test_a_mistake_shows_before_torch_is_there(folder: Path) -> None:
+    """In one process, since none of them imports anything slow."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps([*MISTAKES]), json.dumps(SLOW)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "HF_HUB_OFFLINE": "1"},
+    )
+    for (mistake, says), (code, lines, imported) in zip(
+        MISTAKES.items(), json.loads(done.stdout.splitlines()[-1]), strict=True
+    ):
+        assert len(lines) == 1, mistake
+        assert says in lines[0]
+        assert code in (1, 2)
+        assert imported == [], mistake
